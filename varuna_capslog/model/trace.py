@@ -17,8 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
+from varuna_capslog.model.signature import layer_signature
 
-__all__ = ["ShapeTable", "autocast_context", "call_on", "fake_operands", "layer_signature"]
+__all__ = ["ShapeTable", "autocast_context", "call_on", "fake_operands"]
 
 
 def autocast_context(device_type: str, precision: str) -> AbstractContextManager[Any]:
@@ -28,39 +29,6 @@ def autocast_context(device_type: str, precision: str) -> AbstractContextManager
     if precision == "bfloat16":
         return torch.autocast(device_type, torch.bfloat16)
     raise CapslogError(f"precision={precision!r} is unknown; choose float32 or bfloat16")
-
-
-_PLAIN = (bool, int, float, str, type(None))
-
-
-def _comparable(value: object) -> object:
-    """The value itself where it is plain, the name of a function or class; all else is equal to itself only."""
-    if isinstance(value, (*_PLAIN, torch.dtype)):
-        return value
-    if isinstance(value, (tuple, list)) and all(isinstance(item, _PLAIN) for item in value):
-        return tuple(value)
-    return getattr(value, "__qualname__", id(value))
-
-
-def layer_signature(layer: Layer) -> tuple[object, ...]:
-    """Equal for two layers that do the same work on other parameters: classes, plain attributes and parameter shapes.
-
-    Dilation, stride and dropout rates are plain attributes of torch's modules, so a dilated block differs from its
-    plain twin although all shapes agree. Modules that hold state we cannot compare (graph modules, other objects) are
-    equal to themselves only.
-    """
-    parts: list[object] = [len(layer.reads), len(layer.writes)]
-    for name, module in layer.module.named_modules():
-        attributes = tuple(
-            (key, _comparable(value))
-            for key, value in sorted(vars(module).items())
-            if not key.startswith("_") or key == "_reversed_padding_repeated_twice"
-        )
-        opaque = id(module) if isinstance(module, torch.fx.GraphModule) else None
-        parts.append((name, type(module).__module__, type(module).__qualname__, opaque, attributes))
-    for name, tensor in [*layer.module.named_parameters(), *layer.module.named_buffers()]:
-        parts.append((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
-    return tuple(parts)
 
 
 class ShapeTable:

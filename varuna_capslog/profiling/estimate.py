@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from varuna_capslog.model.chain import Chain, TensorSpec
-from varuna_capslog.model.trace import ShapeTable, layer_signature
+from varuna_capslog.model.signature import run_signature
+from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Workload, load_workload
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiles.runs import stage_runs
@@ -237,7 +237,7 @@ def _headroom(
     others = [estimator.at(inputs) for inputs in usual]
     largest = max(stage.peak_bytes for stage in stages)
     # plans even peaks out: stages much smaller than the largest layers and pairs decide nothing
-    deciding = {id(stage.events): stage for stage in stages if 2 * stage.peak_bytes >= largest}
+    deciding = {stage.events: stage for stage in stages if 2 * stage.peak_bytes >= largest}
     picked = sorted(deciding.values(), key=lambda stage: -stage.peak_bytes)[:_SIMULATED]
     traces = [[stage, *(other.stage(*stage.layers) for other in others)] for stage in picked]
     return state_headroom(device, transport, traces)
@@ -282,34 +282,32 @@ def _whole_numbers(value: Any) -> list[int]:
 def _run_key(chain: Chain, run: TrimmedRun, conditions: RunConditions, workload: Workload) -> object:
     """Equal for runs that do the same work; it must hold all that a result depends on.
 
-    It holds: the layers' classes, attributes (dilation, stride, dropout), parameter shapes and hooks, what they read
-    and write; the tensors at every cut (shape, dtype, stride, requires_grad); whether there are stages before and
-    after; which parameters are shared, within and with layers elsewhere; the conditions; and for the last stage what
-    the workload says of its loss.
+    It holds: what decides the work of the layers (`signature`), and which tensors they read and write; the tensors at
+    every cut (shape, dtype, stride, requires_grad); whether there are stages before and after; which parameters are
+    shared, within and with layers elsewhere; the conditions; and for the last stage what the workload says of its loss.
+    A tensor's name counts by its place among the sorted names of the run, since tensors cross cuts in that order.
     """
     layers = chain.layers[run.first : run.end]
     inside = set(range(run.first, run.end))
+    numbers = [
+        {name: number for number, (name, _) in enumerate(layer.module.named_parameters())} for layer in layers
+    ]
     ties = tuple(
         (
-            tuple((index - run.first, name) for index, name in shared.uses if index in inside),
+            tuple((index - run.first, numbers[index - run.first][name]) for index, name in shared.uses if index in inside),
             # uses elsewhere send their gradients here
             tuple(index < run.first for index in shared.layers if index not in inside),
         )
         for shared in chain.shared
         if inside & set(shared.layers)
     )
+    names = {name for cut in run.specs for name in cut}.union(*((*layer.reads, *layer.writes) for layer in layers))
+    place = {name: number for number, name in enumerate(sorted(names))}
     return (
-        tuple((layer.reads, layer.writes, layer_signature(layer), _kinds(layer.module)) for layer in layers),
-        tuple(tuple(sorted(cut.items())) for cut in run.specs),
+        run_signature(layers),
+        tuple((tuple(map(place.get, layer.reads)), tuple(map(place.get, layer.writes))) for layer in layers),
+        tuple(tuple((place[name], spec) for name, spec in sorted(cut.items())) for cut in run.specs),
         (run.has_upstream, run.has_downstream, ties),
         (conditions.device, conditions.precision, conditions.recompute, conditions.stage_inputs, conditions.blocks),
         None if run.has_downstream else (workload.loss_key(), conditions.microbatch_size),
-    )
-
-
-def _kinds(module: nn.Module) -> tuple[object, ...]:
-    """The very classes of all parts (a name may stand for two), and what is hooked on them."""
-    return tuple(
-        (type(part), tuple(map(id, (*part._forward_hooks.values(), *part._forward_pre_hooks.values()))))
-        for part in module.modules()
     )
