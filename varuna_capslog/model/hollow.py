@@ -67,8 +67,8 @@ def replace_parameters(modules: Iterable[nn.Module], replaced: Mapping[nn.Parame
 def on_host(model: nn.Module) -> Iterator[None]:
     """While it is open, what `model` has on the meta device has host memory instead, for code that asks for devices.
 
-    Nothing is written there, so that it stays a reservation of addresses; the values are undefined. Tied parameters stay
-    tied, and afterwards the model holds what it held before.
+    Nothing is written there, so that it stays a reservation of addresses; the values are undefined. Tied parameters
+    stay tied, and afterwards the model holds what it held before.
     """
     parameters = {one: _reserved(one) for one in model.parameters() if one.is_meta}
     buffers = {one: _reserved(one) for one in model.buffers() if one.is_meta}

@@ -1,8 +1,8 @@
 """When two layers, or two runs of layers, do the same work on other parameters: what the profilers do once for both.
 
-`ShapeTable` traces, and the estimator costs, layers of one signature once. A signature holds all that a result can depend
-on; what it cannot compare is equal to itself only, so that in doubt work is done again. Names, and with them the place
-of a layer in its model, are no part of it.
+`ShapeTable` traces, and the estimator costs, layers of one signature once. A signature holds all that a result can
+depend on; what it cannot compare is equal to itself only, so that in doubt work is done again. Names, and with them the
+place of a layer in its model, are no part of it.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def run_signature(layers: Sequence[Layer]) -> tuple[object, ...]:
     """Equal for two lists of layers that do the same work.
 
     It holds: the classes of all modules, their attributes (dilation, stride, eps, dropout rates), hooks and modes; the
-    operations of captured graphs with their constants; of every parameter and buffer shape, strides, dtype and whether it
-    takes a gradient; which of them, and which modules, are one and the same; how many tensors each layer reads and
+    operations of captured graphs with their constants; of every parameter and buffer shape, strides, dtype and whether
+    it takes a gradient; which of them, and which modules, are one and the same; how many tensors each layer reads and
     writes.
     """
     found = _Description()
@@ -69,7 +69,7 @@ class _Same:
 
 
 class _Description:
-    """Describes modules and tensors by what they are, and by the number of their first mention where they come again."""
+    """Describes modules and tensors by what they are; one that comes again, by the number of its first mention."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
@@ -89,9 +89,7 @@ class _Description:
             parts = [self.module(part) for part in module._modules.values() if part is not None]
             own: object = (fx.GraphModule, tuple(one for _, one in held), tuple(parts), tuple(self._graph(module)))
         else:
-            children = [
-                (name, None if part is None else self.module(part)) for name, part in module._modules.items()
-            ]
+            children = [(name, None if part is None else self.module(part)) for name, part in module._modules.items()]
             if isinstance(module, SequentialSlice) or type(module) is nn.Module:
                 # made by a capture, under the names that the whole model has for its parts
                 children = [("", described) for _, described in children]

@@ -23,7 +23,7 @@ __all__ = ["real_parameter", "real_tensors", "skeleton", "with_real_layers"]
 def skeleton(workload: Workload) -> Chain:
     """The workload's chain with real buffers but all parameters on the meta device; see `built_hollow`."""
     torch.manual_seed(0)
-    chain, modules = built_hollow(workload.build_chain, lambda built: [layer.module for layer in built.layers])
+    chain, modules = built_hollow(workload.build_training_chain, lambda built: [layer.module for layer in built.layers])
     return _with_modules(chain, modules)
 
 

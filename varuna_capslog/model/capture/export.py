@@ -194,7 +194,7 @@ def _explain(model: nn.Module, running: list[str], error: Exception) -> str:
         return f"{where} takes or returns a {kind}, which is no tensor, list, tuple or dict; make it return tensors"
     return (
         f"module {where} cannot be captured ({type(error).__name__}: {reason[:300]}); "
-        "mend the example inputs or the module"
+        "mend the example inputs or the module, or write this model as a Chain by hand"
     )
 
 
