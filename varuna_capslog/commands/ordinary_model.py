@@ -8,6 +8,7 @@ assumed is told in one line on standard error.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelFlags", "announced", "config_of_model", "overrides_of"]
 
-_TIMED_STEPS, _START_SECONDS = 3, 5.0
-"""Of a measured run, with its warm-up; and what its processes take before they work."""
+_STEPS = 3
+"""Of a measured run, with its warm-up."""
 
 
 @dataclass(frozen=True)
@@ -172,15 +173,17 @@ def _announce_runs(config: Config) -> None:
     from varuna_capslog.profiling.estimate import estimate_config
     from varuna_capslog.profiling.trim import MICROBATCHES
 
+    began = time.perf_counter()
     torch.set_num_threads(config.train.threads)  # as a worker has, for the speed of this machine
     quick = config.model_copy(update={"profile": config.profile.model_copy(update={"source": "estimated"})})
     rows = estimate_config(quick).observations
     busy = sum(2 * (row.forward_seconds or 0.0) + (row.backward_seconds or 0.0) for row in rows)
     workers = min(config.world_size, os.cpu_count() or 1)
-    seconds = _START_SECONDS + busy * MICROBATCHES * _TIMED_STEPS / workers
+    # to build and capture the model takes this process, and then its workers together, about as long as the estimate
+    seconds = 2 * (time.perf_counter() - began) + busy * MICROBATCHES * _STEPS / workers
     duration = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
     typer.echo(
-        f"capslog: measuring {len(rows)} runs of one and two layers on this machine's {config.profile.device}, about "
-        f"{duration} where nothing else runs; --estimate takes seconds",
+        f"capslog: measuring {len(rows)} runs of one and two layers on this machine's {config.profile.device}, which takes "
+        f"{duration} or more, and longer where other programs run; --estimate takes seconds",
         err=True,
     )
