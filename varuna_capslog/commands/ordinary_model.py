@@ -183,7 +183,7 @@ def _announce_runs(config: Config) -> None:
     seconds = 2 * (time.perf_counter() - began) + busy * MICROBATCHES * _STEPS / workers
     duration = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
     typer.echo(
-        f"capslog: measuring {len(rows)} runs of one and two layers on this machine's {config.profile.device}, which takes "
-        f"{duration} or more, and longer where other programs run; --estimate takes seconds",
+        f"capslog: measuring {len(rows)} runs of one and two layers on this machine's {config.profile.device}, which "
+        f"takes {duration} or more, and longer where other programs run; --estimate takes seconds",
         err=True,
     )
