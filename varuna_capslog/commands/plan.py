@@ -48,7 +48,10 @@ class PlanFlags(ModelFlags):
         ),
     ] = None
     minibatch: Annotated[
-        int | None, option("Samples of one step, where time counts.", "CONFIG's, or 4 microbatches per device", min=1)
+        int | None,
+        option(
+            "Samples of one step, where time counts.", "CONFIG's; 4 microbatches per device, with --model one", min=1
+        ),
     ] = None
     bandwidth: shared.Bandwidth = None
     latency: shared.Latency = "0s"
