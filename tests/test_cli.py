@@ -179,6 +179,7 @@ def test_plan_of_an_ordinary_module_needs_no_config(toy, tmp_path, monkeypatch, 
         "from torch import nn\ndef net():\n    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])\n"
     )
     arguments = ["plan", "--model", "nets_of_test_cli:net", "--input", "x=float32[2,8]", "--devices", "2", "--json"]
+    arguments.append("--measure")
     assert run(*arguments, "--capacity", "16GiB") == 0
     assert json.loads(capsys.readouterr().out)["capacity_bytes"] == 16 * GIB
     assert run(*arguments, "--cut-points", "2") == 0

@@ -37,7 +37,8 @@ from varuna_capslog.engine.pipeline import PipelineEngine  # noqa: E402
 from varuna_capslog.engine.probe import PeakProbe, resident_tensors  # noqa: E402
 from varuna_capslog.engine.step import train_step  # noqa: E402
 from varuna_capslog.model.chain import Chain, TensorSpec  # noqa: E402
-from varuna_capslog.model.trace import ShapeTable, layer_signature  # noqa: E402
+from varuna_capslog.model.signature import layer_signature  # noqa: E402
+from varuna_capslog.model.trace import ShapeTable  # noqa: E402
 from varuna_capslog.model.workload import DataSource, Minibatch, Workload  # noqa: E402
 from varuna_capslog.planning.search import plan  # noqa: E402
 from varuna_capslog.profiles.record import Profile  # noqa: E402

@@ -13,7 +13,8 @@ from tests.engine import models
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.seeds import mix
 from varuna_capslog.model.chain import Chain, LayerFactory
-from varuna_capslog.model.trace import ShapeTable, layer_signature
+from varuna_capslog.model.signature import layer_signature
+from varuna_capslog.model.trace import ShapeTable
 
 
 class Coded(nn.Module):

@@ -164,6 +164,20 @@ def test_cut_points_and_arguments_are_used_and_the_skeleton_has_no_weights() -> 
     assert all(parameter.is_meta for parameter in skeleton(made).named_parameters().values())
 
 
+def test_a_chain_for_training_only_makes_the_same_step_and_refuses_to_evaluate() -> None:
+    made = configured(factory=f"{HERE}:scorer", inputs=SPECS)
+    specs = made.profile_inputs(2)
+    torch.manual_seed(0)
+    both = made.build_chain()
+    torch.manual_seed(0)
+    training = made.build_training_chain()
+    inputs = {name: torch.ones(spec.shape, dtype=spec.dtype) for name, spec in specs.items()}
+    assert torch.equal(both.run(inputs)["loss"], training.run(inputs)["loss"])
+    training.layers[1].module.eval()
+    with pytest.raises(CapslogError, match="captured for training only: nobody asked for its eval mode"):
+        training.run(inputs)
+
+
 def test_weights_of_the_model_itself_are_imported(tmp_path: Path) -> None:
     made = configured(factory=f"{HERE}:scorer", inputs=SPECS)
     model = scorer()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,7 +17,7 @@ from tests.engine.workload import TinyWorkload
 from tests.profiling.test_trim import Tiny
 from tests.profiling.workloads import Equal, Megabytes
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.config.reading import Config, load_config
+from varuna_capslog.config.reading import Config, load_config, section
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.planning.search import plan
@@ -27,6 +28,7 @@ from varuna_capslog.profiling.estimate import Memo, StageEstimator, estimate_con
 from varuna_capslog.profiling.estimation.allocator import replay
 from varuna_capslog.profiling.estimation.lifetimes import Recipes
 from varuna_capslog.profiling.estimation.quirks import LIMITS, QUIRKS, Quirk, Quirks
+from varuna_capslog.profiling.estimation.roofline import RTX_A4000
 from varuna_capslog.profiling.measure import profile_workload
 from varuna_capslog.profiling.rehearsal import rehearse
 from varuna_capslog.start.prepare import profile_run
@@ -300,3 +302,38 @@ def test_layers_of_factories_cost_what_ready_made_ones_cost() -> None:
     assert ranks[0] == ranks[1]
     rows = [profile_workload(one, conditions).column("isolated_bytes") for one in made]
     assert rows[0] == rows[1]
+
+
+class Forgetful(dict[Any, Any]):
+    """Keeps nothing, so that nothing is taken for equal."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+
+def almost_equal(device: str, **sections: Any) -> Config:
+    model = {"factory": "tests.profiling.almost_equal:model", "arguments": sections.pop("arguments", {})}
+    train = {"microbatch_size": 2, "minibatch_size": 4}
+    values = {"workload": "varuna_capslog.model_workload:workload", "model": model, "train": train}
+    return section(Config, values | {"profile": {"source": "estimated", "device": device}} | sections, "")
+
+
+@pytest.mark.parametrize(("device", "pipeline"), [("cuda", {}), ("cpu", {"schedule": "zb-h1"})])
+def test_a_profile_with_reuse_is_that_without(
+    device: str, pipeline: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that are equal but for a rate, an eps, a layout, a tie or a frozen weight are costed for themselves."""
+    monkeypatch.setattr(estimate, "speed_of", lambda device, gpu: RTX_A4000)  # a clock tells no two speeds alike
+    config, memo, slow = almost_equal(device, pipeline=pipeline), Memo(), Memo()
+    reused = estimate_config(config, memo=memo)
+    # one run for the blocks 1, 2 and 10; around the first and the last block other tensors cross the cuts
+    assert len(memo.runs) == 2 * len(reused.layers) - 1 - 2
+    slow.runs, slow.halves = Forgetful(), Forgetful()
+    numbers = itertools.count()
+    monkeypatch.setattr("varuna_capslog.model.trace.layer_signature", lambda layer: next(numbers))
+    assert json.dumps(estimate_config(config, memo=slow).to_json()) == json.dumps(reused.to_json())
+
+
+def test_a_model_on_the_meta_device_has_the_profile_of_an_ordinary_one() -> None:
+    ordinary, on_meta = (almost_equal("cuda", arguments={"on_meta": value}) for value in (False, True))
+    assert estimate_config(on_meta).to_json() == estimate_config(ordinary).to_json()

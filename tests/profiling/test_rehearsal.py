@@ -98,7 +98,7 @@ def test_the_rehearsal_has_the_last_word_on_what_fits(monkeypatch: pytest.Monkey
     config = section(Config, values, "")
     asked: list[tuple[int, ...]] = []
 
-    def rehearsal(config: Config, cuts: tuple[int, ...]) -> list[int]:
+    def rehearsal(config: Config, cuts: tuple[int, ...], memo: object) -> list[int]:
         asked.append(tuple(cuts))
         return peaks
 

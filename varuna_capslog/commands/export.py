@@ -11,6 +11,15 @@ import typer
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.commands import shared
+from varuna_capslog.commands.ordinary_model import (
+    ModelArguments,
+    ModelCutPoints,
+    ModelFlags,
+    ModelFunction,
+    ModelInputs,
+    config_of_model,
+    overrides_of,
+)
 from varuna_capslog.commands.shared import option
 
 if TYPE_CHECKING:
@@ -41,9 +50,10 @@ class ExportFlags:
     config: Annotated[
         Path | None, option("The config whose model the plan is for; its modules are named.", "the run's, or none")
     ] = None
-    model: Annotated[str | None, shared.MODEL_OPTION] = None
-    inputs: Annotated[list[str] | None, shared.INPUT_OPTION] = None
-    cut_points: Annotated[str | None, shared.CUT_POINTS_OPTION] = None
+    model: ModelFunction = None
+    arguments: ModelArguments = None
+    inputs: ModelInputs = None
+    cut_points: ModelCutPoints = None
     block_names: Annotated[
         str | None,
         option("What the repeated blocks are called, such as 'transformer.h.*'.", "the names of the layers tell it"),
@@ -100,10 +110,12 @@ def _model(given: ExportFlags) -> Config | None:
     """The config of the model that --model or --config gives."""
     if given.model is not None and given.config is not None:
         raise CapslogError("both --config and --model are given; name the model in one way")
-    if given.model is None and (given.inputs or given.cut_points):
-        raise CapslogError("--input and --cut-points describe the model of --model; in a config set keys under model")
+    flags = ModelFlags(
+        model=given.model, arguments=given.arguments, inputs=given.inputs, cut_points=given.cut_points, device="cpu"
+    )
     if given.model is not None:
-        return shared.config_of_model(given.model, given.inputs, given.cut_points)
+        return config_of_model(flags, {"devices": 1})
+    overrides_of(flags)
     return None if given.config is None else shared.load(given.config, None)
 
 

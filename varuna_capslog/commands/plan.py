@@ -11,6 +11,7 @@ import typer
 
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.commands import shared
+from varuna_capslog.commands.ordinary_model import ModelFlags, announced, config_of_model, overrides_of
 from varuna_capslog.commands.shared import option
 
 if TYPE_CHECKING:
@@ -21,20 +22,15 @@ __all__ = ["plan"]
 
 
 @dataclass(frozen=True)
-class PlanFlags:
+class PlanFlags(ModelFlags):
     """The command line of `plan`."""
 
-    config: shared.OptionalConfigFile = None
-    overrides: shared.Overrides = None
     profile: Annotated[
         list[Path] | None,
         option(
             "Plan for this profile instead of measuring; with --joint one per microbatch size to choose from.", False
         ),
     ] = None
-    model: Annotated[str | None, shared.MODEL_OPTION] = None
-    inputs: Annotated[list[str] | None, shared.INPUT_OPTION] = None
-    cut_points: Annotated[str | None, shared.CUT_POINTS_OPTION] = None
     devices: shared.Devices = None
     planner: Annotated[
         str | None,
@@ -52,11 +48,14 @@ class PlanFlags:
         str | None,
         option(
             "Memory of each device: 16GiB, or one size per device: 16GiB,16GiB,8GiB or 16GiB*2,8GiB.",
-            "pipeline.capacity, or no limit",
+            "pipeline.capacity, or that of a --device cuda:KIND, or no limit",
         ),
     ] = None
     minibatch: Annotated[
-        int | None, option("Samples of one step, where time counts.", "CONFIG's, or 4 microbatches per device", min=1)
+        int | None,
+        option(
+            "Samples of one step, where time counts.", "CONFIG's; 4 microbatches per device, with --model one", min=1
+        ),
     ] = None
     bandwidth: shared.Bandwidth = None
     latency: shared.Latency = "0s"
@@ -84,8 +83,6 @@ def plan(given: PlanFlags) -> None:
 
     if given.config is not None and given.model is not None:
         raise CapslogError("both a CONFIG and --model are given; plan for one of them")
-    if given.model is None and (given.inputs or given.cut_points):
-        raise CapslogError("--input and --cut-points describe the model of --model; in a CONFIG set keys under model")
     if given.pareto and given.joint:
         raise CapslogError(
             "--pareto is a front of cuts for one pipeline, --joint one plan of many; ask for one of them"
@@ -96,19 +93,22 @@ def plan(given: PlanFlags) -> None:
     pipeline = {name: value for name in names if (value := getattr(given, name)) is not None}
     settings = None
     if given.config is not None:
-        changes = [f"pipeline.{key}={value}" for key, value in pipeline.items()]
+        changes = [*overrides_of(given), *(f"pipeline.{key}={value}" for key, value in pipeline.items())]
         if given.minibatch is not None:
             changes.append(f"train.minibatch_size={given.minibatch}")
         settings = shared.load(given.config, given.overrides, *changes, *shared.SEARCHED)
     elif given.model is not None:
         if given.devices is None:
             raise CapslogError("--model needs --devices N, the number of devices to plan for")
-        settings = shared.config_of_model(given.model, given.inputs, given.cut_points, given.devices, pipeline)
+        settings = config_of_model(given, pipeline, given.minibatch)
+    elif overrides_of(given):
+        raise CapslogError("--device, --estimate and --measure go with a CONFIG or --model; a profile is of one device")
     elif not given.profile:
         raise CapslogError("nothing to plan for: give a CONFIG file, --profile FILE or --model package.module:function")
     elif given.devices is None:
         raise CapslogError("--profile without a CONFIG needs --devices N, the number of devices to plan for")
-    request = _request(settings, given)
+    with announced(None if given.model is None or given.profile else settings):
+        request = _request(settings, given)
     if given.pareto:
         plan_front(request, given.output, given.as_json)
     elif given.joint:
@@ -132,7 +132,7 @@ def _plan_one(request: PlanRequest, config: Config | None, given: PlanFlags) -> 
     else:
         from varuna_capslog.start.prepare import plan_run
 
-        found = plan_run(config, profile, request.link)
+        found = plan_run(config, profile, request.link, request.memo)
     if given.output is not None:
         from varuna_capslog.plans.plan import write_plan
 
@@ -154,20 +154,21 @@ def _request(config: Config | None, given: PlanFlags) -> PlanRequest:
     from varuna_capslog.config.settings import Pipeline
     from varuna_capslog.profiles.record import read_profile
     from varuna_capslog.schedules import SCHEDULES, RunShape
-    from varuna_capslog.start.prepare import profile_run
+    from varuna_capslog.start.prepare import estimate_memo, profile_run
 
     link = shared.link_of(given.bandwidth, given.latency, host_bandwidth=given.host_bandwidth)
     read = [read_profile(path) for path in given.profile or ()]
     if config is not None:
-        pipeline = config.pipeline
+        pipeline, memo = config.pipeline, estimate_memo(config)
         return PlanRequest(
-            read or [profile_run(config, show=not given.as_json)],
+            read or [profile_run(config, show=not given.as_json, memo=memo)],
             pipeline.devices,
             RunShape.of_config(config).unsized(),
             pipeline.memory,
             pipeline.capacity,
             config.train.minibatch_size,
             link,
+            memo,
         )
     defaults = Pipeline()
     assert given.devices is not None, "needed without a config"

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from varuna_capslog.planners.seconds import Link
     from varuna_capslog.planners.throughput import Fastest
     from varuna_capslog.profiles.record import Profile
+    from varuna_capslog.profiling.estimate import Memo
     from varuna_capslog.schedules import RunShape
 
 __all__ = ["PlanRequest", "plan_front", "plan_jointly"]
@@ -27,6 +28,7 @@ class PlanRequest:
     """What is planned for: the flags and the config, resolved to values of the library.
 
     run: how a step is run; the numbers of it depend on the profile and are not set.
+    memo: see `prepare.estimate_memo`.
     """
 
     profiles: list[Profile]
@@ -36,6 +38,7 @@ class PlanRequest:
     capacity: int | list[int] | None
     minibatch_size: int | None
     link: Link | None
+    memo: Memo | None = None
 
     def microbatches(self, profile: Profile) -> int:
         """Microbatches of a step with the size that a profile holds for; 4 per device where no minibatch is given."""

@@ -4,48 +4,71 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.commands import shared
+from varuna_capslog.commands.ordinary_model import ModelFlags, announced, config_of_model, overrides_of
 from varuna_capslog.commands.shared import option
+
+if TYPE_CHECKING:
+    from varuna_capslog.config.settings import Config
+    from varuna_capslog.profiles.record import Profile
 
 __all__ = ["profile"]
 
 
-def profile(
-    config: shared.ConfigFile,
-    overrides: shared.Overrides = None,
-    output: Annotated[Path | None, shared.output_option("File for the profile.", "profile.json in the run_dir")] = None,
+@dataclass(frozen=True)
+class ProfileFlags(ModelFlags):
+    """The command line of `profile`."""
+
+    output: Annotated[
+        Path | None, shared.output_option("File for the profile.", "profile.json in the run_dir; with --model none")
+    ] = None
     order: Annotated[
         str | None,
         option(
             "Launches of the runs: packed (one), capslog (trimmed pipelines) or mcap (whole pipelines).",
             "profile.order, or packed",
         ),
-    ] = None,
-    estimate: Annotated[
-        bool,
-        typer.Option("--estimate", help="Estimate without the device, and without any run (profile.source=estimated)."),
-    ] = False,
-    as_json: shared.AsJson = False,
-) -> None:
+    ] = None
+    as_json: shared.AsJson = False
+
+
+@shared.options_of(ProfileFlags)
+def profile(given: ProfileFlags) -> None:
     """Measure memory and seconds of every layer with real runs of one- and two-layer stages, or estimate them."""
     from varuna_capslog.profiles.record import write_profile
     from varuna_capslog.start.prepare import profile_run
 
-    changes = [] if order is None else [f"profile.order={order}"]
-    changes += ["profile.source=estimated"] if estimate else []
-    settings = shared.load(config, overrides, *changes)
-    result = profile_run(settings, show=not as_json)
-    path = output or settings.run_dir / "profile.json"
-    write_profile(path, result)
-    if as_json:
+    settings = _config(given)
+    with announced(None if given.model is None else settings):
+        result = profile_run(settings, show=not given.as_json)
+    path = given.output
+    if path is None and given.model is None:
+        path = settings.run_dir / "profile.json"
+    if path is not None:
+        write_profile(path, result)
+    if given.as_json:
         shared.print_json(result.to_json())
-        return
+    else:
+        _print(result, "not written; -o FILE keeps it" if path is None else f"written to {path}")
 
+
+def _config(given: ProfileFlags) -> Config:
+    if (given.config is None) == (given.model is None):
+        raise CapslogError("nothing to profile, or too much: give a CONFIG file or --model package.module:function")
+    if given.config is not None:
+        changes = [] if given.order is None else [f"profile.order={given.order}"]
+        return shared.load(given.config, given.overrides, *changes, *overrides_of(given))
+    if given.order is not None:
+        raise CapslogError("--order is of measured runs of a CONFIG; leave it out with --model")
+    return config_of_model(given, {"devices": 1})
+
+
+def _print(result: Profile, where: str) -> None:
     from varuna_capslog.base.units import format_bytes
 
     rows, notes = [], []
@@ -66,11 +89,11 @@ def profile(
             f"a device needs {room['fragmentation']:.3g} times a stage's peak, and {format_bytes(room['fixed_bytes'])}"
         )
     for limit in result.conditions.get("limits", []):
-        notes.append(f"bytes are too low for {limit}: measure them (without --estimate)")
+        notes.append(f"bytes are too low for {limit}: measure them (--measure)")
     if "profiling" in result.conditions:
         notes.append(_launches(result.conditions["profiling"]))
     title = f"{result.model or 'model'}: {result.num_layers} layers, {result.source}"
-    shared.print_table(title, headings, rows, left=(1, 6), notes=[*notes, f"written to {path}"])
+    shared.print_table(title, headings, rows, left=(1, 6), notes=[*notes, where])
 
 
 def _sizes(sizes: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from varuna_capslog.profiles.record import Profile
 
 __all__ = [
-    "CUT_POINTS_OPTION",
-    "INPUT_OPTION",
-    "MODEL_OPTION",
     "SEARCHED",
     "AsJson",
     "Bandwidth",
@@ -39,7 +36,6 @@ __all__ = [
     "StoreAddress",
     "Wait",
     "blocks_of",
-    "config_of_model",
     "link_of",
     "load",
     "option",
@@ -88,16 +84,6 @@ StoreAddress = Annotated[
 Machines = Annotated[int, option("Machines that begin together; more may join.", min=1)]
 HostName = Annotated[str | None, option("Of this machine.", "the system's")]
 Wait = Annotated[float, option("Longest wait for the store, in seconds.", min=0)]
-MODEL_OPTION = option(
-    "The ordinary module that this function returns; needs no CONFIG.", False, metavar="PACKAGE.MODULE:FUNCTION"
-)
-INPUT_OPTION = option(
-    "One input of --model, batch first, such as x=float32[1,3,224,224]; may be repeated.",
-    "the example inputs that the function returns",
-    "--input",
-    metavar="NAME=DTYPE[SIZE,...]",
-)
-CUT_POINTS_OPTION = option("Submodules of --model to cut before, such as layer2,layer3.", "every repeated block")
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done and stop.")]
 
 
@@ -146,26 +132,6 @@ def run_config(run_dir: Path) -> Config:
     config = load_config(path)
     config.run_dir = run_dir
     return config
-
-
-def config_of_model(
-    model: str,
-    inputs: Sequence[str] | None,
-    cut_points: str | None,
-    devices: int = 1,
-    pipeline: Mapping[str, int | str] | None = None,
-) -> Config:
-    """The config that --model, --input and --cut-points stand for.
-
-    pipeline: keys of its section `pipeline`.
-    """
-    from varuna_capslog.config.reading import section
-    from varuna_capslog.config.settings import Config
-    from varuna_capslog.model.model_workload import config_values
-
-    names = None if cut_points is None else [name.strip() for name in cut_points.split(",")]
-    values = config_values(model, inputs or [], names, devices)
-    return section(Config, values | {"pipeline": {**values["pipeline"], **(pipeline or {})}}, "")
 
 
 def profile_of(path: Path | None, config: Config | None, show: bool) -> Profile:

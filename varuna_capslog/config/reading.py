@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from varuna_capslog.base.errors import ConfigError
 from varuna_capslog.config.settings import Config
 
-__all__ = ["Config", "dump_config", "load_config", "section"]
+__all__ = ["Config", "assignments", "dump_config", "load_config", "section"]
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -117,6 +117,24 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: holds a {type(values).__name__}; a config is a mapping of keys such as `workload:`")
     return values
+
+
+def assignments(texts: Iterable[str], option: str) -> dict[str, Any]:
+    """The values of texts `NAME=VALUE`, each as YAML reads it.
+
+    Raises:
+        ConfigError: one is not of the form or names no Python variable; it begins with `option`.
+    """
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip().isidentifier():
+            raise ConfigError(f"{option} {text!r}: write name=value, for example depth=12")
+        try:
+            found[name.strip()] = yaml.load(value, Loader=_Loader)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{option} {text!r}: no valid YAML value: {_yaml_problem(error)}; quote it") from None
+    return found
 
 
 def _yaml_problem(error: yaml.YAMLError) -> str:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationInfo, model_validator
 
 from varuna_capslog.base import fields, units
+from varuna_capslog.base.gpus import gpu_of, parse_device
 
 __all__ = ["Config", "Elastic", "Pipeline", "Profiling", "Section", "Train"]
 
@@ -26,6 +27,11 @@ def _capacity(value: Any) -> Any:
 def _bytes(value: Any, info: ValidationInfo) -> Any:
     """`16GiB` or a number, as bytes; null stays null."""
     return None if value is None else units.parse_bytes(value, f"pipeline.{info.field_name}")
+
+
+def _device(value: Any) -> Any:
+    """cpu, cuda or cuda:KIND; null stays null."""
+    return parse_device(value) if isinstance(value, str) else value
 
 
 class Section(BaseModel):
@@ -157,7 +163,8 @@ class Pipeline(Section):
     """Where the inputs kept for recomputation wait: host memory, or the device."""
 
     capacity: Annotated[int | list[int] | None, BeforeValidator(_capacity)] = None
-    """Memory of each device: a size such as 16GiB, a list with one per device, or null for no limit."""
+    """Memory of each device: a size such as 16GiB, a list with one per device, or null: that of the GPU whose kind
+    profile.device names, else no limit."""
 
     host_tier: str = "memory"
     """Where a plan's memory intervals offload to: memory (the host's, pinned for CUDA), or a folder for files that are
@@ -225,8 +232,9 @@ class Profiling(Section):
     image_size: list[Annotated[int, Field(gt=0)]] | None = Field(None, min_length=2, max_length=2)
     """[height, width] in pixels to profile at; null means the largest padded size that the run can meet."""
 
-    device: Literal["cpu", "cuda"] | None = None
-    """Device that the costs are for; null means the run's own."""
+    device: Annotated[str | None, BeforeValidator(_device)] = None
+    """Device that the costs are for: cpu, cuda, or for estimates cuda:KIND, such as cuda:a100-80gb; null means the
+    run's own."""
 
     source: Literal["measured", "estimated"] = "measured"
     """Real runs of trimmed stages, or an estimate without the device."""
@@ -234,6 +242,15 @@ class Profiling(Section):
     order: Literal["packed", "capslog", "mcap"] = "packed"
     """How measured runs are launched: packed spreads all over the workers of one launch; capslog and mcap launch
     pipelines of pipeline.devices processes one after the other, trimmed or whole, as those papers do."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> Profiling:
+        if self.source == "measured" and self.device is not None and gpu_of(self.device) is not None:
+            raise ValueError(
+                f"profile.device={self.device} names a kind of GPU, which only estimates know, but "
+                "profile.source=measured; set profile.source=estimated, or profile.device=cuda to measure the GPU here"
+            )
+        return self
 
 
 class Elastic(Section):
@@ -347,6 +364,13 @@ class Config(Section):
                 f"train.accumulation_blocks={blocks} must divide the {microbatches} microbatches of a step and be a "
                 f"multiple of pipeline.replicas={replicas}; set it to null or to such a number"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _capacity_of_kind(self) -> Config:
+        gpu = gpu_of(self.profile.device or "")
+        if gpu is not None and self.pipeline.capacity is None:
+            self.pipeline.capacity = gpu.memory_bytes
         return self
 
     @model_validator(mode="after")

@@ -169,9 +169,10 @@ class Chain:
         *,
         outputs: Sequence[str] | None = None,
         name: str | None = None,
+        evaluates: bool = True,
     ) -> Chain:
         """A chain of an ordinary module, without edits to it; see `varuna_capslog.model.capture.capture_layers`."""
-        return cls(*capture_layers(model, cut_points, example_inputs, outputs), name or type(model).__name__)
+        return cls(*capture_layers(model, cut_points, example_inputs, outputs, evaluates), name or type(model).__name__)
 
     @classmethod
     def from_factories(

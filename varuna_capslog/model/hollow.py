@@ -10,12 +10,13 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-__all__ = ["Stripped", "built_hollow", "hollow_parameter", "replace_parameters"]
+__all__ = ["Stripped", "built_hollow", "hollow_parameter", "on_host", "replace_parameters"]
 
 _Built = TypeVar("_Built")
 Stripped = dict[int, tuple["weakref.ref[nn.Parameter]", nn.Parameter]]
@@ -28,7 +29,8 @@ def built_hollow(
     """What `build` gives, and its modules with real buffers but all parameters on the meta device.
 
     While it is built every parameter is moved there as soon as a module registers it, so that a model larger than the
-    host can be built; one that needs its weights while it is built is built whole and then stripped.
+    host can be built; one that needs its weights while it is built is built whole and then stripped. What `build` puts
+    on the meta device itself has no values: buffers get zeros.
 
     Args:
         modules: those of what was built. They are not changed.
@@ -36,10 +38,11 @@ def built_hollow(
     """
     stripped = {} if stripped is None else stripped
     try:
-        with _parameters_on_meta(stripped):
+        with _parameters_on_meta(stripped) as given_on_meta:
             built = build()
         found = modules(built)
-        needs_weights = any(buffer.is_meta for module in found for buffer in module.buffers())
+        valueless = any(buffer.is_meta for module in found for buffer in module.buffers())
+        needs_weights = valueless and not given_on_meta
     except Exception:
         needs_weights = True  # whatever went wrong: if it was not for the missing weights, this raises it again
     if needs_weights:
@@ -62,6 +65,36 @@ def replace_parameters(modules: Iterable[nn.Module], replaced: Mapping[nn.Parame
                     part._parameters[name] = replaced[parameter]
 
 
+@contextmanager
+def on_host(model: nn.Module) -> Iterator[None]:
+    """While it is open, what `model` has on the meta device has host memory instead, for code that asks for devices.
+
+    Nothing is written there, so that it stays a reservation of addresses; the values are undefined. Tied parameters
+    stay tied, and afterwards the model holds what it held before.
+    """
+    parameters = {one: _reserved(one) for one in model.parameters() if one.is_meta}
+    buffers = {one: _reserved(one) for one in model.buffers() if one.is_meta}
+    replace_parameters([model], parameters)
+    _replace_buffers(model, buffers)
+    try:
+        yield
+    finally:
+        replace_parameters([model], {new: old for old, new in parameters.items()})
+        _replace_buffers(model, {new: old for old, new in buffers.items()})
+
+
+def _reserved(tensor: Tensor) -> Any:
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _replace_buffers(model: nn.Module, replaced: Mapping[Tensor, Tensor]) -> None:
+    for part in model.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer in replaced:
+                part._buffers[name] = replaced[buffer]
+
+
 def _hollow_memo(modules: Sequence[nn.Module], stripped: Stripped) -> dict[int, object]:
     """What a deep copy puts in place of parameters and buffers."""
     memo: dict[int, object] = {}
@@ -69,21 +102,31 @@ def _hollow_memo(modules: Sequence[nn.Module], stripped: Stripped) -> dict[int, 
         for parameter in module.parameters():
             memo[id(parameter)] = _on_meta(parameter, stripped)
         for buffer in module.buffers():
-            memo[id(buffer)] = buffer
+            memo[id(buffer)] = torch.zeros_like(buffer, device="cpu") if buffer.is_meta else buffer
     return memo
 
 
 @contextmanager
-def _parameters_on_meta(stripped: Stripped) -> Iterator[None]:
-    """For modules that are built while it is open, by torch's own hook for it."""
+def _parameters_on_meta(stripped: Stripped) -> Iterator[list[nn.Parameter]]:
+    """For modules that are built while it is open, by torch's own hook for it; gives the first parameter that was made
+    on the meta device by whoever builds, once there is one.
+    """
+    ours: set[nn.Parameter] = set()
+    theirs: list[nn.Parameter] = []
 
     def strip(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        return None if parameter is None else _on_meta(parameter, stripped)
+        if parameter is None:
+            return None
+        if parameter.is_meta and parameter not in ours and not theirs:
+            theirs.append(parameter)
+        hollow = _on_meta(parameter, stripped)
+        ours.add(hollow)
+        return hollow
 
     # what the hook returns takes the parameter's place; torch's annotation knows only None
     handle = register_module_parameter_registration_hook(strip)  # type: ignore[arg-type]
     try:
-        yield
+        yield theirs
     finally:
         handle.remove()
 

@@ -7,18 +7,25 @@ real parameters: it works on a skeleton of the chain whose parameters have shape
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
+from varuna_capslog.model.signature import layer_signature
 
-__all__ = ["ShapeTable", "autocast_context", "call_on", "fake_operands", "layer_signature"]
+__all__ = ["ShapeTable", "autocast_context", "call_on", "fake_operands"]
 
 
 def autocast_context(device_type: str, precision: str) -> AbstractContextManager[Any]:
@@ -28,39 +35,6 @@ def autocast_context(device_type: str, precision: str) -> AbstractContextManager
     if precision == "bfloat16":
         return torch.autocast(device_type, torch.bfloat16)
     raise CapslogError(f"precision={precision!r} is unknown; choose float32 or bfloat16")
-
-
-_PLAIN = (bool, int, float, str, type(None))
-
-
-def _comparable(value: object) -> object:
-    """The value itself where it is plain, the name of a function or class; all else is equal to itself only."""
-    if isinstance(value, (*_PLAIN, torch.dtype)):
-        return value
-    if isinstance(value, (tuple, list)) and all(isinstance(item, _PLAIN) for item in value):
-        return tuple(value)
-    return getattr(value, "__qualname__", id(value))
-
-
-def layer_signature(layer: Layer) -> tuple[object, ...]:
-    """Equal for two layers that do the same work on other parameters: classes, plain attributes and parameter shapes.
-
-    Dilation, stride and dropout rates are plain attributes of torch's modules, so a dilated block differs from its
-    plain twin although all shapes agree. Modules that hold state we cannot compare (graph modules, other objects) are
-    equal to themselves only.
-    """
-    parts: list[object] = [len(layer.reads), len(layer.writes)]
-    for name, module in layer.module.named_modules():
-        attributes = tuple(
-            (key, _comparable(value))
-            for key, value in sorted(vars(module).items())
-            if not key.startswith("_") or key == "_reversed_padding_repeated_twice"
-        )
-        opaque = id(module) if isinstance(module, torch.fx.GraphModule) else None
-        parts.append((name, type(module).__module__, type(module).__qualname__, opaque, attributes))
-    for name, tensor in [*layer.module.named_parameters(), *layer.module.named_buffers()]:
-        parts.append((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
-    return tuple(parts)
 
 
 class ShapeTable:
@@ -121,11 +95,16 @@ class ShapeTable:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
             state, arguments = fake_operands(layer, read, self._device)
             try:
-                with autocast_context(self._device, self._precision):
+                with _unlogged(), _EqualTypes(), autocast_context(self._device, self._precision):
                     result = call_on(layer, state, arguments)
             except CapslogError:
                 raise
             except Exception as error:
+                if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+                    raise CapslogError(
+                        f"layer {layer.name!r} cannot be planned: what it makes, or how much of it, depends on the "
+                        f"values of a tensor ({error}); give it a fixed size, as torch.where does"
+                    ) from error
                 shapes = ", ".join(f"{name}{list(spec.shape)}" for name, spec in zip(layer.reads, read, strict=True))
                 raise CapslogError(f"layer {layer.name!r} cannot run on {shapes}: {error}") from error
             if len(result) != len(layer.writes):
@@ -133,6 +112,32 @@ class ShapeTable:
                     f"layer {layer.name!r} returned {len(result)} tensors but declares writes={list(layer.writes)}"
                 )
             return tuple(TensorSpec.of(tensor) for tensor in result)
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """torch logs a traceback where an operator refuses fake tensors; the error that follows says what a user needs."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+class _EqualTypes(TorchDispatchMode):
+    """Refuses products of matrices of two types, as every device does and fake tensors do not."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _PRODUCTS and len({tensor.dtype for tensor in args[-2:]}) > 1:
+            one, other = (str(tensor.dtype).removeprefix("torch.") for tensor in args[-2:])
+            raise RuntimeError(f"matrices of {one} and {other} cannot be multiplied")
+        return func(*args, **kwargs or {})
+
+
+_PRODUCTS = frozenset(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm"))
 
 
 def fake_operands(

@@ -83,6 +83,12 @@ class Workload(ABC):
     def build_chain(self) -> Chain:
         """A freshly initialised chain on the CPU; the caller has seeded torch. Equal seeds give equal weights."""
 
+    def build_training_chain(self) -> Chain:
+        """As `build_chain`, where the layers are only ever run in training mode, as for a profile; whoever captures a
+        model then need not capture how it evaluates.
+        """
+        return self.build_chain()
+
     @abstractmethod
     def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
         """Scalar parts of one microbatch's share of the minibatch loss. `"loss"` is what is differentiated; all are

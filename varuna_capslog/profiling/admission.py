@@ -14,7 +14,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
-from varuna_capslog.model.trace import autocast_context, call_on, fake_operands, layer_signature
+from varuna_capslog.model.signature import layer_signature
+from varuna_capslog.model.trace import autocast_context, call_on, fake_operands
 
 __all__ = ["BoundTable", "free_bytes"]
 

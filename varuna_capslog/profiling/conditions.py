@@ -51,6 +51,7 @@ class RunConditions:
         recompute, stage_inputs: as in the config's `pipeline` section.
         blocks: accumulation blocks of one pipeline; from two on, a second sum of gradients is alive.
         halves: whether the training run splits its backwards: each row then says too what the halves take.
+        gpu: kind of GPU (`base.gpus`) that an estimate's seconds are for; "" for none in particular.
     """
 
     device: str = "cpu"
@@ -61,6 +62,7 @@ class RunConditions:
     stage_inputs: str = "host"
     blocks: int = 1
     halves: bool = False
+    gpu: str = ""
 
     @property
     def schedule(self) -> str:
@@ -108,6 +110,7 @@ def conditions_of_run(config: Config, inputs: Mapping[str, TensorSpec]) -> RunCo
     device = config.profile.device or config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    device, _, kind = device.partition(":")
     run = RunShape.of_config(config).share(config.pipeline.replicas)
     return RunConditions(
         device=device,
@@ -118,6 +121,7 @@ def conditions_of_run(config: Config, inputs: Mapping[str, TensorSpec]) -> RunCo
         stage_inputs=run.stage_inputs,
         blocks=run.num_blocks,
         halves=run.splits_backwards,
+        gpu=kind,
     )
 
 

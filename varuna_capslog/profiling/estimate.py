@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from varuna_capslog.config.reading import Config, dump_config
 from varuna_capslog.model.chain import Chain, TensorSpec
-from varuna_capslog.model.trace import ShapeTable, layer_signature
+from varuna_capslog.model.signature import run_signature
+from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Workload, load_workload
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiles.runs import stage_runs
@@ -35,13 +36,10 @@ from varuna_capslog.profiling.estimation.headroom import state_headroom
 from varuna_capslog.profiling.estimation.hollow import HollowRun, run_hollow
 from varuna_capslog.profiling.estimation.lifetimes import Recipes
 from varuna_capslog.profiling.estimation.quirks import QUIRKS, QUIRKS_VERSION, Quirks
-from varuna_capslog.profiling.estimation.roofline import RTX_A4000, Speed, calibrated_cpu
+from varuna_capslog.profiling.estimation.roofline import Speed, speed_of
 from varuna_capslog.profiling.skeleton import skeleton
 from varuna_capslog.profiling.trim import TrimmedRun
 from varuna_capslog.profiling.weighing import Halves
-
-if TYPE_CHECKING:
-    from varuna_capslog.config.reading import Config
 
 __all__ = ["Memo", "StageEstimate", "StageEstimator", "estimate_config", "estimate_workload"]
 
@@ -65,6 +63,7 @@ class Memo:
         runs, halves: results of runs by key.
         alive: what the keys name by identity, so that no identity comes twice.
         recipes: for the operators of runs that are not known yet.
+        estimators: of configs, by their text.
     """
 
     def __init__(self) -> None:
@@ -72,6 +71,7 @@ class Memo:
         self.halves: dict[object, Halves] = {}
         self.alive: list[object] = []
         self.recipes = Recipes()
+        self.estimators: dict[str, StageEstimator] = {}
 
 
 class StageEstimator:
@@ -97,12 +97,13 @@ class StageEstimator:
     ) -> None:
         self.workload = workload
         conditions = conditions or RunConditions()
-        inputs = workload.profile_inputs(conditions.microbatch_size) if inputs is None else inputs
-        self.conditions = replace(conditions, input=shapes_of(inputs))
         quirks = Quirks(conditions.device)
-        self.speed = speed or (calibrated_cpu() if conditions.device == "cpu" else RTX_A4000)
+        self.speed = speed or speed_of(conditions.device, conditions.gpu)
         with torch.random.fork_rng(devices=[]):
             self.chain = skeleton(workload)
+        # a factory's example inputs are known once it was called
+        inputs = workload.profile_inputs(conditions.microbatch_size) if inputs is None else inputs
+        self.conditions = replace(conditions, input=shapes_of(inputs))
         with quirks.dispatch():
             # on CPU tensors in any case, as the runs: both then see the same operators
             self.specs = ShapeTable(self.chain, "cpu", conditions.precision).boundaries(inputs)
@@ -111,12 +112,20 @@ class StageEstimator:
         self._memo = memo or Memo()
         self._memo.alive += [self.chain, workload]
 
+    @property
+    def recipes(self) -> Recipes:
+        """Of the operators that its runs met."""
+        return self._memo.recipes
+
     @classmethod
     def of_config(cls, config: Config, memo: Memo | None = None) -> StageEstimator:
-        """The estimator for the training run that a config describes, at the largest inputs that it can meet."""
-        workload = load_workload(config)
-        inputs = workload.profile_inputs(config.train.microbatch_size)
-        return cls(workload, conditions_of_run(config, inputs), inputs, memo=memo)
+        """The estimator for the training run that a config describes, at the largest inputs that it can meet; the one
+        that the memo has where it has one.
+        """
+        memo, text = memo or Memo(), dump_config(config)
+        if text not in memo.estimators:
+            memo.estimators[text] = cls(load_workload(config), conditions_of_run(config, {}), memo=memo)
+        return memo.estimators[text]
 
     def at(self, inputs: Mapping[str, TensorSpec]) -> StageEstimator:
         """The same workload and conditions with inputs of another size."""
@@ -141,8 +150,7 @@ class StageEstimator:
         if found is None:
             quirks = Quirks(self.conditions.device)
             loss = self.workload.loss
-            recipes = self._memo.recipes
-            found = run_hollow(self._mode, self.chain, run, self.conditions, loss, quirks, self.speed, recipes)
+            found = run_hollow(self._mode, self.chain, run, self.conditions, loss, quirks, self.speed, self.recipes)
             self._memo.runs[key] = found
         return StageEstimate(**vars(found), layers=(first, end))
 
@@ -153,9 +161,7 @@ class StageEstimator:
         found = self._memo.halves.get(key)
         if found is None:
             quirks, loss = Quirks(self.conditions.device), self.workload.loss
-            found = run_halves(
-                self._mode, self.chain, run, self.conditions, loss, quirks, self.speed, self._memo.recipes
-            )
+            found = run_halves(self._mode, self.chain, run, self.conditions, loss, quirks, self.speed, self.recipes)
             self._memo.halves[key] = found
         return found
 
@@ -237,7 +243,7 @@ def _headroom(
     others = [estimator.at(inputs) for inputs in usual]
     largest = max(stage.peak_bytes for stage in stages)
     # plans even peaks out: stages much smaller than the largest layers and pairs decide nothing
-    deciding = {id(stage.events): stage for stage in stages if 2 * stage.peak_bytes >= largest}
+    deciding = {stage.events: stage for stage in stages if 2 * stage.peak_bytes >= largest}
     picked = sorted(deciding.values(), key=lambda stage: -stage.peak_bytes)[:_SIMULATED]
     traces = [[stage, *(other.stage(*stage.layers) for other in others)] for stage in picked]
     return state_headroom(device, transport, traces)
@@ -255,6 +261,7 @@ def _key(estimator: StageEstimator, sizes: InputSizes, transport: str) -> dict[s
     return {
         "source": "estimated",
         "device": conditions.device,
+        **({"gpu": conditions.gpu} if conditions.gpu else {}),
         "dtype": conditions.precision,
         "microbatch_size": conditions.microbatch_size,
         "input": {name: list(shape) for name, shape in conditions.input.items()},
@@ -282,34 +289,32 @@ def _whole_numbers(value: Any) -> list[int]:
 def _run_key(chain: Chain, run: TrimmedRun, conditions: RunConditions, workload: Workload) -> object:
     """Equal for runs that do the same work; it must hold all that a result depends on.
 
-    It holds: the layers' classes, attributes (dilation, stride, dropout), parameter shapes and hooks, what they read
-    and write; the tensors at every cut (shape, dtype, stride, requires_grad); whether there are stages before and
-    after; which parameters are shared, within and with layers elsewhere; the conditions; and for the last stage what
-    the workload says of its loss.
+    It holds: what decides the work of the layers (`signature`), and which tensors they read and write; the tensors at
+    every cut (shape, dtype, stride, requires_grad); whether there are stages before and after; which parameters are
+    shared, within and with layers elsewhere; the conditions; and for the last stage what the workload says of its loss.
+    A tensor's name counts by its place among the sorted names of the run, since tensors cross cuts in that order.
     """
     layers = chain.layers[run.first : run.end]
     inside = set(range(run.first, run.end))
+    numbers = [{name: number for number, (name, _) in enumerate(layer.module.named_parameters())} for layer in layers]
     ties = tuple(
         (
-            tuple((index - run.first, name) for index, name in shared.uses if index in inside),
+            tuple(
+                (index - run.first, numbers[index - run.first][name]) for index, name in shared.uses if index in inside
+            ),
             # uses elsewhere send their gradients here
             tuple(index < run.first for index in shared.layers if index not in inside),
         )
         for shared in chain.shared
         if inside & set(shared.layers)
     )
+    names = {name for cut in run.specs for name in cut}.union(*((*layer.reads, *layer.writes) for layer in layers))
+    place = {name: number for number, name in enumerate(sorted(names))}
     return (
-        tuple((layer.reads, layer.writes, layer_signature(layer), _kinds(layer.module)) for layer in layers),
-        tuple(tuple(sorted(cut.items())) for cut in run.specs),
+        run_signature(layers),
+        tuple((tuple(map(place.get, layer.reads)), tuple(map(place.get, layer.writes))) for layer in layers),
+        tuple(tuple((place[name], spec) for name, spec in sorted(cut.items())) for cut in run.specs),
         (run.has_upstream, run.has_downstream, ties),
         (conditions.device, conditions.precision, conditions.recompute, conditions.stage_inputs, conditions.blocks),
         None if run.has_downstream else (workload.loss_key(), conditions.microbatch_size),
-    )
-
-
-def _kinds(module: nn.Module) -> tuple[object, ...]:
-    """The very classes of all parts (a name may stand for two), and what is hooked on them."""
-    return tuple(
-        (type(part), tuple(map(id, (*part._forward_hooks.values(), *part._forward_pre_hooks.values()))))
-        for part in module.modules()
     )

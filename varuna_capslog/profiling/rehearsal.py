@@ -25,7 +25,7 @@ from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.plans.plan import Plan
-from varuna_capslog.profiling.estimate import StageEstimator
+from varuna_capslog.profiling.estimate import Memo, StageEstimator
 from varuna_capslog.profiling.estimation.allocator import replay, round_up
 from varuna_capslog.profiling.estimation.hollow import SilentCommunicator, StepMeter, fake_step, hollow_ready
 from varuna_capslog.profiling.estimation.lifetimes import Recipes
@@ -82,7 +82,7 @@ def rehearse_layout(estimator: StageEstimator, layout: Layout, options: EngineOp
     inputs = [dict(estimator.specs[0])] * options.num_microbatches
     minibatch = Minibatch(inputs, [targets] * options.num_microbatches, dict(normalisers))
     table = _table(estimator, layout)
-    mode, recipes = FakeTensorMode(allow_non_fake_inputs=True), Recipes()
+    mode, recipes = FakeTensorMode(allow_non_fake_inputs=True), estimator.recipes
     options = dataclasses.replace(options, refuses=False)
     return [
         _rehearse_rank(estimator, layout, options, rank, minibatch, (mode, recipes), table)
@@ -101,7 +101,9 @@ def _table(estimator: StageEstimator, layout: Layout) -> ShapeTable:
     return table
 
 
-def rehearse_plan(config: Config, plan: Plan, shapes: Mapping[str, Sequence[int]] | None = None) -> list[int]:
+def rehearse_plan(
+    config: Config, plan: Plan, shapes: Mapping[str, Sequence[int]] | None = None, memo: Memo | None = None
+) -> list[int]:
     """Peak bytes of every rank of any plan that the engine runs, for the run that a config describes.
 
     The config must be one that agrees with the plan (`start.given_plan.with_given_plan`): where a plan of the short
@@ -109,11 +111,12 @@ def rehearse_plan(config: Config, plan: Plan, shapes: Mapping[str, Sequence[int]
 
     Args:
         shapes: of the chain's inputs, by name; None: of the largest inputs that the run can meet.
+        memo: may know the run's estimator.
 
     Raises:
         CapslogError: as `rehearse_layout`; a plan that the engine does not run, named by the field.
     """
-    layout, estimator = layout_of(plan, config), _estimator(config, shapes)
+    layout, estimator = layout_of(plan, config), _estimator(config, shapes, memo)
     blocks, count = config.num_blocks, config.num_microbatches
     if plan.actions is None and config.pipeline.schedule != "gpipe":
         # more microbatches of a block than any stage has in flight show nothing new; GPipe has all of them
@@ -124,17 +127,21 @@ def rehearse_plan(config: Config, plan: Plan, shapes: Mapping[str, Sequence[int]
 
 
 def rehearse_config(
-    config: Config, cuts: Sequence[int], shapes: Mapping[str, Sequence[int]] | None = None
+    config: Config,
+    cuts: Sequence[int],
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    memo: Memo | None = None,
 ) -> list[int]:
     """`rehearse` for the run that a config describes.
 
     Args:
         shapes: of the chain's inputs, by name; None: of the largest inputs that the run can meet.
+        memo: may know the run's estimator.
 
     Raises:
         CapslogError: as `rehearse`; also shapes whose names are not those of the chain's inputs.
     """
-    pipeline, estimator = config.pipeline, _estimator(config, shapes)
+    pipeline, estimator = config.pipeline, _estimator(config, shapes, memo)
     # more microbatches than any stage has in flight show nothing new; GPipe has all of them
     count = config.num_microbatches // pipeline.replicas
     if pipeline.schedule != "gpipe":
@@ -143,8 +150,8 @@ def rehearse_config(
     return rehearse(estimator, cuts, pipeline.schedule, round_up(count, blocks))
 
 
-def _estimator(config: Config, shapes: Mapping[str, Sequence[int]] | None) -> StageEstimator:
-    estimator = StageEstimator.of_config(config)
+def _estimator(config: Config, shapes: Mapping[str, Sequence[int]] | None, memo: Memo | None) -> StageEstimator:
+    estimator = StageEstimator.of_config(config, memo)
     if shapes is None:
         return estimator
     inputs = estimator.specs[0]

@@ -23,7 +23,7 @@ __all__ = ["real_parameter", "real_tensors", "skeleton", "with_real_layers"]
 def skeleton(workload: Workload) -> Chain:
     """The workload's chain with real buffers but all parameters on the meta device; see `built_hollow`."""
     torch.manual_seed(0)
-    chain, modules = built_hollow(workload.build_chain, lambda built: [layer.module for layer in built.layers])
+    chain, modules = built_hollow(workload.build_training_chain, lambda built: [layer.module for layer in built.layers])
     return _with_modules(chain, modules)
 
 
@@ -34,12 +34,17 @@ def _with_modules(chain: Chain, modules: Sequence[nn.Module]) -> Chain:
 
 def with_real_layers(chain: Chain, indices: Iterable[int]) -> Chain:
     """The chain with memory for these layers, also where other layers share it; the rest keep shapes alone."""
-    memo = real_tensors([chain.layers[index] for index in indices])
+    wanted = set(indices)
+    memo = real_tensors([chain.layers[index] for index in wanted])
     modules = [layer.module for layer in chain.layers]
-    for module in modules:
-        for tensor in (*module.parameters(), *module.buffers()):
-            memo.setdefault(id(tensor), tensor)
-    return _with_modules(chain, copy.deepcopy(modules, memo))
+    held = [[*module.parameters(), *module.buffers()] for module in modules]
+    # the others stay as they are: copying a large model for every rank would take longer than its rehearsal
+    copied = [at for at in range(len(chain)) if at in wanted or any(id(tensor) in memo for tensor in held[at])]
+    for tensor in (tensor for at in copied for tensor in held[at]):
+        memo.setdefault(id(tensor), tensor)
+    for at, module in zip(copied, copy.deepcopy([modules[at] for at in copied], memo), strict=True):
+        modules[at] = module
+    return _with_modules(chain, modules)
 
 
 def real_tensors(layers: Sequence[Layer], only: set[int] | None = None) -> dict[int, Any]:

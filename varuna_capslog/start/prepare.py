@@ -40,8 +40,9 @@ from varuna_capslog.training.constants import check_folder
 if TYPE_CHECKING:
     from varuna_capslog.model.chain import Chain
     from varuna_capslog.profiles.record import Profile
+    from varuna_capslog.profiling.estimate import Memo
 
-__all__ = ["plan_run", "prepare_run", "profile_run"]
+__all__ = ["estimate_memo", "plan_run", "prepare_run", "profile_run"]
 
 
 def prepare_run(config: Config, show: bool = True) -> Plan:
@@ -59,10 +60,11 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
     ENGINES[config.engine].check()
     check_layerwise(config)
     given = _checked_plan(config)
-    profile = profile_run(config, show) if _needs_profile(config, given) else None
+    memo = estimate_memo(config)
+    profile = profile_run(config, show, memo) if _needs_profile(config, given) else None
     if given is not None and profile is not None:
         _check_digest(given, profile, config)
-    plan = _plan(config, profile, given)
+    plan = _plan(config, profile, given, memo=memo)
     check_folder(config, plan.model, grains_of(plan.stages))
     files.write_text(config.run_dir / "config.yaml", dump_config(config))
     if profile is not None:
@@ -75,35 +77,49 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
     return plan
 
 
-def profile_run(config: Config, show: bool = True) -> Profile:
+def estimate_memo(config: Config) -> Memo | None:
+    """What an estimated profile and the rehearsal of its plan share, so that the model is built once for both; None
+    where the profile is measured.
+    """
+    if config.profile.source != "estimated":
+        return None
+    from varuna_capslog.profiling.estimate import Memo
+
+    return Memo()
+
+
+def profile_run(config: Config, show: bool = True, memo: Memo | None = None) -> Profile:
     """The profile of the configured model: from the cache where it was made before, else by real runs, or estimated
     without a device where `profile.source` says so.
 
     Args:
         show: draw a progress bar.
+        memo: see `estimate_memo`; given to `plan_run` too.
     """
     if config.profile.source == "estimated":
         from varuna_capslog.profiling.estimate import estimate_config
 
         with _progress(show) as progress:
-            return estimate_config(config, progress, use_cache=True)
+            return estimate_config(config, progress, memo, use_cache=True)
     from varuna_capslog.profiling.measure import profile_config
 
     with _progress(show) as progress:
         return profile_config(config, workers=min(config.world_size, os.cpu_count() or 1), progress=progress)
 
 
-def plan_run(config: Config, profile: Profile | None, link: Link | None = None) -> Plan:
+def plan_run(config: Config, profile: Profile | None, link: Link | None = None, memo: Memo | None = None) -> Plan:
     """The configured planner's plan for a profile, or the plan that `pipeline.cuts` gives.
 
     Without a profile (given cuts need none) nothing is predicted and the chain is built to check the cuts. `link` is
     for planners that need seconds. A given plan is judged by the profile, where there is one, and so are given cuts of
-    several stages per device.
+    several stages per device. `memo` is that of the estimate, where the profile is one.
     """
-    return _plan(config, profile, _checked_plan(config), link)
+    return _plan(config, profile, _checked_plan(config), link, memo)
 
 
-def _plan(config: Config, profile: Profile | None, given: Plan | None, link: Link | None = None) -> Plan:
+def _plan(
+    config: Config, profile: Profile | None, given: Plan | None, link: Link | None = None, memo: Memo | None = None
+) -> Plan:
     """`plan_run`; given: the plan that `pipeline.plan` names, read and checked."""
     check_layerwise(config)
     pipeline = config.pipeline
@@ -124,20 +140,20 @@ def _plan(config: Config, profile: Profile | None, given: Plan | None, link: Lin
         cuts=cuts,
     )
     if given is not None and not given.short:
-        plan = _judged(given, config, profile)
+        plan = _judged(given, config, profile, memo)
     elif given is None and (pipeline.rounds > 1 or run.limits_by_plan):
         plan = _of_cuts(config, profile, link)
         if run.limits_by_plan:
             plan = with_limits(profile, plan, RunShape.of_config(config), link)
-        plan = _judged(plan, config, profile)
+        plan = _judged(plan, config, profile, memo)
     elif asks_layerwise(config):
         link = host_link(config, link)
-        plan = with_stage_bytes(_judged(plan_layerwise(config, profile, link), config, profile))
+        plan = with_stage_bytes(_judged(plan_layerwise(config, profile, link), config, profile, memo))
     elif pipeline.planner == JOINT and cuts is None:
         from varuna_capslog.start.joint_start import plan_devices
 
         plan = plan_devices(config, profile, link)
-        if not plan.short and (confirmed := _judged(plan, config, profile)).fits is not None:
+        if not plan.short and (confirmed := _judged(plan, config, profile, memo)).fits is not None:
             plan = confirmed  # else the search's own memory model has the last word
     else:
         plan = find(capacity=capacity)
@@ -149,7 +165,7 @@ def _plan(config: Config, profile: Profile | None, given: Plan | None, link: Lin
     if plan.short and plan.fits and capacity is not None and profile.source == "estimated":
         from varuna_capslog.profiling.rehearsal import rehearse_config
 
-        plan = rehearsed(plan, rehearse_config(config, plan.cut_list), snapshots, Headroom.of(profile), find)
+        plan = rehearsed(plan, rehearse_config(config, plan.cut_list, memo=memo), snapshots, Headroom.of(profile), find)
     if plan.short:
         plan = within_tier(profile, plan, run, HostMemory.of_config(config))
     if given is not None and given.short:
@@ -239,13 +255,13 @@ def _chain(config: Config) -> Chain:
     return load_workload(config).build_chain()
 
 
-def _judged(plan: Plan, config: Config, profile: Profile) -> Plan:
+def _judged(plan: Plan, config: Config, profile: Profile, memo: Memo | None) -> Plan:
     """A plan of any ranks with the bytes of each, and whether they fit."""
 
     def rehearsal() -> list[int]:
         from varuna_capslog.profiling.rehearsal import rehearse_plan
 
-        return rehearse_plan(config, plan)
+        return rehearse_plan(config, plan, memo=memo)
 
     return judged(profile, plan, RunShape.of_config(config), rehearsal, HostMemory.of_config(config))
 

@@ -31,6 +31,7 @@ def capture_layers(
     cut_points: Sequence[str] | None,
     example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
     outputs: Sequence[str] | None = None,
+    evaluates: bool = True,
 ) -> tuple[list[Layer], tuple[str, ...], tuple[str, ...]]:
     """Splits `model` before each named submodule, in the order in which its forward runs them.
 
@@ -49,6 +50,7 @@ def capture_layers(
             read one tensor side by side, such as the branches of an Inception block (`forks`).
         example_inputs: a dict of keyword arguments or a tuple of positional ones. Entries that are not tensors
             (`use_cache=False`) are fixed in the captured model.
+        evaluates: False captures training mode only; the layers then refuse to run in eval mode.
         outputs: which of the model's output tensors leave the chain (default: all). They are named by their place in
             the model's result: `logits`, `loss`, `0.1`; a single bare tensor is named `output`.
 
@@ -83,14 +85,16 @@ def capture_layers(
         if lenient:
             cut_points = [*forked_modules(captured, model, cut_points), *cut_points] or automatic_cut_points(model)
         collapse_modules(captured, model, cut_points)
-        model.eval()
-        try:
-            in_eval = export_model(model, arguments, keywords)
-            collapse_modules(in_eval, model, cut_points)
-        except CapslogError as error:
-            train_only: str | None = f"in eval mode it cannot be captured ({error})"
-        else:
-            train_only = merge_modes(captured, in_eval, model)
+        train_only: str | None = "nobody asked for its eval mode"
+        if evaluates:
+            model.eval()
+            try:
+                in_eval = export_model(model, arguments, keywords)
+                collapse_modules(in_eval, model, cut_points)
+            except CapslogError as error:
+                train_only = f"in eval mode it cannot be captured ({error})"
+            else:
+                train_only = merge_modes(captured, in_eval, model)
     finally:
         for module, mode in training:
             module.training = mode

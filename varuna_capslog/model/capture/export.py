@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.runtime import Region
+from varuna_capslog.model.hollow import on_host
 
 __all__ = ["Captured", "export_model", "follow_device", "module_calls", "module_path", "same_storage"]
 
@@ -55,7 +56,7 @@ def export_model(model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping
     arguments, keywords = pytree.tree_map_only(Tensor, lambda tensor: tensor.clone(), (arguments, dict(keywords)))
     calls: dict[int, bool] = {}
     running: list[str] = []
-    with _watched(model, calls, running), _quiet():
+    with on_host(model), _watched(model, calls, running), _quiet():
         try:
             program = torch.export.export(model, arguments, keywords, strict=False)
         except Exception as error:
@@ -193,7 +194,7 @@ def _explain(model: nn.Module, running: list[str], error: Exception) -> str:
         return f"{where} takes or returns a {kind}, which is no tensor, list, tuple or dict; make it return tensors"
     return (
         f"module {where} cannot be captured ({type(error).__name__}: {reason[:300]}); "
-        "mend the example inputs or the module"
+        "mend the example inputs or the module, or write this model as a Chain by hand"
     )
 
 

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["RTX_A4000", "Speed", "calibrated_cpu", "operator_seconds"]
+from varuna_capslog.base.gpus import GPUS
+
+__all__ = ["RTX_A4000", "Speed", "calibrated_cpu", "operator_seconds", "speed_of"]
 
 _aten = torch.ops.aten
 _CONVOLUTIONS = frozenset({_aten.convolution, _aten.convolution_backward})
@@ -42,6 +44,23 @@ class Speed:
 RTX_A4000 = Speed("rtx a4000", 19e12, 13.4e12, 360e9, 5e-6)
 """The GPU of the CAPSlog paper. Its data sheet says 19.2 TFLOP/s and 448 GB/s; convolutions in TF32 are taken for 19
 TFLOP/s, the rest at 70 and 80 % (assumed)."""
+
+
+def speed_of(device: str, gpu: str = "") -> Speed:
+    """What estimates for a device reckon with: cpu is this machine's, cuda a kind of GPU, by default `RTX_A4000`.
+
+    The parts of the data sheet that a kind reaches are those assumed there: 70 % of the float32 FLOPs, half of those of
+    tensor cores for convolutions (torch convolves in TF32 by default and multiplies matrices in float32), 80 % of the
+    bytes.
+    """
+    if device == "cpu":
+        return calibrated_cpu()
+    if gpu in ("", "a4000"):
+        return RTX_A4000
+    sheet = GPUS[gpu]
+    matrices = 0.7 * sheet.float32_flops
+    convolutions = max(matrices, 0.5 * sheet.tensor_flops)
+    return Speed(gpu, convolutions, matrices, 0.8 * sheet.bytes_per_second, RTX_A4000.launch_seconds)
 
 
 def operator_seconds(speed: Speed, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:

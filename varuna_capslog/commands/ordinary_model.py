@@ -1,0 +1,202 @@
+"""The flags of `capslog plan` and `capslog profile` for an ordinary module, and how its costs are found: `--device`,
+`--estimate` and `--measure`.
+
+A model of `--model` is estimated, unless `--measure` asks for real runs; a CONFIG says itself what it wants. What was
+assumed is told in one line on standard error.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.commands import shared
+from varuna_capslog.commands.shared import option
+
+if TYPE_CHECKING:
+    from varuna_capslog.config.settings import Config
+
+__all__ = [
+    "ModelArguments",
+    "ModelCutPoints",
+    "ModelFlags",
+    "ModelFunction",
+    "ModelInputs",
+    "announced",
+    "config_of_model",
+    "overrides_of",
+]
+
+_STEPS = 3
+"""Of a measured run, with its warm-up."""
+
+
+ModelFunction = Annotated[
+    str | None,
+    option(
+        "The ordinary module that this function returns; needs no CONFIG.", False, metavar="PACKAGE.MODULE:FUNCTION"
+    ),
+]
+ModelArguments = Annotated[
+    list[str] | None,
+    option(
+        "One argument of the function of --model, such as depth=12; may be repeated.",
+        False,
+        "--model-arg",
+        metavar="NAME=VALUE",
+    ),
+]
+ModelInputs = Annotated[
+    list[str] | None,
+    option(
+        "One input of --model, batch first, such as x=float32[1,3,224,224]; may be repeated.",
+        "the example inputs that the function returns",
+        "--input",
+        metavar="NAME=DTYPE[SIZE,...]",
+    ),
+]
+ModelCutPoints = Annotated[
+    str | None, option("Submodules of --model to cut before, such as layer2,layer3.", "every repeated block")
+]
+
+
+@dataclass(frozen=True)
+class ModelFlags:
+    """What `plan` and `profile` take."""
+
+    config: shared.OptionalConfigFile = None
+    overrides: shared.Overrides = None
+    model: ModelFunction = None
+    arguments: ModelArguments = None
+    inputs: ModelInputs = None
+    cut_points: ModelCutPoints = None
+    device: Annotated[
+        str | None,
+        option(
+            "Device that the costs are for: cpu, cuda, or cuda:KIND, such as cuda:a100-80gb (an unknown kind names the "
+            "known ones). A kind's memory is the capacity, where none is given.",
+            "CONFIG's; with --model the GPU of this machine, or its cpu",
+        ),
+    ] = None
+    estimate: Annotated[
+        bool | None,
+        option(
+            "Estimate the costs without the device and without any run, in seconds; or measure them with real runs on "
+            "this machine, in minutes.",
+            "CONFIG's profile.source; with --model --estimate",
+            "--estimate/--measure",
+        ),
+    ] = None
+
+
+def overrides_of(flags: ModelFlags) -> list[str]:
+    """What the flags change in a CONFIG.
+
+    Raises:
+        CapslogError: a flag that belongs to --model.
+    """
+    if flags.inputs or flags.cut_points or flags.arguments:
+        raise CapslogError(
+            "--input and --cut-points describe the model of --model, --model-arg goes to its function; in a CONFIG set "
+            "keys under model"
+        )
+    changes = [] if flags.estimate is None else [f"profile.source={'estimated' if flags.estimate else 'measured'}"]
+    return changes + ([] if flags.device is None else [f"profile.device={flags.device}"])
+
+
+def config_of_model(flags: ModelFlags, pipeline: dict[str, int | str], minibatch: int | None = None) -> Config:
+    """The config that the flags stand for.
+
+    Args:
+        pipeline: keys of its `pipeline` section, the devices among them.
+        minibatch: samples of a step; None: one microbatch for each device.
+
+    Raises:
+        CapslogError: a flag that cannot be read, and what `ModelSection` refuses.
+    """
+    from varuna_capslog.config.reading import assignments, section
+    from varuna_capslog.config.settings import Config
+    from varuna_capslog.model.model_workload import config_values
+
+    assert flags.model is not None
+    names = None if flags.cut_points is None else [name.strip() for name in flags.cut_points.split(",")]
+    arguments = assignments(flags.arguments or [], "--model-arg")
+    values = config_values(flags.model, flags.inputs or [], names, int(pipeline["devices"]), arguments)
+    if minibatch is not None:
+        values["train"]["minibatch_size"] = minibatch
+    device, measured = flags.device, flags.estimate is False
+    if measured and device is not None and device.startswith("cuda:"):
+        raise CapslogError(f"--measure runs on the device that is here; --device {device} goes with --estimate")
+    if device is None or device == "cuda":
+        import torch
+
+        here = torch.cuda.is_available()
+        device = device or ("cuda" if here else "cpu")
+        if here and device == "cuda" and "capacity" not in pipeline:
+            pipeline = pipeline | {"capacity": torch.cuda.get_device_properties(0).total_memory}
+    profile = {"source": "measured" if measured else "estimated", "device": device}
+    return section(Config, values | {"pipeline": pipeline, "profile": profile}, "")
+
+
+@contextmanager
+def announced(config: Config | None) -> Iterator[None]:
+    """Around the work on a profile: one line on standard error says before it what measuring will take, or behind it
+    what an estimate assumed. None says nothing.
+    """
+    if config is not None and config.profile.source == "measured":
+        _announce_runs(config)
+    yield
+    if config is not None and config.profile.source == "estimated":
+        typer.echo(f"capslog: {_assumptions(config)}", err=True)
+
+
+def _assumptions(config: Config) -> str:
+    from varuna_capslog.base.gpus import gpu_of
+    from varuna_capslog.base.units import format_bytes
+
+    device, train = config.profile.device or "cpu", config.train
+    capacity = config.pipeline.capacity
+    gpu = gpu_of(device)
+    if gpu is not None:
+        where = f"{device} with {format_bytes(gpu.memory_bytes)}"
+    elif device == "cuda":
+        where = "cuda, with the seconds of an RTX A4000 (--device cuda:KIND takes those of another GPU)"
+    else:
+        where = "this machine's cpu (--device cuda:KIND plans for GPUs)"
+    limit = "without a limit of memory" if capacity is None else "within its capacity"
+    return (
+        f"estimated for {where}, {limit}: {train.precision}, AdamW, microbatches of {train.microbatch_size}, "
+        "activations recomputed; --measure runs the layers here instead"
+    )
+
+
+def _announce_runs(config: Config) -> None:
+    import torch
+
+    if config.profile.device == "cuda" and not torch.cuda.is_available():
+        return  # nothing will be measured
+
+    from varuna_capslog.profiling.estimate import estimate_config
+    from varuna_capslog.profiling.trim import MICROBATCHES
+
+    began = time.perf_counter()
+    torch.set_num_threads(config.train.threads)  # as a worker has, for the speed of this machine
+    quick = config.model_copy(update={"profile": config.profile.model_copy(update={"source": "estimated"})})
+    rows = estimate_config(quick).observations
+    busy = sum(2 * (row.forward_seconds or 0.0) + (row.backward_seconds or 0.0) for row in rows)
+    workers = min(config.world_size, os.cpu_count() or 1)
+    # to build and capture the model takes this process, and then its workers together, about as long as the estimate
+    seconds = 2 * (time.perf_counter() - began) + busy * MICROBATCHES * _STEPS / workers
+    duration = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+    typer.echo(
+        f"capslog: measuring {len(rows)} runs of one and two layers on this machine's {config.profile.device}, which "
+        f"takes {duration} or more, and longer where other programs run; --estimate takes seconds",
+        err=True,
+    )

@@ -1,0 +1,166 @@
+"""When two layers, or two runs of layers, do the same work on other parameters: what the profilers do once for both.
+
+`ShapeTable` traces, and the estimator costs, layers of one signature once. A signature holds all that a result can
+depend on; what it cannot compare is equal to itself only, so that in doubt work is done again. Names, and with them the
+place of a layer in its model, are no part of it.
+"""
+
+from __future__ import annotations
+
+import enum
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._ops import OpOverload
+
+from varuna_capslog.model.capture.runtime import ByMode, Guard, SequentialSlice
+from varuna_capslog.model.layer import Layer
+
+__all__ = ["layer_signature", "run_signature"]
+
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), enum.Enum),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+_THEMSELVES = (type, types.FunctionType, types.BuiltinFunctionType, OpOverload)
+"""Compared by identity, as everything else that is not plain; these are often the same object in every block."""
+
+_RATES = {
+    "torchvision.ops.stochastic_depth.StochasticDepth": "p",
+    "timm.layers.drop.DropPath": "drop_prob",
+}
+"""Probabilities that grow from block to block and decide nothing of the work, other than whether they are 0 or 1."""
+
+_OWN_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+_HOOKS = tuple(sorted(name for name in _OWN_OF_MODULES if name.endswith("_hooks")))
+
+
+def layer_signature(layer: Layer) -> tuple[object, ...]:
+    """`run_signature` of a layer alone."""
+    return run_signature([layer])
+
+
+def run_signature(layers: Sequence[Layer]) -> tuple[object, ...]:
+    """Equal for two lists of layers that do the same work.
+
+    It holds: the classes of all modules, their attributes (dilation, stride, eps, dropout rates), hooks and modes; the
+    operations of captured graphs with their constants; of every parameter and buffer shape, strides, dtype and whether
+    it takes a gradient; which of them, and which modules, are one and the same; how many tensors each layer reads and
+    writes.
+    """
+    found = _Description()
+    return tuple((len(layer.reads), len(layer.writes), found.module(layer.module)) for layer in layers)
+
+
+class _Same:
+    """Equal to itself only; it keeps the object, so that no other one can take its identity."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+class _Description:
+    """Describes modules and tensors by what they are; one that comes again, by the number of its first mention."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+
+    def module(self, module: nn.Module) -> object:
+        known = self._numbers.get(id(module))
+        if known is not None:
+            return "again", known
+        self._numbers[id(module)] = len(self._numbers)
+        held = [
+            *((name, self._tensor(one)) for name, one in module._parameters.items()),
+            *((name, self._tensor(one)) for name, one in module._buffers.items()),
+        ]
+        hooks = [(name, self.value(list(vars(module)[name].values()))) for name in _HOOKS if vars(module)[name]]
+        if isinstance(module, fx.GraphModule) and type(module).__mro__[1] is fx.GraphModule:
+            # the names of what it holds are those of the whole model
+            parts = [self.module(part) for part in module._modules.values() if part is not None]
+            own: object = (fx.GraphModule, tuple(one for _, one in held), tuple(parts), tuple(self._graph(module)))
+        else:
+            children = [(name, None if part is None else self.module(part)) for name, part in module._modules.items()]
+            if isinstance(module, SequentialSlice) or type(module) is nn.Module:
+                # made by a capture, under the names that the whole model has for its parts
+                children = [("", described) for _, described in children]
+            own = (type(module), tuple(held), tuple(children), tuple(self._attributes(module)))
+        return module.training, tuple(hooks), own
+
+    def value(self, value: object, numbers: dict[fx.Node, int] | None = None) -> object:
+        """A value of an attribute or of an operation's argument.
+
+        numbers: of the nodes of the graph that the operation is in.
+        """
+        if isinstance(value, fx.Node):
+            assert numbers is not None
+            return "node", numbers[value]
+        if isinstance(value, _PLAIN):
+            return type(value), value  # 1, 1.0 and True are equal, but not to an operation
+        if isinstance(value, _THEMSELVES):
+            return value
+        if type(value) is slice:
+            value = ("slice", value.start, value.stop, value.step)
+        if isinstance(value, dict):
+            pairs = [(self.value(key), self.value(one, numbers)) for key, one in value.items()]
+            return type(value), tuple(pairs)
+        if isinstance(value, (list, tuple)):
+            return type(value), tuple(self.value(one, numbers) for one in value)
+        if isinstance(value, nn.Module):
+            return self.module(value)
+        return _Same(value)
+
+    def _tensor(self, tensor: Tensor | None) -> object:
+        if tensor is None:
+            return None
+        known = self._numbers.get(id(tensor))
+        if known is not None:
+            return "again", known
+        self._numbers[id(tensor)] = len(self._numbers)
+        if tensor.layout != torch.strided:
+            return _Same(tensor)
+        return type(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad
+
+    def _attributes(self, module: nn.Module) -> Iterator[tuple[str, object]]:
+        if isinstance(module, Guard):
+            yield "shapes", module.shapes
+            yield "train_only", module.train_only is not None
+            return
+        rate = _RATES.get(f"{type(module).__module__}.{type(module).__qualname__}")
+        for key, value in sorted(vars(module).items()):
+            if key in _OWN_OF_MODULES or (isinstance(module, SequentialSlice) and key == "meta"):
+                continue
+            if isinstance(module, ByMode) and key == "spec":
+                yield key, str(value)
+            elif key == rate and isinstance(value, float) and 0 < value < 1:
+                yield key, "between 0 and 1"
+            else:
+                yield key, self.value(value)
+
+    def _graph(self, module: fx.GraphModule) -> Iterator[object]:
+        if type(module.graph._codegen) is not fx.graph.CodeGen:
+            yield _Same(module)
+            return
+        numbers: dict[fx.Node, int] = {}
+        for node in module.graph.nodes:
+            target: object = None
+            if node.op == "call_module":
+                target = self.module(module.get_submodule(str(node.target)))
+            elif node.op == "get_attr":
+                held: Any = module
+                for part in str(node.target).split("."):
+                    held = getattr(held, part)
+                target = self._tensor(held) if isinstance(held, Tensor) else self.value(held)
+            elif node.op in ("call_function", "call_method"):
+                target = self.value(node.target)
+            yield node.op, target, self.value(node.args, numbers), self.value(node.kwargs, numbers)
+            numbers[node] = len(numbers)
