@@ -136,8 +136,8 @@ class Pipeline(Section):
     """Copies of the whole pipeline that share each minibatch; devices * replicas workers run."""
 
     planner: str = "exact"
-    """Which planner chooses the cuts: varuna, mcap-bf, mcap-bo, capslog, capslog-tb, exact or throughput; dawnpiper or
-    vpipe, which also choose layers that run again or are offloaded; or joint, which shares all devices out among
+    """Which planner chooses the cuts: varuna, mcap-bf, mcap-bo, capslog, capslog-tb, exact or throughput; budget,
+    dawnpiper or vpipe, which also choose layers that run again or are offloaded; or joint, which shares all devices out among
     pipelines of any length and cuts, as many as train.accumulation_blocks allow."""
 
     cuts: list[Annotated[int, Field(ge=0)]] | None = None

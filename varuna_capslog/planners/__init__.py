@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from varuna_capslog.memory import StageCosts
+from varuna_capslog.planners.budget import budget_stages
 from varuna_capslog.planners.capslog import capslog_cuts, capslog_tb_cuts
 from varuna_capslog.planners.dawnpiper import dawnpiper_stages
 from varuna_capslog.planners.exact import exact_cuts
@@ -51,7 +52,11 @@ PLANNERS: dict[str, Planner] = {
 PLANNER_NAMES = (*PLANNERS, "throughput")
 """Every planner of `find_cuts`: those of the table, which look at bytes alone, and those that need seconds too."""
 
-LAYERWISE: dict[str, Callable[[Layerwise], list[StageChoice]]] = {"dawnpiper": dawnpiper_stages, "vpipe": vpipe_stages}
+LAYERWISE: dict[str, Callable[[Layerwise], list[StageChoice]]] = {
+    "budget": budget_stages,
+    "dawnpiper": dawnpiper_stages,
+    "vpipe": vpipe_stages,
+}
 """Planners of one pipeline that choose, beside its cuts, which layers run again or leave for the host tier."""
 
 EVERY_PLANNER = (*PLANNER_NAMES, *LAYERWISE)

@@ -1,4 +1,4 @@
-"""What planners ask that choose cuts and, layer by layer, what each stage keeps: `dawnpiper` and `vpipe`.
+"""What planners ask that choose cuts and, layer by layer, what each stage keeps: `budget`, `dawnpiper`, `vpipe`.
 
 A stage is one range of layers on one device. A layer is kept, runs again, or leaves for the host tier by itself, so
 that each is a memory interval of its own. The bytes of a stage are those of `memory/fold`, with the run's own schedule.
@@ -20,7 +20,7 @@ from varuna_capslog.plans.rules import stage_graph
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape, Schedule, in_flight_limits
 
-__all__ = ["Choice", "Intervals", "Layerwise", "StageChoice"]
+__all__ = ["Choice", "Intervals", "Layerwise", "Question", "StageChoice"]
 
 Intervals = tuple[MemoryInterval, ...]
 
@@ -44,6 +44,15 @@ class StageChoice:
 
 
 @dataclass(frozen=True)
+class Question:
+    """The bytes of any layers, their seconds, and the run of one pipeline."""
+
+    ranges: RangeBytes
+    seconds: LayerSeconds
+    run: RunShape
+
+
+@dataclass(frozen=True)
 class Layerwise:
     """A chain of L layers for S devices.
 
@@ -59,6 +68,7 @@ class Layerwise:
     crossing: [L + 1] names of the tensors that cross each cut; None where they are not known.
     host_bandwidth: bytes per second between a device and its host tier; None: copies take no time.
     copies_beside: copies run beside the computation; else they take the device's own time.
+    question: what these numbers were made of, for planners that ask more.
     """
 
     forward: Sequence[float]
@@ -73,6 +83,7 @@ class Layerwise:
     crossing: Sequence[frozenset[str]] | None = None
     host_bandwidth: float | None = None
     copies_beside: bool = True
+    question: Question | None = None
 
     @classmethod
     def of_profile(
@@ -120,6 +131,7 @@ class Layerwise:
             crossing,
             link.host_bandwidth,
             beside,
+            Question(ranges, seconds, run),
         )
 
     @property

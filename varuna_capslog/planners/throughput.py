@@ -65,6 +65,7 @@ def fastest_cuts(
     capacities: Sequence[int] | None = None,
     speeds: Sequence[float] | None = None,
     width: int = 1024,
+    extra: Sequence[Floats] | None = None,
 ) -> Fastest | None:
     """Return the cut list of `devices` stages, 1 <= devices <= L, with the smallest step time; None if none fits.
 
@@ -73,10 +74,12 @@ def fastest_cuts(
     position (`StageCosts`).
     speeds: of the device of each stage; its seconds are those of the profile divided by it.
     width: cut lists that the beam keeps; more take longer and leave less to chance. Up to 64 mean haste.
+    extra: of each stage, [L, L + 1]: seconds of its backwards, or input halves, besides those of layers first .. end-1;
+    infinite for ranges that it cannot be.
 
     Of lists with equal step times the smallest peak wins, then the smallest list.
     """
-    search = _CutSearch(costs, seconds, run, devices, capacities, speeds)
+    search = _CutSearch(costs, seconds, run, devices, capacities, speeds, extra)
     if not np.isfinite(search.step[0][0]):
         return None
     best: _Ranked | None = None
@@ -154,6 +157,7 @@ class _CutSearch:
         devices: int,
         capacities: Sequence[int] | None,
         speeds: Sequence[float] | None,
+        extra: Sequence[Floats] | None = None,
     ) -> None:
         self.costs, self.seconds, self.devices = costs, seconds, devices
         self.capacities, self.speeds = capacities, speeds
@@ -164,6 +168,8 @@ class _CutSearch:
         self.rounds = [1 + (self.num_microbatches - 1) // limit for limit in limits]
         self._forward, self._both = seconds.of_ranges()
         self._trip, self._ahead, self._transfers = seconds.of_ways(run)
+        self._extra = [np.zeros_like(self._both)] * devices if extra is None else list(extra)
+        self._delays = not run.splits_backwards
         self._fits = [self._fitting(stage) for stage in range(devices)]
         # Behind the last stage lies nothing: 0 where all layers are placed.
         nothing = np.where(np.arange(self.num_layers + 1) == self.num_layers, 0.0, np.inf)
@@ -176,6 +182,7 @@ class _CutSearch:
         num_layers, devices = self.num_layers, self.devices
         first, end = np.arange(num_layers)[:, None], np.arange(num_layers + 1)[None, :]
         fits = (end > first) & (first >= stage) & (num_layers - end >= devices - 1 - stage)
+        fits &= np.isfinite(self._extra[stage])
         if stage == 0:
             fits &= first == 0
         if stage == devices - 1:
@@ -190,15 +197,16 @@ class _CutSearch:
         """
         sends = self.seconds.handover
         speed = 1.0 if self.speeds is None else self.speeds[stage]
-        one = self._both[first] / speed
+        more = np.where(self._fits[stage][first], self._extra[stage][first], 0.0)
+        one = (self._both[first] + more) / speed
         again = self.player.forwards[stage] - self.num_microbatches
         work = one * self.num_microbatches + self._forward[first] * (again / speed)
         # What follows the last backward is part of the way back.
         work = work + self.num_microbatches * sends
         work += (self.num_microbatches - 1) * sends[:-1][first][..., None]
         across = np.maximum(self.seconds.transfer, sends)
-        trip = self._trip[first] / speed + 2 * across
-        ahead = self._ahead[first] / speed + self._transfers * across
+        trip = (self._trip[first] + more) / speed + 2 * across
+        ahead = (self._ahead[first] + more * self._delays) / speed + self._transfers * across
         return work, trip, ahead, self._fits[stage][first]
 
     def least(self, stage: int, work: Floats, trip: Floats) -> Floats:
@@ -271,7 +279,11 @@ class _CutSearch:
 
     def step_seconds(self, lists: Cuts) -> Floats:
         """The simulator's step time of each cut list [K, S]."""
-        return self.player.step_seconds(*self.seconds.of_cuts(lists, self.speeds))
+        forward, backward, inputs, *links = self.seconds.of_cuts(lists, self.speeds)
+        ends = np.concatenate([lists[:, 1:], np.full((len(lists), 1), self.num_layers)], axis=1)
+        more = np.stack([own[lists[:, stage], ends[:, stage]] for stage, own in enumerate(self._extra)], axis=1)
+        more = more if self.speeds is None else more / np.asarray(self.speeds)
+        return self.player.step_seconds(forward, backward + more, inputs + more, *links)
 
     def best_of(self, lists: Cuts, best: _Ranked | None = None) -> _Ranked:
         """The best of the lists and of the one known before."""

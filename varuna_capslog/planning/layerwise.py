@@ -1,4 +1,4 @@
-"""The plan of a planner that chooses cuts and what becomes of every layer: `dawnpiper` and `vpipe`.
+"""The plan of a planner that chooses cuts and what becomes of every layer: `budget`, `dawnpiper`, `vpipe`.
 
 Such a plan has memory intervals, so it is of the full form, one stage per rank, and judged by its ranks (`ranks`).
 """

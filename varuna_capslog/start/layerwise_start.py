@@ -1,4 +1,4 @@
-"""The plan that a run with `pipeline.planner: dawnpiper` or `vpipe` begins with: one pipeline with memory intervals."""
+"""The plan that a run with planner `budget`, `dawnpiper` or `vpipe` begins with: one pipeline with memory intervals."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.memory.costs import NEVER, Bytes
 from varuna_capslog.memory.range_bytes import RangeBytes
 from varuna_capslog.memory.segments import Before, Beside, CallSegment, Sums
 from varuna_capslog.planners.intervals.choice import (
@@ -34,7 +35,7 @@ from varuna_capslog.planners.intervals.choice import (
 from varuna_capslog.planners.intervals.labels import ON_DEVICE, Kin, Labels, Thinning, fewer, joined
 from varuna_capslog.planners.intervals.tables import KINDS, SegmentTable, States
 from varuna_capslog.planners.seconds import LayerSeconds
-from varuna_capslog.plans.parts import KEEP, MemoryInterval
+from varuna_capslog.plans.parts import INTERVAL_KINDS, KEEP, MemoryInterval
 
 __all__ = ["DEFAULT_LABELS", "EXACT_LAYERS", "IntervalFronts"]
 
@@ -61,6 +62,7 @@ class IntervalFronts:
         handling: what the lists do with their calls, and what copies cost.
         labels: how many to keep per first layer and cut; 0: all of them, so that every answer is exact. Default: all
             for chains of at most `EXACT_LAYERS` layers, else `DEFAULT_LABELS`.
+        kinds: of memory intervals that may be used.
         firsts: first layers of the stages that will be asked for; default: all. end: the last end of such a stage;
             default: the end of the chain. So one range of a long chain may be asked for again, exactly.
 
@@ -75,9 +77,10 @@ class IntervalFronts:
         labels: int | None = None,
         firsts: Collection[int] | None = None,
         end: int | None = None,
+        kinds: Collection[str] = INTERVAL_KINDS,
     ) -> None:
         size, last = ranges.num_layers, ranges.num_layers if end is None else end
-        self._ranges, self._seconds, self._handling = ranges, seconds, handling
+        self._ranges, self._seconds, self._handling, self._kinds = ranges, seconds, handling, {KEEP, *kinds}
         self._most = (0 if size <= EXACT_LAYERS else DEFAULT_LABELS) if labels is None else labels
         self._table, self._states = SegmentTable(ranges, seconds, handling.split), States(ranges, handling.later)
         self._peak = "first_weights" if handling.split else "first_backward"
@@ -128,6 +131,16 @@ class IntervalFronts:
         sizes = self._bytes(self._of_range(first, end), end, in_flight)
         return int(sizes[0].min()), int(sizes[-1].min())
 
+    def least(self, in_flight: int) -> Bytes:
+        """The first number of `least_bytes` for all ranges: [L, L + 1], `NEVER` where there is none."""
+        found = np.full((self._ranges.num_layers, self._ranges.num_layers + 1), NEVER, dtype=np.int64)
+        for end, labels in enumerate(self._finished):
+            if len(labels):
+                begins = np.flatnonzero(np.diff(labels.first, prepend=-1))
+                sizes = self._bytes(labels, end, in_flight)[0]
+                found[labels.first[begins], end] = np.minimum.reduceat(sizes, begins)
+        return found
+
     def seconds(self, in_flight: int, budget: float) -> tuple[Floats, Floats]:
         """`cheapest` of all ranges without their intervals: [L, L + 1], seconds of layers first .. end-1, and bounds.
 
@@ -160,6 +173,8 @@ class IntervalFronts:
         keeps = np.array(self._states.keeps)[before.state]
         some = []
         for kind, name in enumerate(KINDS):
+            if name not in self._kinds:
+                continue
             allowed, ways = np.ones(len(before), dtype=np.bool_), [(False, before.phase)]
             if name == KEEP:
                 allowed = ~keeps

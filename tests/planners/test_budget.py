@@ -1,0 +1,141 @@
+"""The planner `budget` beside every cut list with every choice of memory intervals, played and folded."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.memory.machine import Model, profile_of
+from tests.planners.intervals.stages import UNIT, all_choices
+from varuna_capslog.memory.inflight import RANKS
+from varuna_capslog.planners.budget import budget_stages
+from varuna_capslog.planners.layerwise import Intervals, Layerwise
+from varuna_capslog.planners.seconds import Link, step_player
+from varuna_capslog.planning.search import plan
+from varuna_capslog.planning.simulation import simulate_plan
+from varuna_capslog.plans.parts import PlanStage, Units
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules import RunShape
+
+
+def timed(draw: random.Random, size: int) -> Profile:
+    profile = profile_of(Model.random(draw, size, even=True, scale=20_000), "cuda")
+    layers = [
+        replace(one, forward_seconds=draw.randrange(1, 40) * UNIT, backward_seconds=draw.randrange(1, 40) * UNIT)
+        for one in profile.layers
+    ]
+    return replace(profile, layers=tuple(layers), source="measured")
+
+
+def choices(first: int, end: int, kinds: Sequence[str]) -> list[Intervals]:
+    return [some for some in all_choices(first, end) if all(one.kind in kinds for one in some)]
+
+
+def all_cuts(size: int, devices: int) -> Iterator[tuple[int, ...]]:
+    return ((0, *rest) for rest in itertools.combinations(range(1, size), devices - 1))
+
+
+def step_of(
+    profile: Profile, cuts: Sequence[int], memory: Sequence[Intervals], run: RunShape, link: Link | None = None
+) -> float:
+    bounds = [*cuts, profile.num_layers]
+    stages = [PlanStage(((bounds[rank], bounds[rank + 1]),), (rank,), memory=own) for rank, own in enumerate(memory)]
+    found = simulate_plan(
+        profile, Plan(profile.num_layers, tuple(stages), Units(run.microbatches, 1, 1), run.schedule), link=link
+    )
+    return found.step_seconds
+
+
+def as_backwards(profile: Profile, cuts: Sequence[int], memory: Sequence[Intervals], run: RunShape) -> float:
+    """The step where what runs again is a part of the backwards; the last stage keeps everything."""
+    again = [
+        sum(profile.layers[at].forward_seconds or 0 for one in own for at in range(one.first, one.end))
+        for own in (*memory[:-1], ())
+    ]
+    bounds = itertools.pairwise((*cuts, profile.num_layers))
+    forward, backward = (
+        np.array([sum(getattr(one, f"{name}_seconds") for one in profile.layers[first:end]) for first, end in bounds])
+        for name, bounds in zip(("forward", "backward"), itertools.tee(bounds), strict=True)
+    )
+    links = np.zeros((1, len(cuts) - 1))
+    backward = backward + again
+    return float(
+        step_player(run, len(cuts)).step_seconds(forward[None], backward[None], backward[None], links, links)[0]
+    )
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_no_choice_that_fits_is_faster(seed: int) -> None:
+    """For limits from what the smallest choice takes to what keeping everything takes. Of stages with more microbatches
+    than they have in flight the search knows the bytes exactly, but for messages.
+    """
+    draw = random.Random(seed)
+    size, devices = draw.choice([(3, 2), (4, 2), (4, 3), (5, 2)])
+    profile, run = timed(draw, size), RunShape(draw.randrange(5, 7), "1f1b", num_blocks=1)
+    free, kept = Layerwise.of_profile(profile, run, devices), replace(run, recompute=False)
+    options = {
+        (stage, first, end): [(own, free.peak(stage, first, end, own)) for own in choices(first, end, ("recompute",))]
+        for cuts in all_cuts(size, devices)
+        for stage, (first, end) in enumerate(itertools.pairwise((*cuts, size)))
+    }
+    sizes = sorted({most for some in options.values() for _, most in some})
+    for usable in (sizes[0] - 1, *draw.sample(sizes, 3), sizes[-1]):
+        best = None
+        for cuts in all_cuts(size, devices):
+            places = enumerate(itertools.pairwise((*cuts, size)))
+            fitting = [
+                [own for own, most in options[stage, first, end] if most <= usable] for stage, (first, end) in places
+            ]
+            for memory in itertools.product(*fitting):
+                step = as_backwards(profile, cuts, memory, kept)
+                best = step if best is None else min(best, step)
+        found = budget_stages(Layerwise.of_profile(profile, run, devices, [usable] * devices))
+        if best is None:
+            assert any(one.lack for one in found)
+            continue
+        assert not any(one.lack for one in found)
+        cuts, memory = [one.first for one in found], [one.intervals for one in found]
+        assert as_backwards(profile, cuts, memory, kept) == pytest.approx(best, rel=1e-9)
+        assert step_of(profile, cuts, memory, run) <= best * (1 + 1e-9), "an R may run while its rank waits"
+
+
+def test_offloading_where_copies_have_a_price() -> None:
+    """Without one nothing is offloaded; with a high bandwidth it costs nothing, with a low one recomputing is less."""
+    profile, run = timed(random.Random(3), 4), RunShape(4, "1f1b", num_blocks=1)
+    kept = Layerwise.of_profile(profile, run, 2)
+    usable = [kept.peak(0, 0, 1, ()) - 1, kept.peak(1, 1, 4, ())]
+
+    def kinds(link: Link | None) -> tuple[float, set[str]]:
+        found = budget_stages(Layerwise.of_profile(profile, run, 2, usable, link))
+        assert not any(one.lack for one in found)
+        step = step_of(profile, [one.first for one in found], [one.intervals for one in found], run, link)
+        return step, {own.kind for one in found for own in one.intervals}
+
+    without, fast, slow = kinds(None), kinds(Link(host_bandwidth=1e15)), kinds(Link(host_bandwidth=1.0))
+    assert not any("offload" in kind for kind in without[1] | slow[1])
+    assert fast[0] <= without[0] == slow[0]
+
+
+def test_the_plan_is_judged_by_its_ranks_and_keeps_within_the_budget() -> None:
+    draw, run = random.Random(8), RunShape(6, "1f1b", microbatch_size=1, num_blocks=1)
+    profile = timed(draw, 6)
+    last = None
+    for part in range(4, 21):
+        most = max(one.bytes or 0 for one in plan(profile, 3, "budget", run=run).ranks)
+        found = plan(profile, 3, "budget", capacity=most * part // 20, run=run)
+        assert found.memory_model == RANKS
+        if not found.fits:
+            assert found.shortfall is not None
+            assert last is None, "a larger budget fits as well"
+            continue
+        assert all((one.bytes or 0) <= most * part // 20 for one in found.ranks)
+        step = simulate_plan(profile, found).step_seconds
+        assert last is None or step <= last * (1 + 1e-9), "more memory never makes the step longer"
+        last = step
+    assert last is not None
