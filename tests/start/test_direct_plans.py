@@ -122,7 +122,9 @@ def test_what_the_graph_does_not_allow_is_one_sentence_and_starts_nothing(
 
 
 def test_the_rehearsal_judges_what_the_fold_does_not_know(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Direct routes, and a grain: exit status 3 on small devices, and the bytes of the ranks on large ones."""
+    """A grain: exit status 3 on small devices, and the bytes of the ranks on large ones. Direct routes are folded; what
+    fits by the fold is rehearsed as well.
+    """
     grained = TOWERS | {"units": TOWERS["units"] | {"blocks": 1}} | first_stage(grain=2)
     for name, plan in (("direct", TOWERS), ("grain", grained)):
         path = write(tmp_path, plan)
@@ -131,7 +133,7 @@ def test_the_rehearsal_judges_what_the_fold_does_not_know(tmp_path: Path, capsys
         assert cli._run(command(tmp_path, name, *words)) == 3
         refused = read_plan(tmp_path / name / "plan-0.json")
         assert refused.fits is False
-        assert "when its own program is rehearsed" in capsys.readouterr().err
+        assert ("when its own program is rehearsed" in capsys.readouterr().err) == (name == "grain")
         pipeline = {"capacity": "10MiB"}
         config = config_of(
             path, {"accumulation_blocks": plan["units"]["blocks"]}, pipeline=pipeline, model={"graph": "towers"},
@@ -139,5 +141,6 @@ def test_the_rehearsal_judges_what_the_fold_does_not_know(tmp_path: Path, capsys
         )  # fmt: skip
         found = prepare_run(with_given_plan(config), show=False)
         assert found.fits is True
-        assert [rank.bytes for rank in found.ranks] == [rank.bytes for rank in refused.ranks]
+        for ours, theirs in zip(found.ranks, refused.ranks, strict=True):
+            assert ours.bytes == pytest.approx(theirs.bytes, rel=0 if name == "grain" else 0.05)
         assert max(rank.bytes or 0 for rank in found.ranks) == found.peak_bytes

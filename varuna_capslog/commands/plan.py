@@ -35,8 +35,8 @@ class PlanFlags(ModelFlags):
     planner: Annotated[
         str | None,
         option(
-            "varuna, mcap-bf, mcap-bo, capslog, capslog-tb, exact or throughput; budget, dawnpiper and vpipe also choose "
-            "which layers run again or are offloaded.",
+            "varuna, mcap-bf, mcap-bo, capslog, capslog-tb, exact or throughput; budget, dawnpiper and vpipe also "
+            "choose which layers run again or are offloaded.",
             "pipeline.planner, or exact",
         ),
     ] = None

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from varuna_capslog.config.reading import Config, dump_config
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.signature import run_signature
 from varuna_capslog.model.trace import ShapeTable
@@ -40,6 +39,9 @@ from varuna_capslog.profiling.estimation.roofline import Speed, speed_of
 from varuna_capslog.profiling.skeleton import skeleton
 from varuna_capslog.profiling.trim import TrimmedRun
 from varuna_capslog.profiling.weighing import Halves
+
+if TYPE_CHECKING:
+    from varuna_capslog.config.reading import Config
 
 __all__ = ["Memo", "StageEstimate", "StageEstimator", "estimate_config", "estimate_workload"]
 
@@ -122,6 +124,8 @@ class StageEstimator:
         """The estimator for the training run that a config describes, at the largest inputs that it can meet; the one
         that the memo has where it has one.
         """
+        from varuna_capslog.config.reading import dump_config  # imports pydantic, which costs of workloads do without
+
         memo, text = memo or Memo(), dump_config(config)
         if text not in memo.estimators:
             memo.estimators[text] = cls(load_workload(config), conditions_of_run(config, {}), memo=memo)
