@@ -1,0 +1,81 @@
+"""Simulated steps of planner `budget` beside those of other planners, for the paper's six models on 8 devices.
+
+Costs are estimates for CUDA. Varuna's cuts recompute everything under Varuna's schedule, whatever the capacity. The
+others keep within the capacity under 1F1B. Prints README.md's tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from common import write_json
+
+from varuna_capslog.base.units import format_bytes, parse_bytes, parse_rate
+from varuna_capslog.config.reading import load_config
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.search import plan
+from varuna_capslog.planning.simulation import simulate_plan
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.profiling.estimate import estimate_config
+from varuna_capslog.schedules import RunShape
+
+ROOT = Path(__file__).parents[2]
+DEVICES = 8
+PLANNERS = ("throughput", "vpipe", "dawnpiper", "budget")
+
+
+def row(profile: Profile, capacity: int, link: Link, microbatches: int) -> dict[str, Any]:
+    """Varuna's step in seconds, and of each planner by how much its step is shorter; None where nothing fits."""
+    run = RunShape(microbatches, "varuna", True, num_blocks=1)
+    base = simulate_plan(profile, plan(profile, DEVICES, "varuna", run=run, link=link), link=link).step_seconds
+    found: dict[str, Any] = {"varuna": base}
+    run = RunShape(microbatches, "1f1b", True, num_blocks=1)
+    for name in PLANNERS:
+        one = plan(profile, DEVICES, name, capacity=capacity, run=run, link=link)
+        found[name] = base / simulate_plan(profile, one, link=link).step_seconds if one.fits else None
+        if name == "budget":
+            found["search"] = one.search_seconds
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--capacities", default="16GiB,8GiB,4GiB")
+    parser.add_argument("--bandwidths", default="none,12GB/s", help="of links between stages and to the host")
+    parser.add_argument("--microbatches", type=int, default=32)
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    arguments = parser.parse_args()
+    profiles = {}
+    for path in sorted((ROOT / "configs/paper").glob("*.yaml")):
+        profiles[path.stem] = estimate_config(load_config(path, ["pipeline.schedule=1f1b"]))
+    results = []
+    for capacity in map(parse_bytes, arguments.capacities.split(",")):
+        for text in arguments.bandwidths.split(","):
+            rate = None if text == "none" else parse_rate(text)
+            link = Link(bandwidth=rate, host_bandwidth=rate)
+            print(f"\n{format_bytes(capacity)} per device, links and host: {text}\n")
+            print(f"| model | Varuna, s | {' | '.join(PLANNERS)} | search, s |")
+            print("|---" * (len(PLANNERS) + 3) + "|")
+            rows = {}
+            for model, profile in profiles.items():
+                rows[model] = one = row(profile, capacity, link, arguments.microbatches)
+                ratios = " | ".join("-" if one[name] is None else f"{one[name]:.2f}" for name in PLANNERS)
+                print(f"| {model} | {one['varuna']:.2f} | {ratios} | {one['search']:.1f} |", flush=True)
+            means = []
+            for name in PLANNERS:
+                known = [one[name] for one in rows.values() if one[name] is not None]
+                means.append(f"{statistics.geometric_mean(known):.2f} of {len(known)}" if known else "-")
+            print(f"| geometric mean | | {' | '.join(means)} | |")
+            results.append({"capacity_bytes": capacity, "bandwidth": text, "rows": rows})
+    write_json(arguments.json, {"results": results})
+
+
+if __name__ == "__main__":
+    main()
