@@ -66,6 +66,7 @@ class Memo:
         alive: what the keys name by identity, so that no identity comes twice.
         recipes: for the operators of runs that are not known yet.
         estimators: of configs, by their text.
+        speeds: of those, by device and kind of GPU; a CPU's is measured once, so that their seconds can be compared.
     """
 
     def __init__(self) -> None:
@@ -74,6 +75,7 @@ class Memo:
         self.alive: list[object] = []
         self.recipes = Recipes()
         self.estimators: dict[str, StageEstimator] = {}
+        self.speeds: dict[tuple[str, str], Speed] = {}
 
 
 class StageEstimator:
@@ -128,7 +130,11 @@ class StageEstimator:
 
         memo, text = memo or Memo(), dump_config(config)
         if text not in memo.estimators:
-            memo.estimators[text] = cls(load_workload(config), conditions_of_run(config, {}), memo=memo)
+            conditions = conditions_of_run(config, {})
+            kind = conditions.device, conditions.gpu
+            if kind not in memo.speeds:
+                memo.speeds[kind] = speed_of(*kind)
+            memo.estimators[text] = cls(load_workload(config), conditions, speed=memo.speeds[kind], memo=memo)
         return memo.estimators[text]
 
     def at(self, inputs: Mapping[str, TensorSpec]) -> StageEstimator:
