@@ -72,6 +72,14 @@ class PlanFlags(ModelFlags):
     blocks: Annotated[
         int | None, option("Accumulation blocks of a step with --joint.", "CONFIG's, or the microbatches", min=1)
     ] = None
+    maximize: Annotated[
+        str | None,
+        option(
+            "Find the largest microbatch, minibatch or image-size that fits the capacity, by estimates.",
+            False,
+            metavar="[microbatch|minibatch|image-size]",
+        ),
+    ] = None
     output: Annotated[Path | None, shared.output_option("File for the plan.")] = None
     as_json: shared.AsJson = False
 
@@ -89,6 +97,9 @@ def plan(given: PlanFlags) -> None:
         )
     if not given.joint and (given.speeds is not None or given.blocks is not None):
         raise CapslogError("--speeds and --blocks belong to --joint")
+    if given.maximize is not None:
+        _check_maximize(given, given.maximize)
+        given = dataclasses.replace(given, estimate=True)
     names = ("devices", "planner", "memory", "capacity")
     pipeline = {name: value for name in names if (value := getattr(given, name)) is not None}
     settings = None
@@ -107,6 +118,10 @@ def plan(given: PlanFlags) -> None:
         raise CapslogError("nothing to plan for: give a CONFIG file, --profile FILE or --model package.module:function")
     elif given.devices is None:
         raise CapslogError("--profile without a CONFIG needs --devices N, the number of devices to plan for")
+    if given.maximize is not None:
+        assert settings is not None, "refused without a CONFIG and --model"
+        _maximize(settings, given, given.maximize)
+        return
     with announced(None if given.model is None or given.profile else settings):
         request = _request(settings, given)
     if given.pareto:
@@ -145,6 +160,38 @@ def _plan_one(request: PlanRequest, config: Config | None, given: PlanFlags) -> 
         raise DoesNotFit("; ".join(found.notes))
     for note in found.notes:
         typer.echo(f"note: {note}", err=True)
+
+
+def _check_maximize(given: PlanFlags, what: str) -> None:
+    """Refuses what --maximize cannot choose, and flags that do not go with it."""
+    from varuna_capslog.base import fields
+    from varuna_capslog.commands.plan_largest import MAXIMIZED
+
+    fields.refuse_unknown([what], list(MAXIMIZED), "choice of --maximize")
+    if given.config is None and given.model is None:
+        raise CapslogError("--maximize estimates a model for every value it tries: give a CONFIG file or --model")
+    if given.estimate is False:
+        raise CapslogError("--maximize estimates, and never measures; leave --measure out")
+    others = {"--profile": given.profile, "--pareto": given.pareto, "--joint": given.joint}
+    for name, value in others.items():
+        if value:
+            raise CapslogError(f"--maximize looks for one size of one pipeline; leave {name} out")
+    if what == "minibatch" and given.minibatch is not None:
+        raise CapslogError("--maximize minibatch looks for the samples of a step; leave --minibatch out")
+
+
+def _maximize(config: Config, given: PlanFlags, what: str) -> None:
+    """The largest value, and with --model what its estimate assumed."""
+    from varuna_capslog.commands.plan_largest import plan_largest
+    from varuna_capslog.planners import JOINT
+
+    if config.pipeline.planner == JOINT:
+        raise CapslogError(f"--maximize plans for one pipeline and its copies; choose another planner than {JOINT}")
+    link = shared.link_of(given.bandwidth, given.latency, host_bandwidth=given.host_bandwidth)
+    keeps_samples = given.config is not None or given.minibatch is not None
+    found = plan_largest(what, config, keeps_samples, link, given.output, given.as_json)
+    with announced(None if given.model is None else found):
+        pass
 
 
 def _request(config: Config | None, given: PlanFlags) -> PlanRequest:

@@ -1,0 +1,145 @@
+"""`capslog plan --maximize`: the answer against planning for each value by itself, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from varuna_capslog import cli
+from varuna_capslog.plans.plan import read_plan
+
+NETS = """
+from torch import nn
+from varuna_capslog.model.model_workload import ModelSection, ModelWorkload
+
+def stack():
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+
+def pictures():
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3))
+
+def with_pictures(config):
+    height, width = config.profile.image_size or (64, 64)
+    inputs = [f"x=float32[1,3,{height},{width}]"]
+    section = ModelSection(factory="nets_of_largest:pictures", inputs=inputs)
+    return ModelWorkload(section, config.train.microbatch_size)
+"""
+MODEL = ("--model", "nets_of_largest:stack", "--input", "x=float32[1,1024,64]")
+CONFIG = """
+workload: varuna_capslog.model_workload:workload
+model: {factory: nets_of_largest:stack, inputs: ["x=float32[1,1024,64]"]}
+train: {minibatch_size: 60}
+profile: {source: estimated, device: cuda:t4}
+"""
+
+
+@pytest.fixture(autouse=True)
+def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nets_of_largest.py").write_text(NETS)
+    (tmp_path / "stack.yaml").write_text(CONFIG)
+    (tmp_path / "pictures.yaml").write_text(
+        "workload: nets_of_largest:with_pictures\nprofile: {source: estimated, device: cuda:t4}"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def run(*arguments: str) -> int:
+    return cli._run(["plan", *arguments])
+
+
+def asked(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> dict[str, Any]:
+    assert run(*arguments, "--json") == status
+    told = capsys.readouterr()
+    found = json.loads(told.out)
+    lines = [line for line in told.err.splitlines() if line.startswith("capslog: estimating ")]
+    assert lines == [f"capslog: estimating {found['key']}={one['value']}" for one in found["tried"]]
+    return found
+
+
+def test_the_largest_microbatch_divides_the_samples_and_its_plan_is_written(capsys):
+    sizes = ("--capacity", "560MiB")
+    found = asked(capsys, "stack.yaml", "--maximize", "microbatch", *sizes, "-o", "plan.json")
+    divisors = [size for size in range(1, 61) if 60 % size == 0]
+    assert {one["value"] for one in found["tried"]} < set(divisors)
+    statuses = {}
+    for size in (found["largest"], divisors[divisors.index(found["largest"]) + 1]):
+        statuses[size] = run("stack.yaml", *sizes, f"train.microbatch_size={size}", "-o", f"{size}.json")
+    assert list(statuses.values()) == [0, 3]
+    alone, written = read_plan(Path(f"{found['largest']}.json")), read_plan(Path("plan.json"))
+    assert (written.cut_list, written.stage_bytes) == (alone.cut_list, alone.stage_bytes)
+    assert (written.microbatch_size, written.num_microbatches) == (found["largest"], 60 // found["largest"])
+    (best,) = [one for one in found["tried"] if one["value"] == found["largest"]]
+    assert best["peak_bytes"] == alone.peak_bytes
+    assert best["samples_per_second"] == pytest.approx(60 / alone.step_seconds)
+    for one in found["tried"]:
+        assert one["fits"] == (one["value"] <= found["largest"]) == (one["lacking_bytes"] is None)
+
+
+def test_a_model_keeps_its_number_of_microbatches(capsys):
+    arguments = (*MODEL, "--devices", "2", "--device", "cuda:t4", "--capacity", "560MiB", "--maximize", "microbatch")
+    assert run(*arguments, "-o", "plan.json") == 0
+    told = capsys.readouterr()
+    written = read_plan(Path("plan.json"))
+    assert f"train.microbatch_size={written.microbatch_size} is the largest that fits;" in " ".join(told.out.split())
+    assert written.num_microbatches == 2
+    assert "estimated for cuda:t4" in told.err
+
+
+def test_minibatches_end_where_no_stage_has_more_in_flight(capsys):
+    arguments = ("stack.yaml", "--maximize", "minibatch", "--capacity", "600MiB", "train.microbatch_size=20")
+    found = asked(capsys, *arguments, "pipeline.schedule=1f1b")
+    assert found["every_larger_fits"]
+    assert "every larger multiple of 20: with schedule 1f1b" in found["answer"]
+    grows = asked(
+        capsys, *arguments, "train.minibatch_size=60", "pipeline.schedule=gpipe", "pipeline.stage_inputs=device"
+    )
+    assert not grows["every_larger_fits"]
+    assert grows["largest"] % 20 == 0
+    assert run("stack.yaml", "--capacity", "600MiB", *_gpipe(grows["largest"])) == 0
+    assert run("stack.yaml", "--capacity", "600MiB", *_gpipe(grows["largest"] + 20)) == 3
+
+
+def _gpipe(samples: int) -> tuple[str, ...]:
+    sizes = ("train.microbatch_size=20", f"train.minibatch_size={samples}")
+    return *sizes, "pipeline.schedule=gpipe", "pipeline.stage_inputs=device"
+
+
+def test_the_largest_image_has_the_ratio_of_the_config(capsys):
+    arguments = ("pictures.yaml", "profile.image_size=[64, 128]", "--maximize", "image-size", "--capacity", "520MiB")
+    found = asked(capsys, *arguments)
+    assert [one["value"] for one in found["tried"]][:3] == [[32, 32], [32, 64], [64, 128]]
+    height, width = found["largest"]
+    assert run("pictures.yaml", "--capacity", "520MiB", f"profile.image_size=[{height}, {width}]") == 0
+    assert run("pictures.yaml", "--capacity", "520MiB", f"profile.image_size=[{height + 32}, {width + 32}]") == 3
+
+
+def test_nothing_fits(capsys):
+    found = asked(capsys, "stack.yaml", "--maximize", "microbatch", "--capacity", "10KiB", "-o", "no.json", status=3)
+    assert found["largest"] is None
+    assert found["tried"][0]["lacking_bytes"] > 0
+    assert found["answer"].startswith("not even train.microbatch_size=1 fits: stage ")
+    assert "too much" in found["answer"]
+    assert not Path("no.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("microbatch", "profile.device=cpu"), "there is no capacity; give --capacity SIZE, pipeline.capacity, or"),
+        (("microbatches",), "unknown choice of --maximize 'microbatches'; did you mean 'microbatch'?"),
+        (("image-size",), "changes profile.image_size, which the inputs of the workload"),
+        (("microbatch", "--measure"), "estimates, and never measures; leave --measure out"),
+        (("microbatch", "--pareto"), "leave --pareto out"),
+        (("minibatch", "--minibatch", "8"), "leave --minibatch out"),
+        (("microbatch", "--planner", "joint"), "choose another planner than joint"),
+    ],
+)
+def test_what_is_refused_is_one_sentence_and_status_2(capsys, arguments, sentence):
+    assert run("stack.yaml", "--maximize", *arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert sentence in line

@@ -1,0 +1,81 @@
+"""The search for the largest value that fits, against trying every value; the values that come into question."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from varuna_capslog.memory.inflight import waiting
+from varuna_capslog.planning.largest import enough_microbatches, image_of, largest, microbatch_sizes, microbatch_step
+from varuna_capslog.schedules import RunShape
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_search_finds_what_trying_every_value_finds(seed):
+    draw = random.Random(seed)
+    for _ in range(50):
+        values = sorted(draw.sample(range(1, 2000), draw.randint(1, 60)))
+        limit, asked = draw.randint(0, 2100), []
+        found = largest(values, lambda value, asked=asked, limit=limit: asked.append(value) or value <= limit)
+        assert found == max((value for value in values if value <= limit), default=None)
+        assert len(asked) == len(set(asked))
+        assert set(asked) <= set(values)
+        # the answer and what stands next above it were both tried: neither is taken from the assumption
+        assert found is None or found in asked
+        assert not (above := [value for value in values if value > limit]) or above[0] in asked
+        assert asked[0] == values[0]
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 3, 511, 512, 513, 65535, 65536])
+def test_the_search_asks_rarely_and_doubles_first(limit):
+    asked: list[int] = []
+    assert largest(range(1, 65537), lambda value: asked.append(value) or value <= limit) == (limit or None)
+    assert len(asked) <= 2 * math.log2(max(2, limit)) + 2
+    doubled = asked[: max(1, limit).bit_length() + 1]
+    assert doubled == [2**power for power in range(len(doubled))]
+
+
+def test_sizes_divide_the_samples_of_every_block():
+    for samples in range(1, 61):
+        for blocks in (1, 2, 3):
+            wanted = [size for size in range(1, samples + 1) if samples % size == 0 and samples // size % blocks == 0]
+            if samples % blocks == 0:
+                assert microbatch_sizes(samples, blocks) == wanted
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "varuna", "kfkb", "zb-h1", "interleaved"])
+@pytest.mark.parametrize("stages", [1, 2, 5])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_stages_hold_no_more_from_enough_microbatches_on(schedule, stages, replicas):
+    run = RunShape(12, schedule, schedule == "varuna", num_blocks=replicas)
+    enough = enough_microbatches(run, replicas, stages, replicas, one_memory=True)
+    assert enough is not None
+    assert enough % replicas == 0
+    assert enough >= 2 * run.num_blocks
+
+    def held(count: int) -> object:
+        return waiting(RunShape(count // replicas, schedule, run.recompute), stages, one_memory=True)
+
+    assert all(held(count) == held(enough) for count in range(enough, 6 * enough, replicas))
+
+
+def test_gpipe_grows_except_where_its_inputs_wait_in_other_memory():
+    run = RunShape(8, "gpipe", recompute=True)
+    assert enough_microbatches(run, 1, 2, 1, one_memory=True) is None
+    assert enough_microbatches(run, 1, 2, 1, one_memory=False) == 8
+    assert enough_microbatches(RunShape(8, "gpipe", recompute=False), 1, 2, 1, one_memory=False) is None
+    assert enough_microbatches(RunShape(8, "1f1b-star"), 1, 2, 1, one_memory=True) is None  # limits are the plan's
+
+
+def test_interleaved_rounds_are_whole():
+    assert microbatch_step(RunShape(12, "interleaved", num_blocks=4), 6) == 12
+    assert microbatch_step(RunShape(12, "1f1b", num_blocks=4), 6) == 4
+
+
+def test_images_keep_the_ratio_in_steps_of_32():
+    assert image_of(512, None) == [512, 512]
+    assert image_of(640, [480, 640]) == [480, 640]
+    assert image_of(1280, [640, 480]) == [1280, 960]
+    assert image_of(32, [100, 1000]) == [32, 32]

@@ -1,0 +1,253 @@
+"""What `capslog plan --maximize` does: the largest microbatch, minibatch or image that fits, by estimates alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from varuna_capslog.base.errors import CapslogError, DoesNotFit
+from varuna_capslog.commands.shared import print_json, print_table
+
+if TYPE_CHECKING:
+    from varuna_capslog.config.settings import Config
+    from varuna_capslog.planners.seconds import Link
+    from varuna_capslog.plans.plan import Plan
+
+__all__ = ["MAXIMIZED", "plan_largest"]
+
+MAXIMIZED = {
+    "microbatch": "train.microbatch_size",
+    "minibatch": "train.minibatch_size",
+    "image-size": "profile.image_size",
+}
+"""The choices of --maximize, and the config's key of each."""
+
+_LARGEST_MICROBATCH = 65536
+"""Samples; the end of the search where the samples of a step are not given."""
+_MOST_MICROBATCHES = 1024
+"""Of a step; the end of the search for a minibatch, where memory grows with it."""
+_LARGEST_SIDE = 4096
+"""Pixels; the end of the search for an image."""
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Values that come into question.
+
+    values: rising. changed: value -> section and keys of the config with it. end: says, behind the answer, why there is
+    no larger value to try. every: whether every larger value fits where the last one does.
+    """
+
+    values: Sequence[int]
+    changed: Callable[[int], tuple[str, dict[str, Any]]]
+    end: str
+    every: bool = False
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """One value, and the plan that was estimated for it."""
+
+    shown: Any
+    config: Config
+    plan: Plan
+
+    @property
+    def samples_per_second(self) -> float | None:
+        seconds = self.plan.step_seconds
+        return self.config.train.minibatch_size / seconds if seconds else None
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs; bytes and seconds."""
+        plan = self.plan
+        return {
+            "value": self.shown,
+            "fits": plan.fits,
+            "peak_bytes": plan.peak_bytes,
+            "lacking_bytes": None if plan.shortfall is None else plan.shortfall.bytes,
+            "step_seconds": plan.step_seconds,
+            "samples_per_second": self.samples_per_second,
+        }
+
+
+def plan_largest(
+    what: str, config: Config, keeps_samples: bool, link: Link | None, output: Path | None, as_json: bool
+) -> Config:
+    """Prints every value that was tried and the answer, and writes the plan of the largest value; returns its config.
+
+    Args:
+        what: one of MAXIMIZED.
+        config: says everything but the value; its profile is an estimate.
+        keeps_samples: for microbatches: whether the samples of a step stay as they are, or its number of microbatches.
+
+    Raises:
+        DoesNotFit: not even the smallest value fits.
+        CapslogError: there is no capacity; the workload has no such size; the memory cannot be predicted.
+    """
+    from varuna_capslog.planning.largest import largest
+    from varuna_capslog.start.prepare import estimate_memo, plan_run, profile_run
+
+    if config.pipeline.capacity is None:
+        raise CapslogError(
+            f"--maximize {what} looks for the largest value that fits, but there is no capacity; give --capacity SIZE, "
+            "pipeline.capacity, or --device cuda:KIND"
+        )
+    key, search = MAXIMIZED[what], _search_of(what, config, keeps_samples)
+    memo, trials = estimate_memo(config), dict[int, _Trial]()
+
+    def fits(value: int) -> bool:
+        section, changes = search.changed(value)
+        changed = getattr(config, section).model_copy(update=changes)
+        settings = config.model_copy(update={section: changed})
+        shown = changes[key.partition(".")[2]]
+        typer.echo(f"capslog: estimating {key}={shown}", err=True)
+        plan = plan_run(settings, profile_run(settings, show=False, memo=memo), link, memo)
+        if plan.fits is None:
+            raise CapslogError(f"{key}={shown}: whether it fits cannot be predicted: {'; '.join(plan.notes)}")
+        trials[value] = _Trial(shown, settings, plan)
+        return plan.fits
+
+    try:
+        best = largest(search.values, fits)
+    except KeyboardInterrupt:
+        if trials and not as_json:
+            _print(key, trials, [])
+        raise
+    answer = _answer(key, search, trials, best)
+    if output is not None and best is not None:
+        from varuna_capslog.plans.plan import write_plan
+
+        write_plan(output, trials[best].plan)
+    if as_json:
+        print_json(
+            {
+                "maximize": what,
+                "key": key,
+                "capacity_bytes": config.pipeline.capacity,
+                "tried": [trial.to_json() for trial in trials.values()],
+                "largest": None if best is None else trials[best].shown,
+                "every_larger_fits": search.every and best == search.values[-1],
+                "answer": answer,
+            }
+        )
+    else:
+        notes = [] if best is None else [answer]
+        if best is not None and (skipped := sum(value < max(trials) for value in search.values) + 1 - len(trials)):
+            notes.insert(0, f"that a value fits wherever a larger one does is assumed; {skipped} were not tried")
+        _print(key, trials, notes)
+    if best is None:
+        raise DoesNotFit(answer)
+    return trials[best].config
+
+
+def _search_of(what: str, config: Config, keeps_samples: bool) -> _Search:
+    from varuna_capslog.planning.largest import IMAGE_STEP, image_of, microbatch_sizes
+
+    train, count = config.train, config.num_microbatches
+    if what == "minibatch":
+        return _minibatches(config)
+    if what == "image-size":
+        aspect = config.profile.image_size
+        search = _Search(
+            range(IMAGE_STEP, _LARGEST_SIDE + 1, IMAGE_STEP),
+            lambda side: ("profile", {"image_size": image_of(side, aspect)}),
+            f"and the search ends at sides of {_LARGEST_SIDE} pixels",
+        )
+        _check_has_images(config, search)
+        return search
+    if keeps_samples:
+        return _Search(
+            microbatch_sizes(train.minibatch_size, config.num_blocks),
+            lambda size: ("train", {"microbatch_size": size}),
+            f"and none is larger that divides the {train.minibatch_size} samples of a step (train.minibatch_size) into "
+            f"{'microbatches' if config.num_blocks == 1 else f'{config.num_blocks} blocks of microbatches'}",
+        )
+    return _Search(
+        range(1, _LARGEST_MICROBATCH + 1),
+        lambda size: ("train", {"microbatch_size": size, "minibatch_size": size * count}),
+        f"and the search ends at {_LARGEST_MICROBATCH} samples",
+    )
+
+
+def _minibatches(config: Config) -> _Search:
+    """All sizes up to the end of the search; or up to the size from which on memory does not grow."""
+    from varuna_capslog.planning.largest import enough_microbatches, microbatch_step
+    from varuna_capslog.profiling.conditions import conditions_of_run
+    from varuna_capslog.schedules import RunShape
+
+    pipeline, size, run = config.pipeline, config.train.microbatch_size, RunShape.of_config(config)
+    step = microbatch_step(run, config.world_size)
+    cpu = conditions_of_run(config, {}).device == "cpu"
+    enough = enough_microbatches(run, pipeline.replicas, pipeline.devices * pipeline.rounds, step, cpu)
+    multiples = range(step * size, (enough or max(step, _MOST_MICROBATCHES)) * size + 1, step * size)
+    if enough is None:
+        end = f"and the search ends at {_MOST_MICROBATCHES} microbatches of a step"
+    else:
+        end = (
+            f"and so does every larger multiple of {step * size}: with schedule {pipeline.schedule} no stage has more "
+            f"microbatches in flight in a step of more than {enough}"
+        )
+    return _Search(multiples, lambda samples: ("train", {"minibatch_size": samples}), end, every=enough is not None)
+
+
+def _check_has_images(config: Config, search: _Search) -> None:
+    """Refuses a workload whose inputs are the same whatever `profile.image_size` says."""
+    from varuna_capslog.model.workload import load_workload
+
+    def inputs(side: int) -> Any:
+        section, changes = search.changed(side)
+        changed = config.model_copy(update={section: config.profile.model_copy(update=changes)})
+        return load_workload(changed).profile_inputs(config.train.microbatch_size)
+
+    if inputs(search.values[0]) == inputs(search.values[1]):
+        raise CapslogError(
+            f"--maximize image-size changes profile.image_size, which the inputs of the workload {config.workload} do "
+            "not depend on; choose --maximize microbatch or minibatch"
+        )
+
+
+def _answer(key: str, search: _Search, trials: dict[int, _Trial], best: int | None) -> str:
+    """One sentence: the largest value, what the next one lacks, and which value was faster."""
+    if best is None:
+        smallest = trials[search.values[0]]
+        return f"not even {key}={smallest.shown} fits: {_lack(smallest.plan)}"
+    found, above = trials[best], [value for value in trials if value > best]
+    if above:
+        following = trials[min(above)]
+        sentence = f"{key}={found.shown} is the largest that fits; {following.shown} does not: {_lack(following.plan)}"
+    else:
+        sentence = f"{key}={found.shown} fits, {search.end}"
+    if key == MAXIMIZED["image-size"]:
+        return sentence
+    rates = {value: trial.samples_per_second or 0.0 for value, trial in trials.items() if trial.plan.fits}
+    fastest = max(rates, key=lambda value: rates[value])
+    if rates[fastest] <= rates[best]:
+        return sentence
+    return f"{sentence}; of those tried that fit, {trials[fastest].shown} has the most samples per second"
+
+
+def _lack(plan: Plan) -> str:
+    """What a plan that does not fit says of it, to stand behind a colon."""
+    return "; ".join(note.removeprefix("nothing fits: ").removeprefix("does not fit: ") for note in plan.notes)
+
+
+def _print(key: str, trials: dict[int, _Trial], notes: Sequence[str]) -> None:
+    from varuna_capslog.base.units import format_bytes
+    from varuna_capslog.commands.plan_time import format_seconds
+
+    def cells(trial: _Trial) -> list[str]:
+        plan, rate = trial.plan, trial.samples_per_second
+        return [
+            str(trial.shown),
+            "yes" if plan.fits else "no",
+            "unknown" if plan.peak_bytes is None else format_bytes(plan.peak_bytes),
+            "unknown" if plan.step_seconds is None else format_seconds(plan.step_seconds),
+            "unknown" if rate is None else f"{rate:.4g}",
+        ]
+
+    headings = (key, "fits", "peak", "step", "samples/s")
+    print_table("tried, in this order", headings, map(cells, trials.values()), notes=notes)
