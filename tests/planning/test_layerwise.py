@@ -157,13 +157,13 @@ def test_compare_has_a_row_with_bytes_margin_and_seconds_for_each() -> None:
     assert most is not None
     link = Link(host_bandwidth=1e6)
     rows = compare(profile, 3, names=[*NAMES, "exact"], run=RUN, capacity=most * 3 // 4, link=link)
-    for row in rows[:2]:
+    for row in rows[:-1]:
         assert row.plan is not None
         assert row.plan.fits
         assert row.margin_bytes == most * 3 // 4 - (row.peak_bytes or 0)
         assert row.step_seconds
-    assert rows[2].plan is not None
-    assert rows[2].plan.fits is False
+    assert rows[-1].plan is not None
+    assert rows[-1].plan.fits is False
 
 
 @pytest.mark.parametrize("name", NAMES)

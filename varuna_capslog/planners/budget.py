@@ -89,6 +89,7 @@ class _Places(StageCosts):
     chain: Layerwise
     question: Question
     fronts: IntervalFronts
+    handling: Handling
     at_once: Sequence[bool]
     kept: Bytes
     position_free: ClassVar[bool] = False
@@ -114,7 +115,7 @@ class _Places(StageCosts):
         fronts = IntervalFronts(ranges, question.seconds, handling, labels, kinds=kinds)
         rows = make_schedule(run.schedule, chain.stages, run.microbatches, recompute=False, k=run.k)
         at_once = [len(backwards_at_once(row)) == run.microbatches for row in rows]
-        return cls(chain, question, fronts, at_once, _kept(ranges, handling))
+        return cls(chain, question, fronts, handling, at_once, _kept(ranges, handling))
 
     @property
     def num_layers(self) -> int:
@@ -138,14 +139,15 @@ class _Places(StageCosts):
         return np.maximum(0.0, seconds - both)
 
     def stages(self, cuts: Sequence[int], usable: Sequence[int]) -> list[StageChoice]:
-        """The stages of a cut list with the cheapest intervals that fit, or else those of the fewest bytes; the bytes
-        that they lack are by the fold.
+        """The stages of a cut list: as they are where they fit, with the cheapest intervals that fit, or else those
+        of the fewest bytes. What they lack is by the fold.
         """
         chain, found = self.chain, []
         for stage, (first, end) in enumerate(zip(cuts, [*cuts[1:], self.num_layers], strict=True)):
             seconds, intervals = chain.seconds(first, end), tuple[MemoryInterval, ...]()
-            if not self.at_once[stage]:
-                in_flight = chain.in_flight[stage]
+            in_flight = chain.in_flight[stage]
+            kept = stage_bytes(self.question.ranges, first, end, (), in_flight, self.handling)
+            if not self.at_once[stage] and kept > usable[stage]:
                 most = max(usable[stage], self.fronts.least_bytes(first, end, in_flight)[0])
                 choice = self.fronts.cheapest(first, end, in_flight, most)
                 assert choice is not None, "the fewest bytes fit into themselves"
