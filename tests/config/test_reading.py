@@ -281,7 +281,9 @@ def test_the_paper_configs_fix_what_decides_memory():
         optional={
             "lr": st.floats(1e-12, 1e3),
             "seed": st.integers(0, 2**40),
-            "lr_multipliers": st.dictionaries(st.text(max_size=8), st.floats(-1e3, 1e3), max_size=3),
+            "lr_multipliers": st.dictionaries(
+                st.text(max_size=8), st.floats(-1e3, 1e3, allow_subnormal=False), max_size=3
+            ),
             "precision": st.sampled_from(["float32", "bfloat16"]),
             "max_seconds": st.none() | st.floats(0.1, 1e6),
         },
