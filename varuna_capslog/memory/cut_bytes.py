@@ -34,7 +34,7 @@ class CutBytes:
         if self.tensors:
             cuts = range(self.num_layers + 1)
             self.crossing = [self.passed(cut, cut) for cut in cuts]
-            self.gradient = [sum(size for size, carries, _ in self._across(cut, cut) if carries) for cut in cuts]
+            self.gradient = [sum(one.bytes for one in self._across(cut, cut) if one.gradient) for cut in cuts]
         if alone is not None:
             self.gradient = alone.gradient.tolist()
         self.carries = [cut > 0 and (size > 0 or not self.tensors) for cut, size in enumerate(self.gradient)]
@@ -47,7 +47,7 @@ class CutBytes:
     def passed(self, first: int, end: int) -> int:
         """Bytes of the tensors that cross cut `first` and, untouched, cut `end`; 0 where the profile has no tensors."""
         if (first, end) not in self._passed:
-            self._passed[first, end] = sum(size for size, _, _ in self._across(first, end))
+            self._passed[first, end] = sum(one.bytes for one in self._across(first, end))
         return self._passed[first, end]
 
     def inputs_kept(self, first: int, end: int, cut: int | None = None) -> int:
@@ -56,44 +56,24 @@ class CutBytes:
         """
         if self._alone is None:
             return self.crossing[first] if cut is None else self.passed(first, cut)
-        until = end + (end == self.num_layers)
-        return sum(
-            one.bytes
-            for one in self.tensors
-            if (one.writer is None or one.writer < first)
-            and any(first <= reader < until for reader in one.readers)
-            and one.readers[-1] >= (first if cut is None else cut)
-        )
+        read = self._entering(first, end + (end == self.num_layers))
+        return sum(one.bytes for one, _ in read if cut is None or one.readers[-1] >= cut)
 
     def read_with_gradient(self, first: int, end: int) -> int:
         """Bytes of the inputs that the range's graph keeps for their gradients, as far as the profile knows."""
-        return sum(
-            one.bytes
-            for one in self.tensors
-            if one.gradient
-            and (one.writer is None or one.writer < first)
-            and any(first <= reader < end for reader in one.readers)
-        )
+        return sum(one.bytes for one, _ in self._entering(first, end) if one.gradient)
 
     def read_and_passed(self, first: int, end: int) -> int:
         """Bytes of the inputs that the range reads and that cross, untouched, its end."""
-        return sum(
-            one.bytes
-            for one in self.tensors
-            if (one.writer is None or one.writer < first)
-            and any(first <= reader < end for reader in one.readers)
-            and one.readers[-1] >= end
-        )
+        return sum(one.bytes for one, _ in self._entering(first, end) if one.readers[-1] >= end)
 
     def left_before(self, first: int, end: int) -> Bytes:
         """For each layer of the range: bytes of what enters it and only layers behind that one read, so that a backward
         has let go of it before.
         """
         found = np.zeros(end - first + 1, dtype=np.int64)
-        for one in self.tensors:
-            reader = next((reader for reader in one.readers if first <= reader < end), None)
-            if reader is not None and (one.writer is None or one.writer < first):
-                found[reader - first] += one.bytes
+        for one, reader in self._entering(first, end):
+            found[reader - first] += one.bytes
         return np.cumsum(found[::-1])[::-1][1:]
 
     def graph_ends(self, first: int, end: int) -> Iterator[tuple[int, int]]:
@@ -113,16 +93,22 @@ class CutBytes:
         """`joined` as the rows of the profile know it."""
         return self.joined if self._alone is None else _joined(self._profile.tensors, self.num_layers)
 
-    def _across(self, first: int, end: int) -> list[tuple[int, bool, str]]:
-        """(bytes, gradient, name) of the tensors that cross both cuts."""
+    def _across(self, first: int, end: int) -> list[TensorRecord]:
+        """The tensors that cross both cuts."""
         return [one for one, writer, last in self._lives if writer < first and last >= end]
 
+    def _entering(self, first: int, end: int) -> Iterator[tuple[TensorRecord, int]]:
+        """The tensors from before a range that its layers read, each with the first layer that does."""
+        for one, writer, last in self._lives:
+            if writer < first <= last:
+                reader = next((reader for reader in one.readers if reader >= first), end)
+                if reader < end:
+                    yield one, reader
+
     @cached_property
-    def _lives(self) -> list[tuple[tuple[int, bool, str], int, int]]:
-        return [
-            ((one.bytes, one.gradient, one.name), -1 if one.writer is None else one.writer, one.readers[-1])
-            for one in self.tensors
-        ]
+    def _lives(self) -> list[tuple[TensorRecord, int, int]]:
+        """Each tensor with its writer, -1 for an input, and its last reader."""
+        return [(one, -1 if one.writer is None else one.writer, one.readers[-1]) for one in self.tensors]
 
 
 def _joined(tensors: Sequence[TensorRecord], num_layers: int) -> list[bool]:
