@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from varuna_capslog.memory.costs import NEVER, Bytes, StageCosts
 from varuna_capslog.memory.range_bytes import RangeBytes
 from varuna_capslog.planners.exact import exact_cuts
-from varuna_capslog.planners.intervals import Handling, IntervalFronts, stage_bytes
+from varuna_capslog.planners.intervals import EXACT_LAYERS, Handling, IntervalFronts, stage_bytes
 from varuna_capslog.planners.layerwise import Layerwise, Question, StageChoice
 from varuna_capslog.planners.seconds import step_player
 from varuna_capslog.planners.throughput import fastest_cuts
@@ -83,7 +83,8 @@ class _Places(StageCosts):
     """What each range of layers costs at least in each place of the pipeline; as `StageCosts`, its fewest bytes.
 
     fronts: the cheapest intervals. handling: how their calls are treated. at_once: stages that keep everything.
-    kept: [L, L + 1], bytes of such a stage with one call in flight.
+    kept: [L, L + 1], bytes of such a stage with one call in flight. fewest: [S], the fewest bytes of every range as
+    each stage.
     """
 
     chain: Layerwise
@@ -92,6 +93,7 @@ class _Places(StageCosts):
     handling: Handling
     at_once: Sequence[bool]
     kept: Bytes
+    fewest: Sequence[Bytes]
     position_free: ClassVar[bool] = False
 
     @classmethod
@@ -111,11 +113,15 @@ class _Places(StageCosts):
             copies_beside=chain.copies_beside,
         )
         kinds = INTERVAL_KINDS if offloads else _RECOMPUTE
-        labels = None if chain.num_layers <= 8 else LABELS
+        labels = None if chain.num_layers <= EXACT_LAYERS else LABELS
         fronts = IntervalFronts(ranges, question.seconds, handling, labels, kinds=kinds)
         rows = make_schedule(run.schedule, chain.stages, run.microbatches, recompute=False, k=run.k)
         at_once = [len(backwards_at_once(row)) == run.microbatches for row in rows]
-        return cls(chain, question, fronts, handling, at_once, _kept(ranges, handling))
+        kept = _kept(ranges, handling)
+        fewest = [
+            kept if own else fronts.least(in_flight) for own, in_flight in zip(at_once, chain.in_flight, strict=True)
+        ]
+        return cls(chain, question, fronts, handling, at_once, kept, fewest)
 
     @property
     def num_layers(self) -> int:
@@ -124,11 +130,11 @@ class _Places(StageCosts):
 
     def matrix(self, stage: int = 0, stages: int = 1) -> Bytes:
         """The fewest bytes of every range as this stage."""
-        return self.kept if self.at_once[stage] else self.fronts.least(self.chain.in_flight[stage])
+        return self.fewest[stage]
 
     def stage_bytes(self, first: int, end: int, stage: int = 0, stages: int = 1) -> int:
         """The fewest bytes of layers first .. end-1 as this stage."""
-        return int(self.matrix(stage)[first, end])
+        return int(self.fewest[stage][first, end])
 
     def extra(self, stage: int, usable: int) -> NDArray[np.float64]:
         """[L, L + 1]: by how much a call takes longer than its layers; infinite where they do not fit."""
@@ -148,7 +154,7 @@ class _Places(StageCosts):
             in_flight = chain.in_flight[stage]
             kept = stage_bytes(self.question.ranges, first, end, (), in_flight, self.handling)
             if not self.at_once[stage] and kept > usable[stage]:
-                most = max(usable[stage], self.fronts.least_bytes(first, end, in_flight)[0])
+                most = max(usable[stage], self.stage_bytes(first, end, stage))
                 choice = self.fronts.cheapest(first, end, in_flight, most)
                 assert choice is not None, "the fewest bytes fit into themselves"
                 seconds, intervals = choice.seconds, choice.intervals

@@ -168,7 +168,7 @@ class _CutSearch:
         self.rounds = [1 + (self.num_microbatches - 1) // limit for limit in limits]
         self._forward, self._both = seconds.of_ranges()
         self._trip, self._ahead, self._transfers = seconds.of_ways(run)
-        self._extra = [np.zeros_like(self._both)] * devices if extra is None else list(extra)
+        self._extra = extra
         self._delays = not run.splits_backwards
         self._fits = [self._fitting(stage) for stage in range(devices)]
         # Behind the last stage lies nothing: 0 where all layers are placed.
@@ -182,7 +182,8 @@ class _CutSearch:
         num_layers, devices = self.num_layers, self.devices
         first, end = np.arange(num_layers)[:, None], np.arange(num_layers + 1)[None, :]
         fits = (end > first) & (first >= stage) & (num_layers - end >= devices - 1 - stage)
-        fits &= np.isfinite(self._extra[stage])
+        if self._extra is not None:
+            fits &= np.isfinite(self._extra[stage])
         if stage == 0:
             fits &= first == 0
         if stage == devices - 1:
@@ -197,16 +198,19 @@ class _CutSearch:
         """
         sends = self.seconds.handover
         speed = 1.0 if self.speeds is None else self.speeds[stage]
-        more = np.where(self._fits[stage][first], self._extra[stage][first], 0.0)
-        one = (self._both[first] + more) / speed
+        one, trip, ahead = self._both[first], self._trip[first], self._ahead[first]
+        if self._extra is not None:
+            more = np.where(self._fits[stage][first], self._extra[stage][first], 0.0)
+            one, trip, ahead = one + more, trip + more, ahead + more * self._delays
+        one = one / speed
         again = self.player.forwards[stage] - self.num_microbatches
         work = one * self.num_microbatches + self._forward[first] * (again / speed)
         # What follows the last backward is part of the way back.
         work = work + self.num_microbatches * sends
         work += (self.num_microbatches - 1) * sends[:-1][first][..., None]
         across = np.maximum(self.seconds.transfer, sends)
-        trip = (self._trip[first] + more) / speed + 2 * across
-        ahead = (self._ahead[first] + more * self._delays) / speed + self._transfers * across
+        trip = trip / speed + 2 * across
+        ahead = ahead / speed + self._transfers * across
         return work, trip, ahead, self._fits[stage][first]
 
     def least(self, stage: int, work: Floats, trip: Floats) -> Floats:
@@ -280,6 +284,8 @@ class _CutSearch:
     def step_seconds(self, lists: Cuts) -> Floats:
         """The simulator's step time of each cut list [K, S]."""
         forward, backward, inputs, *links = self.seconds.of_cuts(lists, self.speeds)
+        if self._extra is None:
+            return self.player.step_seconds(forward, backward, inputs, *links)
         ends = np.concatenate([lists[:, 1:], np.full((len(lists), 1), self.num_layers)], axis=1)
         more = np.stack([own[lists[:, stage], ends[:, stage]] for stage, own in enumerate(self._extra)], axis=1)
         more = more if self.speeds is None else more / np.asarray(self.speeds)
