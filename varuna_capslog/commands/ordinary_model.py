@@ -32,6 +32,7 @@ __all__ = [
     "announced",
     "config_of_model",
     "overrides_of",
+    "say_assumptions",
 ]
 
 _STEPS = 3
@@ -154,10 +155,11 @@ def announced(config: Config | None) -> Iterator[None]:
         _announce_runs(config)
     yield
     if config is not None and config.profile.source == "estimated":
-        typer.echo(f"capslog: {_assumptions(config)}", err=True)
+        say_assumptions(config)
 
 
-def _assumptions(config: Config) -> str:
+def say_assumptions(config: Config) -> None:
+    """One line on standard error: what an estimate assumed."""
     from varuna_capslog.base.gpus import gpu_of
     from varuna_capslog.base.units import format_bytes
 
@@ -171,9 +173,10 @@ def _assumptions(config: Config) -> str:
     else:
         where = "this machine's cpu (--device cuda:KIND plans for GPUs)"
     limit = "without a limit of memory" if capacity is None else "within its capacity"
-    return (
-        f"estimated for {where}, {limit}: {train.precision}, AdamW, microbatches of {train.microbatch_size}, "
-        "activations recomputed; --measure runs the layers here instead"
+    typer.echo(
+        f"capslog: estimated for {where}, {limit}: {train.precision}, AdamW, microbatches of {train.microbatch_size}, "
+        "activations recomputed; --measure runs the layers here instead",
+        err=True,
     )
 
 

@@ -11,7 +11,13 @@ import typer
 
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.commands import shared
-from varuna_capslog.commands.ordinary_model import ModelFlags, announced, config_of_model, overrides_of
+from varuna_capslog.commands.ordinary_model import (
+    ModelFlags,
+    announced,
+    config_of_model,
+    overrides_of,
+    say_assumptions,
+)
 from varuna_capslog.commands.shared import option
 
 if TYPE_CHECKING:
@@ -190,8 +196,8 @@ def _maximize(config: Config, given: PlanFlags, what: str) -> None:
     link = shared.link_of(given.bandwidth, given.latency, host_bandwidth=given.host_bandwidth)
     keeps_samples = given.config is not None or given.minibatch is not None
     found = plan_largest(what, config, keeps_samples, link, given.output, given.as_json)
-    with announced(None if given.model is None else found):
-        pass
+    if given.model is not None:
+        say_assumptions(found)
 
 
 def _request(config: Config | None, given: PlanFlags) -> PlanRequest:

@@ -63,7 +63,8 @@ def plan_front(request: PlanRequest, output: Path | None, as_json: bool) -> None
     from varuna_capslog.memory import MEMORY_MODELS, resolve
     from varuna_capslog.planners.seconds import LayerSeconds
     from varuna_capslog.planners.throughput import pareto_front
-    from varuna_capslog.planning.search import plan, usable_bytes
+    from varuna_capslog.planning.search import plan
+    from varuna_capslog.planning.verdict import usable_bytes
 
     profile = request.only_profile()
     count = request.microbatches(profile)

@@ -32,6 +32,7 @@ __all__ = [
     "PLANNER_NAMES",
     "Planner",
     "find_cuts",
+    "with_microbatches",
 ]
 
 Planner = Callable[[StageCosts, int, Sequence[int] | None], list[int]]
@@ -69,6 +70,11 @@ DEFAULT_MICROBATCHES_PER_STAGE = 4
 """What `throughput` plans for where the number of microbatches is not known."""
 
 
+def with_microbatches(run: RunShape, devices: int) -> RunShape:
+    """The run with its number of microbatches: its own, or `DEFAULT_MICROBATCHES_PER_STAGE` per device."""
+    return replace(run, num_microbatches=run.num_microbatches or DEFAULT_MICROBATCHES_PER_STAGE * devices)
+
+
 def find_cuts(
     planner: str,
     profile: Profile,
@@ -87,7 +93,6 @@ def find_cuts(
     """
     if planner != "throughput":
         return PLANNERS[planner](costs, devices, usable)
-    count = run.num_microbatches or DEFAULT_MICROBATCHES_PER_STAGE * devices
     seconds = LayerSeconds.of_profile(profile, link)
-    best = fastest_cuts(costs, seconds, replace(run, num_microbatches=count), devices, usable)
+    best = fastest_cuts(costs, seconds, with_microbatches(run, devices), devices, usable)
     return exact_cuts(costs, devices, usable) if best is None else list(best.cuts)

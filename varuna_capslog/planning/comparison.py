@@ -15,7 +15,7 @@ from typing import Any
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import AUTO
-from varuna_capslog.planners import DEFAULT_MICROBATCHES_PER_STAGE, EVERY_PLANNER
+from varuna_capslog.planners import EVERY_PLANNER, with_microbatches
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.search import plan
 from varuna_capslog.planning.simulation import simulate_plan
@@ -79,8 +79,7 @@ def compare(
     """
     chosen = list(EVERY_PLANNER) if names is None else list(names)
     fields.refuse_unknown(chosen, EVERY_PLANNER, "planner")
-    if run.num_microbatches is None:
-        run = dataclasses.replace(run, num_microbatches=DEFAULT_MICROBATCHES_PER_STAGE * devices)
+    run = with_microbatches(run, devices)
 
     def ask(name: str) -> Plan:
         return plan(profile, devices, name, memory, capacity, run, link)

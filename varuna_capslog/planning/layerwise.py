@@ -11,13 +11,12 @@ from collections.abc import Sequence
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import AUTO
-from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.memory.inflight import RANKS
-from varuna_capslog.planners import DEFAULT_MICROBATCHES_PER_STAGE, LAYERWISE
+from varuna_capslog.planners import LAYERWISE, with_microbatches
 from varuna_capslog.planners.layerwise import Layerwise
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.ranks import judged
-from varuna_capslog.planning.verdict import HostMemory, capacities_of_devices
+from varuna_capslog.planning.verdict import HostMemory, capacities_of_devices, check_devices, usable_bytes
 from varuna_capslog.plans.parts import PlanRank, PlanStage, Units
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
@@ -47,16 +46,11 @@ def layerwise_plan(
 
     Raises CapslogError naming the seconds or runs that the profile lacks, and for more devices than layers.
     """
-    if devices > profile.num_layers:
-        raise CapslogError(
-            f"{devices} devices but only {profile.num_layers} layers; every stage holds at least one layer, "
-            f"so use at most {profile.num_layers} devices or a chain with more cut points"
-        )
-    capacities, headroom = capacities_of_devices(capacity, devices), Headroom.of(profile)
-    usable = None if capacities is None else [headroom.usable(size) for size in capacities]
+    check_devices(devices, profile)
+    capacities, usable = capacities_of_devices(capacity, devices), usable_bytes(profile, capacity, devices)
     has_tier = not (tier or HostMemory()).is_device(profile)
     begun = time.perf_counter()
-    chain = Layerwise.of_profile(profile, _counted(run, devices), devices, usable, link, has_tier)
+    chain = Layerwise.of_profile(profile, with_microbatches(run, devices), devices, usable, link, has_tier)
     stages = LAYERWISE[planner](chain)
     limits = [None] * devices if capacities is None else capacities
     return Plan(
@@ -90,7 +84,7 @@ def judged_layerwise_plan(
     """
     check_memory(planner, memory)
     found = layerwise_plan(profile, devices, planner, capacity, run, link)
-    return with_stage_bytes(judged(profile, found, _counted(run, devices)))
+    return with_stage_bytes(judged(profile, found, with_microbatches(run, devices)))
 
 
 def check_memory(planner: str, memory: str) -> None:
@@ -106,9 +100,3 @@ def with_stage_bytes(plan: Plan) -> Plan:
     """A plan of one stage per rank, whose stages hold what their ranks do."""
     stages = [dataclasses.replace(stage, bytes=plan.ranks[stage.rank].bytes) for stage in plan.stages]
     return dataclasses.replace(plan, stages=tuple(stages))
-
-
-def _counted(run: RunShape, devices: int) -> RunShape:
-    """The run with the number of its microbatches."""
-    count = run.num_microbatches or DEFAULT_MICROBATCHES_PER_STAGE * devices
-    return dataclasses.replace(run, num_microbatches=count)

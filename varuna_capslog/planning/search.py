@@ -24,13 +24,13 @@ from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.layerwise import judged_layerwise_plan
 from varuna_capslog.planning.ranks import fold_plan
 from varuna_capslog.planning.stage_seconds import stage_seconds
-from varuna_capslog.planning.verdict import capacities_of_devices, judge, predictable
+from varuna_capslog.planning.verdict import capacities_of_devices, check_devices, judge, predictable, usable_bytes
 from varuna_capslog.plans.parts import Shortfall
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import DEFAULT_RUN, RunShape
 
-__all__ = ["joint_plan", "plan", "usable_bytes"]
+__all__ = ["joint_plan", "plan"]
 
 P = ParamSpec("P")
 
@@ -66,11 +66,7 @@ def plan(
     """
     devices = fields.whole(devices, "devices", minimum=1)
     fields.refuse_unknown([planner], EVERY_PLANNER, "planner")
-    if devices > profile.num_layers:
-        raise CapslogError(
-            f"{devices} devices but only {profile.num_layers} layers; every stage holds at least one layer, "
-            f"so use at most {profile.num_layers} devices or a chain with more cut points"
-        )
+    check_devices(devices, profile)
     if planner in LAYERWISE and cuts is None:
         return judged_layerwise_plan(profile, devices, planner, memory, capacity, run, link)
     capacities, one_each = capacities_of_devices(capacity, devices), isinstance(capacity, (list, tuple))
@@ -163,13 +159,6 @@ def _smallest_peak(found: NoFleet) -> Plan:
     note = f"does not fit: {lack} until all {blocks} accumulation blocks are added; use 1 block"
     shortfall = Shortfall(verdict.worst, max(1, verdict.lacking))
     return dataclasses.replace(answer, fits=False, shortfall=shortfall, notes=(note,))
-
-
-def usable_bytes(profile: Profile, capacity: int | Sequence[int] | None, devices: int) -> list[int] | None:
-    """What a stage's peak may be on each device: the capacity (as `plan` takes it) less the profile's headroom."""
-    capacities = capacities_of_devices(capacity, devices)
-    headroom = Headroom.of(profile)
-    return None if capacities is None else [headroom.usable(size) for size in capacities]
 
 
 def _stage_seconds(profile: Profile, cuts: Sequence[int]) -> tuple[float, ...] | None:

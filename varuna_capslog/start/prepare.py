@@ -58,7 +58,6 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
     fields.refuse_unknown([config.pipeline.planner], [*EVERY_PLANNER, JOINT], "planner")
     fields.refuse_unknown([config.pipeline.memory], [AUTO, *MEMORY_MODELS], "memory model")
     ENGINES[config.engine].check()
-    check_layerwise(config)
     given = _checked_plan(config)
     memo = estimate_memo(config)
     profile = profile_run(config, show, memo) if _needs_profile(config, given) else None
@@ -121,7 +120,6 @@ def _plan(
     config: Config, profile: Profile | None, given: Plan | None, link: Link | None = None, memo: Memo | None = None
 ) -> Plan:
     """`plan_run`; given: the plan that `pipeline.plan` names, read and checked."""
-    check_layerwise(config)
     pipeline = config.pipeline
     if profile is None:
         return given or _of_cuts(config, None, link)
@@ -194,11 +192,12 @@ def _checked_plan(config: Config) -> Plan | None:
     """The plan that `pipeline.plan` names; None where it names none.
 
     Raises CapslogError for one of another model or of other ranks than the config has, and for one that the engine does
-    not run.
+    not run; and where the config's planner does not go with the rest of the config.
     """
     from varuna_capslog.engine.grains import check_grains
     from varuna_capslog.engine.layout import layout_of
 
+    check_layerwise(config)
     plan = given_plan(config)
     if plan is None:
         return None
