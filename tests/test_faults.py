@@ -191,13 +191,14 @@ from varuna_capslog.training.checkpoint import latest_checkpoint, prune, save_ch
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import take_layers
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.optimizer import LearningRate, StageOptimizer
+from varuna_capslog.engine.optimizer import StageOptimizer
+from varuna_capslog.engine.recipe import Recipe
 
 torch.set_num_threads(1)
 folder, device = pathlib.Path(sys.argv[1]), torch.device("cpu")
 chain = models.build_chain()
 layers = take_layers(chain, range(len(chain)), device, "float32")
-optimizer = StageOptimizer(layers, LearningRate(1e-3), 0.0, {})
+optimizer = StageOptimizer(layers, Recipe())
 alone = Communicator(0, 1, 0, datetime.timedelta(seconds=5))
 layout = Layout.pipelines((0,), len(chain))
 engine = types.SimpleNamespace(chain=chain, layers=layers, optimizer=optimizer, communicator=alone, layout=layout)

@@ -38,9 +38,10 @@ from common import (
 
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.optimizer import LearningRate
+from varuna_capslog.engine.learning_rate import LearningRate
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
+from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.engine.step import train_step
 
 SIZES = {
@@ -87,8 +88,7 @@ def measure(communicator: Communicator, size: TransformerSize, rounds: int, sche
         schedule="1f1b" if order else schedule_name,
         recompute=False,
         actions=order and tuple(tuple(str(one) for one in order[n] if one is not None) for n in range(ranks)),
-        rate=LearningRate(RATE),
-        weight_decay=DECAY,
+        recipe=Recipe(LearningRate(RATE), weight_decay=DECAY),
     )
     engine = PipelineEngine(chain, token_loss, layout, options, communicator, device)
     ours: list[float] = []

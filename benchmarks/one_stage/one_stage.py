@@ -34,9 +34,10 @@ import detr_pipeline
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.optimizer import LearningRate
+from varuna_capslog.engine.learning_rate import LearningRate
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
+from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.workload import Minibatch
@@ -133,7 +134,11 @@ def measure(communicator: Communicator, name: str, rounds: int) -> dict[str, Any
         plain.append(total)
 
     options = EngineOptions(
-        len(inputs), schedule="1f1b", recompute=False, clip_norm=CLIP, weight_decay=DECAY, rate=LearningRate(RATE)
+        len(inputs),
+        schedule="1f1b",
+        recompute=False,
+        clip_norm=CLIP,
+        recipe=Recipe(LearningRate(RATE), weight_decay=DECAY),
     )
     engine = PipelineEngine(chain, loss, Layout.pipelines((0,), len(chain)), options, communicator, torch.device("cpu"))
     ours: list[float] = []

@@ -147,6 +147,13 @@ def test_what_only_a_run_with_changing_members_needs_is_asked_of_no_other(tmp_pa
         ("train: {accumulation_blocks: 3}", "train.accumulation_blocks=3 must divide the 8 microbatches"),
         ("train: {accumulation_blocks: 1}\npipeline: {replicas: 2}", "a multiple of pipeline.replicas=2"),
         ("train: {lr_drop_epochs: 1, lr_drop_steps: 1}", "are both set; keep one"),
+        ("train: {lr_schedule: cosine, lr_drop_steps: 1}", "train.lr_schedule=cosine and a drop"),
+        ("train: {lr_schedule: linear, max_seconds: 1}", "must know its last step"),
+        (
+            "train: {parameter_groups: [{match: a}, {matches: b}]}",
+            "train.parameter_groups[1].matches is not a known key; did you mean train.parameter_groups[1].match?",
+        ),
+        ("train: {parameter_groups: [{vectors: 3}]}", "train.parameter_groups[0].vectors is 3 but must be a valid"),
         ("train: {lr: 1}\ntrain: {lr: 2}", "the key 'train' is there twice (line 3, column 1)"),
         ("1: 2", "the key 1 is not text"),
         ("train: [", "not valid YAML"),

@@ -21,10 +21,11 @@ from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.host_tier import HostRegion, HostTier, TierOptions, Wait
 from varuna_capslog.engine.interface import EngineParts
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.optimizer import LearningRate
+from varuna_capslog.engine.learning_rate import LearningRate
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine, Ready, build
 from varuna_capslog.engine.probe import PeakProbe
+from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, Layer, LayerFactory
 from varuna_capslog.plans.plan import Plan
@@ -33,7 +34,7 @@ from varuna_capslog.training.boundaries import verify_copies
 from varuna_capslog.training.run import Run
 
 SECOND = datetime.timedelta(seconds=1)
-SETTINGS: dict[str, Any] = {"num_microbatches": 4, "num_blocks": 2, "seed": 7, "rate": LearningRate(1e-3)}
+SETTINGS: dict[str, Any] = {"num_microbatches": 4, "num_blocks": 2, "seed": 7, "recipe": Recipe(LearningRate(1e-3))}
 
 
 def train(

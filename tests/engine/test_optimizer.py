@@ -1,13 +1,222 @@
-"""The learning rate by step."""
+"""The learning rate by step; optimizers beside torch's own over the whole model; averages; what is refused."""
 
 from __future__ import annotations
 
-import pytest
+import math
 
-from varuna_capslog.engine.optimizer import LearningRate
+import pytest
+import torch
+from torch import Tensor, nn
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.train import ParameterGroup, Train
+from varuna_capslog.engine.layers import EngineLayer, take_layers
+from varuna_capslog.engine.learning_rate import LearningRate
+from varuna_capslog.engine.optimizer import StageOptimizer
+from varuna_capslog.engine.recipe import Recipe
+from varuna_capslog.model.chain import Chain, Layer
+from varuna_capslog.training import layer_state
+
+CPU = torch.device("cpu")
+OPTIMIZERS = (
+    Recipe(optimizer="adamw", arguments={"betas": [0.8, 0.95], "eps": 1e-6}),
+    Recipe(optimizer="adamw", arguments={"amsgrad": True}),
+    Recipe(optimizer="Adam"),
+    Recipe(optimizer="sgd"),
+    Recipe(optimizer="sgd", arguments={"momentum": 0.9, "nesterov": True}),
+    Recipe(optimizer="adafactor"),
+    Recipe(optimizer="rmsprop", arguments={"momentum": 0.5, "centered": True}),
+    Recipe(optimizer="adagrad"),
+    Recipe(optimizer="nadam"),
+    Recipe(optimizer="tests.engine.test_optimizer:Counting"),
+)
+
+
+class Counting(torch.optim.Optimizer):
+    """A user's own, which keeps a plain number beside a tensor."""
+
+    def __init__(self, params: object, lr: float = 1e-3, pull: float = 0.5) -> None:
+        super().__init__(params, {"lr": lr, "pull": pull})  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["count"] = state.get("count", 0) + 1
+                    state["sum"] = state.get("sum", torch.zeros_like(parameter)) + parameter.grad
+                    parameter.sub_(state["sum"], alpha=group["lr"] * group["pull"] / state["count"])
+
+
+class Together(Counting):
+    """Scales every step by the norm of all gradients that it sees."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        seen = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        scale = sum(float(gradient.abs().sum()) for gradient in seen)
+        for gradient in seen:
+            gradient.div_(scale)
+        super().step()
+
+
+def layers_of(*indices: int) -> list[EngineLayer]:
+    torch.manual_seed(5)
+    modules = [nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3, bias=False)]
+    named = [Layer(f"l{index}", module, [f"x{index}"], [f"x{index + 1}"]) for index, module in enumerate(modules)]
+    chain = Chain(named, ["x0"], ["x3"])
+    return take_layers(chain, list(indices), CPU, "float32")
+
+
+def parameters_of(layers: list[EngineLayer]) -> dict[str, nn.Parameter]:
+    return {layer.address(name): parameter for layer in layers for name, parameter in layer.parameters.items()}
+
+
+def gradient(address: str, parameter: Tensor, step: int) -> Tensor:
+    return torch.sin(torch.arange(parameter.numel(), dtype=torch.float32) + len(address) * step).view_as(parameter)
+
+
+def advance(optimizer: StageOptimizer, layers: list[EngineLayer], *steps: int) -> None:
+    for step in steps:
+        for address, parameter in parameters_of(layers).items():
+            parameter.grad = gradient(address, parameter, step)
+        optimizer.step(step, 0.5)
 
 
 def test_the_learning_rate_is_a_function_of_the_step() -> None:
     rate = LearningRate(1.0, warmup_steps=4, drop_steps=10, drop_factor=0.1)
     assert [rate.at(step) for step in (1, 2, 4, 10)] == [0.25, 0.5, 1.0, 1.0]
     assert [rate.at(step) for step in (11, 20, 21)] == pytest.approx([0.1, 0.1, 0.01])
+
+
+def test_linear_and_cosine_decays_are_torchs() -> None:
+    """Torch's schedulers count from 0 and know no warm-up of their own."""
+    line = LearningRate(2.0, warmup_steps=3, decay="linear", decay_steps=13, final_factor=0.2)
+    wave = LearningRate(2.0, warmup_steps=3, decay="cosine", decay_steps=13, final_factor=0.2)
+    assert [line.at(step) for step in (1, 2)] == pytest.approx([2 / 3, 4 / 3]) == [wave.at(step) for step in (1, 2)]
+    weight = [nn.Parameter(torch.zeros(1))]
+    optimizers = [torch.optim.SGD(weight, lr=2.0) for _ in range(2)]
+    linear = torch.optim.lr_scheduler.LinearLR(optimizers[0], 1.0, 0.2, total_iters=10)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizers[1], T_max=10, eta_min=0.4)
+    for step in range(3, 14):
+        assert line.at(step) == pytest.approx(linear.get_last_lr()[0])
+        assert wave.at(step) == pytest.approx(cosine.get_last_lr()[0])
+        for optimizer, scheduler in zip(optimizers, (linear, cosine), strict=True):
+            optimizer.step()
+            scheduler.step()
+    assert [line.at(99), wave.at(99)] == pytest.approx([0.4, 0.4])
+
+
+@pytest.mark.parametrize("recipe", OPTIMIZERS, ids=str)
+def test_any_cuts_step_as_the_optimizer_itself_does_over_the_whole_model(recipe: Recipe) -> None:
+    """And the state moves to another rank half way, through the forms in which it travels and lies on disk."""
+    recipe = Recipe(
+        LearningRate(0.01, warmup_steps=2),
+        recipe.optimizer,
+        recipe.arguments,
+        weight_decay=0.1,
+        groups=(ParameterGroup(vectors=True, weight_decay=0.0), ParameterGroup(match="l2.*", lr_factor=3.0)),
+        ema=0.9,
+    )
+    whole = parameters_of(layers_of(0, 1, 2))
+    split: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for address, parameter in whole.items():
+        split.setdefault((parameter.dim() < 2, address.startswith("l2.")), []).append(parameter)
+    decays = "weight_decay" in recipe.kind.__init__.__code__.co_varnames
+    plain = recipe.kind(
+        [
+            {"params": group, **({"weight_decay": 0.1 * (not flat)} if decays else {})}
+            for (flat, _), group in split.items()
+        ],
+        lr=1.0,
+        **recipe.arguments,
+    )
+    averages = {address: parameter.detach().clone() for address, parameter in whole.items()}
+    for step in (1, 2, 3, 4):
+        for group, (_, last) in zip(plain.param_groups, split, strict=True):
+            group["lr"] = 0.01 * min(1.0, step / 2) * (3.0 if last else 1.0)
+        for address, parameter in whole.items():
+            parameter.grad = gradient(address, parameter, step) * 0.5
+        plain.step()
+        for address, parameter in whole.items():
+            averages[address].lerp_(parameter.detach(), 1 - 0.9)
+    ranks = [layers_of(0), layers_of(1, 2)]
+    states: dict[int, layer_state.LayerState] = {}
+    for layers in ranks:
+        optimizer = StageOptimizer(layers, recipe)
+        advance(optimizer, layers, 1, 2)
+        states |= {layer.index: layer_state.capture(layer, optimizer, copy=True) for layer in layers}
+    for layers in (layers_of(0, 1), layers_of(2)):
+        optimizer = StageOptimizer(layers, recipe)
+        for layer in layers:
+            layer_state.install(layer, optimizer, states[layer.index])
+        advance(optimizer, layers, 3, 4)
+        for address, parameter in parameters_of(layers).items():
+            torch.testing.assert_close(parameter, whole[address], rtol=3e-7, atol=0)  # fused kernels round otherwise
+            torch.testing.assert_close(optimizer.moments(address)["ema"], averages[address], rtol=3e-7, atol=1e-9)
+            kept = {key: one.nbytes for key, one in optimizer.moments(address).items() if isinstance(one, Tensor)}
+            assert recipe.kept(parameter) == kept
+        with optimizer.averaged():
+            for address, parameter in parameters_of(layers).items():
+                torch.testing.assert_close(parameter.detach(), averages[address], rtol=3e-7, atol=1e-9)
+        for address, parameter in parameters_of(layers).items():
+            torch.testing.assert_close(parameter, whole[address], rtol=3e-7, atol=0)
+
+
+def test_the_average_begins_slowly_where_it_is_asked_to() -> None:
+    recipe = Recipe(ema=0.99, ema_warmup_steps=10)
+    assert recipe.average_decay(1) == pytest.approx(0.99 * (1 - math.exp(-0.1)))
+    assert [Recipe(ema=0.99).average_decay(1), Recipe().average_decay(1)] == [0.99, 0.0]
+
+
+def test_what_another_optimizer_kept_is_one_sentence() -> None:
+    layers = layers_of(0)
+    optimizer = StageOptimizer(layers, Recipe())
+    advance(optimizer, layers, 1)
+    state = layer_state.capture(layers[0], optimizer, copy=True)
+    other = StageOptimizer(layers_of(0), Recipe(optimizer="sgd", arguments={"momentum": 0.9}))
+    with pytest.raises(
+        CapslogError, match=r"kept \['exp_avg', 'exp_avg_sq', 'step'\], but train.optimizer=sgd keeps \["
+    ):
+        layer_state.install(layers_of(0)[0], other, state)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        (Recipe(optimizer="adamz"), "unknown train.optimizer 'adamz'; did you mean 'adam"),
+        (Recipe(optimizer="lbfgs"), "train.optimizer=lbfgs must compute the loss several times a step"),
+        (Recipe(optimizer="torch.nn:Linear"), "is not a class with the interface of torch.optim.Optimizer"),
+        (Recipe(optimizer="torch.optim:Nothing"), "has no function 'Nothing'"),
+        (Recipe(optimizer="tests.engine.test_optimizer:Together"), "treats each parameter by itself"),
+        (Recipe(optimizer="sgd", arguments={"betas": [0, 1]}), r"refuses betas=\[0, 1\] or one of the"),
+        (
+            Recipe(groups=[ParameterGroup(match="decodre.*")]),
+            "pattern 'decodre.\\*', which matches no parameter;",
+        ),
+        (Recipe(groups=[ParameterGroup(match="l0.weight", vectors=True)]), "no parameter with at most one dimension"),
+        (
+            Recipe(optimizer="rprop", groups=[ParameterGroup(weight_decay=0.1)]),
+            "train.optimizer=rprop knows no weight decay",
+        ),
+    ],
+)
+def test_a_recipe_that_no_run_can_follow_is_one_sentence(recipe: Recipe, message: str) -> None:
+    with pytest.raises(CapslogError, match=message):
+        recipe.check({"l0.weight": 2, "l0.bias": 1})
+
+
+def test_a_recipe_is_what_the_config_says() -> None:
+    train = Train(
+        optimizer="sgd",
+        optimizer_args={"momentum": 0.9},
+        parameter_groups=[{"match": "*.bias", "weight_decay": 0}, {"match": "back*", "weight_decay": 0.5}],
+        lr_multipliers={"back[": 0.1},
+        weight_decay=0.2,
+        ema=0.5,
+    )
+    recipe = Recipe.of_config(train)
+    assert str(recipe) == "sgd(momentum=0.9)+ema"
+    assert recipe.settings("back[0].bias", 1) == (0.1, 0)
+    assert recipe.settings("back[0].weight", 2) == (0.1, 0.5)
+    assert recipe.settings("head.weight", 2) == (1.0, 0.2)

@@ -18,6 +18,7 @@ from tests.profiling.test_trim import Tiny
 from tests.profiling.workloads import Equal, Megabytes
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config, load_config, section
+from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.planning.search import plan
@@ -96,6 +97,12 @@ def test_estimates_meet_the_real_allocator(recompute: bool) -> None:
 @pytest.mark.skipif("512" not in torch.backends.cpu.get_cpu_capability(), reason="the table holds for AVX-512")
 def test_convolutions_and_running_statistics_meet_it_too() -> None:
     compare(Blocks((1, 2, 1)), 1, 1e-3)
+
+
+@pytest.mark.parametrize("recipe", [Recipe(optimizer="nadam", ema=0.9), Recipe(optimizer="adafactor")], ids=str)
+@pytest.mark.skipif("512" not in torch.backends.cpu.get_cpu_capability(), reason="the table holds for AVX-512")
+def test_what_other_optimizers_keep_meets_it_too(recipe: Recipe) -> None:
+    compare(Blocks((1,)), 1, 1e-3, recipe=recipe)
 
 
 @pytest.mark.skipif("512" not in torch.backends.cpu.get_cpu_capability(), reason="the table holds for AVX-512")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 
 from varuna_capslog.base import files
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.training.journal import Journal, RecentSteps, peak_record
+from varuna_capslog.training.loggers import check_loggers
 
 
 def test_a_peak_is_recorded_with_the_shapes_of_the_largest_microbatch() -> None:
@@ -63,3 +68,40 @@ def test_a_rank_that_begins_to_write_adds_the_lines_of_the_one_that_is_lost(tmp_
     assert found == [(1, 4, 2), (2, 4, 2), (3, 4, 2), (4, 5, 1)]
     for log in (first, second):
         log.close()
+
+
+def test_a_function_of_the_users_gets_the_numbers_until_it_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, dict[str, float]]] = []
+
+    def take(numbers: dict[str, float], step: int) -> None:
+        seen.append((step, dict(numbers)))
+        if step == 3:
+            raise OSError("no route to it")
+
+    monkeypatch.setitem(sys.modules, "my_logger", SimpleNamespace(take=take))
+    log = Journal(tmp_path, 5, 1, ["my_logger:take"])
+    log.begin(True, 0, generation=0, world_size=1)
+    for step in (1, 2, 3, 4):
+        log.step({**record(step), "parts": {"boxes": 0.25}})
+        log.scores(step, {"AP": 0.5, "per_class": {}})
+    log.close()
+    assert [step for step, _ in seen] == [1, 1, 2, 2, 3]
+    assert seen[0][1] == {
+        "train/loss": 1.0, "train/lr": 1e-3, "train/grad_norm": 1.0, "train/step_seconds": 0.1,
+        "train/samples_per_second": 10.0, "parts/boxes": 0.25,
+    }  # fmt: skip
+    assert seen[1][1] == {"val/AP": 0.5}
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("my_logger:take failed and gets no more of this run (OSError: no route to it)") == 1
+    assert len(files.read_jsonl(tmp_path / "metrics.jsonl")) == 4, "the training's own record goes on"
+
+
+def test_a_logger_that_is_not_there_is_said_before_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, "my_logger", SimpleNamespace(take=print))
+    with pytest.raises(CapslogError, match=r"train.loggers has wandb, which cannot be imported .*; pip install wandb"):
+        check_loggers(["tensorboard", "wandb"])
+    with pytest.raises(CapslogError, match="has no function 'taek'; did you mean 'take'"):
+        check_loggers(["my_logger:taek"])

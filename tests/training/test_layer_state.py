@@ -15,11 +15,13 @@ from tests.engine import models
 from tests.engine.layouts import Cuts, layout_for
 from tests.engine.pool import WorkerPool
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.train import ParameterGroup
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import EngineLayer
-from varuna_capslog.engine.optimizer import LearningRate
+from varuna_capslog.engine.learning_rate import LearningRate
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine, Ready
+from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.training import layer_state
 from varuna_capslog.training.checkpoint import (
@@ -38,8 +40,10 @@ OPTIONS = EngineOptions(
     num_blocks=2,
     seed=7,
     clip_norm=0.5,
-    rate=LearningRate(1e-2, warmup_steps=2),
-    multipliers={"norm": 0.5, "head": 3.0},
+    recipe=Recipe(
+        rate=LearningRate(1e-2, warmup_steps=2),
+        groups=(ParameterGroup(match="*norm*", lr_factor=0.5), ParameterGroup(match="*head*", lr_factor=3.0)),
+    ),
 )
 SHARED = (8, 9, 10)
 
@@ -94,7 +98,9 @@ def test_sizes_are_those_of_a_trained_state() -> None:
     engine, chain = make_engine(), models.build_chain()
     train(engine, 1)
     for index, state in states(engine).items():
-        assert layer_state.size_of(chain, index) == sum(t.numel() * t.dtype.itemsize for t in state.values())
+        assert layer_state.size_of(chain, index, OPTIONS.recipe) == sum(
+            t.numel() * t.dtype.itemsize for t in state.values()
+        )
 
 
 def test_initial_is_the_untrained_layer_even_after_training() -> None:

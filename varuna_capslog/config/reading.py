@@ -179,7 +179,10 @@ def _explain(model: type[BaseModel], error: ValidationError, where: str) -> str:
     problems = sorted(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
     first = problems[0]
     if first["type"] == "extra_forbidden":
-        return _unknown(model, [str(part) for part in first["loc"]], where)
+        place: list[str] = []
+        for part in first["loc"]:  # the place in a list belongs to the list's key
+            place[-1:] = [f"{place[-1]}[{part}]"] if isinstance(part, int) else [*place[-1:], part]
+        return _unknown(model, place, where)
     location, description = _locate(model, first["loc"])
     key = _join(where, location)
     if first["type"] == "value_error":
@@ -229,7 +232,7 @@ def _unknown(model: type[BaseModel], location: list[str], where: str) -> str:
     *parents, name = location
     parent: type[BaseModel] = model
     for part in parents:
-        inner = _model_of(parent.model_fields[part])
+        inner = _model_of(parent.model_fields[part.partition("[")[0]])
         if inner is None:
             break
         parent = inner
@@ -255,7 +258,7 @@ def _all_keys(model: type[BaseModel], prefix: tuple[str, ...]) -> Iterable[tuple
     for name, field in model.model_fields.items():
         yield name, (*prefix, name)
         inner = _model_of(field)
-        if inner is not None:
+        if inner is not None and get_origin(field.annotation) is not list:
             yield from _all_keys(inner, (*prefix, name))
 
 

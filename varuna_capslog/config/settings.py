@@ -9,10 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationInfo, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, ValidationInfo, model_validator
 
 from varuna_capslog.base import fields, units
 from varuna_capslog.base.gpus import gpu_of, parse_device
+from varuna_capslog.config.section import Section
+from varuna_capslog.config.train import Train
 
 __all__ = ["Config", "Elastic", "Pipeline", "Profiling", "Section", "Train"]
 
@@ -32,98 +34,6 @@ def _bytes(value: Any, info: ValidationInfo) -> Any:
 def _device(value: Any) -> Any:
     """cpu, cuda or cuda:KIND; null stays null."""
     return parse_device(value) if isinstance(value, str) else value
-
-
-class Section(BaseModel):
-    """Base of every config section, also a workload's own: unknown keys are refused, docstrings describe the fields."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        use_attribute_docstrings=True,
-        allow_inf_nan=False,
-        protected_namespaces=(),
-    )
-
-
-class Train(Section):
-    """How long the model is trained, with which batch sizes and which optimizer."""
-
-    epochs: int | None = Field(None, gt=0)
-    """Passes over the training data; null means as many as max_steps or max_seconds allow (1 when neither is set)."""
-
-    max_steps: int | None = Field(None, gt=0)
-    """Optimizer steps after which training ends, counted over the whole run; null means no such limit."""
-
-    max_seconds: float | None = Field(None, gt=0)
-    """Seconds of training after which this process stops cleanly at a step boundary; null means no such limit."""
-
-    minibatch_size: int = Field(8, gt=0)
-    """Samples per optimizer step, over all replicas."""
-
-    microbatch_size: int = Field(1, gt=0)
-    """Samples that pass through the pipeline together; divides minibatch_size."""
-
-    seed: int = Field(0, ge=0)
-    """Fixes the initial weights, the order of the samples, augmentation and dropout."""
-
-    accumulation_blocks: int | None = Field(None, gt=0)
-    """Groups of microbatches whose gradients are summed before the groups are added; null means pipeline.replicas.
-    Runs with equal blocks give equal sums, whatever the number of replicas."""
-
-    lr: float = Field(1e-4, gt=0)
-    """Learning rate of AdamW."""
-
-    lr_multipliers: dict[str, float] = Field(default_factory=dict)
-    """Factors of lr for parameters whose address contains the given text (the first that matches counts)."""
-
-    weight_decay: float = Field(1e-4, ge=0)
-    """Decoupled weight decay of AdamW, on every parameter."""
-
-    lr_drop_epochs: int | None = Field(None, gt=0)
-    """The learning rate is multiplied by lr_drop_factor every so many epochs; null means never."""
-
-    lr_drop_steps: int | None = Field(None, gt=0)
-    """The same in optimizer steps; only one of the two may be set."""
-
-    lr_drop_factor: float = Field(0.1, gt=0)
-    """What a drop multiplies the learning rate by."""
-
-    warmup_steps: int = Field(0, ge=0)
-    """Steps over which the learning rate grows linearly to lr; 0 means none."""
-
-    clip_norm: float = Field(0.1, ge=0)
-    """Largest norm of all gradients of all stages together; longer gradients are scaled down. 0 switches it off."""
-
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16 runs layers under autocast; weights, sums and the optimizer stay float32."""
-
-    checkpoint_every: int | None = Field(None, gt=0)
-    """Steps between checkpoints; null writes one at each evaluation and at the end only."""
-
-    checkpoint_keep: int = Field(2, gt=0)
-    """How many of the newest checkpoints stay on disk (the best one stays besides)."""
-
-    evaluate_every: int | None = Field(0, ge=0)
-    """Steps between evaluations on the validation data; 0 evaluates at the end only, null never."""
-
-    log_every: int = Field(1, gt=0)
-    """Steps between refreshes of the terminal and TensorBoard; metrics.jsonl gets every step."""
-
-    threads: int = Field(1, gt=0)
-    """CPU threads of each worker. One thread makes sums repeat bit for bit."""
-
-    @model_validator(mode="after")
-    def _agree(self) -> Train:
-        if self.epochs is None and self.max_steps is None and self.max_seconds is None:
-            self.epochs = 1
-        if self.minibatch_size % self.microbatch_size:
-            raise ValueError(
-                f"train.minibatch_size={self.minibatch_size} is not divisible by "
-                f"train.microbatch_size={self.microbatch_size}; choose sizes that divide"
-            )
-        if self.lr_drop_epochs is not None and self.lr_drop_steps is not None:
-            raise ValueError("train.lr_drop_epochs and train.lr_drop_steps are both set; keep one of them")
-        return self
 
 
 class Pipeline(Section):

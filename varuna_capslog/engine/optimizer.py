@@ -1,13 +1,13 @@
-"""AdamW over one rank's layers, its state addressed by layer and parameter name.
+"""The optimizer over one rank's layers, its state addressed by layer and parameter name.
 
-Every rank steps its own parameters; the learning rate is a function of the step, so nothing else needs to be
-remembered. A shared parameter is stepped once per rank, with the same gradient everywhere.
+Every rank steps its own parameters as the run's `Recipe` says; the learning rate is a function of the step, so nothing
+else needs to be remembered. A shared parameter is stepped once per rank, with the same gradient everywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,88 +15,53 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from varuna_capslog.engine.layers import EngineLayer
+from varuna_capslog.engine.recipe import AVERAGE, Recipe
 
-__all__ = ["LearningRate", "StageOptimizer"]
-
-
-@dataclass(frozen=True)
-class LearningRate:
-    """Step size by optimizer step: linear warm-up, then constant, times `drop_factor` every `drop_steps` steps.
-
-    Attributes:
-        base: learning rate after the warm-up.
-        warmup_steps: steps of the linear rise, 0 = none.
-        drop_steps: length of one plateau in steps, None = no drop (DETR: 200 epochs).
-        drop_factor: factor of each drop.
-    """
-
-    base: float
-    warmup_steps: int = 0
-    drop_steps: int | None = None
-    drop_factor: float = 0.1
-
-    def at(self, step: int) -> float:
-        """The learning rate of optimizer step `step`, counted from 1."""
-        rate = self.base
-        if self.drop_steps:
-            rate *= self.drop_factor ** ((step - 1) // self.drop_steps)
-        if step < self.warmup_steps:
-            rate *= step / self.warmup_steps
-        return rate
+__all__ = ["StageOptimizer"]
 
 
 class StageOptimizer:
-    """AdamW (Loshchilov & Hutter 2019) with one group per learning-rate multiplier.
+    """Steps the trained parameters of some layers.
 
-    Args:
-        multipliers: substring of a parameter's address -> factor on the learning rate; the first that matches counts.
+    Attributes:
+        parameters: by address; of a shared parameter the first leaf here.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[EngineLayer],
-        rate: LearningRate,
-        weight_decay: float,
-        multipliers: Mapping[str, float],
-    ) -> None:
-        self.rate = rate
+    def __init__(self, layers: Sequence[EngineLayer], recipe: Recipe) -> None:
+        self._recipe = recipe
         self.parameters: dict[str, nn.Parameter] = {}
         for layer in layers:
             for name, parameter in layer.parameters.items():
                 address = layer.address(name)
                 if parameter.requires_grad:
                     self.parameters.setdefault(address, parameter)
-        groups: dict[float, list[nn.Parameter]] = {}
-        for address, parameter in self.parameters.items():
-            factor = next((factor for part, factor in multipliers.items() if part in address), 1.0)
-            groups.setdefault(factor, []).append(parameter)
-        groups = groups or {1.0: []}  # torch takes no empty list of groups
-        self._factors = list(groups)
-        # one kernel per parameter, not a dozen: a third of the time; on CUDA torch's default is as good
-        self._fused = all(layer.device.type == "cpu" for layer in layers)
-        self._adamw = torch.optim.AdamW(
-            [{"params": parameters} for parameters in groups.values()],
-            lr=rate.base,
-            betas=(0.9, 0.999),
-            eps=1e-8,
-            weight_decay=weight_decay,
-            fused=self._fused or None,
-        )
+        self._on_cpu = all(layer.device.type == "cpu" for layer in layers)
+        self._torch = recipe.build(self.parameters, self._on_cpu)
+        self._averages: dict[nn.Parameter, Tensor] = {}
 
     def step(self, step: int, scale: float) -> float:
         """Applies the gradients times `scale` (the clipping coefficient) and drops them; returns the learning rate."""
-        rate = self.rate.at(step)
-        for group, factor in zip(self._adamw.param_groups, self._factors, strict=True):
-            group["lr"] = rate * factor
+        rate = self._recipe.rate.at(step)
+        for group in self._torch.param_groups:
+            group["lr"] = rate * group["lr_factor"]
         trained = [parameter for parameter in self.parameters.values() if parameter.grad is not None]
         if scale != 1.0:
             for parameter in trained:
                 parameter.grad.mul_(scale)  # type: ignore[union-attr]
-        if self._fused and all(parameter in self._adamw.state for parameter in trained):
-            for group in self._adamw.param_groups:
+        if self._recipe.ema is not None:
+            for parameter in trained:
+                if parameter not in self._averages:
+                    self._averages[parameter] = parameter.detach().clone()
+        ready = all(parameter in self._torch.state for parameter in trained)
+        if self._on_cpu and ready and self._recipe.is_plain_adamw:
+            for group in self._torch.param_groups:
                 self._step_group(group)
         else:
-            self._adamw.step()
+            self._torch.step()
+        if self._recipe.ema is not None and trained:
+            values = [parameter.detach() for parameter in trained]
+            weight = 1 - self._recipe.average_decay(step)
+            torch._foreach_lerp_([self._averages[parameter] for parameter in trained], values, weight)
         for parameter in trained:
             parameter.grad = None
         return rate
@@ -106,7 +71,7 @@ class StageOptimizer:
         some thousand parameters that takes longer than the step.
         """
         trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-        states = [self._adamw.state[parameter] for parameter in trained]
+        states = [self._torch.state[parameter] for parameter in trained]
         if trained:
             with torch.no_grad():
                 adamw(
@@ -126,30 +91,68 @@ class StageOptimizer:
                     maximize=False,
                 )
 
-    def moments(self, address: str) -> dict[str, Tensor]:
-        """Moments and step count of one address: {"exp_avg", "exp_avg_sq", "step"}; live tensors, not copies.
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within it the parameters have the values of their averages; without averages nothing changes.
 
-        {} before its first step, and for what is not trained here.
+        The values are exchanged in place, since each use of a shared parameter is a leaf of its own on one storage.
+        """
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        with torch.no_grad():
+            for parameter, average in self._averages.items():
+                value = parameter.detach().clone()
+                parameter.copy_(average)
+                average.copy_(value)
+
+    def step_together(self) -> None:
+        """Steps all parameters together, as CUDA's default does, also where they seem to be on the CPU."""
+        for group in self._torch.param_groups:
+            if "foreach" in group:
+                group["foreach"], group["fused"] = True, None
+        self._on_cpu = False
+
+    def moments(self, address: str) -> dict[str, Any]:
+        """What is kept of one address, by key, such as {"exp_avg", "exp_avg_sq", "step"} and, with an average, "ema".
+
+        Tensors are live, not copies; an optimizer may also keep plain numbers. {} before its first step, and for what
+        is not trained here.
         """
         parameter = self.parameters.get(address)
-        return {} if parameter is None else dict(self._adamw.state.get(parameter, {}))
+        if parameter is None:
+            return {}
+        average = self._averages.get(parameter)
+        return {**self._torch.state.get(parameter, {}), **({} if average is None else {AVERAGE: average})}
 
-    def take_moments(self, address: str, moments: Mapping[str, Tensor], copy: bool) -> None:
-        """Takes over the moments of one address ({}: it starts afresh); an address that is not trained here is ignored.
+    def take_moments(self, address: str, moments: Mapping[str, Any], copy: bool) -> None:
+        """Takes over what is kept of one address ({}: it starts afresh); one that is not trained here is ignored.
 
         Args:
             copy: False takes the tensors themselves.
+
+        Raises:
+            CapslogError: another optimizer kept it.
         """
         parameter = self.parameters.get(address)
         if parameter is None:
             return
+        self._averages.pop(parameter, None)
         if not moments:
-            self._adamw.state.pop(parameter, None)
-        elif copy:
-            self._adamw.state[parameter] = {
-                # AdamW keeps its step count on the CPU
-                name: tensor.clone() if name == "step" else tensor.to(parameter.device, copy=True)
-                for name, tensor in moments.items()
-            }
-        else:
-            self._adamw.state[parameter] = dict(moments)
+            self._torch.state.pop(parameter, None)
+            return
+        taken = dict(moments)
+        if copy:
+            self._recipe.check_kept(address, parameter, moments)
+            for name, value in moments.items():
+                if isinstance(value, Tensor):
+                    # torch's optimizers keep their step counts on the CPU
+                    taken[name] = value.clone() if name == "step" else value.to(parameter.device, copy=True)
+        average = taken.pop(AVERAGE, None)
+        if average is not None and self._recipe.ema is not None:
+            self._averages[parameter] = average
+        self._torch.state[parameter] = taken

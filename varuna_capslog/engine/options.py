@@ -5,11 +5,10 @@ Plain values, the same on every rank; `PipelineEngine` reads them, and a copy of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from varuna_capslog.engine.host_tier import TierOptions
-from varuna_capslog.engine.optimizer import LearningRate
+from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.schedules import RunShape
 
 __all__ = ["EngineOptions"]
@@ -23,6 +22,7 @@ class EngineOptions(RunShape):
     Attributes:
         transport: see the config's `pipeline` section.
         clip_norm: largest global gradient norm, 0 = no clipping.
+        recipe: how parameters are stepped.
         tier: where memory intervals offload to.
         refuses: whether a step that is not finite is voted down; a profiler that feeds dummy values switches this off.
     """
@@ -32,9 +32,7 @@ class EngineOptions(RunShape):
     precision: str = "float32"
     seed: int = 0
     clip_norm: float = 0.0
-    weight_decay: float = 1e-4
-    rate: LearningRate = field(default_factory=lambda: LearningRate(1e-4))
-    multipliers: Mapping[str, float] = field(default_factory=dict)
+    recipe: Recipe = field(default_factory=Recipe)
     actions: tuple[tuple[str, ...], ...] | None = None
     tier: TierOptions = field(default_factory=TierOptions)
     refuses: bool = True

@@ -136,7 +136,7 @@ class PipelineEngine:
         self._statistics = StatisticsBook(self.layers, communicator, layout, options.num_microbatches)
         if options.transport != "gloo":
             communicator.open_pair_groups(self.pairs(), options.transport)
-        self.optimizer = StageOptimizer(self.layers, options.rate, options.weight_decay, options.multipliers)
+        self.optimizer = StageOptimizer(self.layers, options.recipe)
         self._observer = observer
         self._executor: Executor | None = None
         self._evaluators: dict[tuple[int, ...], Executor] = {}

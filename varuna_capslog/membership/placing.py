@@ -269,14 +269,14 @@ def _of_pipelines(candidates: Candidates, cuts: Sequence[int], replicas: int) ->
 def state_bytes(profile: Profile) -> tuple[list[int], list[int]] | None:
     """State and gradient bytes of each layer as a profile tells them; None where it does not.
 
-    A layer's static bytes are its state and one gradient of what is trained, and of these AdamW keeps as much twice
-    more: a third of what exceeds the parameters is the gradient.
+    A layer's static bytes are its state and one gradient of what is trained, and the optimizer keeps as much several
+    times more, AdamW twice: of what exceeds the parameters the gradient is one part of three.
     """
-    states, gradients = [], []
+    states, gradients, parts = [], [], 1 + profile.conditions.get("optimizer_copies", 2)
     for layer in profile.layers:
         if layer.static_bytes is None or layer.parameter_bytes is None:
             return None
-        gradient = max(0, layer.static_bytes - layer.parameter_bytes) // 3
+        gradient = int(max(0, layer.static_bytes - layer.parameter_bytes) // parts)
         states.append(layer.static_bytes - gradient)
         gradients.append(gradient)
     return states, gradients

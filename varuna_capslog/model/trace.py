@@ -25,7 +25,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.signature import layer_signature
 
-__all__ = ["ShapeTable", "autocast_context", "call_on", "fake_operands"]
+__all__ = ["ShapeTable", "a_number", "autocast_context", "call_on", "fake_operands"]
 
 
 def autocast_context(device_type: str, precision: str) -> AbstractContextManager[Any]:
@@ -157,3 +157,12 @@ def call_on(layer: Layer, state: dict[str, Tensor], arguments: tuple[Tensor, ...
     """What a layer writes with `state` in place of its own parameters and buffers."""
     result = torch.func.functional_call(layer.module, state, arguments, tie_weights=True)
     return (result,) if isinstance(result, Tensor) else result
+
+
+def a_number(dtype: torch.dtype) -> bool | int | float:
+    """What reading a number out of a fake tensor gives: True, 1 or 1.5, by which an optimizer of torch can divide, and
+    by whose difference from 1, too.
+    """
+    if dtype == torch.bool:
+        return True
+    return 1.5 if dtype.is_floating_point else 1

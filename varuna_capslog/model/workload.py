@@ -23,7 +23,7 @@ from varuna_capslog.model.chain import Chain, TensorSpec
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
 
-__all__ = ["DataSource", "Evaluator", "Minibatch", "Workload", "call_function", "load_workload"]
+__all__ = ["DataSource", "Evaluator", "Minibatch", "Workload", "call_function", "imported", "load_workload"]
 
 
 @dataclass
@@ -160,15 +160,14 @@ def load_workload(config: Config) -> Workload:
     return workload
 
 
-def call_function(name: str, what: str, *arguments: Any, **keywords: Any) -> Any:
-    """Imports a user's `package.module:function` (modules of the current folder included) and calls it.
+def imported(name: str, what: str) -> Any:
+    """Imports a user's `package.module:function`, or a class (modules of the current folder included).
 
     Args:
-        what: what the function is to the user; every sentence about it begins so.
+        what: what it is to the user; every sentence about it begins so.
 
     Raises:
-        ConfigError: no such module or function, it is not callable, or it failed.
-        CapslogError: what it raised itself.
+        ConfigError: no such module or function, or it is not callable.
     """
     module_name, _, function_name = name.partition(":")
     if not function_name:
@@ -188,6 +187,17 @@ def call_function(name: str, what: str, *arguments: Any, **keywords: Any) -> Any
         near = difflib.get_close_matches(function_name, [known for known in vars(module) if not known.startswith("_")])
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"{what}: {module_name!r} has no function {function_name!r}{hint}")
+    return function
+
+
+def call_function(name: str, what: str, *arguments: Any, **keywords: Any) -> Any:
+    """Calls a user's `package.module:function`; see `imported`.
+
+    Raises:
+        ConfigError: it cannot be imported, or it failed.
+        CapslogError: what it raised itself.
+    """
+    function = imported(name, what)
     try:
         return function(*arguments, **keywords)
     except CapslogError:

@@ -19,8 +19,9 @@ __all__ = ["UPDATE_RATE", "checked"]
 UPDATE_RATE = "update_seconds_per_parameter_byte"
 """Where a profile's conditions say what norm, clipping and optimizer cost: seconds per byte of parameters."""
 
-_MOST_FRAGMENTATION = 100
-"""More than any allocator reserves beyond what it hands out, and what products of bytes stay finite with."""
+_MOST = 100
+"""More than any allocator reserves beyond what it hands out or an optimizer keeps, and what products of bytes stay
+finite with."""
 
 
 def checked(conditions: Any) -> dict[str, Any]:
@@ -45,13 +46,22 @@ def _headroom(value: Any, name: str) -> Any:
     fields.refuse_unknown(value, ["fixed_bytes", "fragmentation", "parts"], f"field of {name}")
     fixed = fields.whole(value.get("fixed_bytes", 0), f"{name}.fixed_bytes")
     fragmentation = fields.seconds(value.get("fragmentation", 1.0), f"{name}.fragmentation")
-    if not 1 <= fragmentation <= _MOST_FRAGMENTATION:
+    if not 1 <= fragmentation <= _MOST:
         raise CapslogError(
             f"{name}.fragmentation is {fragmentation}; a device reserves at least what it allocates, so give a factor "
-            f"from 1 to {_MOST_FRAGMENTATION}"
+            f"from 1 to {_MOST}"
         )
     numbers = {"fixed_bytes": fixed, "fragmentation": fragmentation}
     return {key: numbers.get(key, one) for key, one in value.items()}
+
+
+def _copies(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _MOST:
+        raise CapslogError(
+            f"{name} is {value!r}; it is what the optimizer keeps in parts of the parameters, so give a number from 0 "
+            f"to {_MOST}"
+        )
+    return float(value)
 
 
 def _texts(value: Any, name: str) -> list[str]:
@@ -64,6 +74,7 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "headroom": _headroom,
     "limits": _texts,
     "microbatch_size": partial(fields.whole, minimum=1),
+    "optimizer_copies": _copies,
     "recompute": fields.boolean,
     "stage_inputs": partial(fields.choice, allowed=STAGE_INPUTS),
     UPDATE_RATE: fields.seconds,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.signature import layer_signature
 from varuna_capslog.model.trace import autocast_context, call_on, fake_operands
@@ -52,10 +53,10 @@ def free_bytes(device: torch.device) -> int:
 class BoundTable:
     """Upper bounds on the bytes of trimmed runs, from one fake forward per distinct layer.
 
-    A layer counts 4 times its trainable parameters (value, gradient, two moments; on CUDA once more, for AdamW's update
-    of all parameters together), the largest one 3 times more, the frozen ones and its buffers once, and twice what its
-    forward saves (backward holds gradients of at most that size beside it). The loss is not counted. Equal layers are
-    traced once.
+    A layer counts twice its trainable parameters (value and gradient; on CUDA once more, for an update of all of them
+    together) and what the optimizer keeps of them, the largest one 3 times more, the frozen ones and its buffers once,
+    and twice what its forward saves (backward holds gradients of at most that size beside it). The loss is not counted.
+    Equal layers are traced once.
 
     Args:
         chain: from `skeleton`.
@@ -70,9 +71,10 @@ class BoundTable:
         device_type: str,
         precision: str,
         blocks: int = 1,
+        recipe: Recipe | None = None,
     ) -> None:
         self._chain, self._specs, self._device_type = chain, specs, device_type
-        self._precision, self._blocks = precision, blocks
+        self._precision, self._blocks, self._recipe = precision, blocks, recipe or Recipe()
         self._traced: dict[object, int] = {}
 
     def bound_bytes(self, first: int, end: int) -> int:
@@ -86,12 +88,12 @@ class BoundTable:
         return total
 
     def _static(self, layer: Layer) -> int:
-        copies = 4 + (self._blocks > 1) + (self._device_type == "cuda")
+        copies = 2 + (self._blocks > 1) + (self._device_type == "cuda")
         total = sum(buffer.nbytes for buffer in layer.module.buffers())
         largest = 0
         for parameter in layer.module.parameters():
             size = parameter.numel() * parameter.itemsize
-            total += size * (copies if parameter.requires_grad else 1)
+            total += size * copies + sum(self._recipe.kept(parameter).values()) if parameter.requires_grad else size
             largest = max(largest, size)
         return total + _LARGEST_COPIES * largest
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.profiles.action_bytes import ActionBytes
@@ -51,6 +52,7 @@ class RunConditions:
         recompute, stage_inputs: as in the config's `pipeline` section.
         blocks: accumulation blocks of one pipeline; from two on, a second sum of gradients is alive.
         halves: whether the training run splits its backwards: each row then says too what the halves take.
+        recipe: how parameters are stepped, which says what is kept of each of them.
         gpu: kind of GPU (`base.gpus`) that an estimate's seconds are for; "" for none in particular.
     """
 
@@ -63,6 +65,7 @@ class RunConditions:
     blocks: int = 1
     halves: bool = False
     gpu: str = ""
+    recipe: Recipe = field(default_factory=Recipe)
 
     @property
     def schedule(self) -> str:
@@ -122,6 +125,7 @@ def conditions_of_run(config: Config, inputs: Mapping[str, TensorSpec]) -> RunCo
         blocks=run.num_blocks,
         halves=run.splits_backwards,
         gpu=kind,
+        recipe=Recipe.of_config(config.train),
     )
 
 

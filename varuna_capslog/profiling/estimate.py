@@ -277,7 +277,7 @@ def _key(estimator: StageEstimator, sizes: InputSizes, transport: str) -> dict[s
         "input": {name: list(shape) for name, shape in conditions.input.items()},
         "input_sizes": sizes.to_json(),
         "dilation": max(dilations, default=1),
-        "optimizer": "adamw",
+        **conditions.recipe.described(chain.named_parameters().values()),
         "schedule": conditions.schedule,
         "recompute": conditions.recompute,
         "stage_inputs": conditions.stage_inputs,
@@ -326,5 +326,6 @@ def _run_key(chain: Chain, run: TrimmedRun, conditions: RunConditions, workload:
         tuple(tuple((place[name], spec) for name, spec in sorted(cut.items())) for cut in run.specs),
         (run.has_upstream, run.has_downstream, ties),
         (conditions.device, conditions.precision, conditions.recompute, conditions.stage_inputs, conditions.blocks),
+        str(conditions.recipe),
         None if run.has_downstream else (workload.loss_key(), conditions.microbatch_size),
     )

@@ -163,7 +163,7 @@ def _launched(
         specs = ShapeTable(chain, conditions.device, conditions.precision).boundaries(
             workload.profile_inputs(conditions.microbatch_size)
         )
-        bounds = BoundTable(chain, specs, conditions.device, conditions.precision, conditions.blocks)
+        bounds = BoundTable(chain, specs, conditions.device, conditions.precision, conditions.blocks, conditions.recipe)
         goal = workload.profile_targets(conditions.microbatch_size)
         if launch.order == "mcap":
             return list(in_mcap_order(specs, goal, bounds.bound_bytes, workers, clock, progress).values()), specs
@@ -195,7 +195,7 @@ def _describe(workload: Workload, chain: Chain, conditions: RunConditions, launc
         "dtype": conditions.precision,
         "microbatch_size": conditions.microbatch_size,
         "input": {name: list(shape) for name, shape in conditions.input.items()},
-        "optimizer": "adamw",
+        **conditions.recipe.described(chain.named_parameters().values()),
         "schedule": conditions.schedule,
         "recompute": conditions.recompute,
         "stage_inputs": conditions.stage_inputs,

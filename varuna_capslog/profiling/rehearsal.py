@@ -176,6 +176,7 @@ def _options(
         stage_inputs=conditions.stage_inputs,
         precision=conditions.precision,
         clip_norm=1.0,
+        recipe=conditions.recipe,
         actions=actions,
     )
 

@@ -170,6 +170,7 @@ def dummy_options(conditions: RunConditions, schedule: Schedule, microbatches: i
         stage_inputs=conditions.stage_inputs,
         precision=conditions.precision,
         clip_norm=1.0,
+        recipe=conditions.recipe,
         actions=tuple(tuple(row) for row in to_strings(schedule)),
         refuses=False,
     )

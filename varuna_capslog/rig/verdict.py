@@ -17,7 +17,7 @@ from varuna_capslog.rig.judge import Segment, Truth, judge
 from varuna_capslog.start.prepare import prepare_run
 from varuna_capslog.training.checkpoint import from_checkpoint, open_checkpoint
 from varuna_capslog.training.layer_state import digest
-from varuna_capslog.training.run_setup import build_chain
+from varuna_capslog.training.run_setup import build_chain, last_step
 
 __all__ = ["breaches_of", "truth_of", "weights_of_run"]
 
@@ -69,6 +69,7 @@ def truth_of(config: Config, last: int, reached: int) -> Truth:
                     "checkpoint_every": last if reached > last > 0 else None,
                     "checkpoint_keep": max(1, reached),  # the one of `last` too, however far the run had come
                     "max_seconds": None,
+                    "lr_decay_steps": _decay_steps(config),
                 }
             ),
         }
@@ -82,6 +83,14 @@ def truth_of(config: Config, last: int, reached: int) -> Truth:
     rows = files.read_jsonl(folder / "metrics.jsonl")
     numbers = {row["step"]: (row["loss"], row["grad_norm"]) for row in rows}
     return Truth(numbers, weights_of_run(plain, folder, last))
+
+
+def _decay_steps(config: Config) -> int | None:
+    """Where the learning rate of the run ends, which a run of another length would put elsewhere."""
+    train = config.train
+    if train.lr_schedule == "constant" or train.lr_decay_steps is not None:
+        return train.lr_decay_steps
+    return last_step(train, len(load_workload(config).train_data()))
 
 
 def weights_of_run(config: Config, run_dir: Path, step: int) -> dict[str, str]:

@@ -139,7 +139,8 @@ class Boundaries:
                     host = {name: tensor.cpu() for name, tensor in outputs.items()}
                     results.extend(evaluator.collect(host, own[way], index))
 
-                engine.evaluate(minibatches, load, take)
+                with engine.optimizer.averaged():
+                    engine.evaluate(minibatches, load, take)
         # ranks finish at different times, and scoring takes as long as it takes
         communicator.together(lambda: None)
         everything = [result for theirs in communicator.gather(results) for result in theirs]

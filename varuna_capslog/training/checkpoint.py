@@ -26,8 +26,9 @@ from varuna_capslog.base.errors import CapslogError, DiskFailed
 from varuna_capslog.engine.interface import Engine
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.optimizer import StageOptimizer
+from varuna_capslog.engine.recipe import AVERAGE
 from varuna_capslog.model.chain import Chain
-from varuna_capslog.training.layer_state import LayerState, capture, flatten, install, model_state
+from varuna_capslog.training.layer_state import LayerState, capture, flatten, install, model_state, plain_number
 
 __all__ = [
     "Checkpoint",
@@ -80,6 +81,16 @@ class Checkpoint:
         file = self.path / entry["file"]
         loaded: dict[str, Any] = read_file(file, "resume from an older checkpoint", entry["digest"], mapped)
         return loaded
+
+    def weights(self, name: str, mapped: bool = False) -> dict[str, Tensor]:
+        """One layer's parameters and buffers to compute with: parameters that have an average have its value.
+
+        As `layer` otherwise.
+        """
+        state = self.layer(name, mapped)
+        averages = {one: kept[AVERAGE] for one, kept in state["optimizer"].items() if AVERAGE in kept}
+        weights: dict[str, Tensor] = state["parameters"] | averages | state["buffers"]
+        return weights
 
 
 def read_file(path: Path, advice: str, digest: str | None = None, mapped: bool = False) -> Any:
@@ -321,8 +332,7 @@ def _state_of(
             raise mismatch(address, value, tensor)
         state[key] = value
         if kind == "parameters":
-            for moment, content in part(owner, "optimizer").get(inner, {}).items():
-                state[f"optimizer/{name}/{moment}"] = content
+            state |= flatten({}, {}, {name: part(owner, "optimizer").get(inner, {})})
     return state
 
 
@@ -352,7 +362,7 @@ def to_checkpoint(state: Mapping[str, Tensor], chain: Chain, index: int) -> dict
     layer, shared = chain.layers[index], chain.shared_names(index)
     parameters: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
-    moments: dict[str, dict[str, Tensor]] = {}
+    moments: dict[str, dict[str, Any]] = {}
     for key, tensor in state.items():
         kind, name = key.split("/", 1)
         if kind == "buffers":
@@ -364,7 +374,8 @@ def to_checkpoint(state: Mapping[str, Tensor], chain: Chain, index: int) -> dict
         if kind == "parameters":
             parameters[name] = tensor.detach().cpu()
         else:
-            moments.setdefault(name, {})[moment] = tensor.cpu()
+            kept = moments.setdefault(name, {})
+            kept[moment] = tensor.cpu() if kind == "optimizer" else plain_number(tensor)
     return {"parameters": parameters, "buffers": buffers, "optimizer": moments}
 
 
@@ -382,16 +393,14 @@ def load_layers(checkpoint: Checkpoint, layers: Sequence[EngineLayer], optimizer
 
 
 def load_chain(checkpoint: Checkpoint, chain: Chain) -> None:
-    """Loads a whole chain's parameters and buffers on one device (prediction, export)."""
+    """Loads a whole chain's weights, see `Checkpoint.weights`, on one device (prediction, export)."""
     chain.fill()
     for layer in chain.layers:
-        state = checkpoint.layer(layer.name)
-        parameters = dict(layer.module.named_parameters())
-        for name in state["parameters"]:
-            if name not in parameters:
+        weights = checkpoint.weights(layer.name)
+        targets: dict[str, Tensor] = dict(layer.module.named_parameters()) | dict(layer.module.named_buffers())
+        for name, value in weights.items():
+            if name not in targets:
                 raise CapslogError(f"{checkpoint.path}: the model's layer {layer.name!r} has no parameter {name!r}")
-        targets: dict[str, Tensor] = parameters | dict(layer.module.named_buffers())
-        for name, value in (state["parameters"] | state["buffers"]).items():
             if value.shape != targets[name].shape:
                 raise _mismatch(checkpoint.path, f"{layer.name}.{name}", value, targets[name])
             with torch.no_grad():

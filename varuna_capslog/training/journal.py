@@ -1,4 +1,4 @@
-"""What a run writes for people and programs: metrics.jsonl, events.jsonl, TensorBoard, and the line on the terminal.
+"""What a run writes for people and programs: metrics.jsonl, events.jsonl, loggers, and the line on the terminal.
 
 Every rank has a journal and hands it the same things; that of one rank at a time writes them. JSON Lines files are
 append-only, so a crash loses at most the line being written.
@@ -6,7 +6,6 @@ append-only, so a crash loses at most the line being written.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 from collections import deque
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from varuna_capslog.base import files
 from varuna_capslog.engine.step import Verdict
 from varuna_capslog.model.chain import TensorSpec
+from varuna_capslog.training.loggers import Loggers
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,6 +26,9 @@ __all__ = ["Journal", "RecentSteps", "peak_record", "score_line", "step_bar", "s
 
 _KEPT = 3
 """Steps. A writer is lost at most one step behind the others; the rest is reserve."""
+
+_LOGGED = ("loss", "lr", "grad_norm", "step_seconds", "samples_per_second")
+"""Of a step's numbers, those that loggers get besides the parts of the loss."""
 
 Line = TypeVar("Line")
 
@@ -120,14 +123,15 @@ class Journal:
     Args:
         run_dir: the run's folder.
         total_steps: where the progress bar ends; None if only time limits the run.
-        log_every: steps between refreshes of terminal and TensorBoard.
+        log_every: steps between refreshes of the terminal and the loggers.
+        loggers: names of the config's `train.loggers`.
 
     Attributes:
         writes: whether this rank is the one that writes; the others' methods only remember the last steps.
     """
 
-    def __init__(self, run_dir: Path, total_steps: int | None, log_every: int) -> None:
-        self._run_dir, self._total_steps, self._log_every = run_dir, total_steps, log_every
+    def __init__(self, run_dir: Path, total_steps: int | None, log_every: int, loggers: Sequence[str] = ()) -> None:
+        self._run_dir, self._total_steps, self._log_every, self._names = run_dir, total_steps, log_every, loggers
         self._generation = self._world_size = 0
         # with the generation and the number of ranks that made the step
         self._recent: RecentSteps[tuple[int, int, Mapping[str, Any]]] = RecentSteps(run_dir / "metrics.jsonl")
@@ -150,13 +154,9 @@ class Journal:
         self._console, self._progress, self._task = step_bar(self._total_steps, base, *left)
         self._live = self._console.is_terminal
         self._progress.start()
-        self._board: Any = None
-        with contextlib.suppress(ImportError):
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(self._run_dir / "tensorboard"), purge_step=base + 1)
         self._printed = 0.0
         self.writes = True
+        self._loggers = Loggers(self._names, self._run_dir, base, self.say)
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Adds one step's line; `record` is a `step_record`, perhaps with a `peak_record`."""
@@ -170,11 +170,9 @@ class Journal:
         step = int(record["step"])
         text = "  ".join(step_numbers(record))
         self._progress.update(self._task, completed=step, description=text)
-        if step % self._log_every == 0 and self._board is not None:
-            for name in ("loss", "lr", "grad_norm", "step_seconds", "samples_per_second"):
-                self._board.add_scalar(f"train/{name}", record[name], step)
-            for name, value in record.get("parts", {}).items():
-                self._board.add_scalar(f"parts/{name}", value, step)
+        if step % self._log_every == 0:
+            logged = {f"train/{name}": record[name] for name in _LOGGED}
+            self._loggers.log(logged | {f"parts/{name}": one for name, one in record.get("parts", {}).items()}, step)
         now = time.monotonic()
         if not self._live and (now - self._printed > 10 or self._printed == 0.0):
             self._printed = now
@@ -182,16 +180,14 @@ class Journal:
             self._console.print(f"step {step}{f' of {total:.0f}' if total else ''}  {text}", highlight=False)
 
     def scores(self, step: int, scores: Mapping[str, Any]) -> None:
-        """Adds an evaluation: evaluations.jsonl, TensorBoard, one line for people."""
+        """Adds an evaluation: evaluations.jsonl, the loggers, one line for people."""
         if not self.writes:
             return
         files.append_jsonl(
             self._run_dir / "evaluations.jsonl",
             {"step": step, "generation": self._generation, "time": time.time(), "scores": dict(scores)},
         )
-        if self._board is not None:
-            for name, value in _numbers_in(scores):
-                self._board.add_scalar(f"val/{name}", value, step)
+        self._loggers.log({f"val/{name}": value for name, value in _numbers_in(scores)}, step)
         self.say(score_line(step, scores))
 
     def event(self, kind: str, **details: Any) -> None:
@@ -206,10 +202,9 @@ class Journal:
             self._console.print(text, highlight=False)
 
     def close(self) -> None:
-        """Stops the progress bar and flushes TensorBoard; this rank writes no more until it begins again."""
+        """Stops the progress bar and closes the loggers; this rank writes no more until it begins again."""
         if not self.writes:
             return
         self.writes = False
         self._progress.stop()
-        if self._board is not None:
-            self._board.close()
+        self._loggers.close()

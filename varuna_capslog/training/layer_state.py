@@ -23,6 +23,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.layers import EngineLayer, persistent_buffers, take_layers
 from varuna_capslog.engine.optimizer import StageOptimizer
 from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.model.chain import Chain
 
 __all__ = [
@@ -34,19 +35,18 @@ __all__ = [
     "copy_in",
     "digest",
     "flatten",
+    "gradient_size",
     "initial",
     "install",
     "model_state",
     "moments_of",
+    "plain_number",
     "size_of",
 ]
 
 LayerState = dict[str, Tensor]
 Mismatch = Callable[[str, str, "Tensor | None", Tensor], CapslogError]
 """The error for ("parameter" or "buffer", its name, its value in the state or None, the tensor that it should fill)."""
-
-_STEP_BYTES = 4
-"""AdamW counts the steps of each parameter in a float32."""
 
 
 def flatten(
@@ -77,9 +77,14 @@ def moments_of(state: Mapping[str, Tensor], name: str) -> dict[str, Any]:
         if kind == "optimizer" and parameter == name:
             kept[key] = value
         elif kind == "number" and parameter == name:
-            number = float(value)
-            kept[key] = int(number) if number.is_integer() else number
+            kept[key] = plain_number(value)
     return kept
+
+
+def plain_number(value: Tensor) -> float:
+    """What a state keeps as a tensor of one number, as the optimizer has it: an int where it is whole."""
+    number = float(value)
+    return int(number) if number.is_integer() else number
 
 
 def copy_in(
@@ -172,11 +177,16 @@ def digest(state: Mapping[str, Tensor]) -> bytes:
     return total.digest()
 
 
-def size_of(chain: Chain, index: int) -> int:
-    """Bytes of a layer's state once every trainable parameter has AdamW's moments."""
+def size_of(chain: Chain, index: int, recipe: Recipe) -> int:
+    """Bytes of a layer's state once every trainable parameter was stepped as the recipe says."""
     trained = [parameter for parameter in chain.layers[index].module.parameters() if parameter.requires_grad]
-    moments = sum(2 * parameter.nbytes + _STEP_BYTES for parameter in trained)
+    moments = sum(sum(recipe.kept(parameter).values()) for parameter in trained)
     return sum(tensor.nbytes for tensor in model_state(chain, index).values()) + moments
+
+
+def gradient_size(chain: Chain, index: int) -> int:
+    """Bytes of the gradients of a layer's trainable parameters."""
+    return sum(one.nbytes for one in chain.layers[index].module.parameters() if one.requires_grad)
 
 
 class StateFollower(abc.ABC):
@@ -242,7 +252,7 @@ class Follower(StateFollower):
     ) -> None:
         (self._layer,) = take_layers(chain, [index], device, options.precision, ready={})
         super().__init__(self._layer.name, self._layer.parameters)
-        self._optimizer = StageOptimizer([self._layer], options.rate, options.weight_decay, options.multipliers)
+        self._optimizer = StageOptimizer([self._layer], options.recipe)
         self._statistics: dict[int, dict[int, Tensor]] = {}
         install(self._layer, self._optimizer, state)
 

@@ -110,7 +110,8 @@ class TrainingLoop:
         self, setup: RunSetup, device: torch.device, offset: int = 0, stop_wished: Callable[[], bool] = lambda: False
     ) -> None:
         self.setup, self.offset, self._stop_wished = setup, offset, stop_wished
-        self.log = Journal(setup.run_dir, setup.total_steps, setup.config.train.log_every)
+        train = setup.config.train
+        self.log = Journal(setup.run_dir, setup.total_steps, train.log_every, train.loggers)
         self.boundaries = Boundaries(setup, self.log)
         self.engine: Engine | None = None
         self.step = 0

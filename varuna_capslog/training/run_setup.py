@@ -15,16 +15,19 @@ from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Config
+from varuna_capslog.config.train import Train
 from varuna_capslog.engine.host_tier import TierOptions
-from varuna_capslog.engine.optimizer import LearningRate
+from varuna_capslog.engine.learning_rate import LearningRate
 from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.workload import DataSource, Workload
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training.checkpoint import open_checkpoint
 from varuna_capslog.training.feed import Feed
+from varuna_capslog.training.loggers import check_loggers
 
-__all__ = ["RunSetup", "build_chain", "check_plan", "initialise", "set_up_run"]
+__all__ = ["RunSetup", "build_chain", "check_plan", "initialise", "last_step", "set_up_run"]
 
 
 @dataclass(frozen=True)
@@ -76,30 +79,43 @@ def build_chain(config: Config, workload: Workload) -> tuple[Chain, list[str]]:
     return chain, initialise(chain, workload, config.init_from, config.init_skip)
 
 
+def last_step(train: Train, samples: int) -> int | None:
+    """Number of a run's last step over so many samples; None where only time limits it."""
+    limits = [] if train.epochs is None else [train.epochs * (samples // train.minibatch_size)]
+    if train.max_steps is not None:
+        limits.append(train.max_steps)
+    return min(limits, default=None)
+
+
 def set_up_run(config: Config, workload: Workload, plan: Plan | None = None) -> RunSetup:
     """Builds what a run trains; `plan` is one whose own actions the engine is to follow."""
     chain, left_out = build_chain(config, workload)
     source, train, pipeline = workload.train_data(), config.train, config.pipeline
     steps_per_epoch = len(source) // train.minibatch_size
     drop = train.lr_drop_steps if train.lr_drop_epochs is None else train.lr_drop_epochs * steps_per_epoch
+    last = last_step(train, len(source))
+    rate = LearningRate(
+        train.lr,
+        train.warmup_steps,
+        drop,
+        train.lr_drop_factor,
+        train.lr_schedule,
+        train.lr_decay_steps or last or 0,
+        train.lr_final_factor,
+    )
     options = replace(
         EngineOptions.of_config(config),
         transport=pipeline.transport,
         precision=train.precision,
         seed=train.seed,
         clip_norm=train.clip_norm,
-        weight_decay=train.weight_decay,
-        rate=LearningRate(train.lr, train.warmup_steps, drop, train.lr_drop_factor),
-        multipliers=train.lr_multipliers,
+        recipe=Recipe.of_config(train, rate),
         actions=plan.actions if plan is not None else None,
         tier=TierOptions(
             pipeline.host_tier, pipeline.host_capacity, pipeline.host_bandwidth, max(60.0, pipeline.timeout_seconds)
         ),
     )
-    limits = [] if train.epochs is None else [train.epochs * steps_per_epoch]
-    if train.max_steps is not None:
-        limits.append(train.max_steps)
-    return RunSetup(config, workload, chain, source, options, min(limits, default=None), left_out)
+    return RunSetup(config, workload, chain, source, options, last, left_out)
 
 
 def check_plan(setup: RunSetup, plan: Plan) -> None:
@@ -111,14 +127,17 @@ def check_plan(setup: RunSetup, plan: Plan) -> None:
         )
     if plan.model is not None and plan.model != chain.name:
         raise CapslogError(f"the plan is for the model {plan.model!r}, the config builds {chain.name!r}: plan again")
-    # a misspelt key would leave the plain learning rate
-    addresses = list(chain.named_parameters())
+    check_loggers(setup.config.train.loggers)
+    # a misspelt key would leave the plain settings
+    parameters = chain.named_parameters()
+    addresses = list(parameters)
     for text in setup.config.train.lr_multipliers:
         if not any(text in address for address in addresses):
             raise CapslogError(
                 f"train.lr_multipliers has the key {text!r}, which is part of no parameter's address; they look like "
                 f"{', '.join(repr(address) for address in addresses[:: max(1, len(addresses) // 3)][:3])}"
             )
+    setup.options.recipe.check({address: parameter.dim() for address, parameter in parameters.items()})
 
 
 def read_weights(path: Path, workload: Workload) -> tuple[dict[str, Tensor], list[str]]:
@@ -140,8 +159,7 @@ def read_weights(path: Path, workload: Workload) -> tuple[dict[str, Tensor], lis
     checkpoint = open_checkpoint(folder)
     weights: dict[str, Tensor] = {}
     for layer in checkpoint.manifest["layers"]:
-        state = checkpoint.layer(layer, mapped=True)
-        weights |= {f"{layer}.{name}": tensor for name, tensor in (state["parameters"] | state["buffers"]).items()}
+        weights |= {f"{layer}.{name}": tensor for name, tensor in checkpoint.weights(layer, mapped=True).items()}
     return weights, []
 
 

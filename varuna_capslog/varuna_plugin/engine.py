@@ -146,7 +146,7 @@ class VarunaEngine:
             EngineLayer(index, chain.layers[index], device, options.precision, names)
             for index, names in zip(own, shared, strict=True)
         ]
-        self.optimizer = StageOptimizer(self.layers, options.rate, options.weight_decay, options.multipliers)
+        self.optimizer = StageOptimizer(self.layers, options.recipe)
         # all that Varuna asks an optimizer for is its parameters: the update is ours
         self._varuna.set_optimizer(SimpleNamespace(param_groups=[{"params": list(self.optimizer.parameters.values())}]))
         self.loaded_microbatches = self._microbatches if own[0] == 0 else []

@@ -121,10 +121,10 @@ def test_temporaries_lie_on_top_of_results() -> None:
     assert lifetimes.live_bytes == 0
 
 
-def test_reading_a_number_gives_one() -> None:
+def test_reading_a_number_gives_one_that_optimizers_can_divide_by() -> None:
     seen = []
     followed(lambda: seen.extend([float(torch.ones(3).sum()), bool(torch.ones(3).any()), torch.arange(2).tolist()]))
-    assert seen == [1.0, True, [1, 1]]
+    assert seen == [1.5, True, [1, 1]]
 
 
 def test_recipes_give_what_torch_gives() -> None:

@@ -146,9 +146,11 @@ class PipelineWork(Work):
         self.chain = self.setup.chain
         # a chain with the weights that the run begins from; None: no longer needed, and made anew where it is
         self._fresh: Chain | None = self.chain
-        self.layer_bytes = tuple(layer_state.size_of(self.chain, index) for index in range(len(self.chain)))
+        recipe, every = self.setup.options.recipe, range(len(self.chain))
+        self.layer_bytes = tuple(layer_state.size_of(self.chain, index, recipe) for index in every)
+        gradients = [layer_state.gradient_size(self.chain, index) for index in every]
         edges = self.chain.edges
-        self.placer = Placer.of_config(run.config, run.profile, self.layer_bytes, plan=run.plan, edges=edges)
+        self.placer = Placer.of_config(run.config, run.profile, self.layer_bytes, gradients, run.plan, edges)
         self.proposes = self.placer.proposes
         self.loop = TrainingLoop(self.setup, device, start.offset, start.stop_wished)
         self.engine: PipelineEngine | None = None

@@ -206,12 +206,9 @@ def enough_microbatches(conditions: RunConditions, quirks: Quirks) -> int:
 def _begin_optimizer(engine: PipelineEngine, quirks: Quirks) -> None:
     """Gives the optimizer its moments and the kernels of the device, as if the engine had trained before."""
     for address, parameter in engine.optimizer.parameters.items():
-        empty = torch.empty_like(parameter)
-        moments = {"exp_avg": empty, "exp_avg_sq": empty, "step": torch.empty(())}
-        engine.optimizer.take_moments(address, moments, copy=True)
+        engine.optimizer.take_moments(address, engine.options.recipe.fresh(parameter), copy=False)
     if quirks.has("foreach update"):
-        for group in engine.optimizer._adamw.param_groups:
-            group["foreach"], group["fused"] = True, None
+        engine.optimizer.step_together()
 
 
 def hollow_ready(table: ShapeTable, conditions: RunConditions) -> Ready:

@@ -20,6 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from varuna_capslog.model.trace import a_number
+
 __all__ = ["Lifetimes", "Recipes", "Temporary"]
 
 Temporary = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], int]
@@ -42,7 +44,7 @@ class Lifetimes(TorchDispatchMode):
     Enter it inside a `FakeTensorMode`. A storage counts from the operator that makes it until nothing refers to it any
     more (a weak reference says when).
 
-    Reading a number out of a fake tensor gives 1: programs that count, scale or log go on.
+    Reading a number out of a fake tensor gives `a_number`: programs that count, scale or log go on.
 
     Args:
         temporary: what kernels take while they run; None: nothing.
@@ -138,7 +140,7 @@ class Lifetimes(TorchDispatchMode):
         if func is _prim_device:
             return args[0].fake_device
         if func is _item:
-            return _one(args[0].dtype)
+            return a_number(args[0].dtype)
         kwargs = kwargs or {}
         node = torch._C._current_autograd_node()
         number = -1 if node is None else node._sequence_nr()
@@ -199,12 +201,6 @@ def _changes_first_only(func: Any) -> bool:
     if "_foreach_" in schema.name or "_fused_" in schema.name:
         return not schema.returns
     return len(schema.returns) == 1 and schema.arguments[0].is_write
-
-
-def _one(dtype: torch.dtype) -> bool | int | float:
-    if dtype == torch.bool:
-        return True
-    return 1.0 if dtype.is_floating_point else 1
 
 
 def _is_dense(tensor: Tensor) -> bool:

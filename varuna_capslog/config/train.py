@@ -1,0 +1,158 @@
+"""The keys of a config's `train` section: how long, in which portions, and how the parameters are stepped."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from varuna_capslog.config.section import Section
+
+__all__ = ["ParameterGroup", "Train"]
+
+
+class ParameterGroup(Section):
+    """What holds for the parameters whose address matches a pattern."""
+
+    match: str = Field("*", min_length=1)
+    """Pattern of addresses, such as "*.bias" or "backbone.*": * stands for any text, ? for any character."""
+
+    vectors: bool = False
+    """Only parameters with at most one dimension: biases, and the weights of norms."""
+
+    lr_factor: float | None = Field(None, ge=0)
+    """Factor on the learning rate."""
+
+    weight_decay: float | None = Field(None, ge=0)
+    """Weight decay, instead of train.weight_decay."""
+
+    def holds(self, address: str, dimensions: int) -> bool:
+        """Whether it is for a parameter of this address with so many dimensions."""
+        return fnmatchcase(address, self.match) and not (self.vectors and dimensions > 1)
+
+
+class Train(Section):
+    """How long the model is trained, with which batch sizes and which optimizer."""
+
+    epochs: int | None = Field(None, gt=0)
+    """Passes over the training data; null means as many as max_steps or max_seconds allow (1 when neither is set)."""
+
+    max_steps: int | None = Field(None, gt=0)
+    """Optimizer steps after which training ends, counted over the whole run; null means no such limit."""
+
+    max_seconds: float | None = Field(None, gt=0)
+    """Seconds of training after which this process stops cleanly at a step boundary; null means no such limit."""
+
+    minibatch_size: int = Field(8, gt=0)
+    """Samples per optimizer step, over all replicas."""
+
+    microbatch_size: int = Field(1, gt=0)
+    """Samples that pass through the pipeline together; divides minibatch_size."""
+
+    seed: int = Field(0, ge=0)
+    """Fixes the initial weights, the order of the samples, augmentation and dropout."""
+
+    accumulation_blocks: int | None = Field(None, gt=0)
+    """Groups of microbatches whose gradients are summed before the groups are added; null means pipeline.replicas.
+    Runs with equal blocks give equal sums, whatever the number of replicas."""
+
+    optimizer: str = Field("adamw", pattern=r"^([A-Za-z]\w*|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")
+    """adamw, or the name of any class in torch.optim (sgd, adam, adafactor, ...), or package.module:Class of one with
+    the same interface. It must treat each parameter by itself."""
+
+    optimizer_args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the optimizer's class, such as {betas: [0.9, 0.95]} or {momentum: 0.9}."""
+
+    lr: float = Field(1e-4, gt=0)
+    """Learning rate."""
+
+    lr_multipliers: dict[str, float] = Field(default_factory=dict)
+    """Factors of lr for parameters whose address contains the given text (the first that matches counts)."""
+
+    weight_decay: float = Field(1e-4, ge=0)
+    """Weight decay of the optimizer (decoupled for adamw), on every parameter for which no group says another."""
+
+    parameter_groups: list[ParameterGroup] = Field(default_factory=list)
+    """What holds for some parameters only, such as [{vectors: true, weight_decay: 0}] for no decay on biases and norms.
+    Of several groups that hold for a parameter, the first that sets a value counts; lr_multipliers come after them."""
+
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate goes on after the warm-up: linear and cosine fall to lr_final_factor of lr until
+    lr_decay_steps."""
+
+    lr_decay_steps: int | None = Field(None, gt=0)
+    """Step at which a linear or cosine schedule ends; null means the run's last step."""
+
+    lr_final_factor: float = Field(0.0, ge=0, le=1)
+    """What a linear or cosine schedule leaves of lr at its end."""
+
+    lr_drop_epochs: int | None = Field(None, gt=0)
+    """The learning rate is multiplied by lr_drop_factor every so many epochs; null means never."""
+
+    lr_drop_steps: int | None = Field(None, gt=0)
+    """The same in optimizer steps; only one of the two may be set."""
+
+    lr_drop_factor: float = Field(0.1, gt=0)
+    """What a drop multiplies the learning rate by."""
+
+    warmup_steps: int = Field(0, ge=0)
+    """Steps over which the learning rate grows linearly to lr; 0 means none."""
+
+    ema: float | None = Field(None, ge=0, lt=1)
+    """Decay of the exponential moving average of every parameter, such as 0.9998; evaluations, predictions and the best
+    checkpoint are those of the average. null means none."""
+
+    ema_warmup_steps: int = Field(0, ge=0)
+    """At step t the decay is ema * (1 - exp(-t / ema_warmup_steps)), so that early weights count less; 0 means ema from
+    the beginning."""
+
+    clip_norm: float = Field(0.1, ge=0)
+    """Largest norm of all gradients of all stages together; longer gradients are scaled down. 0 switches it off."""
+
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16 runs layers under autocast; weights, sums and the optimizer stay float32."""
+
+    checkpoint_every: int | None = Field(None, gt=0)
+    """Steps between checkpoints; null writes one at each evaluation and at the end only."""
+
+    checkpoint_keep: int = Field(2, gt=0)
+    """How many of the newest checkpoints stay on disk (the best one stays besides)."""
+
+    evaluate_every: int | None = Field(0, ge=0)
+    """Steps between evaluations on the validation data; 0 evaluates at the end only, null never."""
+
+    log_every: int = Field(1, gt=0)
+    """Steps between refreshes of the terminal and the loggers; metrics.jsonl gets every step."""
+
+    loggers: list[Annotated[str, Field(pattern=r"^(tensorboard|wandb|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")]] = Field(
+        default_factory=lambda: ["tensorboard"]
+    )
+    """Where the numbers go besides metrics.jsonl: tensorboard (left out where it is not installed), wandb (offline
+    unless WANDB_MODE says otherwise), package.module:function of one that is called with the numbers and their step."""
+
+    threads: int = Field(1, gt=0)
+    """CPU threads of each worker. One thread makes sums repeat bit for bit."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> Train:
+        if self.epochs is None and self.max_steps is None and self.max_seconds is None:
+            self.epochs = 1
+        if self.minibatch_size % self.microbatch_size:
+            raise ValueError(
+                f"train.minibatch_size={self.minibatch_size} is not divisible by "
+                f"train.microbatch_size={self.microbatch_size}; choose sizes that divide"
+            )
+        if self.lr_drop_epochs is not None and self.lr_drop_steps is not None:
+            raise ValueError("train.lr_drop_epochs and train.lr_drop_steps are both set; keep one of them")
+        if self.lr_schedule != "constant" and (self.lr_drop_epochs or self.lr_drop_steps):
+            raise ValueError(
+                f"train.lr_schedule={self.lr_schedule} and a drop (lr_drop_epochs or lr_drop_steps) are both set; keep "
+                "one of them"
+            )
+        if self.lr_schedule != "constant" and (self.epochs or self.max_steps or self.lr_decay_steps) is None:
+            raise ValueError(
+                f"train.lr_schedule={self.lr_schedule} must know its last step, and train.max_seconds alone does not "
+                "say it; set train.lr_decay_steps, max_steps or epochs"
+            )
+        return self

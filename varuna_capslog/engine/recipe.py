@@ -1,0 +1,273 @@
+"""How a run steps its parameters: the optimizer, the learning rate, what holds for which parameters, their average.
+
+A recipe is plain values, the same on every rank. Each rank makes an optimizer of it for its own parameters, and so does
+each copy of a layer. Therefore an optimizer must treat every parameter by itself; `check` tries whether it does.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from glob import escape
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from varuna_capslog.base import fields
+from varuna_capslog.base.errors import CapslogError, ConfigError
+from varuna_capslog.config.train import ParameterGroup, Train
+from varuna_capslog.engine.learning_rate import LearningRate
+from varuna_capslog.model.trace import a_number
+from varuna_capslog.model.workload import imported
+
+__all__ = ["AVERAGE", "Recipe"]
+
+AVERAGE = "ema"
+"""The key of a parameter's average beside what its optimizer keeps."""
+
+_FUSED = ("adamw", "adam", "sgd", "adagrad")
+"""Optimizers of torch with a fused kernel on the CPU: one call per parameter instead of a dozen."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """See the keys of the same names in the config's `train` section.
+
+    Attributes:
+        optimizer: name of a class in `torch.optim` in any case, or `package.module:Class` of one with its interface.
+        arguments: further arguments of that class.
+        weight_decay: what parameters have where no group says another.
+        groups: of several that hold for a parameter, the first one that sets a value counts.
+        ema: decay of the average of each parameter over the steps, None = no average.
+        ema_warmup_steps: the decay of step t is `ema * (1 - exp(-t / ema_warmup_steps))`; 0: `ema` from the beginning.
+    """
+
+    rate: LearningRate = field(default_factory=lambda: LearningRate(1e-4))
+    optimizer: str = "adamw"
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    weight_decay: float = 1e-4
+    groups: Sequence[ParameterGroup] = ()
+    ema: float | None = None
+    ema_warmup_steps: int = 0
+
+    @classmethod
+    def of_config(cls, train: Train, rate: LearningRate | None = None) -> Recipe:
+        """What the config's `train` section says; without a rate, for who only asks what is kept, the section's lr."""
+        factors = train.lr_multipliers.items()
+        multiplied = [ParameterGroup(match=f"*{escape(text)}*", lr_factor=factor) for text, factor in factors]
+        return cls(
+            rate=rate or LearningRate(train.lr),
+            optimizer=train.optimizer,
+            arguments=train.optimizer_args,
+            weight_decay=train.weight_decay,
+            groups=[*train.parameter_groups, *multiplied],
+            ema=train.ema,
+            ema_warmup_steps=train.ema_warmup_steps,
+        )
+
+    def __str__(self) -> str:
+        """The optimizer with its further arguments, such as `sgd(momentum=0.9)`; `+ema` where there is an average."""
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items())
+        return f"{self.optimizer}{f'({arguments})' if arguments else ''}{'' if self.ema is None else '+ema'}"
+
+    def described(self, parameters: Iterable[Tensor]) -> dict[str, Any]:
+        """What a profile's conditions say of it.
+
+        Args:
+            parameters: of the model; those that are not trained do not count.
+
+        Returns:
+            "optimizer" and, where it is not twice the parameters as with AdamW, "optimizer_copies": the bytes that it
+            keeps in parts of those of the parameters.
+        """
+        if self.is_plain_adamw and self.ema is None:
+            return {"optimizer": str(self)}
+        sizes = [
+            (sum(self.kept(parameter).values()), parameter.nbytes)
+            for parameter in parameters
+            if parameter.requires_grad
+        ]
+        copies = sum(kept for kept, _ in sizes) / max(1, sum(size for _, size in sizes))
+        return {"optimizer": str(self), "optimizer_copies": round(copies, 4)}
+
+    @functools.cached_property
+    def kind(self) -> Any:
+        """The optimizer's class.
+
+        Raises:
+            ConfigError: no such class.
+        """
+        if ":" in self.optimizer:
+            return imported(self.optimizer, f"train.optimizer={self.optimizer!r}")
+        known = {
+            name.lower(): kind
+            for name, kind in vars(torch.optim).items()
+            if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+        }
+        fields.refuse_unknown([self.optimizer.lower()], sorted(known), "train.optimizer")
+        return known[self.optimizer.lower()]
+
+    @property
+    def is_plain_adamw(self) -> bool:
+        """AdamW without further arguments than its betas and eps."""
+        return self.kind is torch.optim.AdamW and set(self.arguments) <= {"betas", "eps"}
+
+    def settings(self, address: str, dimensions: int) -> tuple[float, float]:
+        """Factor on the learning rate, and weight decay, of the parameter with this address and so many dimensions."""
+        found = [group for group in self.groups if group.holds(address, dimensions)]
+        factor = next((group.lr_factor for group in found if group.lr_factor is not None), 1.0)
+        decay = next((group.weight_decay for group in found if group.weight_decay is not None), self.weight_decay)
+        return factor, decay
+
+    def build(self, parameters: Mapping[str, nn.Parameter], on_cpu: bool) -> torch.optim.Optimizer:
+        """An optimizer over these parameters by address; every one of its groups has a key `lr_factor`.
+
+        Args:
+            on_cpu: they lie on the CPU, where torch's fused kernels take a third of the time.
+
+        Raises:
+            ConfigError: its class refuses the arguments, or one of the parameters.
+        """
+        shared: dict[tuple[float, float], list[nn.Parameter]] = {}
+        for address, parameter in parameters.items():
+            shared.setdefault(self.settings(address, parameter.dim()), []).append(parameter)
+        shared = shared or {(1.0, self.weight_decay): []}  # torch takes no empty list of groups
+        takes = inspect.signature(self.kind).parameters
+        decays = "weight_decay" in takes
+        arguments = {"lr": self.rate.base, **self.arguments}
+        if on_cpu and self.optimizer.lower() in _FUSED and not {"fused", "foreach", "differentiable"} & set(arguments):
+            arguments["fused"] = True
+        groups = [
+            {"params": group, "lr_factor": factor, **({"weight_decay": decay} if decays else {})}
+            for (factor, decay), group in shared.items()
+        ]
+        try:
+            built: torch.optim.Optimizer = self.kind(groups, **arguments)
+        except Exception as error:
+            shown = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items())
+            raise ConfigError(
+                f"train.optimizer={self.optimizer} refuses {shown or 'its arguments'} or one of the parameters "
+                f"({error}); see train.optimizer_args and the documentation of {self.kind.__name__}"
+            ) from error
+        return built
+
+    def average_decay(self, step: int) -> float:
+        """The decay of the average at optimizer step `step`, counted from 1; 0 without one."""
+        decay = self.ema or 0.0
+        return decay * (1 - math.exp(-step / self.ema_warmup_steps)) if self.ema_warmup_steps else decay
+
+    def fresh(self, parameter: Tensor) -> dict[str, Any]:
+        """What is kept of a parameter after its first step, by key; of the tensors only shape and type mean anything.
+
+        Args:
+            parameter: a fake one, inside its `FakeTensorMode`.
+        """
+        if self.is_plain_adamw:  # as below, but quicker: estimates ask for thousands
+            found = {name: torch.empty_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            found["step"] = torch.empty(())
+        else:
+            stepped = nn.Parameter(parameter.detach())
+            stepped.grad = torch.empty_like(stepped)
+            with _ReadNumbers():
+                built = self.build({"": stepped}, on_cpu=True)
+                built.step()
+            found = dict(built.state[stepped])
+        if self.ema is not None:
+            found[AVERAGE] = torch.empty_like(parameter)
+        return found
+
+    def kept(self, parameter: Tensor) -> dict[str, int]:
+        """Bytes that are kept of a parameter beside itself and its gradient once it was stepped, by key."""
+        shape, arguments = tuple(parameter.shape), _hashable(self.arguments)
+        return dict(_kept(self.optimizer, arguments, self.ema is not None, shape, parameter.dtype))
+
+    def check_kept(self, address: str, parameter: Tensor, kept: Mapping[str, Any]) -> None:
+        """Raises CapslogError where `kept`, by key, is what another optimizer kept of this parameter."""
+        wanted = set(self.kept(parameter)) - {AVERAGE}
+        found = {key for key, value in kept.items() if isinstance(value, Tensor)} - {AVERAGE}
+        if wanted != found:
+            raise CapslogError(
+                f"of {address!r} an optimizer kept {sorted(found)}, but train.optimizer={self.optimizer} keeps "
+                f"{sorted(wanted)}; set train.optimizer and train.optimizer_args back, or begin a new run with "
+                "init_from"
+            )
+
+    def check(self, parameters: Mapping[str, int]) -> None:
+        """Whether a run can follow it.
+
+        Args:
+            parameters: dimensions by address, of all of the model's.
+
+        Raises:
+            ConfigError: no optimizer of this name, one that cannot step a part of the parameters by itself, or a group
+                that holds for no parameter.
+        """
+        self._check_optimizer()
+        for group in self.groups:
+            if not any(group.holds(address, dimensions) for address, dimensions in parameters.items()):
+                those = " with at most one dimension" if group.vectors else ""
+                addresses = list(parameters)
+                raise ConfigError(
+                    f"train.parameter_groups has the pattern {group.match!r}, which matches no parameter{those}; their "
+                    f"addresses look like {', '.join(map(repr, addresses[:: max(1, len(addresses) // 3)][:3]))}"
+                )
+
+    def _check_optimizer(self) -> None:
+        kind, name = self.kind, f"train.optimizer={self.optimizer}"
+        if self.is_plain_adamw:
+            return
+        if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+            raise ConfigError(f"{name} is not a class with the interface of torch.optim.Optimizer; name such a class")
+        closure = inspect.signature(kind.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ConfigError(f"{name} must compute the loss several times a step, which no pipeline can; name another")
+        both = self._tried(("first", "second"))
+        if [tensor for name in ("first", "second") for tensor in self._tried((name,))] != both:
+            raise ConfigError(
+                f"{name} steps a parameter otherwise beside another one than alone, so that the cuts would change the "
+                "result; name an optimizer that treats each parameter by itself"
+            )
+        takes = inspect.signature(kind).parameters
+        if "weight_decay" not in takes and any(group.weight_decay for group in self.groups):
+            raise ConfigError(f"{name} knows no weight decay, but train.parameter_groups sets one; leave it out there")
+
+    def _tried(self, names: Iterable[str]) -> list[list[float]]:
+        """The values of small parameters after two steps together."""
+        values = {"first": torch.linspace(-1, 1, 6).reshape(2, 3), "second": torch.linspace(2, -3, 12).reshape(4, 3)}
+        parameters = {name: nn.Parameter(values[name].clone()) for name in names}
+        optimizer = self.build(parameters, on_cpu=True)
+        for step in (1, 2):
+            for name, parameter in parameters.items():
+                parameter.grad = values[name].flip(0) * step
+            optimizer.step()
+        return [parameter.detach().flatten().tolist() for parameter in parameters.values()]
+
+
+class _ReadNumbers(TorchDispatchMode):
+    """Reading a number out of a fake tensor gives `a_number`."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return a_number(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@functools.lru_cache(maxsize=4096)
+def _kept(
+    optimizer: str, arguments: tuple[tuple[str, Any], ...], averaged: bool, shape: tuple[int, ...], dtype: torch.dtype
+) -> tuple[tuple[str, int], ...]:
+    """`Recipe.kept`, from a step on a fake parameter; equal shapes are tried once."""
+    recipe = Recipe(optimizer=optimizer, arguments=dict(arguments), ema=0.0 if averaged else None)
+    with FakeTensorMode():
+        found = recipe.fresh(torch.empty(shape, dtype=dtype))
+        return tuple((key, value.nbytes) for key, value in found.items() if isinstance(value, Tensor))
+
+
+def _hashable(arguments: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in arguments.items())
