@@ -1,7 +1,12 @@
 """Decides where to cut a deep network into pipeline stages, proves it before the run, and trains with it.
 
-What a program needs is imported from here: `from varuna_capslog import Chain, read_plan`. Each name is loaded from its
-room when it is first used, so importing this package imports no torch. No room imports this module.
+    import varuna_capslog as capslog
+
+    plan = capslog.plan(model, sample, devices=4, capacity="16GiB")
+    print(plan)
+
+What a program needs is had from here. Each name is loaded from its room when it is first used, so importing this
+package imports no torch. No room imports this module.
 """
 
 from __future__ import annotations
@@ -14,6 +19,9 @@ TYPE_CHECKING = (
 if TYPE_CHECKING:
     from typing import Any
 
+    from varuna_capslog.api.estimating import Estimate, estimate
+    from varuna_capslog.api.planning import ModelPlan, plan
+    from varuna_capslog.api.training import TrainedRun, train
     from varuna_capslog.base.errors import CapslogError
     from varuna_capslog.base.version import __version__
     from varuna_capslog.config.reading import Config, load_config
@@ -28,23 +36,32 @@ __all__ = [
     "Chain",
     "Config",
     "DataSource",
+    "Estimate",
     "Layer",
     "LayerFactory",
     "LayerProfile",
+    "ModelPlan",
     "Plan",
     "Profile",
+    "TrainedRun",
     "Workload",
     "__version__",
+    "estimate",
     "load_config",
     "on_notice",
+    "plan",
     "read_plan",
     "read_profile",
     "request_morph",
+    "train",
     "write_plan",
     "write_profile",
 ]
 
 _NAMES = {
+    "api.estimating": ("Estimate", "estimate"),
+    "api.planning": ("ModelPlan", "plan"),
+    "api.training": ("TrainedRun", "train"),
     "base.errors": ("CapslogError",),
     "base.version": ("__version__",),
     "config.reading": ("Config", "load_config"),

@@ -14,6 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.extras import needed
 from varuna_capslog.base.version import __version__
 from varuna_capslog.commands.chaos import chaos
 from varuna_capslog.commands.compare import compare
@@ -79,7 +80,8 @@ def _run(arguments: list[str]) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     debug = os.environ.get("CAPSLOG_DEBUG", "") not in ("", "0")
     try:
-        status = app(arguments, standalone_mode=False, prog_name="capslog")
+        with needed("this command"):
+            status = app(arguments, standalone_mode=False, prog_name="capslog")
     except (KeyboardInterrupt, typer.Abort):
         status = 130
     except CapslogError as error:

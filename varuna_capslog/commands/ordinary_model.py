@@ -122,28 +122,16 @@ def config_of_model(flags: ModelFlags, pipeline: dict[str, int | str], minibatch
     Raises:
         CapslogError: a flag that cannot be read, and what `ModelSection` refuses.
     """
-    from varuna_capslog.config.reading import assignments, section
-    from varuna_capslog.config.settings import Config
-    from varuna_capslog.model.model_workload import config_values
+    from varuna_capslog.config.reading import assignments
+    from varuna_capslog.start.ordinary import OrdinaryModel, ordinary_config
 
-    assert flags.model is not None
+    device, measured = flags.device, flags.estimate is False
     names = None if flags.cut_points is None else [name.strip() for name in flags.cut_points.split(",")]
     arguments = assignments(flags.arguments or [], "--model-arg")
-    values = config_values(flags.model, flags.inputs or [], names, int(pipeline["devices"]), arguments)
-    if minibatch is not None:
-        values["train"]["minibatch_size"] = minibatch
-    device, measured = flags.device, flags.estimate is False
     if measured and device is not None and device.startswith("cuda:"):
         raise CapslogError(f"--measure runs on the device that is here; --device {device} goes with --estimate")
-    if device is None or device == "cuda":
-        import torch
-
-        here = torch.cuda.is_available()
-        device = device or ("cuda" if here else "cpu")
-        if here and device == "cuda" and "capacity" not in pipeline:
-            pipeline = pipeline | {"capacity": torch.cuda.get_device_properties(0).total_memory}
-    profile = {"source": "measured" if measured else "estimated", "device": device}
-    return section(Config, values | {"pipeline": pipeline, "profile": profile}, "")
+    model = OrdinaryModel(flags.model, flags.inputs or [], names, arguments)
+    return ordinary_config(model, pipeline, minibatch, device, measured)
 
 
 @contextmanager

@@ -142,14 +142,17 @@ def _plan_one(request: PlanRequest, config: Config | None, given: PlanFlags) -> 
     """One pipeline by one planner."""
     profile = request.only_profile()
     if config is None:
-        from varuna_capslog.config.settings import Pipeline
-        from varuna_capslog.planning.search import plan as search
-        from varuna_capslog.planning.simulation import with_step_seconds
+        from varuna_capslog.start.of_profile import plan_of_profile
 
-        count = None if request.minibatch_size is None else request.microbatches(profile)
-        run, name = dataclasses.replace(request.run, num_microbatches=count), given.planner or Pipeline().planner
-        found = search(profile, request.devices, name, request.memory, request.capacity, run, request.link)
-        found = with_step_seconds(profile, found, run, request.link)
+        found = plan_of_profile(
+            profile,
+            request.devices,
+            given.planner,
+            request.memory,
+            request.capacity,
+            request.minibatch_size,
+            request.link,
+        )
     else:
         from varuna_capslog.start.prepare import plan_run
 
@@ -206,7 +209,8 @@ def _request(config: Config | None, given: PlanFlags) -> PlanRequest:
     from varuna_capslog.commands.plan_time import PlanRequest
     from varuna_capslog.config.settings import Pipeline
     from varuna_capslog.profiles.record import read_profile
-    from varuna_capslog.schedules import SCHEDULES, RunShape
+    from varuna_capslog.schedules import RunShape
+    from varuna_capslog.start.of_profile import run_of_profile
     from varuna_capslog.start.prepare import estimate_memo, profile_run
 
     link = shared.link_of(given.bandwidth, given.latency, host_bandwidth=given.host_bandwidth)
@@ -223,13 +227,12 @@ def _request(config: Config | None, given: PlanFlags) -> PlanRequest:
             link,
             memo,
         )
-    defaults = Pipeline()
     assert given.devices is not None, "needed without a config"
-    memory = given.memory or defaults.memory
+    memory = given.memory or Pipeline().memory
     return PlanRequest(
         read,
         given.devices,
-        RunShape.of_conditions(read[0].conditions, memory if memory in SCHEDULES else defaults.schedule),
+        run_of_profile(read[0], memory),
         memory,
         None if given.capacity is None else units.parse_capacity(given.capacity),
         given.minibatch,

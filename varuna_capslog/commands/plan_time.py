@@ -43,13 +43,11 @@ class PlanRequest:
     def microbatches(self, profile: Profile) -> int:
         """Microbatches of a step with the size that a profile holds for; 4 per device where no minibatch is given."""
         from varuna_capslog.planners import DEFAULT_MICROBATCHES_PER_STAGE
+        from varuna_capslog.start.of_profile import microbatches_of
 
-        size = profile.conditions.get("microbatch_size", 1)
         if self.minibatch_size is None:
             return DEFAULT_MICROBATCHES_PER_STAGE * self.devices
-        if self.minibatch_size % size:
-            raise CapslogError(f"--minibatch {self.minibatch_size} is not a multiple of the microbatch size {size}")
-        return int(self.minibatch_size // size)
+        return microbatches_of(profile, self.minibatch_size)
 
     def only_profile(self) -> Profile:
         """The one profile. Raises CapslogError for several: a choice that only joint plans make."""

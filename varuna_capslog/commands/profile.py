@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.commands import shared
@@ -15,7 +13,6 @@ from varuna_capslog.commands.shared import option
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
-    from varuna_capslog.profiles.record import Profile
 
 __all__ = ["profile"]
 
@@ -54,7 +51,9 @@ def profile(given: ProfileFlags) -> None:
     if given.as_json:
         shared.print_json(result.to_json())
     else:
-        _print(result, "not written; -o FILE keeps it" if path is None else f"written to {path}")
+        from varuna_capslog.reports.tables import profile_table
+
+        profile_table(result, "not written; -o FILE keeps it" if path is None else f"written to {path}").print()
 
 
 def _config(given: ProfileFlags) -> Config:
@@ -66,51 +65,3 @@ def _config(given: ProfileFlags) -> Config:
     if given.order is not None:
         raise CapslogError("--order is of measured runs of a CONFIG; leave it out with --model")
     return config_of_model(given, {"devices": 1})
-
-
-def _print(result: Profile, where: str) -> None:
-    from varuna_capslog.base.units import format_bytes
-
-    rows, notes = [], []
-    for index, layer in enumerate(result.layers):
-        sizes = ["" if size is None else format_bytes(size) for size in (layer.isolated_bytes, layer.added_bytes)]
-        times = ["" if t is None else f"{t * 1e3:.1f} ms" for t in (layer.forward_seconds, layer.backward_seconds)]
-        rows.append([str(index), layer.name, *sizes, *times])
-    headings = ["", "layer", "alone (M_i)", "added (M_a)", "forward", "backward"]
-    if result.edges != [(index, index + 1) for index in range(result.num_layers - 1)]:
-        headings.append("reads from")
-        for reader, row in enumerate(rows):
-            row.append(", ".join(str(writer) for writer, other in result.edges if other == reader))
-    if "input_sizes" in result.conditions:
-        notes.append(_sizes(result.conditions["input_sizes"]))
-    if "headroom" in result.conditions:
-        room = result.conditions["headroom"]
-        notes.append(
-            f"a device needs {room['fragmentation']:.3g} times a stage's peak, and {format_bytes(room['fixed_bytes'])}"
-        )
-    for limit in result.conditions.get("limits", []):
-        notes.append(f"bytes are too low for {limit}: measure them (--measure)")
-    if "profiling" in result.conditions:
-        notes.append(_launches(result.conditions["profiling"]))
-    title = f"{result.model or 'model'}: {result.num_layers} layers, {result.source}"
-    shared.print_table(title, headings, rows, left=(1, 6), notes=[*notes, where])
-
-
-def _sizes(sizes: Mapping[str, Any]) -> str:
-    """The largest microbatch, which the bytes are for, and the median of those that training meets."""
-
-    def text(shapes: Mapping[str, list[int]]) -> str:
-        name, shape = max(shapes.items(), key=lambda item: math.prod(item[1]))
-        return f"{name} {'x'.join(map(str, shape))}"
-
-    if sizes["sampled"] == 1:
-        return f"every microbatch: {text(sizes['largest'])}"
-    return f"largest {text(sizes['largest'])}, median {text(sizes['median'])} of {sizes['sampled']} sampled minibatches"
-
-
-def _launches(runs: Mapping[str, Any]) -> str:
-    return (
-        f"order {runs['order']}: {runs['launches']} launch(es) on {runs['workers']} workers, {runs['rounds']} rounds "
-        f"of {runs['mean_seconds']:.2f} s for {runs['stage_runs']} stage runs, {runs['total_seconds']:.1f} s in all, "
-        f"{runs['end_to_end_seconds']:.1f} s end to end"
-    )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,26 +9,24 @@ import typer
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.commands import shared
-from varuna_capslog.commands.train import run_workers
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
 
 __all__ = ["evaluate", "predict", "report"]
 
-_NUM_SAMPLES = 8
-
 
 def evaluate(run_dir: shared.RunDirectory, as_json: shared.AsJson = False) -> None:
     """Score the best checkpoint of a run; the scores are also written to RUN_DIR/evaluation.json."""
     from varuna_capslog.base import files
     from varuna_capslog.base.supervisor import reserve
+    from varuna_capslog.start.local_run import run_workers
 
     settings = shared.run_config(run_dir)
     path = run_dir / "evaluation.json"
     with reserve(run_dir):
         path.unlink(missing_ok=True)
-        run_workers(settings, "--evaluate", workers=_ranks_of(settings))
+        run_workers(settings, shared.tell, "--evaluate", workers=_ranks_of(settings))
     scores = files.read_json(path)
     if as_json:
         shared.print_json(scores)
@@ -62,11 +58,13 @@ def predict(
     as_json: shared.AsJson = False,
 ) -> None:
     """Draw what a run's best checkpoint (the newest one, if it was never evaluated) sees on images."""
+    from varuna_capslog.api.reporting import draw_predictions
+
     for image in images:
         if not image.is_file():
             raise CapslogError(f"image {str(image)!r} is not a file; check the path")
     settings = shared.run_config(run_dir)
-    pictures = _draw(settings, images, output or run_dir / "predictions")
+    pictures = draw_predictions(settings, images, output or run_dir / "predictions")
     if as_json:
         shared.print_json([str(picture) for picture in pictures])
         return
@@ -78,53 +76,12 @@ def report(run_dir: shared.RunDirectory, as_json: shared.AsJson = False) -> None
     """Write RUN_DIR/report: peaks predicted and measured, the schedule, curves and sample predictions."""
     settings = shared.run_config(run_dir)  # says so in one sentence where this is no run
 
-    from varuna_capslog.reports.page import write_report
+    from varuna_capslog.api.reporting import write_run_report
 
-    try:
-        _draw_samples(settings)
-    except CapslogError as error:
-        # a page without pictures is better than none, and says that they are missing
-        typer.echo(f"note: no sample predictions: {error}", err=True)
-    page = write_report(run_dir, _rehearse)
+    page, problem = write_run_report(settings)
+    if problem is not None:
+        typer.echo(f"note: {problem}", err=True)
     if as_json:
         shared.print_json({"report": str(page)})
     else:
         typer.echo(f"report: {page}")
-
-
-def _rehearse(config: Config, cuts: Sequence[int], shapes: Mapping[str, Sequence[int]]) -> list[int]:
-    from varuna_capslog.profiling.rehearsal import rehearse_config
-
-    return rehearse_config(config, cuts, shapes)
-
-
-def _draw(config: Config, images: Sequence[Path], out: Path) -> list[Path]:
-    """Runs the best checkpoint (the newest, if the run was never evaluated) on pictures; returns the drawn ones in
-    `out`.
-
-    Raises:
-        CapslogError: no checkpoint, one of another model, or a picture that cannot be read.
-    """
-    from varuna_capslog.model.workload import load_workload
-    from varuna_capslog.training.checkpoint import best_checkpoint, load_chain
-
-    workload = load_workload(config)
-    checkpoint = best_checkpoint(config.run_dir / "checkpoints")
-    chain = workload.build_chain()
-    load_chain(checkpoint, chain)
-    return workload.predict(chain, images, out)
-
-
-def _draw_samples(config: Config) -> None:
-    """Draws a few validation pictures into `predictions/`, replacing older ones, where the run has a checkpoint and
-    its workload has such pictures.
-    """
-    from varuna_capslog.model.workload import load_workload
-
-    if not any((config.run_dir / "checkpoints").glob("step-*")):
-        return
-    samples = load_workload(config).sample_files(_NUM_SAMPLES)
-    if samples:
-        folder = config.run_dir / "predictions"
-        shutil.rmtree(folder, ignore_errors=True)
-        _draw(config, samples, folder)

@@ -46,6 +46,7 @@ __all__ = [
     "print_table",
     "profile_of",
     "run_config",
+    "tell",
 ]
 
 Options = TypeVar("Options")
@@ -117,7 +118,7 @@ def load(path: Path, overrides: Sequence[str] | None, *more: str) -> Config:
     """
     from varuna_capslog.start.given_plan import load_run_config
 
-    return load_run_config(path, [*(overrides or ()), *more], lambda line: typer.echo(f"capslog: {line}", err=True))
+    return load_run_config(path, [*(overrides or ()), *more], tell)
 
 
 def run_config(run_dir: Path) -> Config:
@@ -168,6 +169,11 @@ def link_of(
     )
 
 
+def tell(line: str) -> None:
+    """One line on standard error."""
+    typer.echo(f"capslog: {line}", err=True)
+
+
 def print_json(value: Any) -> None:
     """Prints one JSON document."""
     typer.echo(json.dumps(value, indent=1, allow_nan=False))
@@ -181,46 +187,13 @@ def print_table(
     notes: Iterable[str] = (),
 ) -> None:
     """Prints a table, set to the right but for the columns in `left`, and a line below it for each note."""
-    from rich.console import Console
-    from rich.table import Table
+    from varuna_capslog.base.tables import Table
 
-    table = Table(title=title)
-    for column, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if column in left else "right")
-    for row in rows:
-        table.add_row(*row)
-    console = Console()
-    console.print(table)
-    for note in notes:
-        console.print(note, highlight=False, markup=False)
+    Table(title, headings, list(rows), left, list(notes)).print()
 
 
 def print_plan(plan: Plan, profile: Profile | None = None) -> None:
-    """Prints the stages: layers (the first and the last also by name where a profile knows it), predicted peak and what
-    is left of the device beside it and its headroom; the blocks where stages share them out, and what is not kept where
-    the plan says so.
-    """
-    from varuna_capslog.base.units import format_bytes
-    from varuna_capslog.planning.verdict import judge_plan
+    """Prints the table of a plan's stages; see `reports.tables.plan_table`."""
+    from varuna_capslog.reports.tables import plan_table
 
-    title = f"{plan.planner or 'given cuts'}: {len(plan.stages)} stages of {plan.num_layers} layers"
-    ranks, verdict, rows = plan.placement(), judge_plan(plan, profile), []
-    for number, stage in enumerate(plan.stages):
-        names = [profile.layers[index].name for index in (stage.first, stage.end - 1)] if profile else ["", ""]
-        peak = None if plan.stage_bytes is None else plan.stage_bytes[number]
-        margin = "" if verdict is None else format_bytes(verdict.margins[number])
-        shown = "unknown" if peak is None else format_bytes(peak)
-        served = "all" if stage.blocks is None else ", ".join(map(str, stage.blocks))
-        rows.append([str(number), str(ranks[number]), stage.spans, *names, shown, margin, served])
-        rows[-1].append(", ".join(f"{one.kind} {one.first}-{one.end - 1}" for one in stage.memory or ()))
-    notes = [] if plan.search_seconds is None else [f"found in {plan.search_seconds * 1e3:.3g} ms"]
-    if plan.stage_bytes is None and any(one.bytes is not None for one in plan.ranks):
-        sizes = ["unknown" if one.bytes is None else format_bytes(one.bytes) for one in plan.ranks]
-        notes.append(f"peak of each rank: {', '.join(sizes)}")
-    headings = ("stage", "rank", "layers", "from", "to", "peak", "margin", "blocks", "memory")
-    absent = dict.fromkeys((3, 4), profile is None)
-    absent |= {7: not any(stage.blocks for stage in plan.stages), 8: not any(stage.memory for stage in plan.stages)}
-    kept = [place for place in range(len(headings)) if not absent.get(place)]
-    left = [place for place, column in enumerate(kept) if column in (3, 4, 7, 8)]
-    shown_rows = [[row[place] for place in kept] for row in rows]
-    print_table(title, [headings[place] for place in kept], shown_rows, left=left, notes=notes)
+    plan_table(plan, profile).print()

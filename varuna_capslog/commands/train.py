@@ -5,7 +5,6 @@ notice` are what people and schedulers tell an elastic run that is going on.
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,10 @@ if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
     from varuna_capslog.elastic.host.host import HostEnd
     from varuna_capslog.elastic.host.options import HostOptions
+    from varuna_capslog.plans.plan import Plan
+    from varuna_capslog.profiles.record import Profile
 
-__all__ = ["check_address", "host", "join_until_end", "morph", "notice", "run_workers", "train"]
+__all__ = ["check_address", "host", "join_until_end", "morph", "notice", "train"]
 
 
 def train(
@@ -39,38 +40,12 @@ def train(
     ] = None,
 ) -> None:
     """Train over the planned pipeline. Ctrl-C stops after the step; the same command continues."""
-    from varuna_capslog.base.supervisor import reserve
-    from varuna_capslog.elastic.host.options import HostOptions
-    from varuna_capslog.elastic.member.held_state import recover
+    from varuna_capslog.start.local_run import train_here
 
     settings = shared.load(config, overrides)
     if nproc is not None:
         settings = _of_workers(settings, nproc, f"--nproc {nproc}", config, overrides)
-    with reserve(settings.run_dir):  # from here on: another run's plan must not change under its workers
-        _prepare_and_print(settings)
-        if settings.elastic.enabled:
-            options = HostOptions(settings.run_dir, num_workers=settings.world_size)
-            _run_elastic(settings, options, "the same command continues")
-            return
-        if settings.resume == "auto":
-            recover(settings.run_dir)  # an elastic run may have stopped here between two checkpoints
-        run_workers(settings)
-
-
-def run_workers(settings: Config, *flags: str, workers: int | None = None) -> None:
-    """Starts the workers of a run here, with these flags, and watches them until they end.
-
-    workers: default: those of the config.
-    """
-    from varuna_capslog.base.supervisor import Supervisor
-
-    Supervisor(
-        settings.run_dir,
-        [sys.executable, "-m", "varuna_capslog.start.worker", str(settings.run_dir), *flags],
-        workers or settings.world_size,
-        environment={"OMP_NUM_THREADS": str(settings.train.threads)},
-        say=lambda line: typer.echo(f"capslog: {line}", err=True),
-    ).run()
+    train_here(settings, _show_plan, shared.tell)
 
 
 @dataclass(frozen=True)
@@ -104,6 +79,7 @@ def host(given: HostFlags) -> None:
     from varuna_capslog.base.supervisor import reserve
     from varuna_capslog.elastic.host.options import HostOptions
     from varuna_capslog.start.elastic_host import check_elastic, join_run
+    from varuna_capslog.start.local_run import prepared_run, run_elastic
 
     serve, store = given.serve, given.store
     if (serve is None) == (store is None):
@@ -124,9 +100,9 @@ def host(given: HostFlags) -> None:
         return
     assert serve is not None
     with reserve(settings.run_dir):
-        _prepare_and_print(settings)
+        _show_plan(*prepared_run(settings))
         options = dataclasses.replace(options, serve_at=serve, hosts=given.nnodes)
-        _run_elastic(settings, options, "the same commands continue")
+        run_elastic(settings, options, "the same commands continue")
 
 
 def _begin(serve: str | None) -> str:
@@ -146,28 +122,10 @@ def join_until_end(options: HostOptions, join: Callable[[HostOptions], HostEnd])
     say("the run has ended")
 
 
-def _prepare_and_print(settings: Config) -> None:
-    """Profiles and plans a run, and prints its plan."""
-    from varuna_capslog.profiles.record import read_profile
-    from varuna_capslog.start.prepare import prepare_run
-
-    plan, path = prepare_run(settings), settings.run_dir / "profile.json"
-    shared.print_plan(plan, read_profile(path) if plan.profile_digest and path.exists() else None)
+def _show_plan(plan: Plan, profile: Profile | None) -> None:
+    shared.print_plan(plan, profile)
     for note in plan.notes:
         typer.echo(f"note: {note}", err=True)
-
-
-def _run_elastic(settings: Config, options: HostOptions, continued: str) -> None:
-    """Trains as the host that begins the run. Raises Interrupted when all devices left; `continued`: what goes on."""
-    from varuna_capslog.base.supervisor import Interrupted
-    from varuna_capslog.elastic.host.terminal import Terminal
-    from varuna_capslog.start.elastic_host import run_here
-
-    with Terminal(settings.run_dir, settings.train.max_steps, options.name) as terminal:
-        end = run_here(settings, dataclasses.replace(options, say=terminal.say))
-    if end.how == "left":
-        where = f"{continued} the run in {settings.run_dir}"
-        raise Interrupted(f"all devices have left, and the run is parked; {where}", 143)
 
 
 def _spread(given: HostFlags) -> tuple[Config, int]:

@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from varuna_capslog.base.errors import ConfigError
 from varuna_capslog.config.settings import Config
 
-__all__ = ["Config", "assignments", "dump_config", "load_config", "section"]
+__all__ = ["Config", "assign", "assignments", "dump_config", "load_config", "section"]
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -153,15 +153,25 @@ def _apply(values: dict[str, Any], override: str) -> None:
         value = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"override {override!r}: no valid YAML value: {_yaml_problem(error)}; quote it") from None
+    assign(values, key.strip(), value, f"override {override!r}")
+
+
+def assign(values: dict[str, Any], key: str, value: Any, what: str) -> None:
+    """Sets `key`, such as `train.max_steps`, in a config's plain values; sections that are missing are made.
+
+    Raises:
+        ConfigError: a part of the key is no section; it begins with `what`.
+    """
+    *parts, last = key.split(".")
     target = values
-    for depth, part in enumerate(parts[:-1]):
+    for depth, part in enumerate(parts):
         inner = target.setdefault(part, {})
         if inner is None:
             inner = target[part] = {}
         if not isinstance(inner, dict):
-            raise ConfigError(f"override {override!r}: {'.'.join(parts[: depth + 1])} is {inner!r}, not a section")
+            raise ConfigError(f"{what}: {'.'.join(parts[: depth + 1])} is {inner!r}, not a section")
         target = inner
-    target[parts[-1]] = value
+    target[last] = value
 
 
 def _origin(message: str, path: Path, overrides: Sequence[str]) -> str:

@@ -246,6 +246,7 @@ class Config(Section):
     """Entries of init_from whose name contains one of these texts keep their fresh values."""
 
     _source: str | None = PrivateAttr(default=None)
+    _given: Any = PrivateAttr(default=None)
 
     @model_validator(mode="before")
     @classmethod
@@ -318,3 +319,14 @@ class Config(Section):
     def source(self) -> str | None:
         """The file this config was read from, for error messages; None when it was built in code."""
         return self._source
+
+    @property
+    def given_workload(self) -> Any:
+        """The Workload itself, where a program gave it as an object; None where `workload` names its function."""
+        return self._given
+
+    def with_workload(self, workload: Any) -> Config:
+        """The same config for a Workload that is there as an object; only this process has it, no worker."""
+        found = self.model_copy()
+        found._given = workload
+        return found

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-__all__ = ["Stripped", "built_hollow", "hollow_parameter", "on_host", "replace_parameters"]
+from varuna_capslog.base.errors import CapslogError
+
+__all__ = ["Stripped", "built_hollow", "hollow_copy", "hollow_parameter", "on_host", "replace_parameters"]
 
 _Built = TypeVar("_Built")
 Stripped = dict[int, tuple["weakref.ref[nn.Parameter]", nn.Parameter]]
@@ -49,6 +51,23 @@ def built_hollow(
         built = build()
         found = modules(built)
     return built, copy.deepcopy(list(found), _hollow_memo(found, stripped))
+
+
+def hollow_copy(model: nn.Module) -> nn.Module:
+    """A copy with buffers of its own on the CPU, and parameters that have shapes only; `model` is not changed.
+
+    Raises:
+        CapslogError: the module holds what cannot be copied, such as a tensor that was computed from a parameter.
+    """
+    memo = _hollow_memo([model], {})
+    memo |= {id(one): one.detach().to("cpu", copy=True) for one in model.buffers() if not one.is_meta}
+    try:
+        return copy.deepcopy(model, memo)
+    except (RuntimeError, TypeError) as error:
+        raise CapslogError(
+            f"the {type(model).__name__} cannot be copied ({' '.join(str(error).split())}); give a function that "
+            "builds it, as 'package.module:function'"
+        ) from error
 
 
 def hollow_parameter(parameter: nn.Parameter) -> nn.Parameter:

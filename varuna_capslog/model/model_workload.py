@@ -12,14 +12,13 @@ import dataclasses
 import inspect
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import Field
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
@@ -29,9 +28,17 @@ from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import DataSource, Minibatch, Workload, call_function
 
-__all__ = ["InputSpec", "ModelSection", "ModelWorkload", "config_values", "parse_input", "workload"]
+__all__ = [
+    "INPUT_GRAMMAR",
+    "InputSpec",
+    "ModelSection",
+    "ModelWorkload",
+    "config_values",
+    "parse_input",
+    "workload",
+]
 
-_GRAMMAR = (
+INPUT_GRAMMAR = (
     "NAME=DTYPE[SIZE,...] with an optional :HIGH (whole numbers below HIGH) or :=VALUE, "
     "as in input_ids=int64[1,128]:50257"
 )
@@ -74,7 +81,7 @@ def parse_input(text: str) -> InputSpec:
     """
     match = _PATTERN.match(text.strip().replace(" ", ""))
     if match is None:
-        raise CapslogError(f"the input {text!r} is not of the form {_GRAMMAR}")
+        raise CapslogError(f"the input {text!r} is not of the form {INPUT_GRAMMAR}")
     dtype = getattr(torch, match["dtype"], None)
     if not isinstance(dtype, torch.dtype):
         raise CapslogError(
@@ -83,7 +90,7 @@ def parse_input(text: str) -> InputSpec:
     try:
         shape = tuple(int(size) for size in match["sizes"].split(","))
     except ValueError:
-        raise CapslogError(f"the input {text!r} needs at least one size, the batch; write {_GRAMMAR}") from None
+        raise CapslogError(f"the input {text!r} needs at least one size, the batch; write {INPUT_GRAMMAR}") from None
     if min(shape) < 1:
         raise CapslogError(f"the input {text!r} has a size of 0; every size must be at least 1")
     if match["number"] is None:
@@ -164,12 +171,13 @@ class ModelWorkload(Workload):
     Args:
         settings: the config's `model` section.
         microbatch_size: batch size that the model is captured for.
+        made: what stands for a call of the factory, where the model is there already.
 
     Raises:
         CapslogError: an input spec that cannot be read.
     """
 
-    def __init__(self, settings: ModelSection, microbatch_size: int) -> None:
+    def __init__(self, settings: ModelSection, microbatch_size: int, made: Callable[[], Any] | None = None) -> None:
         texts = settings.inputs
         if isinstance(texts, dict):
             texts = [f"{name}={rest}" for name, rest in texts.items()]
@@ -179,6 +187,7 @@ class ModelWorkload(Workload):
         self._constants: dict[str, Any] = {}
         self._size = microbatch_size
         self._captured_size: int | None = None
+        self._made = made or self._call_factory
 
     def __len__(self) -> int:
         return self._settings.samples
@@ -195,8 +204,11 @@ class ModelWorkload(Workload):
         """Likewise, in half the time; raises as `build_chain`."""
         return self._captured(evaluates=False)
 
+    def _call_factory(self) -> Any:
+        return call_function(self.name, f"the model {self.name!r}", **self._settings.arguments)
+
     def _captured(self, evaluates: bool) -> Chain:
-        made = call_function(self.name, f"the model {self.name!r}", **self._settings.arguments)
+        made = self._made()
         example: Any = None
         if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
             made, example = made
@@ -205,7 +217,7 @@ class ModelWorkload(Workload):
                 f"{self.name!r} returned {type(made).__name__}; it must return an nn.Module, a Chain, or a "
                 "pair of an nn.Module and its example inputs"
             )
-        self._take_example(made, example)
+        self.take_example(made, example)
         if isinstance(made, Chain):
             chain = made
         else:
@@ -280,6 +292,8 @@ class ModelWorkload(Workload):
     def import_weights(self, path: Path) -> tuple[dict[str, Tensor], list[str]]:
         """A state dict of the model itself, as torch.save or safetensors wrote it."""
         if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
             state = load_file(path)
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)
@@ -303,9 +317,19 @@ class ModelWorkload(Workload):
     def _shape(self, spec: InputSpec, size: int) -> tuple[int, ...]:
         return (size, *spec.shape[1:]) if self._has_batch(spec) else spec.shape
 
-    def _take_example(self, model: nn.Module | Chain, example: Any) -> None:
+    def take_example(self, model: nn.Module | Chain, example: Any) -> None:
+        """Takes the shapes of example inputs, unless specs said them, and what of them is no tensor.
+
+        Raises:
+            CapslogError: neither says a shape; more inputs than the model has.
+        """
         if isinstance(example, (tuple, list)):
             names = model.inputs if isinstance(model, Chain) else inspect.signature(model.forward).parameters
+            kinds = {one.kind for one in names.values()} if isinstance(names, Mapping) else set()
+            if len(example) > len(names) and inspect.Parameter.VAR_POSITIONAL not in kinds:
+                raise CapslogError(
+                    f"{self.name}: {len(example)} example inputs, but the model takes {len(names)}: {', '.join(names)}"
+                )
             example = dict(zip(names, example, strict=False))
         if isinstance(example, Mapping):
             self._constants = {name: value for name, value in example.items() if not isinstance(value, Tensor)}
@@ -317,7 +341,7 @@ class ModelWorkload(Workload):
                 )
         if not self._specs:
             raise CapslogError(
-                f"{self.name} gave no example inputs, so say their shapes with --input or model.inputs: {_GRAMMAR}"
+                f"{self.name} gave no example inputs, so say their shapes with --input or model.inputs: {INPUT_GRAMMAR}"
             )
 
     def _check_names(self, model: nn.Module) -> None:
@@ -352,4 +376,5 @@ class ModelWorkload(Workload):
 
 def _above(value: Tensor) -> int:
     """One more than the largest of the example's whole numbers, at least 2."""
-    return 2 if value.is_floating_point() or value.dtype == torch.bool else max(2, int(value.max()) + 1)
+    whole = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool or value.is_meta)
+    return max(2, int(value.max()) + 1) if whole and value.numel() else 2

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError, ConfigError
+from varuna_capslog.base.extras import extra_of
 from varuna_capslog.model.chain import Chain, TensorSpec
 
 if TYPE_CHECKING:
@@ -143,11 +144,13 @@ class Workload(ABC):
 
 
 def load_workload(config: Config) -> Workload:
-    """Imports `config.workload` and calls it with the config.
+    """Imports `config.workload` and calls it with the config; the object itself where the config was given one.
 
     Raises:
         ConfigError: as `call_function`, or it gave no Workload.
     """
+    if config.given_workload is not None:
+        return config.given_workload
     name = f"workload={config.workload!r}"
     try:
         workload = call_function(config.workload, name, config)
@@ -178,7 +181,9 @@ def imported(name: str, what: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
-            raise ConfigError(f"{what} needs the module {error.name!r}, which is not installed; install it") from error
+            extra = extra_of(error)
+            hint = "install it" if extra is None else f"pip install 'varuna-capslog[{extra}]' brings it"
+            raise ConfigError(f"{what} needs the module {error.name!r}, which is not installed; {hint}") from error
         raise ConfigError(
             f"{what}: there is no module {error.name!r}; install its package or start from the folder that holds it"
         ) from None

@@ -1,0 +1,177 @@
+"""`capslog.plan` and `capslog.estimate` on objects: the command's plan, an untouched model, pictures, refusals."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import varuna_capslog as capslog
+from varuna_capslog import cli
+from varuna_capslog.planning import search
+
+NET = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return x + self.norm(self.down(self.up(x).relu()))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for width in (8, 64, 8, 16))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+"""
+X = torch.zeros(4, 8)
+
+
+@pytest.fixture(scope="module")
+def nets(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("nets")
+    (folder / "nets_of_planning.py").write_text(NET)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        import nets_of_planning
+
+        yield nets_of_planning
+
+
+@pytest.fixture(scope="module")
+def plan(nets) -> capslog.ModelPlan:
+    return capslog.plan(nets.Net(), X, devices=2, capacity="1MiB", device="cpu")
+
+
+def test_an_object_is_planned_as_the_command_plans_its_function(nets, plan, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    arguments = ["plan", "--model", "nets_of_planning:Net", "--input", "x=float32[4,8]", "--devices", "2"]
+    assert cli._run([*arguments, "--device", "cpu", "--capacity", "1MiB", "-o", str(out)]) == 0
+    command = json.loads(out.read_text())
+    assert isinstance(plan, capslog.Plan)
+    assert list(plan.cuts) == command["cuts"]
+    assert list(plan.stage_bytes) == command["stage_bytes"]
+    assert plan.capacity_bytes == command["capacity_bytes"] == 1 << 20
+    plan.save(tmp_path / "saved.json")
+    assert capslog.read_plan(tmp_path / "saved.json").to_json() == plan.to_json()
+
+
+def test_a_plan_of_an_estimate_has_the_smallest_peak_of_all_cuts(nets) -> None:
+    costs = capslog.estimate(nets.Net(), "x=float32[4,8]", device="cpu")
+    found = capslog.plan(costs, devices=3)
+    every = ((0, *inner) for inner in combinations(range(1, costs.num_layers), 2))
+    peaks = {cuts: search.plan(costs, 3, cuts=cuts).peak_bytes for cuts in every}
+    assert found.peak_bytes == min(peaks.values()) == peaks[found.cuts]
+
+
+def test_the_model_is_not_changed(nets) -> None:
+    """Its mode, weights, running statistics and gradients are its owner's; weights on the meta device are enough."""
+    net = nets.Net().eval()
+    net.blocks[0].train()
+    net(X).sum().backward()
+    before, gradients = copy.deepcopy(net), [parameter.grad.clone() for parameter in net.parameters()]
+    found = capslog.estimate(net, (X,), device="cpu")
+    assert [module.training for module in net.modules()] == [module.training for module in before.modules()]
+    assert all(torch.equal(value, net.state_dict()[name]) for name, value in before.state_dict().items())
+    pairs = zip(net.parameters(), gradients, strict=True)
+    assert all(torch.equal(parameter.grad, gradient) for parameter, gradient in pairs)
+    with torch.device("meta"):
+        hollow = nets.Net()
+    assert capslog.estimate(hollow, {"x": X}, device="cpu").column("isolated_bytes") == found.column("isolated_bytes")
+
+
+def test_a_plan_shows_itself_as_text_table_and_picture(plan, tmp_path: Path) -> None:
+    for shown in (str(plan), plan._repr_html_()):
+        assert "blocks.1" in shown
+        assert "exact: 2 stages of 4 layers" in shown
+    assert plan._repr_html_().count("<tr>") == 3
+    assert repr(plan).startswith("ModelPlan(cuts=(0, ")
+    for what in ("step", "layers"):
+        picture = plan.plot(tmp_path / "new" / f"{what}.png", what)
+        assert picture._repr_png_() == (tmp_path / "new" / f"{what}.png").read_bytes()
+        assert picture.png.startswith(b"\x89PNG")
+    assert plan.simulate().step_seconds == pytest.approx(plan.step_seconds)
+    with pytest.raises(capslog.CapslogError, match="unknown picture 'memory'"):
+        plan.plot(what="memory")
+
+
+def test_a_plan_that_does_not_fit_is_an_answer(plan) -> None:
+    found = capslog.plan(plan.profile, devices=2, capacity=["2KiB", "1GiB"])
+    assert found.fits is False
+    assert "does not fit" in str(found) or "nothing fits" in str(found)
+
+
+def test_settings_are_keys_of_a_config(nets) -> None:
+    found = capslog.plan(
+        nets.Net(), X, devices=2, device="cpu", minibatch_size=16, settings={"pipeline.schedule": "1f1b"}
+    )
+    assert (found.schedule, found.num_microbatches, found.microbatch_size) == ("1f1b", 4, 4)
+    with pytest.raises(capslog.CapslogError, match=r"pipeline.scedule is not a known key; did you mean"):
+        capslog.estimate(nets.Net(), X, settings={"pipeline.scedule": "1f1b"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ((nn.ReLU, X), "the model is a type; give an nn.Module"),
+        ((nn.ReLU(),), "the sample is missing; give a tensor"),
+        ((nn.ReLU(), 3), "the sample is a int; give"),
+        ((nn.ReLU(), torch.tensor(1.0)), "holds no tensor whose first size is a batch"),
+        ((nn.Linear(8, 8), (X, X)), "2 example inputs, but the model takes 1: input"),
+        ((nn.Linear(8, 8), {"y": X}), "has no input 'y'"),
+        ((nn.Linear(8, 8), torch.zeros(4, 9)), "cannot"),
+        (("nets_of_planning:Net", X), "say the shapes of its inputs as text"),
+        (("nets_of_planning:Nett", "x=float32[4,8]"), "did you mean 'Net'"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_a_sentence(nets, arguments, sentence) -> None:
+    with pytest.raises(capslog.CapslogError, match=sentence) as error:
+        capslog.plan(*arguments, devices=1, device="cpu")
+    assert "\n" not in str(error.value).strip()
+
+
+def test_a_profile_takes_no_sample(plan) -> None:
+    with pytest.raises(capslog.CapslogError, match="sample goes with a model"):
+        capslog.plan(plan.profile, X, devices=2)
+    with pytest.raises(capslog.CapslogError, match="5 devices but only 4 layers"):
+        capslog.plan(plan.profile, devices=5)
+
+
+def test_a_plan_from_a_profile_needs_no_torch_and_a_picture_names_its_extra(plan, tmp_path: Path) -> None:
+    plan.profile.save(tmp_path / "profile.json")
+    code = f"""
+import sys
+sys.modules["torch"] = sys.modules["matplotlib"] = None  # an import of them fails
+import varuna_capslog as capslog
+found = capslog.plan(capslog.read_profile({str(tmp_path / "profile.json")!r}), devices=2, capacity="1MiB")
+print(found.cuts)
+try:
+    found.plot()
+except capslog.CapslogError as error:
+    print(error)
+from varuna_capslog import cli
+cli.main(["plan", "--profile", {str(tmp_path / "profile.json")!r}, "--devices", "2"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    cuts, sentence, *table = done.stdout.splitlines()
+    assert cuts == str(plan.cuts)
+    assert sentence.endswith("the extra 'report' brings it: pip install 'varuna-capslog[report]'")
+    assert len(table) > 4

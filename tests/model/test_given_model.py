@@ -1,0 +1,32 @@
+"""A model that is there as an object: what its chains share with it, which is nothing, and what cannot be copied."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.given_model import workload_of_model
+
+
+def test_a_chain_of_an_object_shares_neither_weights_nor_buffers_with_it() -> None:
+    """One on a GPU would else meet example inputs on the CPU, and a capture would need all of its weights."""
+    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    last.weight = first.weight
+    net = nn.Sequential(first, nn.BatchNorm1d(4), last)
+    workload, size = workload_of_model(net, torch.zeros(3, 4))
+    assert (size, workload.name) == (3, "Sequential")
+    chain = workload.build_chain()
+    assert all(one.is_meta for layer in chain.layers for one in layer.module.parameters())
+    mine = {one.data_ptr() for one in net.buffers()}
+    assert not mine & {one.data_ptr() for layer in chain.layers for one in layer.module.buffers()}
+    assert [shared.layers for shared in chain.shared] == [(0, 2)]
+
+
+def test_a_model_that_cannot_be_copied_is_refused_in_a_sentence() -> None:
+    net = nn.Linear(4, 4)
+    net.computed = net.weight * 2
+    workload, _ = workload_of_model(net, torch.zeros(3, 4))
+    with pytest.raises(CapslogError, match=r"Linear cannot be copied \(Only Tensors created explicitly"):
+        workload.build_chain()

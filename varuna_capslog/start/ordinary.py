@@ -1,0 +1,87 @@
+"""The config that an ordinary model stands for, with which `capslog plan --model` and `capslog.plan` plan.
+
+Its costs are estimated, unless they are to be measured here. Where no capacity is given and the plan is for the GPU of
+this machine, that GPU's memory is the capacity; a kind of GPU (`cuda:a100-80gb`) brings its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.reading import assign, section
+from varuna_capslog.config.settings import Config
+
+__all__ = ["OrdinaryModel", "ordinary_config"]
+
+
+@dataclass(frozen=True)
+class OrdinaryModel:
+    """A model and its inputs.
+
+    model: `package.module:function`, or the nn.Module or Chain itself.
+    sample: input specs as text (`x=float32[8,3,224,224]`); for an object also example tensors, batch first.
+    cut_points: submodules to cut before; None: every repeated block.
+    arguments: of the function.
+    """
+
+    model: Any
+    sample: Any = None
+    cut_points: Sequence[str] | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+def ordinary_config(
+    model: OrdinaryModel,
+    pipeline: Mapping[str, Any],
+    minibatch: int | None = None,
+    device: str | None = None,
+    measured: bool = False,
+    settings: Mapping[str, Any] | None = None,
+) -> Config:
+    """The config of a run of the model.
+
+    Args:
+        pipeline: keys of its `pipeline` section, the devices among them.
+        minibatch: samples of a step; None: one microbatch, which is the sample's batch, for each device.
+        device: cpu, cuda, or cuda:KIND; None: the GPU of this machine, or its CPU where it has none.
+        settings: further keys of the config, such as {"train.precision": "bf16"}; they come last.
+
+    Raises:
+        CapslogError: a model, sample, device or key that cannot be.
+    """
+    from varuna_capslog.model.model_workload import config_values
+
+    name, sample = model.model, model.sample
+    workload, devices = None, int(pipeline["devices"])
+    if isinstance(name, str):
+        specs = [sample] if isinstance(sample, str) else [] if sample is None else sample
+        if not isinstance(specs, (list, tuple)) or not all(isinstance(one, str) for one in specs):
+            raise CapslogError(
+                f"{name} is called by its name, so say the shapes of its inputs as text, such as "
+                "'x=float32[8,3,224,224]', or give the model itself and tensors"
+            )
+        values = config_values(name, specs, model.cut_points, devices, model.arguments)
+    else:
+        from varuna_capslog.model.given_model import workload_of_model
+
+        workload, size = workload_of_model(name, sample, model.cut_points)
+        train = {"microbatch_size": size, "minibatch_size": size * devices}
+        values = {"workload": f"{type(name).__module__}:{type(name).__name__}", "train": train}
+    if minibatch is not None:
+        values["train"]["minibatch_size"] = minibatch
+    if device is None or device == "cuda":
+        import torch
+
+        here = torch.cuda.is_available()
+        device = device or ("cuda" if here else "cpu")
+        if here and device == "cuda" and pipeline.get("capacity") is None:
+            pipeline = {**pipeline, "capacity": torch.cuda.get_device_properties(0).total_memory}
+    values["pipeline"] = dict(pipeline)
+    values["profile"] = {"source": "measured" if measured else "estimated", "device": device}
+    for key, value in (settings or {}).items():
+        assign(values, key, value, f"settings {key!r}")
+    config = section(Config, values, "")
+    return config if workload is None else config.with_workload(workload)
