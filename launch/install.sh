@@ -7,7 +7,7 @@ usage() {
 usage: launch/install.sh [EXTRAS]
 
 Makes the virtual environment .venv in the repository and installs varuna-capslog into it with the given extras
-(test, dev or test,dev; none by default). Does nothing when that is already done.
+(all, test, dev, docs or several with commas; none by default: it then plans and estimates, and names what it lacks). Does nothing when that is already done.
 Warns where less than the 9 GB are free that torch with its CUDA libraries takes meanwhile.
 
   PYTHON   the interpreter that makes the environment (default python3; 3.10 or newer)

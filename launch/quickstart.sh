@@ -29,7 +29,7 @@ case "${1:-}" in
 esac
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
-launch/install.sh
+launch/install.sh all
 run=runs/quickstart
 capslog=.venv/bin/capslog
 

@@ -6,7 +6,7 @@ usage() {
     cat <<'TEXT'
 usage: launch/test.sh [PYTEST ARGUMENTS ...]
 
-Installs the package with its test extra into .venv (unless that was done) and runs the tests. At the end the skipped
+Installs the package with its extras all and test into .venv (unless that was done) and runs the tests. At the end the skipped
 tests are listed, one line per reason, those that need outside data by name. Two files at a time are run: many tests
 start processes and wait for them.
 
@@ -19,6 +19,6 @@ case "${1:-}" in
 esac
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
-launch/install.sh test
+launch/install.sh all,test
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 exec .venv/bin/python -m pytest -n 2 --dist loadfile "$@"

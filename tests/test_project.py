@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 import varuna_capslog
+from varuna_capslog.base.extras import EXTRAS
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("varuna_capslog", "detr_pipeline")
@@ -32,16 +33,20 @@ def imported(path: Path) -> set[str]:
     return found
 
 
-def declared() -> set[str]:
-    """The distributions that setup.py requires, with those of its extra `bo`, in lower case."""
-    (call,) = (
-        node
-        for node in ast.walk(ast.parse((ROOT / "setup.py").read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setup"
+def requirements() -> dict[str, set[str]]:
+    """The distributions that setup.py requires, by extra and under "core", in lower case."""
+    (core, extras) = (
+        ast.literal_eval(node.value)
+        for node in ast.parse((ROOT / "setup.py").read_text(encoding="utf-8")).body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in ("CORE", "EXTRAS")
     )
-    keywords = {keyword.arg: keyword.value for keyword in call.keywords}
-    lines = ast.literal_eval(keywords["install_requires"]) + ast.literal_eval(keywords["extras_require"])["bo"]
-    return {re.split(r"[<>=;\[ ]", line)[0].lower() for line in lines}
+    lines = {"core": core, **extras}
+    return {name: {re.split(r"[<>=;\[ ]", line)[0].lower() for line in found} for name, found in lines.items()}
+
+
+def declared() -> set[str]:
+    """The distributions of the package and all its extras."""
+    return set().union(*requirements().values())
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -53,6 +58,29 @@ def test_every_imported_package_is_declared(package: str) -> None:
             if DISTRIBUTIONS.get(name, name).lower() not in declared():
                 missing.setdefault(name, str(path.relative_to(ROOT)))
     assert missing == {}
+
+
+def test_every_module_of_an_extra_is_known_where_it_may_be_missing() -> None:
+    """So that the sentence about a missing module names the extra that brings it."""
+    of_setup = {name: found for name, found in requirements().items() if name != "core"}
+    known = {
+        extra: {DISTRIBUTIONS.get(name, name).lower().replace("_", "-") for name in modules}
+        for extra, modules in EXTRAS.items()
+    }
+    assert known == of_setup
+
+
+def test_the_core_needs_no_module_of_an_extra() -> None:
+    """Its rooms load them where they are used, and modules that draw are loaded by what draws."""
+    modules = {name for names in EXTRAS.values() for name in names}
+    found = set()
+    for path in sorted((ROOT / "varuna_capslog").rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if any(name.split(".")[0] in modules for name in names):
+                found.add(path.relative_to(ROOT / "varuna_capslog").as_posix())
+    assert found == {f"reports/{name}.py" for name in ("curves", "forecasts", "gantt", "memory", "style")}
 
 
 def test_version_and_licence_are_the_same_everywhere() -> None:

@@ -173,5 +173,7 @@ cli.main(["plan", "--profile", {str(tmp_path / "profile.json")!r}, "--devices", 
     assert done.returncode == 0, done.stderr
     cuts, sentence, *table = done.stdout.splitlines()
     assert cuts == str(plan.cuts)
-    assert sentence.endswith("the extra 'report' brings it: pip install 'varuna-capslog[report]'")
+    assert sentence.endswith(
+        "the extra 'report' brings it: pip install 'varuna-capslog[report]', or -e '.[report]' in a clone"
+    )
     assert len(table) > 4

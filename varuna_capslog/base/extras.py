@@ -39,5 +39,5 @@ def needed(what: str) -> Iterator[None]:
             raise
         raise CapslogError(
             f"{what} needs the module {error.name!r}, which is not installed; the extra {extra!r} brings it: "
-            f"pip install 'varuna-capslog[{extra}]'"
+            f"pip install 'varuna-capslog[{extra}]', or -e '.[{extra}]' in a clone"
         ) from error

@@ -207,15 +207,16 @@ def _request(config: Config | None, given: PlanFlags) -> PlanRequest:
     """What is planned for: from the config, or from the flags and what a profile says of its run."""
     from varuna_capslog.base import units
     from varuna_capslog.commands.plan_time import PlanRequest
-    from varuna_capslog.config.settings import Pipeline
+    from varuna_capslog.config import defaults
     from varuna_capslog.profiles.record import read_profile
     from varuna_capslog.schedules import RunShape
     from varuna_capslog.start.of_profile import run_of_profile
-    from varuna_capslog.start.prepare import estimate_memo, profile_run
 
     link = shared.link_of(given.bandwidth, given.latency, host_bandwidth=given.host_bandwidth)
     read = [read_profile(path) for path in given.profile or ()]
     if config is not None:
+        from varuna_capslog.start.prepare import estimate_memo, profile_run
+
         pipeline, memo = config.pipeline, estimate_memo(config)
         return PlanRequest(
             read or [profile_run(config, show=not given.as_json, memo=memo)],
@@ -228,7 +229,7 @@ def _request(config: Config | None, given: PlanFlags) -> PlanRequest:
             memo,
         )
     assert given.devices is not None, "needed without a config"
-    memory = given.memory or Pipeline().memory
+    memory = given.memory or defaults.MEMORY
     return PlanRequest(
         read,
         given.devices,

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationInfo, model_
 
 from varuna_capslog.base import fields, units
 from varuna_capslog.base.gpus import gpu_of, parse_device
+from varuna_capslog.config import defaults
 from varuna_capslog.config.section import Section
 from varuna_capslog.config.train import Train
 
@@ -45,7 +46,7 @@ class Pipeline(Section):
     replicas: int = Field(1, gt=0)
     """Copies of the whole pipeline that share each minibatch; devices * replicas workers run."""
 
-    planner: str = "exact"
+    planner: str = defaults.PLANNER
     """Which planner chooses the cuts: varuna, mcap-bf, mcap-bo, capslog, capslog-tb, exact or throughput; budget,
     dawnpiper or vpipe, which also choose layers that run again or are offloaded; or joint, which shares all devices out
     among pipelines of any length and cuts, as many as train.accumulation_blocks allow."""
@@ -57,7 +58,7 @@ class Pipeline(Section):
     """A plan file to run as it is; it replaces devices, replicas, planner, schedule, recompute and stage_inputs.
     In an elastic run the planner decides anew for any other number of devices than the plan's."""
 
-    schedule: Literal["gpipe", "1f1b", "1f1b-star", "interleaved", "kfkb", "zb-h1", "varuna"] = "varuna"
+    schedule: Literal["gpipe", "1f1b", "1f1b-star", "interleaved", "kfkb", "zb-h1", "varuna"] = defaults.SCHEDULE
     """Order of forward and backward passes."""
 
     stages_per_rank: int | None = Field(None, gt=0)
@@ -91,7 +92,7 @@ class Pipeline(Section):
     """How tensors travel: gloo works everywhere (CUDA tensors by way of pinned host memory, so ranks may share a GPU);
     nccl needs one GPU per rank."""
 
-    memory: str = "auto"
+    memory: str = defaults.MEMORY
     """Memory model that predicts a stage's peak: additive, composition, gpipe, 1f1b, varuna or ranks. auto uses the
     schedule's own model (ranks for schedules without one) if the profile has the fields for it (every profile made by
     capslog has), else additive."""

@@ -1,6 +1,6 @@
 """A plan for a profile that is there already, without a config: `capslog plan --profile` and `capslog.plan(profile)`.
 
-Nothing here imports torch.
+Nothing here imports torch, nor pydantic, which takes longer than the plan.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.config.settings import Pipeline
+from varuna_capslog.config import defaults
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.search import plan as search
 from varuna_capslog.planning.simulation import with_step_seconds
@@ -22,7 +22,7 @@ __all__ = ["microbatches_of", "plan_of_profile", "run_of_profile"]
 
 def run_of_profile(profile: Profile, memory: str) -> RunShape:
     """How a step is run where nothing but a profile, and perhaps the name of a schedule's memory model, says it."""
-    return RunShape.of_conditions(profile.conditions, memory if memory in SCHEDULES else Pipeline().schedule)
+    return RunShape.of_conditions(profile.conditions, memory if memory in SCHEDULES else defaults.SCHEDULE)
 
 
 def microbatches_of(profile: Profile, minibatch: int) -> int:
@@ -52,9 +52,8 @@ def plan_of_profile(
     Raises:
         CapslogError: as `planning.search.plan`; a minibatch that is no whole number of microbatches.
     """
-    defaults = Pipeline()
-    memory = memory or defaults.memory
+    memory = memory or defaults.MEMORY
     count = None if minibatch is None else microbatches_of(profile, minibatch)
     run = dataclasses.replace(run_of_profile(profile, memory), num_microbatches=count)
-    found = search(profile, devices, planner or defaults.planner, memory, capacity, run, link)
+    found = search(profile, devices, planner or defaults.PLANNER, memory, capacity, run, link)
     return with_step_seconds(profile, found, run, link)
