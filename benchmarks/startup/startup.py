@@ -1,6 +1,7 @@
-"""Seconds to import `varuna_capslog` and to print `capslog --help`, and which modules take them.
+"""Seconds to import `varuna_capslog`, to print `capslog --help`, to plan from a profile, and which modules take them.
 
 Every round starts a new interpreter for each of the commands, in turn; a bare interpreter is measured beside them.
+Modules are compiled once, into a folder of the benchmark's own, as those of an installed package are.
 Prints the table of README.md.
 """
 
@@ -13,16 +14,37 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
+from varuna_capslog.profiles.record import LayerProfile, Profile, write_profile
+
 PYTHON = sys.executable
-COMMANDS = {
-    "python -c pass": [PYTHON, "-c", "pass"],
-    "import varuna_capslog": [PYTHON, "-c", "import varuna_capslog"],
-    "capslog --help": [PYTHON, "-c", "from varuna_capslog.cli import main; main(['--help'])"],
-}
-AIM_SECONDS = 0.5
+LAYERS = 24
+AIM_SECONDS = {"capslog --help": 0.2, "capslog plan --profile": 0.5}
+
+
+def commands_of(profile: Path) -> dict[str, list[str]]:
+    """What is measured, by name; the profile is one to plan from."""
+    run = "import sys; from varuna_capslog.cli import main; main(sys.argv[1:])"
+    plan = ["plan", "--profile", str(profile), "--devices", "4", "--capacity", "16GiB"]
+    return {
+        "python -c pass": [PYTHON, "-c", "pass"],
+        "import varuna_capslog": [PYTHON, "-c", "import varuna_capslog"],
+        "capslog --help": [PYTHON, "-c", run, "--help"],
+        "capslog plan --profile": [PYTHON, "-c", run, *plan],
+    }
+
+
+def write_example(path: Path) -> None:
+    """A profile in its short form, with seconds; layers of three sizes."""
+    sizes = [(1 + number % 3) << 28 for number in range(LAYERS)]
+    rows = [
+        LayerProfile(f"l{number}", size, size // 2 if number else None, forward_seconds=1e-3, backward_seconds=2e-3)
+        for number, size in enumerate(sizes)
+    ]
+    write_profile(path, Profile(tuple(rows)))
 
 
 def run(command: list[str]) -> tuple[float, float]:
@@ -54,9 +76,19 @@ def main() -> None:
     parser.add_argument("--imports", type=int, default=12, help="how many of the slowest imports to list")
     parser.add_argument("--output", type=Path, help="write the result as JSON")
     arguments = parser.parse_args()
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in COMMANDS}
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        os.environ["PYTHONPYCACHEPREFIX"] = str(Path(folder) / "compiled")
+        profile = Path(folder) / "profile.json"
+        write_example(profile)
+        measure(arguments, commands_of(profile))
+
+
+def measure(arguments: argparse.Namespace, commands: dict[str, list[str]]) -> None:
+    """Runs the commands in turn and prints the tables."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
     for number in range(arguments.rounds + 1):
-        for name, command in COMMANDS.items():
+        for name, command in commands.items():
             taken = run(command)
             if number > 0:  # the first round fills the disk cache
                 times[name].append(taken)
@@ -73,15 +105,18 @@ def main() -> None:
         }
         rows.append(row)
         cells = " | ".join(f"{row[key]:.3f}" for key in list(row)[1:])
-        print(f"| {name} | {cells} | {'' if name == 'python -c pass' else AIM_SECONDS} |")
-    listing, torch_imported = slowest_imports(COMMANDS["capslog --help"], arguments.imports)
-    print(f"\ncapslog --help imports torch: {'yes' if torch_imported else 'no'}; its slowest imports:\n")
-    print("| module | own ms | with its imports ms |")
-    print("|---|---|---|")
-    for own, total, name in listing:
-        print(f"| {name} | {own:.1f} | {total:.1f} |")
+        print(f"| {name} | {cells} | {AIM_SECONDS.get(name, '')} |")
+    slowest = {}
+    for command in AIM_SECONDS:
+        listing, torch_imported = slowest_imports(commands[command], arguments.imports)
+        slowest[command] = {"imports": listing, "torch": torch_imported}
+        print(f"\n{command} imports torch: {'yes' if torch_imported else 'no'}; its slowest imports:\n")
+        print("| module | own ms | with its imports ms |")
+        print("|---|---|---|")
+        for own, total, name in listing:
+            print(f"| {name} | {own:.1f} | {total:.1f} |")
     if arguments.output is not None:
-        result = {"python": platform.python_version(), "rows": rows, "imports": listing, "torch": torch_imported}
+        result = {"python": platform.python_version(), "rows": rows, "slowest": slowest}
         arguments.output.write_text(json.dumps(result, indent=1) + "\n")
 
 

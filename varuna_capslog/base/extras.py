@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from varuna_capslog.base.errors import CapslogError
 
-__all__ = ["EXTRAS", "extra_of", "needed"]
+__all__ = ["EXTRAS", "extra_of", "install_sentence", "needed"]
 
 EXTRAS = {
     "detr": ("torchvision", "scipy", "PIL", "pycocotools", "safetensors", "sklearn"),
@@ -24,6 +24,11 @@ def extra_of(error: ImportError) -> str | None:
     return next((extra for extra, modules in EXTRAS.items() if name in modules), None)
 
 
+def install_sentence(extra: str) -> str:
+    """What to do where a module of the extra is missing, to stand behind a semicolon."""
+    return f"the extra {extra!r} brings it: pip install 'varuna-capslog[{extra}]', or -e '.[{extra}]' in a clone"
+
+
 @contextmanager
 def needed(what: str) -> Iterator[None]:
     """While it is open, a missing module of an extra is told in one sentence, which begins with `what`.
@@ -38,6 +43,5 @@ def needed(what: str) -> Iterator[None]:
         if extra is None:
             raise
         raise CapslogError(
-            f"{what} needs the module {error.name!r}, which is not installed; the extra {extra!r} brings it: "
-            f"pip install 'varuna-capslog[{extra}]', or -e '.[{extra}]' in a clone"
+            f"{what} needs the module {error.name!r}, which is not installed; {install_sentence(extra)}"
         ) from error

@@ -1,14 +1,14 @@
-"""What a config without these keys means, for a plan that is made without a config: importing `settings` would take longer
-than such a plan.
-"""
+"""What a config without these keys means, for plans without a config, which importing `settings` would slow down."""
 
 from __future__ import annotations
 
+from typing import Final
+
 __all__ = ["MEMORY", "PLANNER", "SCHEDULE"]
 
-PLANNER = "exact"
+PLANNER: Final = "exact"
 """`pipeline.planner`."""
-MEMORY = "auto"
+MEMORY: Final = "auto"
 """`pipeline.memory`."""
-SCHEDULE = "varuna"
+SCHEDULE: Final = "varuna"
 """`pipeline.schedule`."""

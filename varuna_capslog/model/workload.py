@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError, ConfigError
-from varuna_capslog.base.extras import extra_of
+from varuna_capslog.base.extras import extra_of, install_sentence
 from varuna_capslog.model.chain import Chain, TensorSpec
 
 if TYPE_CHECKING:
@@ -181,9 +181,7 @@ def imported(name: str, what: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
-            extra = extra_of(error)
-            hint = "install it" if extra is None else f"pip install 'varuna-capslog[{extra}]' brings it"
-            raise ConfigError(f"{what} needs the module {error.name!r}, which is not installed; {hint}") from error
+            raise _lacks(what, error) from error
         raise ConfigError(
             f"{what}: there is no module {error.name!r}; install its package or start from the folder that holds it"
         ) from None
@@ -207,8 +205,15 @@ def call_function(name: str, what: str, *arguments: Any, **keywords: Any) -> Any
         return function(*arguments, **keywords)
     except CapslogError:
         raise
+    except ModuleNotFoundError as error:
+        raise _lacks(what, error) from error
     except (Exception, SystemExit) as error:  # any function may be named here, such as os.system or sys.exit
         raise ConfigError(
             f"{what} failed with {type(error).__name__}: {error}; name another function, or mend this one or what "
             "it is given (CAPSLOG_DEBUG=1 shows where)"
         ) from error
+
+
+def _lacks(what: str, error: ModuleNotFoundError) -> ConfigError:
+    hint = "install it" if (extra := extra_of(error)) is None else install_sentence(extra)
+    return ConfigError(f"{what} needs the module {error.name!r}, which is not installed; {hint}")

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.extras import install_sentence
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.memory.costs import StageCosts
 
@@ -217,8 +218,8 @@ def mcap_bo_cuts(
         import skopt
     except ImportError as error:
         raise CapslogError(
-            "planner mcap-bo needs scikit-optimize, which is not installed; pip install -e .[bo] adds it, and planner "
-            "exact needs nothing and finds the smallest peak"
+            f"planner mcap-bo needs scikit-optimize, which is not installed; {install_sentence('bo')}; planner exact "
+            "needs nothing and finds the smallest peak"
         ) from error
     if count_cut_lists(costs.num_layers, devices) == 1:
         return list(range(devices))
