@@ -147,6 +147,12 @@ def test_what_cannot_be_planned_is_refused_in_a_sentence(nets, arguments, senten
     assert "\n" not in str(error.value).strip()
 
 
+def test_an_object_is_not_measured(nets) -> None:
+    """The processes that measure were forked with it, and failed with a sentence about torch's threads."""
+    with pytest.raises(capslog.CapslogError, match="a model that is given as an object is estimated"):
+        capslog.plan(nets.Net(), X, devices=2, device="cpu", settings={"profile.source": "measured"})
+
+
 def test_a_profile_takes_no_sample(plan) -> None:
     with pytest.raises(capslog.CapslogError, match="sample goes with a model"):
         capslog.plan(plan.profile, X, devices=2)

@@ -57,7 +57,7 @@ def estimate(
         device: `"cpu"`, `"cuda"`, or a kind of GPU such as `"cuda:a100-80gb"`; default: the GPU of this machine, or
             its CPU where it has none.
         cut_points: names of submodules to cut before; default: every repeated block.
-        settings: further keys of a config, such as `{"train.precision": "bf16"}`.
+        settings: further keys of a config, such as `{"train.precision": "bfloat16"}`.
 
     Returns:
         Bytes and seconds per layer. The loss is the model's output `loss`, or else the mean square of its output.

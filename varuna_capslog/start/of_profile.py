@@ -29,7 +29,7 @@ def microbatches_of(profile: Profile, minibatch: int) -> int:
     """Microbatches of a step of so many samples. Raises CapslogError where they do not divide it."""
     size = profile.conditions.get("microbatch_size", 1)
     if minibatch % size:
-        raise CapslogError(f"--minibatch {minibatch} is not a multiple of the microbatch size {size}")
+        raise CapslogError(f"a minibatch of {minibatch} samples is not a multiple of the microbatch size {size}")
     return int(minibatch // size)
 
 

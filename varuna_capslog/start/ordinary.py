@@ -47,7 +47,7 @@ def ordinary_config(
         pipeline: keys of its `pipeline` section, the devices among them.
         minibatch: samples of a step; None: one microbatch, which is the sample's batch, for each device.
         device: cpu, cuda, or cuda:KIND; None: the GPU of this machine, or its CPU where it has none.
-        settings: further keys of the config, such as {"train.precision": "bf16"}; they come last.
+        settings: further keys of the config, such as {"train.precision": "bfloat16"}; they come last.
 
     Raises:
         CapslogError: a model, sample, device or key that cannot be.
@@ -84,4 +84,11 @@ def ordinary_config(
     for key, value in (settings or {}).items():
         assign(values, key, value, f"settings {key!r}")
     config = section(Config, values, "")
-    return config if workload is None else config.with_workload(workload)
+    if workload is None:
+        return config
+    if config.profile.source == "measured":
+        raise CapslogError(
+            "a model that is given as an object is estimated, since the processes that measure build their own; give "
+            "the name of a function that builds it, as 'package.module:function'"
+        )
+    return config.with_workload(workload)
