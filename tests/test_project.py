@@ -19,6 +19,7 @@ DISTRIBUTIONS = {"PIL": "pillow", "skopt": "scikit-optimize", "sklearn": "scikit
 """Import name -> name of the distribution, where the two differ."""
 OPTIONAL = {
     "varuna": "Microsoft's, from its git repository; the plugin says how to install it",
+    "wandb": "used where train.loggers names it, which is refused with the command to install it",
 }
 
 
