@@ -91,7 +91,8 @@ def train(
         run: a YAML file; the keys of a config as a dict; a `Config`; or a workload as `"package.module:function"` or as
             that function itself.
         settings: keys to change, such as `{"train.max_steps": 10, "run_dir": "runs/mine"}`.
-        show: print the plan and progress, as `capslog train` does.
+        show: print the plan, notes and the progress of profiling; the workers' own lines appear in any case, where the
+            standard output of this process goes (in a notebook, that of its server).
 
     Returns:
         The run: losses, plan, report.
