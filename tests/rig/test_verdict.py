@@ -14,7 +14,7 @@ def test_the_uninterrupted_run_comes_as_far_as_any_member_did(tmp_path: Path) ->
 
     With three times as many steps as the run's last one, the checkpoint to compare with had been pruned.
     """
-    recipe = ["train.optimizer=nadam", "train.lr_schedule=cosine", "train.ema=0.9"]  # its end is not the run's last step
+    recipe = ["train.optimizer=nadam", "train.lr_schedule=cosine", "train.ema=0.9"]  # ends not at the last step
     config = toy_config(tmp_path, ["train.checkpoint_every=1", "pipeline.devices=1", *recipe])
     short, long = truth_of(config, 2, 2), truth_of(config, 2, 6)
     assert sorted(long.steps) == [1, 2, 3, 4, 5, 6]
