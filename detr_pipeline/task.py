@@ -154,6 +154,10 @@ class DetrWorkload(Workload):
         folder = self.data.files("val")[1]
         return [folder / name for name in open_index(self.data, "val").file_names[:count]]
 
+    def own_names(self, chain: Chain) -> Mapping[str, str]:
+        """Those of Facebook's DETR."""
+        return weights.reference_names(chain)
+
     def import_weights(self, path: Path) -> tuple[dict[str, Tensor], list[str]]:
         """Weights of a file in Facebook's DETR layout by address, and what was skipped and why."""
         with torch.device("meta"):

@@ -62,18 +62,35 @@ class ExportFlags:
         bool | None,
         typer.Option("--recompute/--no-recompute", help="For stages whose memory the plan leaves open."),
     ] = None
+    weights: Annotated[
+        Path | None,
+        option("Instead of the plan, write the weights of the run's best checkpoint here.", "the plan is written"),
+    ] = None
+    form: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            help="Of the weights: safetensors, torch, detr (the original DETR's file), hf (a folder that transformers "
+            "reads), dcp (a folder of torch.distributed.checkpoint) or onnx (the whole model).",
+        ),
+    ] = "safetensors"
     k: Annotated[int | None, option("Microbatches of a group of the schedule kfkb.", "the run's, or 2")] = None
 
 
 @shared.options_of(ExportFlags)
 def export(given: ExportFlags) -> None:
-    """Write a plan in the form of another system. What that form leaves unsaid is told on standard error."""
+    """Write a plan, or with --weights a run's weights, in the form of another system. What that form leaves unsaid is
+    told on standard error.
+    """
     from varuna_capslog.base import fields, files
     from varuna_capslog.planning.export import TARGETS, Request, notes
     from varuna_capslog.plans.plan import latest_plan, read_plan
     from varuna_capslog.profiles.record import read_profile
     from varuna_capslog.schedules import RunShape
 
+    if given.weights is not None:
+        _write_weights(given.plan, given.weights, given.form)
+        return
     fields.refuse_unknown([given.to], list(TARGETS), "form")
     own = shared.run_config(given.plan) if given.plan.is_dir() else None
     model = _model(given)
@@ -104,6 +121,25 @@ def export(given: ExportFlags) -> None:
         typer.echo(f"written to {given.output}")
     for note in notes(given.to, plan, run):
         typer.echo(f"note: {note}", err=True)
+
+
+def _write_weights(run_dir: Path, path: Path, form: str) -> None:
+    """Raises CapslogError where `run_dir` is no run's folder, or has no checkpoint."""
+    from varuna_capslog.base import fields
+    from varuna_capslog.model.workload import load_workload
+    from varuna_capslog.training.checkpoint import best_checkpoint, load_chain
+    from varuna_capslog.training.weights import FORMS, write_weights
+
+    fields.refuse_unknown([form], list(FORMS), "form of weights")
+    if not run_dir.is_dir():
+        raise CapslogError(f"--weights takes them from a run's folder, but {run_dir} is none; give the folder of a run")
+    config = shared.run_config(run_dir)
+    workload = load_workload(config)
+    checkpoint = best_checkpoint(config.run_dir / "checkpoints")
+    chain = workload.build_chain()
+    load_chain(checkpoint, chain)
+    write_weights(workload, chain, path, form)
+    typer.echo(f"weights of step {checkpoint.step} written to {path}")
 
 
 def _model(given: ExportFlags) -> Config | None:

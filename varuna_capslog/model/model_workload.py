@@ -12,7 +12,7 @@ import dataclasses
 import inspect
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -204,6 +204,25 @@ class ModelWorkload(Workload):
         """Likewise, in half the time; raises as `build_chain`."""
         return self._captured(evaluates=False)
 
+    def build_model(self) -> nn.Module | None:
+        """The module that the factory returns; None where that is a chain."""
+        made = self._made()
+        model = made[0] if isinstance(made, tuple) else made
+        return model if isinstance(model, nn.Module) else None
+
+    def own_names(self, chain: Chain) -> Mapping[str, str]:
+        """Those of the model itself: what an address ends with, since it begins with the layer's name."""
+        model = self.build_model()
+        if model is None:
+            return super().own_names(chain)
+        known = model.state_dict().keys()
+        names: dict[str, str] = {}
+        for address in chain.named_tensors():
+            own = next((name for name in _endings(address) if name in known), None)
+            if own is not None:
+                names[address] = own
+        return names
+
     def _call_factory(self) -> Any:
         return call_function(self.name, f"the model {self.name!r}", **self._settings.arguments)
 
@@ -299,10 +318,7 @@ class ModelWorkload(Workload):
             state = torch.load(path, map_location="cpu", weights_only=True)
         found: dict[str, Tensor] = {}
         for address in self.build_chain().named_parameters():
-            # an address is <layer>.<the model's own name>, and a layer may have dots in its name
-            pieces = address.split(".")
-            names = (".".join(pieces[first:]) for first in range(1, len(pieces)))
-            own = next((name for name in names if name in state), None)
+            own = next((name for name in _endings(address) if name in state), None)
             if own is not None:
                 found[address] = state[own]
         used = {id(tensor) for tensor in found.values()}
@@ -378,3 +394,9 @@ def _above(value: Tensor) -> int:
     """One more than the largest of the example's whole numbers, at least 2."""
     whole = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool or value.is_meta)
     return max(2, int(value.max()) + 1) if whole and value.numel() else 2
+
+
+def _endings(address: str) -> Iterator[str]:
+    """What may be the model's own name: an address is <layer>.<that name>, and a layer may have dots in its name."""
+    pieces = address.split(".")
+    return (".".join(pieces[first:]) for first in range(1, len(pieces)))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError, ConfigError
 from varuna_capslog.base.extras import extra_of, install_sentence
@@ -131,6 +131,14 @@ class Workload(ABC):
     def sample_files(self, count: int) -> list[Path]:
         """A few validation files that `predict` can draw on, for the report; [] where there are none."""
         return []
+
+    def own_names(self, chain: Chain) -> Mapping[str, str]:
+        """Address -> the name by which other programs know that weight; here the address itself."""
+        return {address: address for address in chain.named_tensors()}
+
+    def build_model(self) -> nn.Module | None:
+        """The model as it was before it became a chain, with fresh weights; None where there was none."""
+        return None
 
     def import_weights(self, path: Path) -> tuple[dict[str, Tensor], list[str]]:
         """Weights of a foreign checkpoint file as {address `<layer>.<name>`: tensor} and the list of skipped

@@ -144,7 +144,7 @@ def _find_cuts(nodes: Sequence[fx.Node], model: nn.Module, cut_points: Sequence[
         starts[first] = cut
     cuts: list[_Cut] = []
     begins = sorted(starts)
-    for begin, following in zip(begins, [*begins[1:], len(nodes)], strict=True):
+    for begin, following in pairwise([*begins, len(nodes)]):
         name = starts[begin]
         call = next(key for key, path in module_calls(nodes[begin]).items() if _path_in(path, name))
         inside = [at for at in range(begin, following) if call in module_calls(nodes[at])]
