@@ -43,6 +43,7 @@ TOOLS = {
     "dev": ["ruff>=0.6", "mypy>=1.11", "types-PyYAML"],
     "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"],
 }
+ALL = sorted(one for extra in EXTRAS.values() for one in extra)
 SHIPPED = ("configs", "examples", "launch")
 """Folders that the wheel holds beside the modules; `capslog init` copies them."""
 
@@ -90,6 +91,7 @@ setup(
     cmdclass={"build_py": BuildWithFiles},
     python_requires=">=3.10",
     install_requires=CORE,
-    extras_require=EXTRAS | {"all": sorted(one for extra in EXTRAS.values() for one in extra)} | TOOLS,
+    # the tests need every extra
+    extras_require=EXTRAS | {"all": ALL} | TOOLS | {"test": [*ALL, *TOOLS["test"]]},
     entry_points={"console_scripts": ["capslog=varuna_capslog.cli:program"]},
 )
