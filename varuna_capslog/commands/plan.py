@@ -17,7 +17,9 @@ from varuna_capslog.commands.ordinary_model import (
     config_of_model,
     overrides_of,
     say_assumptions,
+    with_folder,
 )
+from varuna_capslog.commands.plan_inference import InferenceFlags, check_purpose, plan_for_inference
 from varuna_capslog.commands.shared import option
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ __all__ = ["plan"]
 
 
 @dataclass(frozen=True)
-class PlanFlags(ModelFlags):
+class PlanFlags(InferenceFlags, ModelFlags):
     """The command line of `plan`."""
 
     profile: Annotated[
@@ -95,6 +97,10 @@ def plan(given: PlanFlags) -> None:
     """Choose the cuts. Exit status 3 when nothing fits (the plan is written all the same)."""
     from varuna_capslog.commands.plan_time import plan_front, plan_jointly
 
+    given = with_folder(given)
+    if check_purpose(given):
+        plan_for_inference(given)
+        return
     if given.config is not None and given.model is not None:
         raise CapslogError("both a CONFIG and --model are given; plan for one of them")
     if given.pareto and given.joint:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.commands import shared
-from varuna_capslog.commands.ordinary_model import ModelFlags, announced, config_of_model, overrides_of
+from varuna_capslog.commands.ordinary_model import ModelFlags, announced, config_of_model, overrides_of, with_folder
 from varuna_capslog.commands.shared import option
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def profile(given: ProfileFlags) -> None:
     from varuna_capslog.profiles.record import write_profile
     from varuna_capslog.start.prepare import profile_run
 
+    given = with_folder(given)
     settings = _config(given)
     with announced(None if given.model is None else settings):
         result = profile_run(settings, show=not given.as_json)

@@ -165,7 +165,9 @@ def _plan(settings: Config | None, costs: Profile, plan: Path | None) -> Plan:
     if plan is not None:
         from varuna_capslog.plans.plan import read_plan
 
-        return read_plan(plan)
+        given = read_plan(plan)
+        given.check_trains(str(plan))
+        return given
     assert settings is not None
     from varuna_capslog.start.prepare import plan_run
 

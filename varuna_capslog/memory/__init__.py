@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.memory import additive, composition, inflight
+from varuna_capslog.memory import additive, composition, inference, inflight
 from varuna_capslog.memory.costs import NEVER, StageCosts
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
@@ -36,6 +36,7 @@ MEMORY_MODELS = {
     "additive": MemoryModel(additive.stage_costs, functools.partial(additive.gap, "additive")),
     "composition": MemoryModel(composition.stage_costs, functools.partial(additive.gap, "composition")),
     # cut lists are searched with the fold's closed form; a list of actions says all that the fold must know
+    inference.INFERENCE: MemoryModel(inference.stage_costs, lambda run: None),
     inflight.RANKS: MemoryModel(functools.partial(inflight.stage_costs, inflight.RANKS), lambda run: None),
 } | {
     name: MemoryModel(functools.partial(inflight.stage_costs, name), functools.partial(inflight.gap, name))
@@ -45,7 +46,7 @@ MEMORY_MODELS = {
 AUTO = "auto"
 """Stands for the most exact model that a profile can feed: that of the run's schedule (`ranks` for one that has no
 model of its own) where the profile has the observations it needs; else `additive`, which every profile can feed
-(whether it describes the run its `gap` says)."""
+(whether it describes the run its `gap` says). A profile of inference has its own."""
 
 
 def resolve(memory: str, profile: Profile, run: RunShape) -> tuple[str, StageCosts]:
@@ -54,6 +55,12 @@ def resolve(memory: str, profile: Profile, run: RunShape) -> tuple[str, StageCos
     Raises CapslogError for another name, and where a model named here lacks something in the profile.
     """
     fields.refuse_unknown([memory], [AUTO, *MEMORY_MODELS], "memory model")
+    if inference.is_for_inference(profile):
+        if memory not in (AUTO, inference.INFERENCE):
+            raise CapslogError(
+                f"memory model '{memory}' describes training, but the profile is of inference; leave --memory out"
+            )
+        memory = inference.INFERENCE
     if memory == AUTO:
         memory = inflight.model_of(run.schedule)
         try:

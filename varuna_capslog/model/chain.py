@@ -383,6 +383,23 @@ class Chain:
                 after_layer(index)
         return {name: values[name] for name in self.outputs}
 
+    def run_stage(self, first: int, end: int, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Runs layers first .. end-1 as they are, and lets go of every tensor behind its last reader.
+
+        Args:
+            values: the tensors that cross the cut before layer `first`, by name; it is emptied, so that the caller need
+                not hold them.
+
+        Returns:
+            The tensors that cross the cut before layer `end`.
+        """
+        here = dict(values)
+        values.clear()
+        for index in range(first, end):
+            here.update(self.layers[index](here))
+            here = {name: here[name] for name in self.crossing(index + 1)}
+        return here
+
     def check_cuts(self, cuts: Sequence[int]) -> None:
         """Raises CapslogError unless `cuts` (first layer of each stage, beginning with 0) fits this chain."""
         fields.within(

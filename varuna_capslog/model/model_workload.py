@@ -120,6 +120,9 @@ class ModelSection(Section):
     cut_points: list[str] | None = None
     """Submodules to cut before; null cuts before every repeated block."""
 
+    name: str | None = None
+    """What plans and messages call the model; null takes the factory."""
+
     samples: int = Field(1024, gt=0)
     """Size of the made-up data set."""
 
@@ -181,7 +184,7 @@ class ModelWorkload(Workload):
         texts = settings.inputs
         if isinstance(texts, dict):
             texts = [f"{name}={rest}" for name, rest in texts.items()]
-        self.name = settings.factory
+        self.name = settings.name or settings.factory
         self._settings = settings
         self._specs = tuple(parse_input(text) for text in texts)
         self._constants: dict[str, Any] = {}
@@ -224,7 +227,7 @@ class ModelWorkload(Workload):
         return names
 
     def _call_factory(self) -> Any:
-        return call_function(self.name, f"the model {self.name!r}", **self._settings.arguments)
+        return call_function(self._settings.factory, f"the model {self.name!r}", **self._settings.arguments)
 
     def _captured(self, evaluates: bool) -> Chain:
         made = self._made()
@@ -237,6 +240,7 @@ class ModelWorkload(Workload):
                 "pair of an nn.Module and its example inputs"
             )
         self.take_example(made, example)
+        self._ready(made)
         if isinstance(made, Chain):
             chain = made
         else:
@@ -252,6 +256,12 @@ class ModelWorkload(Workload):
         names = [spec.name for spec in self._specs]
         if set(chain.inputs) != set(names):
             raise CapslogError(f"the inputs {names} are not the model's {list(chain.inputs)}; give one spec for each")
+        return self._finished(chain)
+
+    def _ready(self, model: nn.Module | Chain) -> None:
+        """What is done with a model, and its input specs, before it is captured: nothing."""
+
+    def _finished(self, chain: Chain) -> Chain:
         return self._with_loss(chain)
 
     def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from varuna_capslog.memory.costs import NEVER
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.plans.parts import Shortfall
 from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.conditions import PURPOSE
 from varuna_capslog.profiles.record import Profile
 
 if TYPE_CHECKING:
@@ -162,9 +163,10 @@ def judge_ranks(plan: Plan, sizes: Sequence[int], headroom: Headroom) -> MemoryV
 
 def predictable(profile: Profile, microbatch_size: int | None) -> list[str]:
     """Why a profile promises no bytes for microbatches of this size; empty if it does."""
+    served = PURPOSE in profile.conditions
+    instead = "plan in float32, or for a GPU" if served else "measure the profile instead (profile.source=measured)"
     gaps = [
-        f"fits and peak_bytes are unknown: the estimate is too low for {limit}; measure the profile instead "
-        "(profile.source=measured)"
+        f"fits and peak_bytes are unknown: the estimate is too low for {limit}; {instead}"
         for limit in profile.conditions.get("limits", [])
     ]
     profiled = profile.conditions.get("microbatch_size")

@@ -49,6 +49,7 @@ class Plan:
     planner, memory_model, model, profile_digest, search_seconds: where the plan comes from.
     bound_seconds, proven, search_space: no plan of the named space is faster than the bound; whether the plan is proven
         to be the fastest one there.
+    purpose: "training", or "inference": forwards alone, whose microbatches are those of all sequences served together.
     notes: sentences for people about what could not be predicted; not part of the file.
 
     Every instance is valid by the rules 1, 3, 4 and 5 of `plans/rules.py`: the constructor raises CapslogError
@@ -75,6 +76,7 @@ class Plan:
     bound_seconds: float | None = None
     proven: bool | None = None
     search_space: str | None = None
+    purpose: str = "training"
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
@@ -89,6 +91,7 @@ class Plan:
         for name in ("search_seconds", "step_seconds", "bound_seconds"):
             check_optional(self, name, fields.seconds)
         check_optional(self, "peak_bytes", partial(fields.whole, minimum=None))
+        fields.choice(self.purpose, "purpose", ("training", "inference"))
         for name in ("fits", "proven"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, bool):
@@ -264,6 +267,14 @@ class Plan:
         ranks = tuple(dataclasses.replace(one, bytes=of_rank.get(rank)) for rank, one in enumerate(self.ranks))
         return dataclasses.replace(self, stages=stages, ranks=ranks, peak_bytes=max(sizes), fits=None, shortfall=None)
 
+    def check_trains(self, where: str) -> None:
+        """Raises CapslogError, which begins with `where`, for a plan of another purpose than training."""
+        if self.purpose != "training":
+            raise CapslogError(
+                f"{where} is a plan for {self.purpose}, with which nothing can be trained; make one with `capslog "
+                "plan` without --for"
+            )
+
     def check_graph(self, edges: Iterable[tuple[int, int]]) -> None:
         """Rule 2: stages are convex in the graph of the layers, and the graph of the stages has no cycle.
 
@@ -277,6 +288,7 @@ class Plan:
         """The JSON form: the short one where it says it all."""
         value: dict[str, Any] = {"format": plan_text.FORMAT}
         value |= {name: plan_text.plain(getattr(self, name)) for name in plan_text.BOTH}
+        value |= {} if self.purpose == "training" else {"purpose": self.purpose}
         if self.short:
             return value | {
                 "cuts": plan_text.plain(self.cuts),

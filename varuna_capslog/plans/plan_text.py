@@ -49,7 +49,7 @@ def parts_of(value: Any) -> dict[str, Any]:
         value = plan_1.as_plan_2(value)
     elif value.get("format") != FORMAT:
         raise CapslogError(f"format is {value.get('format')!r}; this version reads {FORMAT!r} and {plan_1.FORMAT!r}")
-    fields.refuse_unknown(value, ["format", *BOTH, *SHORT, *FULL])
+    fields.refuse_unknown(value, ["format", "purpose", *BOTH, *SHORT, *FULL])
     parts = {name: item for name, item in value.items() if name != "format"}
     if parts.get("shortfall") is not None:
         parts["shortfall"] = fields.build(Shortfall, parts["shortfall"], "shortfall")

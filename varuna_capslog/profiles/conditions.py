@@ -14,10 +14,15 @@ from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.schedules.shape import STAGE_INPUTS
 
-__all__ = ["UPDATE_RATE", "checked"]
+__all__ = ["CACHE_BYTES", "PURPOSE", "UPDATE_RATE", "checked"]
 
 UPDATE_RATE = "update_seconds_per_parameter_byte"
 """Where a profile's conditions say what norm, clipping and optimizer cost: seconds per byte of parameters."""
+
+PURPOSE = "purpose"
+"""Where a profile of forwards alone says "inference"; profiles of training say nothing."""
+CACHE_BYTES = "cache_bytes_of_a_sequence"
+"""Where a profile for inference says what each layer keeps of keys and values, per sequence."""
 
 _MOST = 100
 """More than any allocator reserves beyond what it hands out or an optimizer keeps, and what products of bytes stay
@@ -68,6 +73,10 @@ def _texts(value: Any, name: str) -> list[str]:
     return [fields.text(one, f"{name}[{i}]") for i, one in enumerate(fields.listed(value, name))]
 
 
+def _sizes(value: Any, name: str) -> list[int]:
+    return [fields.whole(one, f"{name}[{i}]") for i, one in enumerate(fields.listed(value, name))]
+
+
 _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "accumulation_blocks": partial(fields.whole, minimum=1),
     "device": fields.text,
@@ -77,5 +86,7 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "optimizer_copies": _copies,
     "recompute": fields.boolean,
     "stage_inputs": partial(fields.choice, allowed=STAGE_INPUTS),
+    CACHE_BYTES: _sizes,
+    PURPOSE: partial(fields.choice, allowed=("inference",)),
     UPDATE_RATE: fields.seconds,
 }

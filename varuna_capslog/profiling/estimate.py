@@ -43,7 +43,7 @@ from varuna_capslog.profiling.weighing import Halves
 if TYPE_CHECKING:
     from varuna_capslog.config.reading import Config
 
-__all__ = ["Memo", "StageEstimate", "StageEstimator", "estimate_config", "estimate_workload"]
+__all__ = ["Memo", "StageEstimate", "StageEstimator", "estimate_config", "estimate_workload", "key_of_range"]
 
 _USUAL = (0.1, 0.5, 0.9)
 """Input sizes that fragmentation is simulated with besides the largest, as parts of the sampled minibatches."""
@@ -299,33 +299,44 @@ def _whole_numbers(value: Any) -> list[int]:
 def _run_key(chain: Chain, run: TrimmedRun, conditions: RunConditions, workload: Workload) -> object:
     """Equal for runs that do the same work; it must hold all that a result depends on.
 
-    It holds: what decides the work of the layers (`signature`), and which tensors they read and write; the tensors at
-    every cut (shape, dtype, stride, requires_grad); whether there are stages before and after; which parameters are
-    shared, within and with layers elsewhere; the conditions; and for the last stage what the workload says of its loss.
-    A tensor's name counts by its place among the sorted names of the run, since tensors cross cuts in that order.
+    It holds: `key_of_range`; whether there are stages before and after; the conditions; and for the last stage what the
+    workload says of its loss.
     """
-    layers = chain.layers[run.first : run.end]
-    inside = set(range(run.first, run.end))
+    return (
+        key_of_range(chain, run.first, run.end, run.specs),
+        (run.has_upstream, run.has_downstream),
+        (conditions.device, conditions.precision, conditions.recompute, conditions.stage_inputs, conditions.blocks),
+        str(conditions.recipe),
+        None if run.has_downstream else (workload.loss_key(), conditions.microbatch_size),
+    )
+
+
+def key_of_range(chain: Chain, first: int, end: int, specs: Sequence[Mapping[str, TensorSpec]]) -> object:
+    """Equal for ranges of layers that do the same work on tensors that are alike.
+
+    It holds: what decides the work of the layers (`signature`), and which tensors they read and write; the tensors at
+    every cut (shape, dtype, stride, requires_grad); which parameters are shared, within and with layers elsewhere. A
+    tensor's name counts by its place among the sorted names of the range, since tensors cross cuts in that order.
+
+    specs: what crosses the cuts first .. end.
+    """
+    layers = chain.layers[first:end]
+    inside = set(range(first, end))
     numbers = [{name: number for number, (name, _) in enumerate(layer.module.named_parameters())} for layer in layers]
     ties = tuple(
         (
-            tuple(
-                (index - run.first, numbers[index - run.first][name]) for index, name in shared.uses if index in inside
-            ),
+            tuple((index - first, numbers[index - first][name]) for index, name in shared.uses if index in inside),
             # uses elsewhere send their gradients here
-            tuple(index < run.first for index in shared.layers if index not in inside),
+            tuple(index < first for index in shared.layers if index not in inside),
         )
         for shared in chain.shared
         if inside & set(shared.layers)
     )
-    names = {name for cut in run.specs for name in cut}.union(*((*layer.reads, *layer.writes) for layer in layers))
+    names = {name for cut in specs for name in cut}.union(*((*layer.reads, *layer.writes) for layer in layers))
     place = {name: number for number, name in enumerate(sorted(names))}
     return (
         run_signature(layers),
         tuple((tuple(map(place.get, layer.reads)), tuple(map(place.get, layer.writes))) for layer in layers),
-        tuple(tuple((place[name], spec) for name, spec in sorted(cut.items())) for cut in run.specs),
-        (run.has_upstream, run.has_downstream, ties),
-        (conditions.device, conditions.precision, conditions.recompute, conditions.stage_inputs, conditions.blocks),
-        str(conditions.recipe),
-        None if run.has_downstream else (workload.loss_key(), conditions.microbatch_size),
+        tuple(tuple((place[name], spec) for name, spec in sorted(cut.items())) for cut in specs),
+        ties,
     )

@@ -20,10 +20,14 @@ from varuna_capslog.model.workload import Workload
 __all__ = ["real_parameter", "real_tensors", "skeleton", "with_real_layers"]
 
 
-def skeleton(workload: Workload) -> Chain:
-    """The workload's chain with real buffers but all parameters on the meta device; see `built_hollow`."""
+def skeleton(workload: Workload, evaluates: bool = False) -> Chain:
+    """The workload's chain with real buffers but all parameters on the meta device; see `built_hollow`.
+
+    evaluates: whether its layers run in eval mode too.
+    """
     torch.manual_seed(0)
-    chain, modules = built_hollow(workload.build_training_chain, lambda built: [layer.module for layer in built.layers])
+    build = workload.build_chain if evaluates else workload.build_training_chain
+    chain, modules = built_hollow(build, lambda built: [layer.module for layer in built.layers])
     return _with_modules(chain, modules)
 
 

@@ -49,6 +49,7 @@ def with_given_plan(config: Config, say: Callable[[str], object] = lambda line: 
     if path is None:
         return config
     plan, values = read_plan(path), config.model_dump(mode="json")
+    plan.check_trains(str(path))
     pipeline, train = values["pipeline"], values["train"]
     given: dict[str, Any] = {"devices": plan.num_ranks, "replicas": 1}
     limits = [one.capacity_bytes for one in plan.ranks]

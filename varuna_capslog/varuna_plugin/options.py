@@ -228,6 +228,7 @@ def _cuts(cuts: Any) -> tuple[tuple[int, ...] | None, int | None]:
     if isinstance(cuts, (str, os.PathLike)):
         cuts = read_plan(cuts)
     if isinstance(cuts, Plan):
+        cuts.check_trains("the plan that is given")
         return cuts_of(cuts), cuts.num_layers
     numbers = tuple(cuts)
     if not numbers or any(isinstance(cut, bool) or not isinstance(cut, int) for cut in numbers):

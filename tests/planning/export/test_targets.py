@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.planning.export.models import plan_of
+from tests.planning.export.models import BLOCKS, named, plan_of
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.planning.export import TARGETS, Request, names_in, notes
+from varuna_capslog.planning.export import TARGETS, Request, names_in, notes, written
 from varuna_capslog.plans.parts import Units
 from varuna_capslog.plans.pipelines import stages_of_pipelines
 from varuna_capslog.plans.plan import Plan
@@ -45,6 +45,18 @@ def test_notes_name_what_is_left_out() -> None:
     assert "NeMo AutoModel works in an order of its own" in recomputing  # which torch's lists do not say
     listed = Plan(6, (one, other), Units(1, 1, 1), actions=(("0F0", "0B0"), ("1F0", "1B0")))
     assert "the plan's list of actions is not a part of the text" in notes("deepspeed", listed, KEEPS)[0]
+
+
+def test_a_plan_for_inference_goes_to_those_who_serve() -> None:
+    plan = replace(plan_of(0, 3), purpose="inference", schedule=None)
+    request = Request(plan, names=named("embed", *(f"h.{n}" for n in range(BLOCKS)), "norm"))
+    assert written("vllm", request) == "VLLM_PP_LAYER_PARTITION=2,2\n"
+    assert notes("vllm", plan, KEEPS) == ["vLLM also needs --pipeline-parallel-size 2"]
+    assert notes("device-map", plan, KEEPS) == []
+    for target in ("megatron", "torchtitan", "automodel", "deepspeed", "torch-csv"):
+        with pytest.raises(CapslogError, match=r"is for inference, but the form for .* says how a model is trained"):
+            written(target, request)
+        assert written("megatron", replace(request, plan=plan_of(0, 3))) == "Et*2|t*2L\n"
 
 
 def test_exports_import_no_torch() -> None:

@@ -7,7 +7,7 @@ from varuna_capslog.planning.export.accelerate_map import device_map
 from varuna_capslog.planning.export.block_counts import megatron, sglang, vllm
 from varuna_capslog.planning.export.deepspeed_file import deepspeed
 from varuna_capslog.planning.export.module_lists import automodel, torchtitan
-from varuna_capslog.planning.export.targets import TARGETS, Request, names_in, notes
+from varuna_capslog.planning.export.targets import TARGETS, Request, names_in, notes, written
 from varuna_capslog.planning.export.torch_schedule import torch_csv
 
 __all__ = [
@@ -23,4 +23,5 @@ __all__ = [
     "torch_csv",
     "torchtitan",
     "vllm",
+    "written",
 ]

@@ -20,7 +20,7 @@ from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 
-__all__ = ["TARGETS", "Request", "Target", "names_in", "notes"]
+__all__ = ["TARGETS", "Request", "Target", "names_in", "notes", "written"]
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,18 @@ TARGETS: Mapping[str, Target] = {
 """The name of the option `--to` -> the form."""
 
 
+def written(target: str, request: Request) -> str:
+    """The text for a target. Raises CapslogError as the target does, and where it trains and the plan does not."""
+    form = TARGETS[target]
+    if request.plan.purpose != "training" and form.order != "none":
+        serving = ", ".join(name for name, one in TARGETS.items() if one.order == "none")
+        raise CapslogError(
+            f"the plan is for {request.plan.purpose}, but the form for {form.system} says how a model is trained; plan "
+            f"without --for, or export it to one of {serving}"
+        )
+    return form.write(request)
+
+
 def names_in(profile: Profile) -> ModelNames:
     """The names that a profile knows."""
     return ModelNames(
@@ -133,6 +145,8 @@ def notes(target: str, plan: Plan, run: RunShape) -> list[str]:
             f"of {form.system} to {line.replicas}"
         )
     if form.order == "none":
+        if plan.purpose != "training":
+            return found
         found.append(
             f"the plan was made for training steps; what {form.system} holds, such as weights and caches of keys and "
             "values, it does not predict"

@@ -1,0 +1,128 @@
+"""`capslog plan --for inference`, from a folder of Hugging Face to the systems that serve; what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from varuna_capslog import cli
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 32,
+}
+NETS = """
+from torch import nn
+
+def plain():
+    return nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8), nn.Linear(8, 8))
+"""
+PLAIN = ("--model", "nets_of_inference:plain", "--input", "x=float32[1,8]")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "nets_of_inference.py").write_text(NETS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def plan(*arguments: str) -> int:
+    return cli._run(["plan", *arguments])
+
+
+def test_from_a_folder_to_the_systems_that_serve(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    flags = ("--sequence", "32", "--batch", "6", "--microbatch", "2", "--dtype", "bfloat16", "--device", "cuda:t4")
+    assert plan("--for", "inference", "--hf", "llama", "--devices", "2", *flags, "-o", "plan.json", "--json") == 0
+    told = capsys.readouterr()
+    value = json.loads(told.out)
+    assert value == json.loads(Path("plan.json").read_text())
+    assert (value["purpose"], value["model"], value["schedule"]) == ("inference", "llama", None)
+    assert (value["num_microbatches"], value["microbatch_size"], value["memory_model"]) == (3, 2, "inference")
+    # one key-value head of 8 numbers in 3 layers, keys and values, 2 bytes, 32 tokens
+    assert told.err == (
+        "capslog: inference estimated for cuda:t4, within its capacity: bfloat16, 6 sequence(s) of 32 tokens together, "
+        "2 in a forward, 3 KiB of keys and values for each, in 3 layers\n"
+    )
+    names = ("--hf", "llama")
+    assert cli._run(["export", "plan.json", "--to", "vllm", *names]) == 0
+    counts = capsys.readouterr()
+    assert sum(map(int, counts.out.partition("=")[2].split(","))) == 3
+    assert counts.err == "note: vLLM also needs --pipeline-parallel-size 2\n"
+
+
+def test_nothing_else_takes_a_plan_for_inference(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert plan("--for", "inference", *PLAIN, "--devices", "2", "-o", "plan.json") == 0
+    assert "1 sequence(s) together, 1 in a forward, no caches" in capsys.readouterr().err
+    config = tmp_path / "run.yaml"
+    config.write_text("workload: varuna_capslog.model_workload:workload\nmodel: {factory: nets_of_inference:plain}\n")
+    assert cli._run(["train", str(config), "pipeline.plan=plan.json"]) == 2
+    assert capsys.readouterr().err == (
+        "capslog: plan.json is a plan for inference, with which nothing can be trained; make one with `capslog plan` "
+        "without --for\n"
+    )
+
+
+def test_a_plan_that_does_not_fit_says_what_would_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--for", "inference", *PLAIN, "--devices", "1", "--capacity", "4KiB") == 3
+    assert "does not fit: stage 0 needs" in capsys.readouterr().err
+
+
+REFUSED = {
+    "another purpose": (("--for", "serving", *PLAIN, "--devices", "2"), "unknown purpose of --for 'serving'"),
+    "a batch to train": ((*PLAIN, "--devices", "2", "--batch", "2"), "--batch goes with --for inference"),
+    "no model": (("--for", "inference", "--devices", "2"), "but no model is given"),
+    "a config": (("some.yaml", "--for", "inference", "--devices", "2"), "but a CONFIG describes a training"),
+    "no devices": (("--for", "inference", *PLAIN), "--for inference needs --devices N"),
+    "too many devices": (("--for", "inference", *PLAIN, "--devices", "4"), "4 devices but only 3 layers"),
+    "a front": (("--for", "inference", *PLAIN, "--devices", "2", "--pareto"), "--pareto belongs to plans of training"),
+    "another planner": (
+        ("--for", "inference", *PLAIN, "--devices", "2", "--planner", "varuna"),
+        "inference is planned by exact",
+    ),
+    "real runs": (("--for", "inference", *PLAIN, "--devices", "2", "--measure"), "estimates, and never measures"),
+    "half a batch": (
+        ("--for", "inference", *PLAIN, "--devices", "2", "--batch", "3", "--microbatch", "2"),
+        "--microbatch 2 does not divide --batch 3",
+    ),
+    "an unknown type": (
+        ("--for", "inference", *PLAIN, "--devices", "2", "--dtype", "int8"),
+        "--dtype is 'int8'; it must be one of",
+    ),
+    "no size of a cache": (
+        ("--for", "inference", *PLAIN, "--devices", "2", "--cache", "much"),
+        "--cache",
+    ),
+    "a cache without attention": (
+        ("--for", "inference", *PLAIN, "--devices", "2", "--cache", "4KiB"),
+        "--cache counts tokens, but the model's inputs have none",
+    ),
+    "two models": (("--hf", "llama", *PLAIN, "--devices", "2"), "both --model and --hf are given"),
+    "a folder and a config": (("some.yaml", "--hf", "llama"), "both a CONFIG and --hf are given"),
+    "no folder": (("--hf", "nowhere", "--devices", "2"), "--hf nowhere is no folder"),
+    "tokens of another model": (
+        (*PLAIN, "--devices", "2", "--sequence", "9"),
+        "--sequence is for the inputs that --hf",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_go_together_is_one_sentence(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, sentence = REFUSED[name]
+    assert plan(*arguments) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert said.startswith("capslog: ")
+    assert said.count("\n") == 1

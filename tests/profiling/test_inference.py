@@ -1,0 +1,150 @@
+"""Profiles and plans for inference, against what the real allocator gives while each stage runs forward."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.engine.probe import PeakProbe
+from varuna_capslog.model.inference_model import InferenceModel
+from varuna_capslog.model.model_workload import ModelSection
+from varuna_capslog.planning.inference import plan_inference
+from varuna_capslog.profiles.conditions import CACHE_BYTES
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.profiling.inference import Served, estimate_inference
+
+HERE = __name__
+
+
+class Lopsided(nn.Module):
+    """A wide first block, an attention block, a bypass around the second block, and dropout that must not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [512, 64, 64, 32]
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, w), nn.Dropout(), nn.Linear(w, 64)) for w in widths)
+        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
+        self.head = nn.Linear(64, 300)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.blocks[0](x)
+        second = self.blocks[1](first)
+        third = self.blocks[2](second + self.attention(second, second, second, need_weights=False)[0])
+        return self.head(self.blocks[3](third + first))
+
+
+def lopsided() -> nn.Module:
+    return Lopsided()
+
+
+class Looks(nn.Module):
+    """Tokens, one block that attends of three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        attends = nn.TransformerEncoderLayer(4, 1, 4, batch_first=True)
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), attends, nn.Linear(4, 4)])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class SmallLlama(Looks):
+    """Which a Hugging Face config describes, so that its caches are known to be none."""
+
+    config = SimpleNamespace(model_type="none", to_dict=dict, get_text_config=SimpleNamespace)
+
+
+small_llama = SmallLlama
+
+
+def served(factory: str, *inputs: str, size: int = 4, **more: object) -> InferenceModel:
+    return InferenceModel(ModelSection(factory=factory, inputs=list(inputs)), size, **more)
+
+
+@functools.cache
+def profile_of_llama() -> Profile:
+    pytest.importorskip("transformers")
+    model = served("examples.llama:model", "input_ids=int64[1,16]:512", dtype="float32", sequence=96)
+    return estimate_inference(model, Served(4))
+
+
+def measured(model: InferenceModel, cuts: tuple[int, ...]) -> list[int]:
+    """The peak of a forward of each stage, its caches left out."""
+    chain = model.build_chain()
+    values = {name: spec.zeros() for name, spec in model.profile_inputs(4).items()}
+    found = []
+    for first, end in zip(cuts, (*cuts[1:], len(chain)), strict=True):
+        modules = [layer.module.eval() for layer in chain.layers[first:end]]
+        held = [tensor for one in modules for tensor in (*one.parameters(), *one.buffers())]
+        with torch.no_grad(), PeakProbe(torch.device("cpu"), held) as probe:
+            # inside, since the profiler hears of no release of what was there before
+            values = chain.run_stage(first, end, {name: tensor.clone() for name, tensor in values.items()})
+        found.append(probe.peak_bytes)
+    return found
+
+
+def assert_close(profile: Profile, model: InferenceModel, devices: int) -> None:
+    """Within a hundredth."""
+    plan = plan_inference(profile, devices, 4)
+    caches = profile.conditions[CACHE_BYTES]
+    predicted = [
+        size - 4 * sum(caches[stage.first : stage.end])
+        for size, stage in zip(plan.stage_bytes, plan.stages, strict=True)
+    ]
+    assert predicted == pytest.approx(measured(model, plan.cut_list), rel=0.01)
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_peaks_of_stages_are_those_of_the_allocator(devices: int) -> None:
+    model = served(f"{HERE}:lopsided", "x=float32[1,50,64]")
+    assert_close(estimate_inference(model, Served(4)), model, devices)
+
+
+def test_peaks_of_a_captured_decoder_are_those_of_the_allocator() -> None:
+    model = served("examples.llama:model", "input_ids=int64[1,16]:512", dtype="float32", sequence=96)
+    assert_close(profile_of_llama(), model, 3)
+
+
+def test_what_a_decoder_caches_belongs_to_its_blocks_and_grows_with_the_batch() -> None:
+    profile = profile_of_llama()
+    # two key-value heads of 32 numbers, keys and values, float32, 96 tokens
+    assert profile.conditions[CACHE_BYTES] == [0, *[2 * 2 * 32 * 4 * 96] * 8, 0]
+    plans = {batch: plan_inference(profile, 2, batch, cuts=[0, 5]) for batch in (4, 16)}
+    more = [b - a for a, b in zip(plans[4].stage_bytes, plans[16].stage_bytes, strict=True)]
+    assert more == [12 * 4 * 49152, 12 * 4 * 49152]
+    assert (plans[16].num_microbatches, plans[16].microbatch_size, plans[16].schedule) == (4, 4, None)
+    with pytest.raises(CapslogError, match="a batch of 6 is not a multiple of the microbatch size 4"):
+        plan_inference(profile, 2, 6)
+
+
+def test_a_stated_cache_is_that_of_the_layers_that_attend() -> None:
+    model = served(f"{HERE}:lopsided", "x=float32[1,50,64]")
+    with pytest.raises(CapslogError, match="--cache counts tokens, but the model's inputs have none"):
+        estimate_inference(model, Served(4, cache_bytes_per_token=8))
+    with pytest.raises(CapslogError, match="says itself what its layers cache; leave --cache out"):
+        estimate_inference(served(f"{HERE}:small_llama", "ids=int64[1,8]"), Served(4, cache_bytes_per_token=8))
+    profile = estimate_inference(served(f"{HERE}:Looks", "ids=int64[1,8]"), Served(4, cache_bytes_per_token=8))
+    assert profile.conditions[CACHE_BYTES] == [0, 0, 64, 0]
+
+
+def test_weights_and_inputs_have_the_type_that_is_asked_for() -> None:
+    model = served(f"{HERE}:lopsided", "x=float32[1,50,64]", dtype="float16")
+    halved = estimate_inference(model, Served(4, "cuda"))
+    whole = estimate_inference(served(f"{HERE}:lopsided", "x=float32[1,50,64]"), Served(4, "cuda"))
+    assert [2 * row.static_bytes for row in halved.observations] == [row.static_bytes for row in whole.observations]
+    assert halved.conditions["dtype"] == "float16"
+    assert halved.conditions["headroom"]["fixed_bytes"] > 512 << 20
+    with pytest.raises(CapslogError, match=r"--sequence is 9, but .* has no input of tokens"):
+        served(f"{HERE}:lopsided", "x=float32[1,50,64]", sequence=9).build_chain()
+    with pytest.raises(CapslogError, match="--dtype is 'int3'; it must be one of float32, bfloat16, float16"):
+        served(f"{HERE}:lopsided", dtype="int3")

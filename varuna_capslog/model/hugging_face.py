@@ -1,0 +1,165 @@
+"""Hugging Face models from a local folder, for `--hf PATH`: built from config.json alone, on the meta device.
+
+Nothing is downloaded, no code of the folder is run, and no weights are read or needed. transformers is imported only
+when a model is built.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.extras import needed
+
+__all__ = ["FACTORY", "model"]
+
+FACTORY = f"{__name__}:model"
+
+_CLASSES = (
+    "AutoModelForCausalLM",
+    "AutoModelForMaskedLM",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForImageClassification",
+    "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
+    "AutoModelForQuestionAnswering",
+    "AutoModelForObjectDetection",
+    "AutoModelForSemanticSegmentation",
+    "AutoModelForImageTextToText",
+    "AutoModel",
+)
+_TOKENS = 1024
+"""Of a sequence where nothing else is said, or as many as the model takes."""
+
+
+def model(
+    path: str, sequence: int | None = None, dtype: str | None = None, trains: bool = True, **changes: Any
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The model that `config.json` in a folder describes, without memory for its weights, and an example of its inputs.
+
+    Args:
+        path: the folder.
+        sequence: tokens of a sequence; None: 1024, or as many as the model takes.
+        dtype: of its weights; None: that of the config, or float32.
+        trains: whether labels are among the inputs; else logits are asked for the last token alone, as in `generate`.
+        changes: keys of the config that are replaced, such as `num_hidden_layers=4`.
+
+    Raises:
+        CapslogError: transformers is not installed; no such folder; a config that transformers cannot read or build
+            from without code of the folder; inputs that are neither tokens nor pictures.
+    """
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        lack = "holds no config.json" if folder.is_dir() else "is no folder"
+        raise CapslogError(f"--hf {path} {lack}; give the local folder of a Hugging Face model")
+    with needed("--hf"):
+        import transformers
+    config = _config(transformers, folder, changes)
+    chosen = _class(transformers, config)
+    size = dtype if dtype is not None else getattr(config, "dtype", None) or torch.float32
+    try:
+        with torch.device("meta"):
+            made = chosen.from_config(config, dtype=getattr(torch, size) if isinstance(size, str) else size)
+    except Exception as error:  # whatever the model's own code raises
+        raise CapslogError(f"--hf {path}: transformers cannot build the model ({_first_line(error)})") from error
+    return made, _example(path, made, sequence, trains)
+
+
+def _config(transformers: Any, folder: Path, changes: dict[str, Any]) -> Any:
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever the config's own code raises
+        raise CapslogError(f"--hf {folder}: transformers cannot read config.json ({_first_line(error)})") from error
+    for key, value in changes.items():
+        if not hasattr(config, key):
+            raise CapslogError(f"--model-arg {key}: config.json of a {config.model_type} has no such key")
+        try:
+            setattr(config, key, value)
+        except Exception as error:  # of the checks that a config makes itself
+            raise CapslogError(
+                f"--model-arg {key}={value!r}: transformers refuses it ({_first_line(error)})"
+            ) from error
+    return config
+
+
+def _class(transformers: Any, config: Any) -> Any:
+    """The Auto class that makes the architecture which the config names; without one, the first that knows the type."""
+    wanted = (getattr(config, "architectures", None) or [None])[0]
+    known = [getattr(transformers, name) for name in _CLASSES]
+    fitting = [one for one in known if type(config) in one._model_mapping]
+    for one in fitting:
+        made = one._model_mapping[type(config)]
+        if wanted in [part.__name__ for part in (made if isinstance(made, (tuple, list)) else (made,))]:
+            return one
+    if not fitting:
+        raise CapslogError(
+            f"transformers {transformers.__version__} has no model of type {config.model_type!r}; give a function that "
+            "builds it with --model"
+        )
+    return fitting[-1] if wanted is not None else fitting[0]
+
+
+def _example(path: str, made: nn.Module, sequence: int | None, trains: bool) -> dict[str, Any]:
+    """Inputs of one sample; whole numbers are 0 or 1, valid for any vocabulary."""
+    config, names = made.config, inspect.signature(made.forward).parameters
+    main = getattr(made, "main_input_name", "input_ids")
+    if main == "input_ids":
+        found = _tokens(path, made, sequence)
+        if "decoder_input_ids" in names and not trains:
+            found["decoder_input_ids"] = found["input_ids"].clone()
+    elif main == "pixel_values":
+        found = {main: torch.zeros(1, getattr(config, "num_channels", 3), *_image_size(path, config))}
+    else:
+        raise CapslogError(f"--hf {path}: {type(made).__name__} takes {main!r}; describe its inputs with --input")
+    if trains:
+        labels = _labels(type(made).__name__, found)
+        if labels is not None and "labels" in names:
+            found["labels"] = labels
+    elif "logits_to_keep" in names:
+        return {**found, "logits_to_keep": 1}
+    return dict(found)
+
+
+def _tokens(path: str, made: nn.Module, sequence: int | None) -> dict[str, Tensor]:
+    config: Any = made.config
+    text = config.get_text_config()
+    most = getattr(text, "max_position_embeddings", None)
+    most = most if isinstance(most, int) and most > 0 else None
+    if sequence is not None and most is not None and sequence > most:
+        raise CapslogError(
+            f"--sequence is {sequence}, but the model in {path} takes {most} tokens (max_position_embeddings); give at "
+            f"most that, or raise it with --model-arg max_position_embeddings={sequence}"
+        )
+    return {"input_ids": torch.ones(1, sequence or min(_TOKENS, most or _TOKENS), dtype=torch.int64)}
+
+
+def _image_size(path: str, config: Any) -> tuple[int, int]:
+    size = getattr(config, "image_size", None)
+    if isinstance(size, int):
+        return size, size
+    if isinstance(size, (list, tuple)) and len(size) == 2:
+        return int(size[0]), int(size[1])
+    raise CapslogError(
+        f"--hf {path}: config.json has no image_size; give the pictures with --input pixel_values=float32[1,3,H,W]"
+    )
+
+
+def _labels(name: str, inputs: dict[str, Tensor]) -> Tensor | None:
+    """Labels for the loss of a language model or a classifier."""
+    if name.endswith(("ForImageClassification", "ForSequenceClassification")):
+        return torch.ones(1, dtype=torch.int64)
+    if name.endswith(
+        ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification", "ForConditionalGeneration")
+    ):
+        return inputs["input_ids"].clone() if "input_ids" in inputs else None
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return line if len(line) <= 300 else f"{line[:297]}..."

@@ -1,0 +1,131 @@
+"""Profiles for inference: one forward of every layer and of every two neighbours, on fake tensors and without graphs.
+
+`capslog plan --for inference` calls `estimate_inference`. The runs and the record are those of `estimate`; the bytes
+are those of `estimation/forward`, with nothing of a training step in them. What the layers cache for each sequence
+stands beside them, since it is there however many microbatches have passed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.inference_model import InferenceModel
+from varuna_capslog.model.trace import ShapeTable
+from varuna_capslog.profiles.conditions import CACHE_BYTES, PURPOSE
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.profiles.runs import stage_runs
+from varuna_capslog.profiling.conditions import RunConditions, profile_of, shapes_of
+from varuna_capslog.profiling.estimate import key_of_range
+from varuna_capslog.profiling.estimation.forward import ForwardRun, run_forward
+from varuna_capslog.profiling.estimation.headroom import state_headroom
+from varuna_capslog.profiling.estimation.lifetimes import Recipes
+from varuna_capslog.profiling.estimation.quirks import QUIRKS, QUIRKS_VERSION, Quirks
+from varuna_capslog.profiling.estimation.roofline import speed_of
+from varuna_capslog.profiling.skeleton import skeleton
+
+__all__ = ["Served", "estimate_inference"]
+
+_SIMULATED = 6
+"""Stages that fragmentation is simulated for, as in `estimate`."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """How a model is served.
+
+    Attributes:
+        microbatch_size: sequences, or samples, of one forward.
+        device, gpu: "cpu" or "cuda", and the kind of GPU (`base.gpus`) that the seconds are for; "" for none.
+        cache_bytes_per_token: what each layer that attends caches for one token, for models that do not say it
+            themselves; None: nothing.
+    """
+
+    microbatch_size: int = 1
+    device: str = "cpu"
+    gpu: str = ""
+    cache_bytes_per_token: int | None = None
+
+
+def estimate_inference(model: InferenceModel, served: Served) -> Profile:
+    """The profile for inference of a model: per run the peak of one forward, weights (static) and nothing saved.
+
+    Its conditions name the purpose, and what every layer caches for one sequence.
+
+    Raises:
+        CapslogError: the model cannot be captured, or a layer cannot run on fake tensors; a cache is stated where the
+            model says itself what it caches, or where no layer attends.
+    """
+    size, quirks = served.microbatch_size, Quirks(served.device)
+    with torch.random.fork_rng(devices=[]):
+        chain = skeleton(model, evaluates=True)
+    inputs = model.profile_inputs(size)
+    with quirks.dispatch():
+        specs = ShapeTable(chain, "cpu").boundaries(inputs)
+    # a forward without graphs makes no tensor that takes a gradient
+    speed, recipes, mode = speed_of(served.device, served.gpu), Recipes(), FakeTensorMode(allow_non_fake_inputs=True)
+    known: dict[object, ForwardRun] = {}
+    runs = stage_runs(len(chain))
+    found = []
+    for first, end in runs:
+        key = key_of_range(chain, first, end, specs[first : end + 1])
+        if key not in known:
+            fresh = Quirks(served.device)
+            known[key] = run_forward(mode, chain, (first, end), specs[first], fresh, speed, recipes)
+        found.append(known[key])
+    conditions = RunConditions(served.device, size, shapes_of(inputs), recompute=False, stage_inputs="device")
+    rows = [
+        conditions.row(run, (specs[run[0]], specs[run[1]]), (one.peak_bytes, one.weight_bytes, 0), (one.seconds, 0.0))
+        for run, one in zip(runs, found, strict=True)
+    ]
+    told: dict[str, Any] = {
+        PURPOSE: "inference",
+        "source": "estimated",
+        "device": served.device,
+        **({"gpu": served.gpu} if served.gpu else {}),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "microbatch_size": size,
+        "input": shapes_of(inputs),
+        "recompute": False,
+        "peak_source": "lifetimes of fake storages",
+        "quirks": sorted(name for name, quirk in QUIRKS.items() if served.device in quirk.devices),
+        "quirks_version": QUIRKS_VERSION,
+        "torch": torch.__version__,
+        "seconds": f"roofline({speed.name})",
+        "headroom": _headroom(found, served.device),
+        "sequence": model.tokens,
+        CACHE_BYTES: _cache_bytes(model, served, found[: len(chain)]),
+    }
+    if limits := frozenset().union(*(one.limits for one in found)):
+        told["limits"] = sorted(limits)
+    return profile_of(chain, rows, "estimated", told, specs=specs)
+
+
+def _cache_bytes(model: InferenceModel, served: Served, single: list[ForwardRun]) -> list[int]:
+    """What each layer caches for one sequence."""
+    stated = served.cache_bytes_per_token
+    if model.cache_bytes is not None:
+        if stated is not None:
+            raise CapslogError(
+                f"--cache is given, but {model.name} says itself what its layers cache; leave --cache out"
+            )
+        return list(model.cache_bytes)
+    if stated is None:
+        return [0] * len(single)
+    if model.tokens is None:
+        raise CapslogError("--cache counts tokens, but the model's inputs have none; leave --cache out")
+    if not any(one.attends for one in single):
+        raise CapslogError("--cache is given, but no layer of the model attends to other tokens; leave --cache out")
+    return [stated * model.tokens if one.attends else 0 for one in single]
+
+
+def _headroom(found: list[ForwardRun], device: str) -> dict[str, Any]:
+    """What a device needs beyond a peak; the largest runs stand for the stages. GPUs talk over NCCL when they serve."""
+    if device == "cpu":
+        return state_headroom(device, "gloo", [])
+    largest = {one.events: one for one in sorted(found, key=lambda one: one.peak_bytes)[-_SIMULATED:]}
+    return state_headroom(device, "nccl", [[one] for one in largest.values()])
