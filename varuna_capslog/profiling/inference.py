@@ -7,6 +7,7 @@ stands beside them, since it is there however many microbatches have passed.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from varuna_capslog.profiles.runs import stage_runs
 from varuna_capslog.profiling.conditions import RunConditions, profile_of, shapes_of
 from varuna_capslog.profiling.estimate import key_of_range
 from varuna_capslog.profiling.estimation.forward import ForwardRun, run_forward
-from varuna_capslog.profiling.estimation.headroom import state_headroom
+from varuna_capslog.profiling.estimation.headroom import fragmentation, state_headroom
 from varuna_capslog.profiling.estimation.lifetimes import Recipes
 from varuna_capslog.profiling.estimation.quirks import QUIRKS, QUIRKS_VERSION, Quirks
 from varuna_capslog.profiling.estimation.roofline import speed_of
@@ -124,8 +125,15 @@ def _cache_bytes(model: InferenceModel, served: Served, single: list[ForwardRun]
 
 
 def _headroom(found: list[ForwardRun], device: str) -> dict[str, Any]:
-    """What a device needs beyond a peak; the largest runs stand for the stages. GPUs talk over NCCL when they serve."""
+    """What a device needs beyond a peak. GPUs talk over NCCL when they serve.
+
+    Weights and caches are allocated once and stay, so that only a forward's own tensors leave gaps: what the allocator
+    reserves beyond the peak of the largest runs is added, and nothing is multiplied.
+    """
     if device == "cpu":
         return state_headroom(device, "gloo", [])
+    stated = state_headroom(device, "nccl", [])
     largest = {one.events: one for one in sorted(found, key=lambda one: one.peak_bytes)[-_SIMULATED:]}
-    return state_headroom(device, "nccl", [[one] for one in largest.values()])
+    gaps = max(math.ceil((fragmentation([one]) - 1) * one.peak_bytes) for one in largest.values())
+    parts = stated["parts"] | {"gaps_bytes": gaps, "simulated": ["gaps_bytes"], "simulated_stages": len(largest)}
+    return stated | {"fixed_bytes": stated["fixed_bytes"] + gaps, "parts": parts}
