@@ -85,3 +85,8 @@ def test_mistakes_are_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     resnet = {"model_type": "resnet", "architectures": ["ResNetForImageClassification"]}
     with pytest.raises(CapslogError, match=r"config.json has no image_size; give the pictures with --input"):
         model(folder(tmp_path, resnet))
+    assert model(str(tmp_path), example=False)[1] == {}
+    with pytest.raises(
+        CapslogError, match=r"no Auto class of transformers [\d.]+ makes ResNetForNothing, which config"
+    ):
+        model(folder(tmp_path, resnet | {"architectures": ["ResNetForNothing"]}))

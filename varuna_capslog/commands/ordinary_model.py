@@ -173,7 +173,7 @@ def config_of_model(flags: ModelFlags, pipeline: dict[str, int | str], minibatch
             "--sequence is for the inputs that --hf makes itself; give sizes with --input, or leave it out"
         )
     if flags.folder is not None:
-        own = {"path": str(flags.folder), "sequence": flags.sequence}
+        own = {"path": str(flags.folder), "sequence": flags.sequence, "example": not flags.inputs}
         arguments = {"dtype": "float32", **arguments, **own}
         settings["model.name"] = str(flags.folder)
     if measured and device is not None and device.startswith("cuda:"):

@@ -7,6 +7,7 @@ when a model is built.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ _CLASSES = (
     "AutoModelForCausalLM",
     "AutoModelForMaskedLM",
     "AutoModelForSeq2SeqLM",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForPreTraining",
     "AutoModelForImageClassification",
     "AutoModelForSequenceClassification",
     "AutoModelForTokenClassification",
@@ -38,7 +41,12 @@ _TOKENS = 1024
 
 
 def model(
-    path: str, sequence: int | None = None, dtype: str | None = None, trains: bool = True, **changes: Any
+    path: str,
+    sequence: int | None = None,
+    dtype: str | None = None,
+    trains: bool = True,
+    example: bool = True,
+    **changes: Any,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """The model that `config.json` in a folder describes, without memory for its weights, and an example of its inputs.
 
@@ -47,6 +55,7 @@ def model(
         sequence: tokens of a sequence; None: 1024, or as many as the model takes.
         dtype: of its weights; None: that of the config, or float32.
         trains: whether labels are among the inputs; else logits are asked for the last token alone, as in `generate`.
+        example: False: the caller has inputs of his own.
         changes: keys of the config that are replaced, such as `num_hidden_layers=4`.
 
     Raises:
@@ -67,7 +76,8 @@ def model(
             made = chosen.from_config(config, dtype=getattr(torch, size) if isinstance(size, str) else size)
     except Exception as error:  # whatever the model's own code raises
         raise CapslogError(f"--hf {path}: transformers cannot build the model ({_first_line(error)})") from error
-    return made, _example(path, made, sequence, trains)
+    constants = {"logits_to_keep": 1} if not trains and "logits_to_keep" in _names(made) else {}
+    return made, {**(_example(path, made, sequence, trains) if example else {}), **constants}
 
 
 def _config(transformers: Any, folder: Path, changes: dict[str, Any]) -> Any:
@@ -96,17 +106,17 @@ def _class(transformers: Any, config: Any) -> Any:
         made = one._model_mapping[type(config)]
         if wanted in [part.__name__ for part in (made if isinstance(made, (tuple, list)) else (made,))]:
             return one
-    if not fitting:
+    if not fitting or wanted is not None:
         raise CapslogError(
-            f"transformers {transformers.__version__} has no model of type {config.model_type!r}; give a function that "
-            "builds it with --model"
+            f"no Auto class of transformers {transformers.__version__} makes {wanted or config.model_type}, which "
+            "config.json names; give a function that builds it with --model"
         )
-    return fitting[-1] if wanted is not None else fitting[0]
+    return fitting[0]
 
 
 def _example(path: str, made: nn.Module, sequence: int | None, trains: bool) -> dict[str, Any]:
     """Inputs of one sample; whole numbers are 0 or 1, valid for any vocabulary."""
-    config, names = made.config, inspect.signature(made.forward).parameters
+    config, names = made.config, _names(made)
     main = getattr(made, "main_input_name", "input_ids")
     if main == "input_ids":
         found = _tokens(path, made, sequence)
@@ -120,9 +130,11 @@ def _example(path: str, made: nn.Module, sequence: int | None, trains: bool) -> 
         labels = _labels(type(made).__name__, found)
         if labels is not None and "labels" in names:
             found["labels"] = labels
-    elif "logits_to_keep" in names:
-        return {**found, "logits_to_keep": 1}
     return dict(found)
+
+
+def _names(made: nn.Module) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(made.forward).parameters
 
 
 def _tokens(path: str, made: nn.Module, sequence: int | None) -> dict[str, Tensor]:

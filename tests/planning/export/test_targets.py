@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from tests.planning.export.models import BLOCKS, named, plan_of
+from tests.planning.export.models import BLOCKS, made, named, names, plan_of, stages_of_blocks
+from tests.planning.export.readers import (
+    automodel_part,
+    device_of_tensors,
+    layer_partition,
+    megatron_layout,
+    torchtitan_part,
+)
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planning.export import TARGETS, Request, names_in, notes, written
 from varuna_capslog.plans.parts import Units
@@ -72,3 +81,65 @@ def test_names_come_from_a_profile() -> None:
     assert TARGETS["megatron"].write(Request(plan_of(0, 2, layers=4), names=known)) == "Et|tL\n"
     with pytest.raises(CapslogError, match="a plan does not hold the names of the model's layers; give its profile"):
         TARGETS["megatron"].write(Request(plan_of(0, 2, layers=4)))
+
+
+MODELS = ("gpt2", "vit", "decoder", "titan")
+REFUSALS = {"torchtitan": ("gpt2", "vit"), "automodel": ("gpt2", "vit", "titan")}
+"""target -> the models whose cuts it cannot express; every other one is read back in the tests of its form."""
+
+
+def readers_stages(target: str, text: str, model: str, cuts: tuple[int, ...]) -> list[list[int]]:
+    """The blocks of each stage, as a reader of the target finds them."""
+    if target == "megatron":
+        rows = megatron_layout(text, len(cuts), BLOCKS).values()
+        return [[int(one.split()[1]) for one in row if one.startswith("decoder")] for row in rows]
+    if target in ("vllm", "sglang"):
+        return [list(one) for one in layer_partition(text, f"{target.upper()}_PP_LAYER_PARTITION", len(cuts), BLOCKS)]
+    if target == "deepspeed":
+        space: dict[str, object] = {}
+        exec(text.partition("\nPARTS")[1] + text.partition("\nPARTS")[2].partition("\n")[0], space)
+        parts = space["PARTS"]
+        assert isinstance(parts, list)
+        assert parts == [*cuts, BLOCKS + 2]
+        return stages_of_blocks(tuple(parts[:-1]))
+    if target == "device-map":
+        placed = device_of_tensors(made(model)[0], json.loads(text))
+    elif target == "torchtitan":  # a part's list of blocks counts from 0 again, so that only the names tell them
+        assert [len(torchtitan_part(made("titan")[0], one).layers) for one in json.loads(text)] == [
+            len(blocks) for blocks in stages_of_blocks(cuts)
+        ]
+        placed = {name: stage for stage, listed in enumerate(json.loads(text)) for name in listed}
+    else:
+        parts = [automodel_part(made(model)[0], listed) for listed in json.loads(text)]
+        placed = {name: stage for stage, part in enumerate(parts) for name in part.state_dict()}
+    found: list[set[int]] = [set() for _ in cuts]
+    for name, stage in placed.items():
+        number = next((int(piece) for piece in name.split(".") if piece.isdigit()), None)
+        if number is not None:
+            found[stage].add(number)
+    return [sorted(one) for one in found]
+
+
+@pytest.mark.parametrize("cuts", [(0, 3), (0, 2, 4)])
+@pytest.mark.parametrize("target", [name for name in TARGETS if name != "torch-csv"])
+def test_every_format_for_every_model_is_read_back_or_refused(target: str, cuts: tuple[int, ...]) -> None:
+    """torch-csv says nothing of the model; its own tests have torch read it."""
+    for model in MODELS:
+        request = Request(plan_of(*cuts), KEEPS, names=names(model))
+        if model in REFUSALS.get(target, ()):
+            with pytest.raises(CapslogError, match=TARGETS[target].system):
+                written(target, request)
+        else:
+            assert readers_stages(target, written(target, request), model, cuts) == stages_of_blocks(cuts), model
+
+
+def test_the_page_lists_what_is_refused() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "export.md").read_text()
+    rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
+    heading = next(number for number, row in enumerate(rows) if row[1:] == list(MODELS))
+    shown = {row[0]: row[1:] for row in rows[heading + 2 : heading + 1 + len(TARGETS)]}
+    assert shown == {
+        target: ["refused" if model in REFUSALS.get(target, ()) else "read back" for model in MODELS]
+        for target in TARGETS
+        if target != "torch-csv"
+    }
