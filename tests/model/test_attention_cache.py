@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.attention_cache import attention_caches
+from varuna_capslog.model.attention_cache import attention_caches, cache_of_layers
+from varuna_capslog.model.layer import Layer
 
 transformers = pytest.importorskip("transformers")
 TOKENS, HEADS = 12, {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -50,6 +51,14 @@ def test_models_that_do_not_look_back_cache_nothing() -> None:
     config = transformers.BertConfig(**SMALL, num_hidden_layers=2, num_attention_heads=2)
     assert attention_caches(transformers.BertForMaskedLM(config), TOKENS, 4) == {}
     assert attention_caches(torch.nn.Linear(2, 2), TOKENS, 4) is None  # not known
+
+
+def test_a_layer_caches_for_the_attention_that_it_runs_first() -> None:
+    parts = [torch.nn.Identity() for _ in range(4)]
+    for part, ran in zip(parts, (("embed",), ("h.1.attn.q",), ("h.1.attn.o", "h.10.attn.q"), ("norm",)), strict=True):
+        part.meta = {"source_modules": ran}
+    layers = [Layer(f"l{number}", part) for number, part in enumerate(parts)]
+    assert cache_of_layers({"h.1.attn": 5, "h.10.attn": 7}, layers) == [0, 5, 7, 0]
 
 
 def test_other_caches_are_refused() -> None:

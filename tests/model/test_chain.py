@@ -170,3 +170,26 @@ def test_what_is_released_keeps_its_shape_and_takes_no_memory() -> None:
     assert tied.weight is chain.layers[3].module.weight
     assert [shared.name for shared in chain.shared] == ["a.weight", "a.bias"]
     assert torch.equal(plain.codes, torch.arange(3.0))
+
+
+def test_a_stage_gives_what_the_chain_gives_and_holds_no_tensor_behind_its_last_reader() -> None:
+    alive: list[list[bool]] = []
+    made: list[weakref.ref[Tensor]] = []
+
+    class Half(nn.Module):
+        def forward(self, *tensors: Tensor) -> Tensor:
+            alive.append([one() is not None for one in made])
+            result = sum(tensors) / 2  # type: ignore[arg-type]
+            made.append(weakref.ref(result))
+            return result
+
+    layers = [("a", ("x",)), ("b", ("a",)), ("c", ("a", "b")), ("d", ("c",))]
+    chain = Chain([Layer(name, Half(), reads, (name,)) for name, reads in layers], ("x",), ("d",))
+    x = torch.ones(3)
+    values = {"x": x.clone()}
+    crossed = chain.run_stage(0, 2, values)
+    assert values == {}
+    assert sorted(crossed) == ["a", "b"]
+    assert torch.equal(chain.run_stage(2, 4, crossed)["d"], torch.full((3,), 0.1875))
+    assert alive == [[], [True], [True, True], [False, False, True]]
+    assert torch.equal(chain.run({"x": x})["d"], torch.full((3,), 0.1875))
