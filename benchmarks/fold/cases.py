@@ -37,7 +37,7 @@ from varuna_capslog.model.workload import Minibatch, Workload
 from varuna_capslog.plans.parts import scheduled
 from varuna_capslog.schedules import RunShape, Schedule, from_strings, to_strings
 
-__all__ = ["MICROBATCHES", "MODELS", "Case", "draw_case", "real_peak", "workload_of"]
+__all__ = ["GRAINS", "JOINABLE", "MICROBATCHES", "MODELS", "Case", "draw_case", "real_peak", "workload_of"]
 
 MICROBATCHES = 8
 SCHEDULES = [("1f1b", False), ("1f1b", True), ("varuna", True), ("gpipe", False), ("zb-h1", False), ("zb-h1", True)]
@@ -66,6 +66,15 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "two towers, joined": (4, {}),
 }
 """Name -> samples of a microbatch and the keys of the model."""
+GRAINS = (2, 4)
+JOINABLE = (
+    "tiny DETR, shared heads",
+    "transformer",
+    "decoder, checkpoints",
+    "tied, frozen, masked",
+    "two towers, joined",
+)
+"""Models whose stages may take several microbatches in one call: those without BatchNorm."""
 
 
 @dataclass(frozen=True)
@@ -116,16 +125,20 @@ def workload_of(model: str) -> tuple[Workload, int]:
     return next(made for name, made in kind.items() if model.startswith(name))(config), size
 
 
-def draw_case(draw: random.Random, chains: dict[str, Chain], ranks: int) -> Case:
+def draw_case(draw: random.Random, chains: dict[str, Chain], ranks: int, grains: bool = False) -> Case:
     """A plan of a random model: layouts of any shape, schedules by name or as lists of actions. Where layers read more
     than the one before them, half of the plans have direct routes.
+
+    grains: one stage at least takes several microbatches in one call; no stage has a limit of its own then.
     """
-    model, blocks = draw.choice(list(MODELS)), draw.choice([1, 2, 4])
+    model, blocks = draw.choice(list(JOINABLE if grains else MODELS)), draw.choice([1, 2, 4])
     chain, edges = chains[model], tuple(chains[model].edges)
     direct = any(reader > writer + 1 for writer, reader in edges) and draw.random() < 0.5
     seed, most = draw.randrange(1 << 30), draw.randint(1, ranks)
     layout = random_layout(seed, len(chain), blocks, most, edges if direct else None)
     schedule, recompute = draw.choice(SCHEDULES)
+    if grains:
+        layout = _with_grains(draw, layout, MICROBATCHES // blocks)
     if schedule == "gpipe":
         stages = tuple(dataclasses.replace(stage, in_flight=None) for stage in layout.stages)
         layout = dataclasses.replace(layout, stages=stages)
@@ -135,6 +148,15 @@ def draw_case(draw: random.Random, chains: dict[str, Chain], ranks: int) -> Case
     if draw.random() < 0.3:
         case = dataclasses.replace(case, actions=tuple(tuple(row) for row in to_strings(case.rows())))
     return case
+
+
+def _with_grains(draw: random.Random, layout: Layout, of_block: int) -> Layout:
+    sizes = [1, *(grain for grain in GRAINS if of_block % grain == 0)]
+    found = [draw.choice(sizes) for _ in layout.stages]
+    found[draw.randrange(len(found))] = draw.choice(sizes[1:])
+    pairs = zip(layout.stages, found, strict=True)
+    stages = [dataclasses.replace(stage, grain=grain, in_flight=None) for stage, grain in pairs]
+    return dataclasses.replace(layout, stages=tuple(stages))
 
 
 def real_peak(communicator: Communicator, case: Case) -> tuple[int, int]:

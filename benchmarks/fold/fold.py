@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cases import MICROBATCHES, MODELS, Case, draw_case, real_peak, workload_of
+from cases import GRAINS, JOINABLE, MICROBATCHES, MODELS, Case, draw_case, real_peak, workload_of
 from common import write_json
 
 from tests.engine.pool import WorkerPool
@@ -47,6 +47,7 @@ class Trial:
     folded: int
     host: int
     host_folded: int
+    grains: tuple[int, ...]
 
 
 def folded(case: Case, profile: Profile) -> list[RankFold]:
@@ -98,21 +99,27 @@ def main() -> None:
     parser.add_argument("--plans", type=int, default=200)
     parser.add_argument("--ranks", type=int, default=4, help="most ranks of a plan")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--grains", action="store_true", help="plans whose stages take several microbatches in one call"
+    )
     parser.add_argument("--json", type=Path, help="where to write the results")
     arguments = parser.parse_args()
     profiles: dict[tuple[str, bool], Profile] = {}
     estimators: dict[str, StageEstimator] = {}
-    for model in MODELS:
+    chosen = JOINABLE if arguments.grains else tuple(MODELS)
+    for model in chosen:
         workload, size = workload_of(model)
         estimators[model] = StageEstimator(workload, RunConditions(microbatch_size=size))
         for recompute in (True, False):
-            conditions = RunConditions(microbatch_size=size, recompute=recompute, halves=True)
+            conditions = RunConditions(
+                microbatch_size=size, recompute=recompute, halves=True, grains=GRAINS if arguments.grains else ()
+            )
             profiles[model, recompute] = estimate_workload(workload, conditions)
     chains = {model: estimator.chain for model, estimator in estimators.items()}
     draw, pool, trials = random.Random(arguments.seed), WorkerPool(), []
     try:
         for number in range(arguments.plans):
-            case = draw_case(draw, chains, arguments.ranks)
+            case = draw_case(draw, chains, arguments.ranks, arguments.grains)
             real = pool.run(real_peak, case.layout.world_size, case)
             rehearsed = rehearse_layout(estimators[case.model], case.layout, case.options)
             rows = folded(case, profiles[case.model, case.recompute])
@@ -124,7 +131,8 @@ def main() -> None:
                 (peak, host), guess, sums = parts
                 sizes = (peak, guess.peak_bytes, sums.peak_bytes, host, sums.host_bytes)
                 blocks, direct = case.layout.num_blocks, case.layout.direct
-                trials.append(Trial(number, case.model, rank, own, blocks, how, direct, *sizes))
+                grains = tuple(stage.grain for stage in case.layout.stages)
+                trials.append(Trial(number, case.model, rank, own, blocks, how, direct, *sizes, grains))
             if number % 25 == 24:
                 sys.stderr.write(f"{number + 1} of {arguments.plans}\n")
     finally:
@@ -134,8 +142,10 @@ def main() -> None:
     out("|---|---|---|---|---|---|---|")
     out("\n".join(summary(trials, name) for name in ("rehearsed", "folded")))
     out("\n| model | ranks | rehearsed: worst | folded: median | highest | lowest |\n|---|---|---|---|---|---|")
-    for model in MODELS:
+    for model in chosen:
         own = [trial for trial in trials if trial.model == model]
+        if not own:
+            continue
         exact, ours = errors(own, "rehearsed"), errors(own, "folded")
         out(
             f"| {model} | {len(own)} | {max(map(abs, exact)):.3%} | {statistics.median(map(abs, ours)):.4%} | "

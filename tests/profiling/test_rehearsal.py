@@ -8,20 +8,22 @@ import functools
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from tests.engine.layouts import random_layout, rectangle, with_intervals
 from tests.engine.workload import TinyWorkload
 from tests.profiling import cases
-from tests.profiling.workloads import Crossed, Equal, Megabytes, TwoTowers
+from tests.profiling.workloads import Add, Crossed, Equal, Megabytes, TwoTowers
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config, section
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.memory.fold import fold
-from varuna_capslog.model.chain import TensorSpec
+from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.workload import Workload
-from varuna_capslog.plans.parts import MemoryInterval, PlanStage, Units, scheduled
+from varuna_capslog.planning.ranks import judged
+from varuna_capslog.plans.parts import MemoryInterval, PlanRank, PlanStage, Units, scheduled
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.profiling.conditions import RunConditions
@@ -51,6 +53,60 @@ def test_stages_of_several_microbatches_and_direct_routes(grains: tuple[int, ...
     estimator = StageEstimator(Megabytes(), RunConditions(microbatch_size=SIZE))
     (rehearsed,) = rehearse_layout(estimator, layout, EngineOptions(8, clip_norm=1.0))
     assert rehearsed.peak_bytes == pytest.approx(peak, rel=0.002)
+    run = RunShape(8)
+    rows = scheduled(run.schedule, layout.stages, layout.graph(8, estimator.chain.edges), run)
+    routes = "direct" if direct else "relay"
+    (folded,) = fold(estimated(True), layout.stages, Units(8, SIZE, 1), rows, run, routes)
+    assert folded.peak_bytes == pytest.approx(peak, rel=0.002)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("ranks", [(0, 1, 2), (0, 1, 0)])
+@pytest.mark.parametrize("grains", [(1, 2, 2), (2, 4, 1), (4, 1, 2)])
+def test_stages_of_several_microbatches_are_what_the_fold_says(
+    grains: tuple[int, ...], ranks: tuple[int, ...], recompute: bool, direct: bool
+) -> None:
+    """Pieces wait until they are joined, and parts until each is sent or taken, at every position of every rank."""
+    parts = zip(((0, 2), (2, 5), (5, 7)), ranks, grains, strict=True)
+    layout = Layout(tuple(PlanStage((a,), (b,), grain=c, memory=None) for a, b, c in parts), 1, direct=direct)
+    estimator, run = StageEstimator(Megabytes(), RunConditions(microbatch_size=SIZE)), RunShape(8, "1f1b", recompute)
+    real = rehearse_layout(estimator, layout, EngineOptions(8, "1f1b", recompute=recompute, clip_norm=1.0))
+    rows = scheduled("1f1b", layout.stages, layout.graph(8, estimator.chain.edges), run)
+    units, routes = Units(8, SIZE, 1), "direct" if direct else "relay"
+    for row, one, found in zip(
+        rows, real, fold(estimated(recompute), layout.stages, units, rows, run, routes), strict=True
+    ):
+        assert found.peak_bytes == pytest.approx(one.peak_bytes, rel=0.0005)
+        course = dict(one.course)
+        for action, size in list(zip(row, found.bytes, strict=True))[:-1]:
+            assert 0.995 * course[str(action)] <= size <= 1.1 * course[str(action)], str(action)
+
+
+def test_a_profile_of_one_microbatch_per_call_is_judged_by_the_rehearsal() -> None:
+    stages = (PlanStage(((0, 7),), (0,), grain=8, memory=None),)
+    plan = Plan(7, stages, Units(8, SIZE, 1), "1f1b", ranks=(PlanRank(capacity_bytes=1 << 30),))
+    assert judged(estimated(False), plan, RunShape(8, "1f1b", False), lambda: [1 << 20]).fits is True
+    found = judged(estimated(False), plan, RunShape(8, "1f1b", False))
+    assert found.fits is None
+    assert "a stage of grain 8 takes 32 samples in one call, and the profile has no runs" in found.notes[-1]
+
+
+class Offset(Equal):
+    """A layer that makes an offset beside what it hands on, and one that adds it."""
+
+    class Make(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(x), torch.arange(float(x.shape[1]))
+
+    def build_chain(self) -> Chain:
+        make = Layer("make", self.Make(self.width, self.width), ("x",), ("x", "offset"))
+        return Chain([make, Layer("add", Add(), ("x", "offset"), ("x",))])
+
+
+def test_a_tensor_without_samples_is_as_large_in_a_larger_call() -> None:
+    fixed = {one.name: one.fixed for one in estimate_workload(Offset(), RunConditions(grains=(2,))).tensors}
+    assert fixed == {"x": False, "offset": True}
 
 
 def test_direct_routes_hold_fewer_microbatches() -> None:
@@ -140,7 +196,9 @@ def test_a_config_is_rehearsed_at_the_largest_or_at_given_shapes() -> None:
 
 @functools.cache
 def estimated(recompute: bool) -> Profile:
-    return estimate_workload(Megabytes(), RunConditions(microbatch_size=SIZE, recompute=recompute, halves=True))
+    return estimate_workload(
+        Megabytes(), RunConditions(microbatch_size=SIZE, recompute=recompute, halves=True, grains=(2, 4))
+    )
 
 
 ONE_EACH = Layout.pipelines((0, 3), 7)

@@ -75,8 +75,11 @@ def compose(single: Sequence[Observation], pair: Sequence[Observation]) -> Compo
     )
 
 
-def observed(profile: Profile, model: str, memory_action: str) -> tuple[list[Observation], list[Observation]]:
-    """Return the profile's runs of single layers and of pairs, in order of layers, all of one condition.
+def observed(
+    profile: Profile, model: str, memory_action: str, grain: int = 1
+) -> tuple[list[Observation], list[Observation]]:
+    """Return the profile's runs of single layers and of pairs, in order of layers, all of one condition, with so many
+    microbatches (`grain`) in one call.
 
     Where the runs of several conditions are complete: the first ones with `memory_action`, else the first ones. Raises
     CapslogError that names the run or the field which memory model `model` misses.
@@ -85,10 +88,16 @@ def observed(profile: Profile, model: str, memory_action: str) -> tuple[list[Obs
     wanted = stage_runs(size)
     groups: dict[str, dict[tuple[int, int], Observation]] = {}
     for row in profile.observations:
-        if row.layers[1] - row.layers[0] <= 2:
+        if row.layers[1] - row.layers[0] <= 2 and row.microbatch_size == profile.samples(grain):
             groups.setdefault(row.condition, {}).setdefault(row.layers, row)
     lacks = {condition: _lack(rows, wanted) for condition, rows in groups.items()}
     complete = [[groups[condition][run] for run in wanted] for condition, lack in lacks.items() if lack is None]
+    if not complete and grain > 1:
+        raise CapslogError(
+            f"a stage of grain {grain} takes {profile.samples(grain)} samples in one call, and the profile has no runs "
+            "of every layer and of every pair of layers with so many; estimate one with `capslog profile` under "
+            "pipeline.plan=PLAN and profile.source=estimated"
+        )
     if not complete:
         lack = next(iter(lacks.values()), None) or "observations, the runs of every layer and of every pair of layers"
         raise lacking(model, lack)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -20,15 +21,19 @@ class CutBytes:
     Args:
         boundaries: bytes that cross the cuts 0 .. L, for a profile without tensors.
         alone: what is alive in one stage with direct routes. None: stages hand on all that crosses their cuts.
+        grain: microbatches of a call.
 
     Attributes:
+        tensors: of the profile, or of the stage, as large as a call has them.
         crossing, gradient: bytes of the tensors, and of their gradients, across the cuts 0 .. L.
         carries: cut -> whether gradients cross it.
     """
 
-    def __init__(self, profile: Profile, boundaries: Sequence[int], alone: StageTensors | None = None) -> None:
+    def __init__(
+        self, profile: Profile, boundaries: Sequence[int], alone: StageTensors | None = None, grain: int = 1
+    ) -> None:
         self._profile, self._alone, self.num_layers = profile, alone, profile.num_layers
-        self.tensors = profile.tensors if alone is None else alone.tensors
+        self.tensors = _of_calls(profile.tensors, grain) if alone is None else alone.tensors
         self._passed: dict[tuple[int, int], int] = {}
         self.crossing, self.gradient = list(boundaries), [0, *boundaries[1:]]
         if self.tensors:
@@ -109,6 +114,11 @@ class CutBytes:
     def _lives(self) -> list[tuple[TensorRecord, int, int]]:
         """Each tensor with its writer, -1 for an input, and its last reader."""
         return [(one, -1 if one.writer is None else one.writer, one.readers[-1]) for one in self.tensors]
+
+
+def _of_calls(tensors: Sequence[TensorRecord], grain: int) -> tuple[TensorRecord, ...]:
+    """The tensors as large as a call of so many microbatches has them."""
+    return tuple(one if one.fixed or grain == 1 else replace(one, bytes=grain * one.bytes) for one in tensors)
 
 
 def _joined(tensors: Sequence[TensorRecord], num_layers: int) -> list[bool]:

@@ -74,7 +74,7 @@ def fold(
     Args:
         profile: with the runs of all layers and all pairs; those of an estimate say what each action takes. A search
             that folds many lists makes its `RangeBytes` once.
-        stages, units, routes: of the plan; calls of one unit each.
+        stages, units, routes: of the plan.
         actions: each rank's list.
         run: where the inputs of stages wait whose `memory` is None; their list says whether they recompute.
         only: the rank that is asked for; default: all, in their order.
@@ -86,7 +86,8 @@ def fold(
     stages = with_memory(stages, run, actions, "cpu" if ranges.one_memory else "cuda")
     step = StepActions(rows, stage_graph(stages, units, routes, ranges.edges))
     direct = routes == "direct"
-    own = [ranges.of_stage(stage.numbers) if direct else ranges for stage in stages]
+    of_grain = [ranges.of_grain(stage.grain) for stage in stages]
+    own = [of_grain[i].of_stage(stage.numbers) if direct else of_grain[i] for i, stage in enumerate(stages)]
     handed = _handed(ranges, stages, step, direct)
     sizes = {"F": handed.activations, "B": handed.gradients}
     # rows that tell no actions were taken with receives posted ahead, which are in their peaks
@@ -105,7 +106,24 @@ def fold(
 
 
 def _handed(ranges: RangeBytes, stages: Sequence[PlanStage], step: StepActions, direct: bool) -> Handed:
-    """What goes over each link."""
+    """What goes over each link, in messages of the smaller of the two calls; together: what goes in whole calls."""
+    grains, links = step.graph.grains, step.links
+    found = {grain: _handed_in_calls(ranges.of_grain(grain), stages, step, direct) for grain in {*grains}}
+    smaller = [min(grains[link.above], grains[link.below]) for link in links]
+    together = []
+    for grain, one in found.items():
+        for size, places in one.together:
+            whole = tuple(place for place in places if smaller[place] == grain == grains[links[place].above])
+            together += [(size, whole)] if whole else []
+    return Handed(
+        [found[grain].activations[number] for number, grain in enumerate(smaller)],
+        [found[grain].gradients[number] for number, grain in enumerate(smaller)],
+        together,
+    )
+
+
+def _handed_in_calls(ranges: RangeBytes, stages: Sequence[PlanStage], step: StepActions, direct: bool) -> Handed:
+    """What would go over each link in calls of one size."""
     if direct:
         layers = [frozenset(stage.numbers) for stage in stages]
         return Handed.of(
@@ -142,6 +160,11 @@ class _Traffic:
         links = enumerate(self.step.links)
         return [(number, link) for number, link in links if stage == (link.below if incoming else link.above)]
 
+    def in_pieces(self, stage: int, link: StageLink) -> bool:
+        """Whether a call of the stage joins several messages of the link, and parts what it hands back."""
+        grains = self.step.graph.grains
+        return min(grains[link.above], grains[link.below]) < grains[stage]
+
 
 class _RankSum:
     """The events of one rank: `change[p]` counts from the begin of action p on, `need[p]` while it is at work."""
@@ -171,7 +194,8 @@ class _StageCalls:
 
     def __init__(self, ranges: RangeBytes, traffic: _Traffic, stage: PlanStage, number: int, of_block: int) -> None:
         step = traffic.step
-        self.ranges, self.traffic, self.number, self.of_block = ranges, traffic, number, of_block
+        self.ranges, self.traffic, self.number = ranges, traffic, number
+        self.of_block = of_block // stage.grain
         self.rank, self.pieces = stage.rank, stage.layers
         self.forwards, self.backwards = step.forwards[number], step.backwards[number]
         self.weights = step.weights[number]
@@ -231,8 +255,12 @@ class _StageCalls:
         rerun = again >= 0
         loaded = self._away(total, calls, one)
         # F: its input is there; it leaves what the call holds
-        total.need[forward] = one.forward + self.statistics
-        np.add.at(change, forward + 1, one.held - self.inputs + self.near[calls] + self.statistics)
+        left, parts = one.held - self.inputs + self.near[calls] + self.statistics, self._in_pieces("F", False)[calls]
+        parting = np.where(parts > 0, left + self.outputs - one.shared + parts, 0)
+        total.need[forward] = np.maximum.reduce(
+            [np.full(len(calls), one.forward + self.statistics), self._joined_inputs()[calls], parting]
+        )
+        np.add.at(change, forward + 1, left)
         # R
         np.add.at(change, again[rerun], np.where(loaded, 0, one.host)[rerun])
         total.need[again[rerun]] = one.recompute
@@ -242,13 +270,17 @@ class _StageCalls:
         np.add.at(change, backward, np.where(loaded | rerun, 0, one.host))
         makes = calls % self.of_block == 0
         most: Numbers | int = np.where(makes, one.first_backward, one.backward)
+        made = sum(self.ranges.made(*piece) for piece in self.pieces) * makes
+        parts = self._in_pieces("B", True)[calls]
+        parting = np.where(parts > 0, 2 * parts + made, 0)
         if one.halves is not None:
             most, weights = one.halves.inputs, self.weights[calls]
+            parting += one.halves.between - made
             np.add.at(change, backward + 1, one.halves.between)
             most_then = np.where(makes, one.halves.first_weights, one.halves.weights)
             total.need[weights] = np.maximum(0, most_then - one.halves.between)
             np.add.at(change, weights + 1, -one.halves.between)
-        total.need[backward] = np.maximum(0, most - held)
+        total.need[backward] = np.maximum.reduce([self._in_pieces("B", False)[calls], most - held, parting - held])
         np.add.at(change, backward + 1, -held)
 
     def _away(self, total: _RankSum, calls: Numbers, one: Treatment) -> NDArray[np.bool_]:
@@ -271,16 +303,41 @@ class _StageCalls:
         inputs = np.full(len(self.forwards), self.inputs)
         for incoming, kind in ((True, "F"), (False, "B")):
             for number, link in self.traffic.of(self.number, incoming):
-                size = max(0, self.traffic.sizes[kind][number])
+                size, local = max(0, self.traffic.sizes[kind][number]), self.traffic.step.is_local(link)
                 calls, begun = (link.below_calls if incoming else link.above_calls), self.traffic.messages.begins[kind]
+                pieces = self.traffic.in_pieces(self.number, link)
                 if incoming:
-                    inputs[calls] -= size
-                    self.near[calls] += size * self.traffic.step.is_local(link)
+                    # pieces from this rank are let go of when they are joined
+                    np.subtract.at(inputs, calls, size * (not (local and pieces)))
+                    np.add.at(self.near, calls, size * (local and not pieces))
                 else:
-                    self.gradients[calls] += size
-                if not self.traffic.step.is_local(link):
+                    np.add.at(self.gradients, calls, size)
+                if not local:
                     np.add.at(total.change, begun[number], size)
         np.add.at(total.change, self.forwards, inputs)
+
+    def _in_pieces(self, kind: str, incoming: bool) -> Numbers:
+        """call -> bytes that it joins, or parts into tensors of their own; while it does, the pieces and the whole are
+        there.
+
+        kind: of the messages. incoming: over the links into the stage, else over those out of it.
+        """
+        found = np.zeros(len(self.forwards), dtype=np.int64)
+        for number, link in self.traffic.of(self.number, incoming):
+            if self.traffic.in_pieces(self.number, link):
+                calls = link.below_calls if incoming else link.above_calls
+                np.add.at(found, calls, max(0, self.traffic.sizes[kind][number]))
+        return found
+
+    def _joined_inputs(self) -> Numbers:
+        """call -> bytes that F joins at once: pieces from other stages, or before them what was loaded."""
+        pieces = self._in_pieces("F", True)
+        if self.traffic.step.graph.grains[self.number] == 1 or not self.ranges.one_memory:
+            return pieces
+        loaded = np.full(len(self.forwards), self.inputs)
+        for number, link in self.traffic.of(self.number, incoming=True):
+            np.subtract.at(loaded, link.below_calls, self.traffic.sizes["F"][number])
+        return np.maximum(pieces, loaded)
 
     def _add_outputs(self, total: _RankSum, stages: Mapping[int, _StageCalls]) -> None:
         """The outputs, from F until the stages here have taken them and it is sure that the peers have them."""
@@ -293,7 +350,8 @@ class _StageCalls:
             for number in numbers:
                 link = links[number]
                 if self.traffic.step.is_local(link):
-                    there = stages[link.below].forwards[link.below_calls] + 1
+                    joined = self.traffic.in_pieces(link.below, link)
+                    there = stages[link.below].forwards[link.below_calls] + (not joined)
                     np.maximum.at(taken, link.above_calls, there)
                 elif self.ranges.one_memory:
                     np.maximum.at(gone, link.above_calls, sent[number])
@@ -307,12 +365,20 @@ class _StageCalls:
             left = size - np.where(longer, 0, shared)
             np.add.at(total.change, last, -left)
             np.add.at(total.let_go, last[gone >= taken], left[gone >= taken])
+        for number, link in self.traffic.of(self.number, incoming=False):
+            size, local = self.traffic.sizes["F"][number], self.traffic.step.is_local(link)
+            if self.traffic.in_pieces(self.number, link) and (local or self.ranges.one_memory):
+                end = stages[link.below].forwards[link.below_calls] + 1 if local else sent[number]
+                np.add.at(total.change, self.forwards[link.above_calls] + 1, size)
+                np.add.at(total.change, end, -size)
+                np.add.at(total.let_go, end, 0 if local else size)
 
     def _add_shared_inputs(self, total: _RankSum, stages: Mapping[int, _StageCalls]) -> None:
         """Inputs from stages of this rank that hold some of them themselves: what both keep counts once."""
         kept_before = np.zeros(len(self.forwards), dtype=np.int64)
         for number, link in self.traffic.of(self.number, incoming=True):
-            if self.traffic.step.is_local(link):
+            grains = self.traffic.step.graph.grains
+            if self.traffic.step.is_local(link) and grains[link.above] == grains[link.below]:
                 other, size = stages[link.above], self.traffic.sizes["F"][number]
                 part = np.maximum(0, other.shared[link.above_calls] - (other.outputs - size))
                 np.add.at(kept_before, link.below_calls, part)

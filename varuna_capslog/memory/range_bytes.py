@@ -91,6 +91,7 @@ class RangeBytes(CutBytes):
         model: the memory model that asks, for errors.
         recompute: whether rows of a run with recomputation are wanted, where there is a choice.
         alone: what is alive in one stage with direct routes. None: stages hand on all that crosses their cuts.
+        grain: microbatches of a call; all bytes are those of one call.
 
     Raises CapslogError naming the run or field that the profile lacks.
 
@@ -103,11 +104,13 @@ class RangeBytes(CutBytes):
             these are missing too, 0: gradients then count as resident.
     """
 
-    def __init__(self, profile: Profile, model: str, recompute: bool, alone: StageTensors | None = None) -> None:
-        single, pair = observed(profile, model, "recompute" if recompute else "none")
+    def __init__(
+        self, profile: Profile, model: str, recompute: bool, alone: StageTensors | None = None, grain: int = 1
+    ) -> None:
+        single, pair = observed(profile, model, "recompute" if recompute else "none", grain)
         boundaries = [single[0].boundary_in_bytes or 0, *(row.boundary_out_bytes or 0 for row in single)]
-        super().__init__(profile, boundaries, alone)
-        self._model, self._rows, self._recompute = model, (single, pair), recompute
+        super().__init__(profile, boundaries, alone, grain)
+        self._model, self._rows, self._recompute, self._grain = model, (single, pair), recompute, grain
         self.shared_parameters = profile.shared
         self.one_memory = single[0].device == "cpu"
         rows = (*single, *pair)
@@ -141,7 +144,15 @@ class RangeBytes(CutBytes):
     def of_stage(self, layers: Collection[int]) -> RangeBytes:
         """The bytes of the same layers in a stage of these layers with direct routes."""
         alone = StageTensors.of(self.tensors, layers, self.num_layers)
-        return RangeBytes(self._profile, self._model, self._recompute, alone)
+        return RangeBytes(self._profile, self._model, self._recompute, alone, self._grain)
+
+    def of_grain(self, grain: int) -> RangeBytes:
+        """The bytes of the same layers in calls of so many microbatches."""
+        if grain == self._grain:
+            return self
+        return self._once(
+            ("grain", grain), lambda: RangeBytes(self._profile, self._model, self._recompute, None, grain)
+        )
 
     def saved(self, first: int, end: int) -> int:
         """What a forward of the range keeps for its backward, its inputs included."""

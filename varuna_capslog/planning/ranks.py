@@ -30,7 +30,7 @@ def fold_plan(profile: Profile, plan: Plan, run: RunShape) -> list[RankFold]:
         run: what the plan leaves to the config: in the short form the microbatches and blocks of the pipeline, and for
             stages whose memory is null, whether they recompute.
 
-    Raises CapslogError for what schedules do not describe (splits, grains), units that are not known, and what the
+    Raises CapslogError for what schedules do not describe (splits), units that are not known, and what the
     profile lacks.
     """
     if profile.num_layers != plan.num_layers:
@@ -38,12 +38,6 @@ def fold_plan(profile: Profile, plan: Plan, run: RunShape) -> list[RankFold]:
             f"the profile has {profile.num_layers} layers, the plan {plan.num_layers}; give the profile that the plan "
             "was made for"
         )
-    for number, stage in enumerate(plan.stages):
-        if stage.grain > 1:
-            raise CapslogError(
-                f"stages[{number}].grain is {stage.grain}, and the rows of a profile are of one microbatch; a "
-                "rehearsal with a capacity says what such a stage holds"
-            )
     units = Units(plan.units.per_step or run.num_microbatches, None, plan.units.blocks or run.num_blocks)
     name = plan.schedule or run.schedule
     shape = dataclasses.replace(run, schedule=name, num_microbatches=units.per_step, num_blocks=units.blocks or 1)

@@ -118,6 +118,7 @@ class TensorRecord:
     gradient: whether it carries one.
     writer: the layer that makes it; None for an input of the model.
     readers: the layers that read it, in rising order; number L stands for the loss.
+    fixed: whether it is as large for several microbatches in one call; known where the profile has runs of such.
     """
 
     name: str
@@ -125,11 +126,13 @@ class TensorRecord:
     gradient: bool
     writer: int | None
     readers: tuple[int, ...]
+    fixed: bool = False
 
     def __post_init__(self) -> None:
         fields.text(self.name, "name")
         _set(self, "bytes", fields.whole(self.bytes, "bytes"))
         fields.boolean(self.gradient, "gradient")
+        fields.boolean(self.fixed, "fixed")
         if self.writer is not None:
             _set(self, "writer", fields.whole(self.writer, "writer"))
         readers = tuple(fields.whole(layer, "readers") for layer in fields.listed(self.readers, "readers"))
@@ -256,6 +259,10 @@ class Profile:
         """L, the number of layers."""
         return len(self.layers)
 
+    def samples(self, grain: int) -> int:
+        """Samples of a call of so many microbatches; the first observation is of one. 0 where there is none."""
+        return grain * self.observations[0].microbatch_size if self.observations else 0
+
     @property
     def edges(self) -> list[tuple[int, int]]:
         """(layer that writes a tensor, layer that reads it), each pair once; without `tensors` every layer reads the
@@ -308,7 +315,11 @@ class Profile:
             if of_kind := getattr(self, name):
                 value[name] = [_plain(row) | {"layers": list(row.layers)} for row in of_kind]
         if self.tensors:
-            value["tensors"] = [dataclasses.asdict(one) | {"readers": list(one.readers)} for one in self.tensors]
+            value["tensors"] = [
+                {name: part for name, part in vars(one).items() if part or name != "fixed"}
+                | {"readers": list(one.readers)}
+                for one in self.tensors
+            ]
         return value
 
     @classmethod

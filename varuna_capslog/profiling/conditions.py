@@ -16,6 +16,7 @@ import torch
 from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.workload import Workload
+from varuna_capslog.plans.plan import Plan, read_plan
 from varuna_capslog.profiles.action_bytes import ActionBytes
 from varuna_capslog.profiles.record import Observation, Profile, SharedParameter, TensorRecord, layers_of_runs
 from varuna_capslog.schedules import RunShape
@@ -54,6 +55,8 @@ class RunConditions:
         halves: whether the training run splits its backwards: each row then says too what the halves take.
         recipe: how parameters are stepped, which says what is kept of each of them.
         gpu: kind of GPU (`base.gpus`) that an estimate's seconds are for; "" for none in particular.
+        grains: microbatches of one call, other than 1, in stages of the plan that the run is given; an estimate has
+            rows of calls of these sizes too.
     """
 
     device: str = "cpu"
@@ -66,6 +69,7 @@ class RunConditions:
     halves: bool = False
     gpu: str = ""
     recipe: Recipe = field(default_factory=Recipe)
+    grains: tuple[int, ...] = ()
 
     @property
     def schedule(self) -> str:
@@ -126,7 +130,12 @@ def conditions_of_run(config: Config, inputs: Mapping[str, TensorSpec]) -> RunCo
         halves=run.splits_backwards,
         gpu=kind,
         recipe=Recipe.of_config(config.train),
+        grains=() if config.pipeline.plan is None else _grains(read_plan(config.pipeline.plan)),
     )
+
+
+def _grains(plan: Plan) -> tuple[int, ...]:
+    return tuple(sorted({stage.grain for stage in plan.stages} - {1}))
 
 
 def profile_of(

@@ -7,18 +7,21 @@ Nothing is allocated, and the device that the profile is for need not be there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from varuna_capslog.engine.grains import joined_inputs
+from varuna_capslog.engine.stage import LossFunction
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.signature import run_signature
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Workload, load_workload
-from varuna_capslog.profiles.record import Profile
+from varuna_capslog.profiles.record import Observation, Profile, TensorRecord
 from varuna_capslog.profiles.runs import stage_runs
 from varuna_capslog.profiling import cache
 from varuna_capslog.profiling.conditions import (
@@ -36,6 +39,7 @@ from varuna_capslog.profiling.estimation.hollow import HollowRun, run_hollow
 from varuna_capslog.profiling.estimation.lifetimes import Recipes
 from varuna_capslog.profiling.estimation.quirks import QUIRKS, QUIRKS_VERSION, Quirks
 from varuna_capslog.profiling.estimation.roofline import Speed, speed_of
+from varuna_capslog.profiling.estimation.together import loss_of_each
 from varuna_capslog.profiling.skeleton import skeleton
 from varuna_capslog.profiling.trim import TrimmedRun
 from varuna_capslog.profiling.weighing import Halves
@@ -86,6 +90,7 @@ class StageEstimator:
         inputs: specs of the chain's inputs; None: the workload's `profile_inputs`.
         speed: for the seconds; None: that of `roofline` for the device.
         memo: shared by estimators of related models, so that what they have in common is run once.
+        grain: microbatches of one call; the other arguments are of one microbatch.
 
     Raises:
         CapslogError: there is no table of quirks for the device, or a layer cannot run on these inputs.
@@ -98,8 +103,9 @@ class StageEstimator:
         inputs: Mapping[str, TensorSpec] | None = None,
         speed: Speed | None = None,
         memo: Memo | None = None,
+        grain: int = 1,
     ) -> None:
-        self.workload = workload
+        self.workload, self.grain = workload, grain
         conditions = conditions or RunConditions()
         quirks = Quirks(conditions.device)
         self.speed = speed or speed_of(conditions.device, conditions.gpu)
@@ -107,11 +113,17 @@ class StageEstimator:
             self.chain = skeleton(workload)
         # a factory's example inputs are known once it was called
         inputs = workload.profile_inputs(conditions.microbatch_size) if inputs is None else inputs
+        self._inputs, one = inputs, inputs
+        inputs = joined_inputs([inputs] * grain, range(grain))
         self.conditions = replace(conditions, input=shapes_of(inputs))
         with quirks.dispatch():
             # on CPU tensors in any case, as the runs: both then see the same operators
-            self.specs = ShapeTable(self.chain, "cpu", conditions.precision).boundaries(inputs)
-        self._goal = workload.profile_targets(conditions.microbatch_size)
+            shapes = ShapeTable(self.chain, "cpu", conditions.precision)
+            self.specs, outputs = shapes.boundaries(inputs), shapes.boundaries(one)[-1]
+        self._goal, self._loss = workload.profile_targets(conditions.microbatch_size), cast(LossFunction, workload.loss)
+        if grain > 1:
+            self._goal = [self._goal[0]] * grain, self._goal[1]
+            self._loss = loss_of_each(workload.loss, outputs, self.specs[-1])
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._memo = memo or Memo()
         self._memo.alive += [self.chain, workload]
@@ -139,14 +151,18 @@ class StageEstimator:
 
     def at(self, inputs: Mapping[str, TensorSpec]) -> StageEstimator:
         """The same workload and conditions with inputs of another size."""
-        return StageEstimator(self.workload, self.conditions, inputs, self.speed, self._memo)
+        return StageEstimator(self.workload, self.conditions, inputs, self.speed, self._memo, self.grain)
+
+    def of_grain(self, grain: int) -> StageEstimator:
+        """The same workload and conditions with so many microbatches in one call."""
+        return StageEstimator(self.workload, self.conditions, self._inputs, self.speed, self._memo, grain)
 
     def with_one_block(self) -> StageEstimator:
         """The same with one accumulation block, in which all but the first backward find gradients."""
         if self.conditions.blocks == 1:
             return self
         conditions = replace(self.conditions, blocks=1)
-        return StageEstimator(self.workload, conditions, self.specs[0], self.speed, self._memo)
+        return StageEstimator(self.workload, conditions, self._inputs, self.speed, self._memo, self.grain)
 
     def stage(self, first: int, end: int) -> StageEstimate:
         """The stage of layers first .. end-1; any range of the chain.
@@ -155,11 +171,11 @@ class StageEstimator:
             CapslogError: a layer or the loss cannot run on fake tensors.
         """
         run = TrimmedRun(first, end, len(self.chain), tuple(self.specs[first : end + 1]), *self._goal)
-        key = (_run_key(self.chain, run, self.conditions, self.workload), self.speed)
+        key = (_run_key(self.chain, run, self.conditions, self.workload), self.speed, self.grain)
         found = self._memo.runs.get(key)
         if found is None:
             quirks = Quirks(self.conditions.device)
-            loss = self.workload.loss
+            loss = self._loss
             found = run_hollow(self._mode, self.chain, run, self.conditions, loss, quirks, self.speed, self.recipes)
             self._memo.runs[key] = found
         return StageEstimate(**vars(found), layers=(first, end))
@@ -167,10 +183,10 @@ class StageEstimator:
     def halves(self, first: int, end: int) -> Halves:
         """What the two halves of its backward take; raises as `stage`."""
         run = TrimmedRun(first, end, len(self.chain), tuple(self.specs[first : end + 1]), *self._goal)
-        key = ("halves", _run_key(self.chain, run, self.conditions, self.workload), self.speed)
+        key = ("halves", _run_key(self.chain, run, self.conditions, self.workload), self.speed, self.grain)
         found = self._memo.halves.get(key)
         if found is None:
-            quirks, loss = Quirks(self.conditions.device), self.workload.loss
+            quirks, loss = Quirks(self.conditions.device), self._loss
             found = run_halves(self._mode, self.chain, run, self.conditions, loss, quirks, self.speed, self.recipes)
             self._memo.halves[key] = found
         return found
@@ -208,27 +224,11 @@ def estimate_config(
 
 def _profile(estimator: StageEstimator, sizes: InputSizes, transport: str, progress: Progress | None) -> Profile:
     chain = estimator.chain
-    names = [layer.name for layer in chain.layers]
-    runs = stage_runs(len(chain))
+    several = [estimator.of_grain(grain) for grain in estimator.conditions.grains]
+    count = len(stage_runs(len(chain))) * (1 + len(several))
     progress = progress or (lambda done, total, text: None)
-    progress(0, len(runs), "starting")
-    stages, actions = [], []
-    # with a block for every microbatch, no backward would find the parameters' gradients
-    one_block = estimator.with_one_block()
-    for number, (first, end) in enumerate(runs):
-        stages.append(estimator.stage(first, end))
-        actions.append(one_block.stage(first, end).actions)
-        progress(number + 1, len(runs), " + ".join(names[first:end]))
-    rows = [
-        estimator.conditions.row(
-            stage.layers,
-            (estimator.specs[stage.layers[0]], estimator.specs[stage.layers[1]]),
-            (stage.peak_bytes, stage.static_bytes, stage.saved_bytes),
-            (stage.forward_seconds, stage.backward_seconds),
-            taken,
-        )
-        for stage, taken in zip(stages, actions, strict=True)
-    ]
+    progress(0, count, "starting")
+    stages, rows = _rows(estimator, functools.partial(_progress_behind, progress, 0, count))
     found: dict[str, Any] = {
         "attention": "+".join(sorted(frozenset().union(*(stage.attention for stage in stages)))) or "none",
         "seconds": f"roofline({estimator.speed.name})",
@@ -236,10 +236,52 @@ def _profile(estimator: StageEstimator, sizes: InputSizes, transport: str, progr
     }
     if limits := frozenset().union(*(stage.limits for stage in stages)):
         found["limits"] = sorted(limits)
-    if estimator.conditions.halves:
-        rows = [one_block.halves(*row.layers).told(row) for row in rows]
     conditions = _key(estimator, sizes, transport) | found
-    return profile_of(chain, rows, "estimated", conditions, specs=estimator.specs)
+    profile = profile_of(chain, rows, "estimated", conditions, specs=estimator.specs)
+    for other in several:
+        before = len(profile.observations)
+        _, more = _rows(other, functools.partial(_progress_behind, progress, before, count))
+        profile = replace(profile, observations=(*profile.observations, *more), tensors=_with_fixed(profile, other))
+    return profile
+
+
+def _progress_behind(progress: Progress, before: int, count: int, done: int, text: str) -> None:
+    progress(before + done, count, text)
+
+
+def _rows(
+    estimator: StageEstimator, progress: Callable[[int, str], None]
+) -> tuple[list[StageEstimate], list[Observation]]:
+    """The runs of all layers and pairs, and their rows.
+
+    progress: called with the number of runs done and the names of the last one's layers.
+    """
+    names, stages, rows = [layer.name for layer in estimator.chain.layers], [], []
+    # with a block for every microbatch, no backward would find the parameters' gradients
+    one_block = estimator.with_one_block()
+    conditions = estimator.conditions
+    conditions = replace(conditions, microbatch_size=estimator.grain * conditions.microbatch_size)
+    for number, (first, end) in enumerate(stage_runs(len(names))):
+        stage = estimator.stage(first, end)
+        stages.append(stage)
+        row = conditions.row(
+            stage.layers,
+            (estimator.specs[first], estimator.specs[end]),
+            (stage.peak_bytes, stage.static_bytes, stage.saved_bytes),
+            (stage.forward_seconds, stage.backward_seconds),
+            one_block.stage(first, end).actions,
+        )
+        rows.append(one_block.halves(first, end).told(row) if conditions.halves else row)
+        progress(number + 1, " + ".join(names[first:end]))
+    return stages, rows
+
+
+def _with_fixed(profile: Profile, several: StageEstimator) -> tuple[TensorRecord, ...]:
+    """The profile's tensors; those are fixed that are as large in the calls of an estimator of several microbatches."""
+    return tuple(
+        replace(one, fixed=several.specs[0 if one.writer is None else one.writer + 1][one.name].num_bytes == one.bytes)
+        for one in profile.tensors
+    )
 
 
 def _headroom(
@@ -283,6 +325,7 @@ def _key(estimator: StageEstimator, sizes: InputSizes, transport: str) -> dict[s
         "stage_inputs": conditions.stage_inputs,
         "transport": transport,
         "accumulation_blocks": conditions.blocks,
+        **({"grains": list(conditions.grains)} if conditions.grains else {}),
         "peak_source": "lifetimes of fake storages",
         "quirks": sorted(name for name, quirk in QUIRKS.items() if conditions.device in quirk.devices),
         "quirks_version": QUIRKS_VERSION,
