@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import torch
-import torchvision
 from torch import nn
 
-__all__ = ["bert_large", "convnext_b", "gpt2_medium", "llama_70b", "swin_b", "vit_l"]
+__all__ = ["bert_large", "convnext_b", "gpt2_medium", "llama_70b", "rt_detr", "swin_b", "t5_large", "vit_l"]
 
 
 def convnext_b() -> nn.Module:
     """88.6 million parameters."""
+    import torchvision
+
     return torchvision.models.convnext_base()
 
 
 def swin_b() -> nn.Module:
     """87.8 million parameters."""
+    import torchvision
+
     return torchvision.models.swin_b()
 
 
 def vit_l() -> nn.Module:
     """304 million parameters."""
+    import torchvision
+
     return torchvision.models.vit_l_16()
 
 
@@ -56,3 +61,26 @@ def llama_70b(layers: int = 80) -> nn.Module:
     )
     with torch.device("meta"):
         return LlamaForCausalLM(config)
+
+
+def t5_large() -> nn.Module:
+    """738 million parameters: 24 encoder and 24 decoder blocks, one embedding used by both and by the head."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    return T5ForConditionalGeneration(
+        T5Config(
+            d_model=1024,
+            d_ff=4096,
+            num_layers=24,
+            num_heads=16,
+            use_cache=False,
+            decoder_start_token_id=0,
+        )
+    )
+
+
+def rt_detr() -> nn.Module:
+    """43 million parameters: RT-DETR with a ResNet-50, without its loss, which matches boxes on the host."""
+    from transformers import RTDetrConfig, RTDetrForObjectDetection
+
+    return RTDetrForObjectDetection(RTDetrConfig())

@@ -29,6 +29,8 @@ MODELS = {
     "vit_l": (IMAGES, 4, "a100-80gb"),
     "bert_large": (["input_ids=int64[8,512]:30522", "labels=int64[8,512]:30522"], 4, "a100-80gb"),
     "gpt2_medium": (["input_ids=int64[4,1024]:50257", "labels=int64[4,1024]:50257"], 4, "a100-80gb"),
+    "t5_large": (["input_ids=int64[4,512]:32128", "labels=int64[4,512]:32128"], 4, "a100-80gb"),
+    "rt_detr": (["pixel_values=float32[4,3,640,640]"], 4, "a100-80gb"),
     "llama_70b": (["input_ids=int64[1,4096]:128256", "labels=int64[1,4096]:128256"], 32, "h100-80gb"),
 }
 """Inputs, devices and their kind."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 
-from varuna_capslog.model.capture.runtime import ByMode, Guard, SequentialSlice
+from varuna_capslog.model.capture.runtime import ByMode, CapturedGraph, Guard, SequentialSlice
 from varuna_capslog.model.layer import Layer
 
 __all__ = ["layer_signature", "run_signature"]
@@ -84,7 +84,7 @@ class _Description:
             *((name, self._tensor(one)) for name, one in module._buffers.items()),
         ]
         hooks = [(name, self.value(list(vars(module)[name].values()))) for name in _HOOKS if vars(module)[name]]
-        if isinstance(module, fx.GraphModule) and type(module).__mro__[1] is fx.GraphModule:
+        if isinstance(module, fx.GraphModule) and type(module).__mro__[1] in (fx.GraphModule, CapturedGraph):
             # the names of what it holds are those of the whole model
             parts = [self.module(part) for part in module._modules.values() if part is not None]
             own: object = (fx.GraphModule, tuple(one for _, one in held), tuple(parts), tuple(self._graph(module)))

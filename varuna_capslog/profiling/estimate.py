@@ -170,8 +170,7 @@ class StageEstimator:
         Raises:
             CapslogError: a layer or the loss cannot run on fake tensors.
         """
-        run = TrimmedRun(first, end, len(self.chain), tuple(self.specs[first : end + 1]), *self._goal)
-        key = (_run_key(self.chain, run, self.conditions, self.workload), self.speed, self.grain)
+        run, key = self._run(first, end), (self.run_key(first, end), self.speed)
         found = self._memo.runs.get(key)
         if found is None:
             quirks = Quirks(self.conditions.device)
@@ -180,10 +179,16 @@ class StageEstimator:
             self._memo.runs[key] = found
         return StageEstimate(**vars(found), layers=(first, end))
 
+    def run_key(self, first: int, end: int) -> object:
+        """Equal for stages of this workload and its relatives (`Memo`) that do the same work."""
+        return _run_key(self.chain, self._run(first, end), self.conditions, self.workload), self.grain
+
+    def _run(self, first: int, end: int) -> TrimmedRun:
+        return TrimmedRun(first, end, len(self.chain), tuple(self.specs[first : end + 1]), *self._goal)
+
     def halves(self, first: int, end: int) -> Halves:
         """What the two halves of its backward take; raises as `stage`."""
-        run = TrimmedRun(first, end, len(self.chain), tuple(self.specs[first : end + 1]), *self._goal)
-        key = ("halves", _run_key(self.chain, run, self.conditions, self.workload), self.speed, self.grain)
+        run, key = self._run(first, end), ("halves", self.run_key(first, end), self.speed)
         found = self._memo.halves.get(key)
         if found is None:
             quirks, loss = Quirks(self.conditions.device), self._loss

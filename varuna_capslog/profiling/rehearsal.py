@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,7 @@ from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiling.alike import ShortSteps
 from varuna_capslog.profiling.estimate import Memo, StageEstimator
 from varuna_capslog.profiling.estimation.allocator import replay, round_up
 from varuna_capslog.profiling.estimation.hollow import SilentCommunicator, StepMeter, fake_step, hollow_ready
@@ -65,7 +66,25 @@ def rehearse(estimator: StageEstimator, cuts: Sequence[int], schedule: str, num_
     estimator.chain.check_cuts(cuts)
     options = _options(estimator, num_microbatches, schedule)
     layout = Layout.pipelines(cuts, len(estimator.chain))
-    return [rank.peak_bytes for rank in rehearse_layout(estimator, layout, options)]
+    conditions = estimator.conditions
+    if not Quirks(conditions.device).has("host staging") or options.num_blocks > 1:
+        return [rank.peak_bytes for rank in rehearse_layout(estimator, layout, options)]
+    short = ShortSteps(
+        estimator.chain, layout, options, not (conditions.recompute and conditions.stage_inputs == "host")
+    )
+    alike: dict[object, list[int]] = {}
+    for rank, stage in enumerate(layout.stages):
+        doings = short.doings(rank)
+        key = rank if doings is None else (doings, estimator.run_key(stage.first, stage.end))
+        alike.setdefault(key, []).append(rank)
+    found = [0] * layout.world_size
+    for ranks in alike.values():
+        few, rank = min((short.microbatches(rank), rank) for rank in ranks)
+        step = dataclasses.replace(options, num_microbatches=few)
+        (rehearsed,) = _rehearse_ranks(estimator, layout, step, [rank])
+        for rank in ranks:
+            found[rank] = rehearsed.peak_bytes
+    return found
 
 
 def rehearse_layout(estimator: StageEstimator, layout: Layout, options: EngineOptions) -> list[RankRehearsal]:
@@ -78,16 +97,20 @@ def rehearse_layout(estimator: StageEstimator, layout: Layout, options: EngineOp
     Raises:
         CapslogError: a layer or the loss cannot run on fake tensors; actions that do not make a step of this layout.
     """
+    return _rehearse_ranks(estimator, layout, options, range(layout.world_size))
+
+
+def _rehearse_ranks(
+    estimator: StageEstimator, layout: Layout, options: EngineOptions, ranks: Iterable[int]
+) -> list[RankRehearsal]:
+    """`rehearse_layout` for some of the ranks."""
     targets, normalisers = estimator.workload.profile_targets(estimator.conditions.microbatch_size)
     inputs = [dict(estimator.specs[0])] * options.num_microbatches
     minibatch = Minibatch(inputs, [targets] * options.num_microbatches, dict(normalisers))
     table = _table(estimator, layout)
     mode, recipes = FakeTensorMode(allow_non_fake_inputs=True), estimator.recipes
     options = dataclasses.replace(options, refuses=False)
-    return [
-        _rehearse_rank(estimator, layout, options, rank, minibatch, (mode, recipes), table)
-        for rank in range(layout.world_size)
-    ]
+    return [_rehearse_rank(estimator, layout, options, rank, minibatch, (mode, recipes), table) for rank in ranks]
 
 
 def _table(estimator: StageEstimator, layout: Layout) -> ShapeTable:

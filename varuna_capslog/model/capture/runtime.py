@@ -5,6 +5,7 @@ They hold no parameters (a layer's parameters keep the model's own names) and re
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -15,7 +16,22 @@ from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
 
-__all__ = ["ByMode", "Guard", "Region", "SequentialSlice"]
+__all__ = ["ByMode", "CapturedGraph", "Guard", "Region", "SequentialSlice"]
+
+
+class CapturedGraph(fx.GraphModule):
+    """A part of a captured model's graph. It never changes once it is made, so that copies share graph and code.
+
+    A copy of an `fx.GraphModule` copies the graph and compiles its code anew, which takes longer than estimating it.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CapturedGraph:
+        # not by GraphModule's constructor, which makes a class with code of its own for every module
+        copied: CapturedGraph = object.__new__(type(self))
+        memo[id(self)] = copied
+        memo[id(self._graph)] = self._graph
+        copied.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return copied
 
 
 class Guard(nn.Module):

@@ -16,7 +16,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.assign import assign_layers
 from varuna_capslog.model.capture.collapse import mutated_arguments
 from varuna_capslog.model.capture.export import Captured, follow_device, module_path, same_storage
-from varuna_capslog.model.capture.runtime import Guard
+from varuna_capslog.model.capture.runtime import CapturedGraph, Guard
 from varuna_capslog.model.layer import Layer
 
 __all__ = ["split_graph"]
@@ -179,7 +179,7 @@ def _layer_module(
         node.meta = {}
     targets = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
     held = {target: extra[target] if target in extra else operator.attrgetter(target)(model) for target in targets}
-    module = fx.GraphModule(held, graph, class_name="CapturedLayer")
+    module = CapturedGraph(held, graph, class_name="CapturedLayer")
     _keep_persistence(module, model)
     known = {id(submodule) for submodule in model.modules()}
     for submodule in module.modules():
