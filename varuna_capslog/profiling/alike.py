@@ -1,9 +1,9 @@
 """Which ranks of a pipeline, and how many microbatches of each, show the peaks of a whole step.
 
 `rehearsal` runs every rank's program on fake tensors; for 32 ranks of 32 microbatches that takes longer than all the
-rest of a plan. Where messages wait in host memory, what a rank holds on its device follows from its own program alone. So a
-rank's step of a few microbatches has the peak of the whole step if the rank meets the same moments in both, and two
-ranks of the same layers and the same moments have the same peak. Nothing is run here, and nothing is estimated.
+rest of a plan. Where messages wait in host memory, what a rank holds on its device follows from its own program alone.
+So a rank's step of a few microbatches has the peak of the whole step if the rank meets the same moments in both, and
+two ranks of the same layers and the same moments have the same peak. Nothing is run here, and nothing is estimated.
 """
 
 from __future__ import annotations
