@@ -91,6 +91,7 @@ def test_a_profile_is_written_where_asked_and_tells_the_kind(capsys: pytest.Capt
         ("broken", X, "failed with KeyError: 'nothing'; name another function, or mend this one"),
         ("stack", (*X, "--model-arg", "deep=3"), "unexpected keyword argument 'deep'"),
         ("stack", (*X, "--model-arg", "depth"), "--model-arg 'depth': write name=value"),
+        ("stack", (*X, "--model-arg", "name=a", "--model-arg", "what=b"), "unexpected keyword argument 'name'"),
         ("stack", (*X, "--model-arg", "branches=true"), "branches on, or sizes something by, the values of a tensor"),
         ("masked", X, "layer 'blocks.1' cannot be planned: what it makes, or how much of it, depends on the values"),
         ("stack", ("--input", "image=float32[2,8]"), "the model has no input 'image'; its forward takes x"),

@@ -201,7 +201,7 @@ def imported(name: str, what: str) -> Any:
     return function
 
 
-def call_function(name: str, what: str, *arguments: Any, **keywords: Any) -> Any:
+def call_function(name: str, what: str, /, *arguments: Any, **keywords: Any) -> Any:
     """Calls a user's `package.module:function`; see `imported`.
 
     Raises:

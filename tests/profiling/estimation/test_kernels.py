@@ -95,6 +95,65 @@ def test_the_stem_reads_three_channels_as_they_are():
     check(aten.convolution_backward.default, (gradient, pixels, kernel, None, *common, [False, True, False]))
 
 
+@pytest.mark.parametrize(
+    ("x", "weight", "stride", "padding", "groups", "bias"),
+    [
+        # 3x3, strided, patches, a stem, channels and features that fill no block
+        ((2, 64, 8, 8), (128, 64, 3, 3), 1, 1, 1, True),
+        ((2, 256, 14, 14), (256, 256, 3, 3), 2, 1, 1, False),
+        ((2, 96, 14, 14), (192, 96, 2, 2), 2, 0, 1, True),
+        ((2, 3, 32, 32), (64, 3, 4, 4), 4, 0, 1, True),
+        ((2, 24, 8, 8), (40, 24, 3, 3), 1, 1, 1, True),
+        ((2, 64, 8, 8), (8, 64, 3, 3), 1, 1, 1, True),
+        # one element: strided, and of many images
+        ((2, 64, 8, 8), (64, 64, 1, 1), 2, 0, 1, True),
+        ((20, 64, 8, 8), (64, 64, 1, 1), 1, 0, 1, True),
+        # groups; depthwise that the fast kernel takes, and that it does not: too large, all padding
+        ((2, 64, 8, 8), (64, 16, 3, 3), 1, 1, 4, True),
+        ((2, 384, 4, 4), (384, 1, 3, 3), 1, 1, 384, True),
+        ((2, 72, 4, 4), (72, 1, 3, 3), 2, 1, 72, False),
+        ((2, 384, 2, 2), (384, 1, 3, 3), 1, 1, 384, True),
+        ((2, 128, 14, 14), (128, 1, 7, 7), 1, 3, 128, True),
+        ((2, 128, 3, 3), (128, 1, 3, 3), 2, 1, 128, True),
+    ],
+)
+def test_convolutions_of_channels_that_lie_last(x, weight, stride, padding, groups, bias):
+    last = torch.channels_last
+    pixels, kernel = torch.randn(x).to(memory_format=last), torch.randn(weight)
+    common = ([stride] * 2, [padding] * 2, [1, 1], False, [0, 0], groups)
+    check(aten.convolution.default, (pixels, kernel, torch.randn(weight[0]) if bias else None, *common))
+    gradient = torch.randn_like(aten.convolution(pixels, kernel, None, *common))
+    assert gradient.is_contiguous(memory_format=last)
+    sizes = [weight[0]] if bias else None
+    for mask in ([True, True, bias], [False, True, bias], [True, False, False]):
+        check(aten.convolution_backward.default, (gradient, pixels, kernel, sizes, *common, mask))
+    plain = gradient.contiguous()
+    check(aten.convolution_backward.default, (plain, pixels, kernel, sizes, *common, [True, True, bias]))
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_norms_and_upsampling_copy_what_does_not_lie_as_they_need_it(last):
+    form = torch.channels_last if last else torch.contiguous_format
+    x, scale = torch.randn(2, 64, 24, 24).to(memory_format=form), torch.ones(64)
+    _, mean, deviation = aten.native_batch_norm(x, scale, scale, None, None, True, 0.1, 1e-5)
+    for gradient in (torch.randn_like(x), torch.randn(1).expand_as(x)):
+        for mask in ([True] * 3, [False, True, True]):
+            given = (gradient, x, scale, None, None, mean, deviation, True, 1e-5, mask)
+            check(aten.native_batch_norm_backward.default, given)
+    rows = torch.randn(2, 256, 64)
+    rows = rows if not last else torch.randn(2, 64, 256).transpose(1, 2)
+    _, mean, deviation = aten.native_layer_norm(rows, [64], scale, scale, 1e-5)
+    check(aten.native_layer_norm.default, (rows, [64], scale, scale, 1e-5))
+    for gradient in (torch.randn(2, 256, 64), torch.randn(2, 64, 256).transpose(1, 2)):
+        given = (gradient, rows, [64], mean, deviation, scale, scale, [True] * 3)
+        check(aten.native_layer_norm_backward.default, given)
+    part = torch.randn(2, 256, 24, 24).to(memory_format=form)[:, 64:128]
+    for gradient in (x, part):
+        sizes = ([24, 24], [2, 64, 12, 12])
+        check(aten.upsample_bilinear2d_backward.default, (gradient, *sizes, False, None, None))
+        check(aten.upsample_nearest2d_backward.default, (gradient, *sizes, None, None))
+
+
 def test_products_of_float32_pack_nothing():
     check(aten.mm.default, (torch.randn(1024, 256), torch.randn(256, 768)))
 

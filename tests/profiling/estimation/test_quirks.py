@@ -71,6 +71,15 @@ def fused_attention() -> None:
     assert "_scaled_dot_product_flash_attention" in seen
 
 
+def copies_of_norms() -> None:
+    x, scale = torch.empty(N // 64, 64), torch.empty(64)
+    norm = torch.ops.aten.native_layer_norm
+    in_rows, _ = peak("cpu", lambda: norm(x, [64], scale, scale, 1e-5))
+    on_its_side = x.view(64, N // 64).T
+    assert peak("cpu", lambda: norm(on_its_side, [64], scale, scale, 1e-5))[0] == in_rows + 4 * N
+    assert peak("cuda", lambda: norm(on_its_side, [64], scale, scale, 1e-5))[0] == in_rows
+
+
 def autocast_to_float32() -> None:
     x = torch.empty(8, 64, dtype=torch.bfloat16)
     found: dict[str, list[torch.dtype]] = {}

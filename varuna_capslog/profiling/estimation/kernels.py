@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from varuna_capslog.profiling.estimation.allocator import round_up
+from varuna_capslog.profiling.estimation.channels_last import backward_bytes, forward_bytes
 
 __all__ = ["KERNELS", "Kernel"]
 
@@ -123,7 +124,7 @@ def _forward(args: Sequence[Any], result: Tensor) -> int:
     if backend == "columns":
         return c.columns // c.groups + (c.y if c.groups > 1 else 0)
     if not x.is_contiguous():
-        return c.w_taken
+        return forward_bytes(x, w, args[2])
     return max(0, c.sampled + c.x_taken + c.w_taken + c.y_taken - c.y, c.sampled + c.y_taken)
 
 
@@ -140,7 +141,7 @@ def _backward(args: Sequence[Any], result: Sequence[Tensor | None]) -> int:
     if backend == "columns":
         return c.columns // c.groups + (x_out + w_out if c.groups > 1 else 0)
     if not x.is_contiguous():
-        return c.w_taken
+        return backward_bytes(gradient, x, w, options[:3], mask)
     most = 0
     if mask[0]:
         most = c.y_taken + c.w_padded + c.x_padded + c.scratch
@@ -172,6 +173,39 @@ def _backend(x: Tensor, w: Tensor, options: Sequence[Any]) -> str | None:
     return "columns" if name in ("Slow2d", "SlowDilated2d") else None
 
 
+def _normalised(args: Sequence[Any], result: Sequence[Tensor]) -> int:
+    """Layer norm copies an input that is not contiguous."""
+    return _spread(args[0])
+
+
+def _normalised_backward(args: Sequence[Any], result: Sequence[Tensor | None]) -> int:
+    """The same of both, and the sums for its two parameters."""
+    x = args[1]
+    return _spread(args[0]) + _spread(x) + 2 * math.prod(args[2]) * x.itemsize
+
+
+def _batch_normalised_backward(args: Sequence[Any], result: Sequence[Tensor | None]) -> int:
+    """Batch norm makes the gradient of its input twice where input and gradient lie alike."""
+    gradient, x, mask = args[0], args[1], args[9]
+    alike = any(
+        gradient.is_contiguous(memory_format=form) and x.is_contiguous(memory_format=form)
+        for form in (torch.contiguous_format, torch.channels_last)
+        if form == torch.contiguous_format or x.dim() == 4
+    )
+    return x.numel() * x.itemsize if mask[0] and alike else 0
+
+
+def _upsampled_backward(args: Sequence[Any], result: Tensor) -> int:
+    """A gradient that is a part of another tensor is copied; where channels lie together, so is the result."""
+    gradient = args[0]
+    copied = 0 if gradient.is_contiguous(memory_format=torch.channels_last) else _spread(gradient)
+    return copied + (result.numel() * result.itemsize if copied and gradient.stride(1) == 1 else 0)
+
+
+def _spread(tensor: Tensor) -> int:
+    return 0 if tensor.is_contiguous() else int(tensor.numel() * tensor.itemsize)
+
+
 _ELEMENTWISE = tuple(
     getattr(_aten, name + place).Tensor
     for name in ("add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge")
@@ -200,6 +234,11 @@ KERNELS: dict[str, dict[Any, Kernel]] = {
         **dict.fromkeys(_ELEMENTWISE, _promoted),
         _aten.convolution.default: _forward,
         _aten.convolution_backward.default: _backward,
+        _aten.native_layer_norm.default: _normalised,
+        _aten.native_layer_norm_backward.default: _normalised_backward,
+        _aten.native_batch_norm_backward.default: _batch_normalised_backward,
+        _aten.upsample_bilinear2d_backward.default: _upsampled_backward,
+        _aten.upsample_nearest2d_backward.default: _upsampled_backward,
         _aten.mm.default: lambda args, result: _packed(args[0], args[1]) + _unfit(args[0], args[1]),
         _aten.bmm.default: lambda args, result: _packed_batch(args[0], args[1]),
         _aten.addmm.default: lambda args, result: _packed(args[1], args[2]) + _unfit(args[1], args[2]),

@@ -20,7 +20,7 @@ from varuna_capslog.profiling.estimation.kernels import KERNELS
 
 __all__ = ["LIMITS", "QUIRKS", "QUIRKS_VERSION", "Quirk", "Quirks"]
 
-QUIRKS_VERSION = 6
+QUIRKS_VERSION = 7
 """Raised whenever an entry, or what an estimate tells, changes; a condition of every estimated profile."""
 
 _aten = torch.ops.aten
@@ -97,8 +97,15 @@ QUIRKS = {
     "onednn convolution": Quirk(
         ("cpu",),
         "oneDNN convolves in a layout with channels in blocks: input, weights and output have copies in it. "
-        "Kernels of one element without stride need none below 16 images. Measured with torch 2.15 (oneDNN 3.13) "
-        "on AVX-512.",
+        "Kernels of one element without stride need none below 16 images. Where channels lie last only weights are "
+        "copied (see `channels_last`), and depthwise kernels of more than 3x3 make 256 sums of their gradient. "
+        "Measured with torch 2.15 (oneDNN 3.13) on AVX-512.",
+    ),
+    "copies of norms": Quirk(
+        ("cpu",),
+        "Layer norm copies what is not contiguous; the backwards of batch norm make the gradient of the input twice "
+        "where input and gradient lie alike, and those of upsampling copy a gradient that is a part of another tensor "
+        "(measured with torch 2.15; native_layer_norm and UpSample kernels of ATen/native).",
     ),
     "convolution columns": Quirk(
         ("cpu",),
