@@ -77,7 +77,7 @@ class _Convolution:
 
     def __init__(self, x: Tensor, w: Tensor, spatial: Sequence[int], options: Sequence[Any]) -> None:
         """Takes the spatial shape of the output, and options as `_backend` has them."""
-        stride, _, dilation, _, _, groups = options
+        stride, padding, dilation, _, _, groups = options
         block, size = 16 if "512" in torch.backends.cpu.get_cpu_capability() else 8, x.itemsize
         batch, channels, features = x.shape[0], x.shape[1], w.shape[0]
         cells_in, cells_out, window = math.prod(x.shape[2:]), math.prod(spatial), math.prod(w.shape[2:])
@@ -85,6 +85,10 @@ class _Convolution:
         self.pointwise = window == 1
         self.strided, self.dilated = (any(step != 1 for step in steps) for steps in (stride, dilation))
         self.groups = groups
+        # dilated kernels that lie in the padding for the most part are multiplied as matrices of columns
+        spread = self.dilated and groups == 1
+        self.beyond_output = spread and any(made <= 2 * pad for made, pad in zip(spatial, padding, strict=True))
+        self.beyond_input = spread and any(size < pad for size, pad in zip(x.shape[2:], padding, strict=True))
         self.aligned = channels % block == 0 and features % block == 0
         self.narrow = channels < block
         self.x, self.w, self.y = (part * size for part in (x.numel(), w.numel(), batch * features * cells_out))
@@ -125,6 +129,8 @@ def _forward(args: Sequence[Any], result: Tensor) -> int:
         return c.columns // c.groups + (c.y if c.groups > 1 else 0)
     if not x.is_contiguous():
         return forward_bytes(x, w, args[2])
+    if c.beyond_input:
+        return c.columns
     return max(0, c.sampled + c.x_taken + c.w_taken + c.y_taken - c.y, c.sampled + c.y_taken)
 
 
@@ -147,8 +153,12 @@ def _backward(args: Sequence[Any], result: Sequence[Tensor | None]) -> int:
         most = c.y_taken + c.w_padded + c.x_padded + c.scratch
         if c.strided and c.groups == 1:
             most = max(most, 3 * c.x)
+        if c.beyond_input:
+            most = x_out + c.columns
     if mask[1]:
-        if c.aligned or c.x_taken == 0:
+        if c.beyond_output:
+            most = max(most, x_out + c.columns + 5 * c.w)
+        elif c.aligned or c.x_taken == 0:
             most = max(most, x_out + c.x_taken + c.y_taken + c.w_taken + c.sampled_part)
         else:
             most = max(most, x_out + c.x_padded + c.y_taken + c.w_padded + c.sampled_part)
