@@ -65,6 +65,10 @@ class PlanFlags(InferenceFlags, ModelFlags):
             "Samples of one step, where time counts.", "CONFIG's; 4 microbatches per device, with --model one", min=1
         ),
     ] = None
+    search_seconds: Annotated[
+        float | None,
+        option("When planner budget ends its search, with the best plan so far.", "pipeline.search_seconds, or never"),
+    ] = None
     bandwidth: shared.Bandwidth = None
     latency: shared.Latency = "0s"
     host_bandwidth: shared.HostBandwidth = None
@@ -112,7 +116,9 @@ def plan(given: PlanFlags) -> None:
     if given.maximize is not None:
         _check_maximize(given, given.maximize)
         given = dataclasses.replace(given, estimate=True)
-    names = ("devices", "planner", "memory", "capacity")
+    if given.search_seconds is not None and given.search_seconds <= 0:
+        raise CapslogError(f"--search-seconds is {given.search_seconds:g}; give a number above 0, or leave it out")
+    names = ("devices", "planner", "memory", "capacity", "search_seconds")
     pipeline = {name: value for name in names if (value := getattr(given, name)) is not None}
     settings = None
     if given.config is not None:
@@ -136,6 +142,8 @@ def plan(given: PlanFlags) -> None:
         return
     with announced(None if given.model is None or given.profile else settings):
         request = _request(settings, given)
+    if given.pareto or given.joint:
+        request = dataclasses.replace(request, run=request.run.settled())
     if given.pareto:
         plan_front(request, given.output, given.as_json)
     elif given.joint:
@@ -158,6 +166,7 @@ def _plan_one(request: PlanRequest, config: Config | None, given: PlanFlags) -> 
             request.capacity,
             request.minibatch_size,
             request.link,
+            given.search_seconds,
         )
     else:
         from varuna_capslog.start.prepare import plan_run

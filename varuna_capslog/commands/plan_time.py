@@ -11,6 +11,7 @@ import typer
 
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.commands.shared import print_json, print_table
+from varuna_capslog.reports.tables import format_seconds
 
 if TYPE_CHECKING:
     from varuna_capslog.planners.joint import JointPlan
@@ -217,8 +218,3 @@ def _kind(device: Any) -> str:
 
     memory = "any memory" if device.capacity is None else format_bytes(device.capacity)
     return memory if device.speed == 1 else f"{memory} at speed {device.speed:g}"
-
-
-def format_seconds(seconds: float) -> str:
-    """Seconds for people: 1.234 s, 56.7 ms."""
-    return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"

@@ -58,8 +58,15 @@ class Pipeline(Section):
     """A plan file to run as it is; it replaces devices, replicas, planner, schedule, recompute and stage_inputs.
     In an elastic run the planner decides anew for any other number of devices than the plan's."""
 
-    schedule: Literal["gpipe", "1f1b", "1f1b-star", "interleaved", "kfkb", "zb-h1", "varuna"] = defaults.SCHEDULE
-    """Order of forward and backward passes."""
+    search_seconds: float | None = Field(None, gt=0)
+    """When planner budget ends its search, with the best plan so far and its gap to the bound; null: when all is
+    searched."""
+
+    schedule: Literal["gpipe", "1f1b", "1f1b-star", "interleaved", "kfkb", "zb-h1", "varuna", "auto"] = (
+        defaults.SCHEDULE
+    )
+    """Order of forward and backward passes. auto: with planner budget the one of gpipe, 1f1b, zb-h1 and varuna with the
+    fastest plan, else varuna."""
 
     stages_per_rank: int | None = Field(None, gt=0)
     """Stages of every rank, which the stages go round; null: 2 for the schedule interleaved, else 1."""
@@ -112,6 +119,8 @@ class Pipeline(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> Pipeline:
+        if self.schedule == "auto" and (self.planner != "budget" or self.cuts is not None or self.plan is not None):
+            self.schedule = "varuna"
         cuts = self.cuts
         if cuts is not None and self.plan is not None:
             raise ValueError(

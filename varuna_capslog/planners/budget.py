@@ -23,13 +23,12 @@ from varuna_capslog.memory.range_bytes import RangeBytes
 from varuna_capslog.planners.exact import exact_cuts
 from varuna_capslog.planners.intervals import EXACT_LAYERS, Handling, IntervalFronts, stage_bytes
 from varuna_capslog.planners.layerwise import Layerwise, Question, StageChoice
-from varuna_capslog.planners.seconds import step_player
-from varuna_capslog.planners.throughput import fastest_cuts
-from varuna_capslog.planners.vpipe import vpipe_stages
+from varuna_capslog.planners.throughput import fastest_cuts, least_step
 from varuna_capslog.plans.parts import INTERVAL_KINDS, MemoryInterval
-from varuna_capslog.schedules import RunShape, backwards_at_once, make_schedule
+from varuna_capslog.schedules import Action, RunShape, backwards_at_once, make_schedule
+from varuna_capslog.schedules.shape import ALWAYS_RECOMPUTE
 
-__all__ = ["LABELS", "budget_stages"]
+__all__ = ["LABELS", "BudgetSearch", "budget_stages", "kept_bound", "kept_cuts"]
 
 LABELS = 16
 """Choices per first layer and cut that are kept in chains of more than `intervals.EXACT_LAYERS` layers."""
@@ -43,39 +42,150 @@ def budget_stages(chain: Layerwise) -> list[StageChoice]:
 
     Raises CapslogError where the profile does not tell the halves of split backwards, which the schedule has.
     """
-    places, left = _Places.of(chain), np.zeros(chain.stages, dtype=np.int64)
-    # what runs again is in the seconds of the intervals
-    seconds, run = places.question.seconds, replace(places.question.run, recompute=False)
-    for _ in range(_ROUNDS):
-        usable = [min(NEVER - 1, size) - more for size, more in zip(chain.usable, left.tolist(), strict=True)]
-        extra = [places.extra(stage, size) for stage, size in enumerate(usable)]
-        found = fastest_cuts(places, seconds, run, chain.stages, usable, width=256, extra=extra)
-        if found is None:
-            break
-        stages = places.stages(found.cuts, usable)
-        if not any(one.lack for one in stages):
-            return _faster(places, run, stages)
-        left += [one.lack for one in stages]
-    cuts = exact_cuts(places, chain.stages, usable)
-    return places.stages(cuts, [0] * chain.stages)
+    found = BudgetSearch(chain).stages(chain)
+    assert found is not None, "no stage was too long"
+    return found
 
 
-def _faster(places: _Places, run: RunShape, stages: list[StageChoice]) -> list[StageChoice]:
-    """These stages, or those of `vpipe` where they fit and make the step shorter: in long chains the search keeps some
-    choices only, and counts of copies more bytes than the fold does.
+def kept_bound(chain: Layerwise, costs: StageCosts) -> float:
+    """No step is shorter under the schedule of this chain, whatever the memory."""
+    assert chain.question is not None, "made by Layerwise.of_profile"
+    nothing = [np.zeros((chain.num_layers, chain.num_layers + 1))] * chain.stages
+    return least_step(costs, chain.question.seconds, chain.question.run, nothing)
+
+
+def kept_cuts(chain: Layerwise, costs: StageCosts) -> list[int]:
+    """The cuts of the shortest step of stages that keep everything, whatever the memory."""
+    assert chain.question is not None, "made by Layerwise.of_profile"
+    found = fastest_cuts(costs, chain.question.seconds, _of_cuts(chain.question.run), chain.stages, width=256)
+    assert found is not None, "there is no limit"
+    return list(found.cuts)
+
+
+class BudgetSearch:
+    """What searches of one chain under several schedules have in common: the cheapest intervals of its stages.
+
+    longest: seconds of a call beyond which a stage is left out, so that no plan is found whose step takes longer than
+        the calls of such a stage. Default: none is left out.
     """
-    chain, player = places.chain, step_player(run, len(stages))
-    moved = chain.moved if chain.host_bandwidth is not None else [0] * chain.num_layers
-    others = vpipe_stages(replace(chain, moved=moved))
 
-    def step(some: list[StageChoice]) -> float:
-        cuts = np.array([[one.first for one in some]])
-        forward, backward, inputs, transfer, handover = places.question.seconds.of_cuts(cuts)
-        own = [0.0 if at_once else one.seconds for one, at_once in zip(some, places.at_once, strict=True)]
-        more = np.maximum(0.0, np.array([own]) - forward - backward)
-        return player.seconds_of_one((forward, backward + more, inputs + more, transfer, handover))
+    def __init__(self, chain: Layerwise, longest: float = np.inf) -> None:
+        self._chain, self.longest = chain, longest
+        self._offloads = any(chain.moved) and chain.host_bandwidth is not None
+        self._fronts: dict[bool, IntervalFronts] = {}
+        self._places_of: dict[str, _Places] = {}
 
-    return others if not any(one.lack for one in others) and step(others) < step(stages) else stages
+    def stages(self, chain: Layerwise) -> list[StageChoice] | None:
+        """The stages in order, under the schedule of this chain; where nothing fits, those that lack least, but None
+        where stages were left out.
+
+        Raises CapslogError where the profile does not tell the halves of split backwards, which the schedule has.
+        """
+        places, left = self._places(chain), np.zeros(chain.stages, dtype=np.int64)
+        seconds, run = places.question.seconds, _of_cuts(places.question.run)
+        for _ in range(_ROUNDS):
+            usable = [min(NEVER - 1, size) - more for size, more in zip(chain.usable, left.tolist(), strict=True)]
+            extra = [places.extra(stage, size) for stage, size in enumerate(usable)]
+            found = fastest_cuts(places, seconds, run, chain.stages, usable, width=256, extra=extra)
+            if found is None:
+                break
+            stages = places.stages(found.cuts, usable)
+            if not any(one.lack for one in stages):
+                return stages
+            left += [one.lack for one in stages]
+        if self.longest < np.inf:
+            return None
+        cuts = exact_cuts(places, chain.stages, usable)
+        return places.stages(cuts, [0] * chain.stages)
+
+    def bound_seconds(self, chain: Layerwise) -> float:
+        """No step of a plan of any cuts and intervals is shorter, under the schedule of this chain; infinite where no
+        plan can fit.
+
+        Where something is offloaded, or backwards are split, what the memory costs is not counted.
+        """
+        assert chain.question is not None, "made by Layerwise.of_profile"
+        run = chain.question.run
+        places = self._places(chain)
+        if self._offloads or run.splits_backwards:
+            return kept_bound(chain, places)
+        rows = make_schedule(run.schedule, chain.stages, run.microbatches, recompute=False, k=run.k)
+        work = [self._work(places, stage, row) for stage, row in enumerate(rows)]
+        bound = least_step(places, places.question.seconds, run, work)
+        return min(bound, run.microbatches * self.longest)
+
+    def _work(self, places: _Places, stage: int, row: Sequence[Action]) -> NDArray[np.float64]:
+        """[L, L + 1]: by how much every call of a stage occupies its rank at least beyond its layers' own seconds.
+
+        `stage_bytes` is what a rank takes that runs a forward and a backward with so many calls in flight and with
+        gradients of parameters beside them. Where no forward follows the first backward, it takes no more than these
+        gradients less.
+        """
+        usable = min(NEVER - 1, places.chain.usable[stage])
+        if places.at_once[stage]:
+            return places.extra(stage, usable)
+        in_flight, together = _in_flight(row)
+        budget = usable + (places.fronts.made if together else 0.0)
+        _, bound = places.fronts.seconds(in_flight, budget)
+        _, both = places.question.seconds.of_ranges()
+        return np.maximum(0.0, bound - both)
+
+    def _places(self, chain: Layerwise) -> _Places:
+        question = chain.question
+        assert question is not None, "made by Layerwise.of_profile"
+        run = question.run
+        if run.schedule in self._places_of:
+            return self._places_of[run.schedule]
+        handling = Handling(
+            recomputed=True,
+            later=self._offloads,
+            split=run.splits_backwards,
+            calls=run.microbatches,
+            waiting_blocks=min(1, run.num_blocks - 1),
+            host_bandwidth=chain.host_bandwidth,
+            copies_beside=chain.copies_beside,
+        )
+        if handling.split not in self._fronts:
+            self._fronts[handling.split] = IntervalFronts(
+                question.ranges,
+                question.seconds,
+                handling,
+                None if chain.num_layers <= EXACT_LAYERS else LABELS,
+                kinds=INTERVAL_KINDS if self._offloads else _RECOMPUTE,
+                longest=self.longest,
+            )
+        rows = make_schedule(run.schedule, chain.stages, run.microbatches, recompute=False, k=run.k)
+        at_once = [len(backwards_at_once(row)) == run.microbatches for row in rows]
+        found = self._places_of[run.schedule] = _Places.of(
+            chain, question, self._fronts[handling.split], handling, at_once
+        )
+        return found
+
+
+def _of_cuts(run: RunShape) -> RunShape:
+    """The run by which cuts are searched: what runs again is in the seconds of the intervals."""
+    name = "1f1b" if run.schedule in ALWAYS_RECOMPUTE else run.schedule
+    return replace(run, schedule=name, recompute=False)
+
+
+def _in_flight(row: Sequence[Action]) -> tuple[int, bool]:
+    """The calls that a stage has in flight both in a forward and in a backward behind the first backward; and False.
+
+    Where more are in flight before that, these; and True.
+    """
+    count = most = forward = backward = 0
+    begun = False
+    for action in row:
+        count += action.kind == "F"
+        most = max(most, count)
+        if begun and action.kind == "F":
+            forward = max(forward, count)
+        elif begun and action.kind in "BI":
+            backward = max(backward, count)
+        begun |= action.kind in "BI"
+        count -= action.kind in "BI"
+    both = min(forward, backward)
+    return (both, False) if both == most else (most, True)
 
 
 @dataclass(frozen=True)
@@ -83,8 +193,8 @@ class _Places(StageCosts):
     """What each range of layers costs at least in each place of the pipeline; as `StageCosts`, its fewest bytes.
 
     fronts: the cheapest intervals. handling: how their calls are treated. at_once: stages that keep everything.
-    kept: [L, L + 1], bytes of such a stage with one call in flight. fewest: [S], the fewest bytes of every range as
-    each stage.
+    kept: [L, L + 1], bytes of such a stage, `NEVER` for ends at which there is none. fewest: [S], the fewest bytes of
+    every range as each stage.
     """
 
     chain: Layerwise
@@ -97,27 +207,17 @@ class _Places(StageCosts):
     position_free: ClassVar[bool] = False
 
     @classmethod
-    def of(cls, chain: Layerwise) -> _Places:
-        """Search all ranges of the chain."""
-        question = chain.question
-        assert question is not None, "made by Layerwise.of_profile"
-        ranges, run = question.ranges, question.run
-        offloads = any(chain.moved) and chain.host_bandwidth is not None
-        handling = Handling(
-            recomputed=True,
-            later=offloads,
-            split=run.splits_backwards,
-            calls=run.microbatches,
-            waiting_blocks=min(1, run.num_blocks - 1),
-            host_bandwidth=chain.host_bandwidth,
-            copies_beside=chain.copies_beside,
-        )
-        kinds = INTERVAL_KINDS if offloads else _RECOMPUTE
-        labels = None if chain.num_layers <= EXACT_LAYERS else LABELS
-        fronts = IntervalFronts(ranges, question.seconds, handling, labels, kinds=kinds)
-        rows = make_schedule(run.schedule, chain.stages, run.microbatches, recompute=False, k=run.k)
-        at_once = [len(backwards_at_once(row)) == run.microbatches for row in rows]
-        kept = _kept(ranges, handling)
+    def of(
+        cls,
+        chain: Layerwise,
+        question: Question,
+        fronts: IntervalFronts,
+        handling: Handling,
+        at_once: Sequence[bool],
+    ) -> _Places:
+        """With the fewest bytes of every range."""
+        whole = range(1, chain.num_layers + 1) if any(at_once[:-1]) else [chain.num_layers] if at_once[-1] else []
+        kept = _kept(question.ranges, handling, whole)
         fewest = [
             kept if own else fronts.least(in_flight) for own, in_flight in zip(at_once, chain.in_flight, strict=True)
         ]
@@ -163,10 +263,10 @@ class _Places(StageCosts):
         return found
 
 
-def _kept(ranges: RangeBytes, handling: Handling) -> Bytes:
+def _kept(ranges: RangeBytes, handling: Handling, ends: Sequence[int]) -> Bytes:
     size = ranges.num_layers
     found = np.full((size, size + 1), NEVER, dtype=np.int64)
-    for first in range(size):
-        for end in range(first + 1, size + 1):
+    for end in ends:
+        for first in range(end):
             found[first, end] = stage_bytes(ranges, first, end, (), 1, handling)
     return found

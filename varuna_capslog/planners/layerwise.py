@@ -134,6 +134,17 @@ class Layerwise:
             Question(ranges, seconds, run),
         )
 
+    def under(self, schedule: str) -> Layerwise:
+        """The same chain in a run with another schedule."""
+        assert self.question is not None, "made by Layerwise.of_profile"
+        run = replace(self.question.run, schedule=schedule)
+        return replace(
+            self,
+            in_flight=in_flight_limits(schedule, self.stages, run.microbatches, run.k),
+            peak=functools.cache(_Peaks(self.question.ranges, run, self.stages)),
+            question=replace(self.question, run=run),
+        )
+
     @property
     def num_layers(self) -> int:
         """L."""

@@ -21,7 +21,7 @@ from varuna_capslog.planners.seconds import LayerSeconds, StepPlayer, step_playe
 from varuna_capslog.planners.varuna import varuna_cuts
 from varuna_capslog.schedules import RunShape, in_flight_limits
 
-__all__ = ["Fastest", "fastest_cuts", "pareto_front"]
+__all__ = ["Fastest", "fastest_cuts", "least_step", "pareto_front"]
 
 Floats = NDArray[np.float64]
 Cuts = NDArray[np.intp]
@@ -98,6 +98,16 @@ def fastest_cuts(
     return Fastest(tuple(int(cut) for cut in best.cuts), best.step, bound, best.peak)
 
 
+def least_step(costs: StageCosts, seconds: LayerSeconds, run: RunShape, work: Sequence[Floats]) -> float:
+    """Seconds below which the step of no cut list is, infinite where none fits; by the search's bound alone.
+
+    work: of each stage, [L, L + 1]: seconds that its device works besides for every microbatch, at any time; infinite
+        where layers first .. end-1 do not fit.
+    """
+    search = _CutSearch(costs, seconds, run, len(work), None, None, work, True)
+    return float(search.step[0][0])
+
+
 def pareto_front(
     costs: StageCosts,
     seconds: LayerSeconds,
@@ -147,6 +157,9 @@ class _CutSearch:
     inf where none fits. [S + 1] rows of [L + 1]. step: from the begin of stage s to its end, see `_find_bounds`.
     round_trip: of one microbatch from stage s to the last and back. work: seconds that the busiest of these stages
     computes.
+
+    paces: of each stage, pairs of round trips and of calls of its own that come one after the other.
+    anywhere: what `extra` says may be done at any time, and what runs again is in it alone.
     """
 
     def __init__(
@@ -158,6 +171,7 @@ class _CutSearch:
         capacities: Sequence[int] | None,
         speeds: Sequence[float] | None,
         extra: Sequence[Floats] | None = None,
+        anywhere: bool = False,
     ) -> None:
         self.costs, self.seconds, self.devices = costs, seconds, devices
         self.capacities, self.speeds = capacities, speeds
@@ -165,11 +179,11 @@ class _CutSearch:
         self.num_layers = costs.num_layers
         self.player: StepPlayer = step_player(run, devices)
         limits = in_flight_limits(run.schedule, devices, self.num_microbatches, run.k)
-        self.rounds = [1 + (self.num_microbatches - 1) // limit for limit in limits]
+        self.paces = [_paces(run.schedule, self.num_microbatches, limit) for limit in limits]
         self._forward, self._both = seconds.of_ranges()
         self._trip, self._ahead, self._transfers = seconds.of_ways(run)
         self._extra = extra
-        self._delays = not run.splits_backwards
+        self._slows = (False, False, True) if anywhere else (True, *[not run.splits_backwards] * 2)
         self._fits = [self._fitting(stage) for stage in range(devices)]
         # Behind the last stage lies nothing: 0 where all layers are placed.
         nothing = np.where(np.arange(self.num_layers + 1) == self.num_layers, 0.0, np.inf)
@@ -192,18 +206,22 @@ class _CutSearch:
             fits &= self.costs.matrix(stage, devices) <= self.capacities[stage]
         return fits
 
-    def stage_terms(self, stage: int, first: Cuts | slice) -> tuple[Floats, Floats, Floats, NDArray[np.bool_]]:
+    def stage_terms(self, stage: int, first: Cuts | slice) -> tuple[Floats, Floats, Floats, Floats, NDArray[np.bool_]]:
         """For stages that begin at `first`: [.., L + 1] work of a step, one microbatch there and back with both
-        transfers, what the stages behind come later for it, and what fits.
+        transfers, the same without transfers, what the stages behind come later for it, and what fits.
         """
         sends = self.seconds.handover
         speed = 1.0 if self.speeds is None else self.speeds[stage]
         one, trip, ahead = self._both[first], self._trip[first], self._ahead[first]
+        call = trip
         if self._extra is not None:
             more = np.where(self._fits[stage][first], self._extra[stage][first], 0.0)
-            one, trip, ahead = one + more, trip + more, ahead + more * self._delays
+            one = one + more
+            trip, ahead, call = (
+                part + more * slow for part, slow in zip((trip, ahead, call), self._slows, strict=True)
+            )
         one = one / speed
-        again = self.player.forwards[stage] - self.num_microbatches
+        again = self.player.forwards[stage] - self.num_microbatches if self._slows[0] else 0
         work = one * self.num_microbatches + self._forward[first] * (again / speed)
         # What follows the last backward is part of the way back.
         work = work + self.num_microbatches * sends
@@ -211,12 +229,12 @@ class _CutSearch:
         across = np.maximum(self.seconds.transfer, sends)
         trip = trip / speed + 2 * across
         ahead = ahead / speed + self._transfers * across
-        return work, trip, ahead, self._fits[stage][first]
+        return work, trip, call / speed, ahead, self._fits[stage][first]
 
-    def least(self, stage: int, work: Floats, trip: Floats) -> Floats:
+    def least(self, stage: int, work: Floats, trip: Floats, call: Floats) -> Floats:
         """What the stage's own work, link and limit of microbatches in flight make of the step, from its begin."""
         one_trip = trip + self.round_trip[stage + 1]
-        by_limit = self.rounds[stage] * one_trip
+        by_limit = np.maximum.reduce([trips * one_trip + calls * call for trips, calls in self.paces[stage]])
         by_link = one_trip + (self.num_microbatches - 1) * self.seconds.transfer
         return np.maximum(work, np.maximum(by_limit, by_link))
 
@@ -232,14 +250,18 @@ class _CutSearch:
                       over, and its last gradient must come back (where backwards are split, it ends with weight halves:
                       the forward and t);
                       the link: w + 2 t + (M - 1) t + the shortest round trip of a microbatch behind;
-                      the limit of K microbatches in flight: ceil(M / K) round trips, one after the other.
+                      the limit of K microbatches in flight: ceil(M / K) round trips, one after the other; and with
+                      K < M the round trips of the first and the last microbatch, beside which at most K forwards and K
+                      backwards of this stage are done, and the other M - K - 1 of each between the two;
+                      of gpipe: a round trip, and M - 1 forwards and M - 1 backwards one after the other, since no
+                      backward begins before the last stage has done all forwards.
                     Each rises with the cost behind it, so the smallest of (s, l) needs only the smallest of (s + 1, m):
                     the bound is the exact minimum of this cost over all cut lists that fit.
         Complexity  O(S L^2) in S numpy steps.
         """
         for stage in reversed(range(self.devices)):
-            work, trip, ahead, fits = self.stage_terms(stage, slice(None))
-            cost = np.maximum(self.least(stage, work, trip), ahead + self.step[stage + 1])
+            work, trip, call, ahead, fits = self.stage_terms(stage, slice(None))
+            cost = np.maximum(self.least(stage, work, trip, call), ahead + self.step[stage + 1])
             for bound, part in (
                 (self.step, cost),
                 (self.round_trip, trip + self.round_trip[stage + 1]),
@@ -260,8 +282,8 @@ class _CutSearch:
         passed, least, busiest = np.zeros(1), np.zeros(1), np.zeros(1)
         dropped = np.inf
         for stage in range(self.devices):
-            work, trip, ahead, fits = self.stage_terms(stage, first)
-            own = passed[:, None] + self.least(stage, work, trip)
+            work, trip, call, ahead, fits = self.stage_terms(stage, first)
+            own = passed[:, None] + self.least(stage, work, trip, call)
             gone = passed[:, None] + ahead
             most = np.maximum(least[:, None], own)
             bound = np.maximum(most, gone + self.step[stage + 1])
@@ -350,6 +372,16 @@ class _CutSearch:
         for stage in range(stages):
             fits &= self._fits[stage][lists[:, stage], ends[:, stage]]
         return lists[fits]
+
+
+def _paces(schedule: str, count: int, limit: int) -> list[tuple[int, int]]:
+    """What the limit of microbatches in flight makes of a step of so many, see `_CutSearch._find_bounds`."""
+    found = [(1 + (count - 1) // limit, 0)]
+    if schedule == "gpipe":
+        found.append((1, count - 1))
+    elif limit < count:
+        found.append((2, count - limit - 1))
+    return found
 
 
 def _order(ranked: _Ranked) -> tuple[int, list[int]]:

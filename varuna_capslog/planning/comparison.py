@@ -105,7 +105,7 @@ def _row(profile: Profile, name: str, ask: Callable[[str], Plan], run: RunShape,
     reason = "; ".join(found.notes) or None
     step = bubble = None
     try:
-        simulated = simulate_plan(profile, found, recompute=run.recompute, run=run, link=link)
+        simulated = simulate_plan(profile, found, recompute=run.recompute, run=run.settled(), link=link)
         step, bubble = simulated.step_seconds, simulated.bubble_fraction
     except CapslogError as error:
         reason = "; ".join(filter(None, (reason, str(error))))

@@ -13,14 +13,16 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import AUTO
 from varuna_capslog.memory.inflight import RANKS
 from varuna_capslog.planners import LAYERWISE, with_microbatches
-from varuna_capslog.planners.layerwise import Layerwise
+from varuna_capslog.planners.layerwise import Layerwise, StageChoice
 from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.fastest import SCHEDULES_TRIED, fastest_plan
 from varuna_capslog.planning.ranks import judged
 from varuna_capslog.planning.verdict import HostMemory, capacities_of_devices, check_devices, usable_bytes
 from varuna_capslog.plans.parts import PlanRank, PlanStage, Units
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
+from varuna_capslog.schedules.shape import AUTO_SCHEDULE
 
 __all__ = ["check_memory", "judged_layerwise_plan", "layerwise_plan", "with_stage_bytes"]
 
@@ -33,16 +35,18 @@ def layerwise_plan(
     run: RunShape,
     link: Link | None = None,
     tier: HostMemory | None = None,
+    limit_seconds: float | None = None,
 ) -> Plan:
     """The plan of a planner of `LAYERWISE`, not judged yet.
 
     Args:
         capacity: bytes of every device, or one number per device; None: no limit, so that nothing is treated.
-        run: of one pipeline; where its number of microbatches is not known, the search counts
-            `DEFAULT_MICROBATCHES_PER_STAGE` per stage.
+        run: of one pipeline, whose schedule `budget` chooses where it is `AUTO_SCHEDULE`. Where its number of
+            microbatches is not known, the search counts `DEFAULT_MICROBATCHES_PER_STAGE` per stage.
         link: also to the host tier; without a host_bandwidth copies take no time.
         tier: where offloaded tensors wait; default: in the memory of the host. Where that is the device's own memory
             nothing is offloaded.
+        limit_seconds: when `budget` is to end its search; default: when it has searched all that it does.
 
     Raises CapslogError naming the seconds or runs that the profile lacks, and for more devices than layers.
     """
@@ -50,23 +54,35 @@ def layerwise_plan(
     capacities, usable = capacities_of_devices(capacity, devices), usable_bytes(profile, capacity, devices)
     has_tier = not (tier or HostMemory()).is_device(profile)
     begun = time.perf_counter()
-    chain = Layerwise.of_profile(profile, with_microbatches(run, devices), devices, usable, link, has_tier)
-    stages = LAYERWISE[planner](chain)
+    chooses = planner == "budget" and run.schedule == AUTO_SCHEDULE
+    names = SCHEDULES_TRIED if chooses else (run.settled().schedule,)
+    shape = dataclasses.replace(with_microbatches(run, devices), schedule=names[0])
+    chain = Layerwise.of_profile(profile, shape, devices, usable, link, has_tier)
     limits = [None] * devices if capacities is None else capacities
-    return Plan(
-        profile.num_layers,
-        tuple(
-            PlanStage(((one.first, one.end),), (rank,), memory=one.intervals, seconds=one.seconds)
-            for rank, one in enumerate(stages)
-        ),
-        Units(run.num_microbatches, run.microbatch_size, None if run.num_microbatches is None else run.num_blocks),
-        run.schedule,
-        ranks=tuple(PlanRank(capacity_bytes=size) for size in limits),
-        planner=planner,
-        model=profile.model,
-        profile_digest=profile.digest,
-        search_seconds=time.perf_counter() - begun,
-    )
+
+    def plan_of(stages: Sequence[StageChoice], shape: RunShape) -> Plan:
+        count = shape.num_microbatches
+        return Plan(
+            profile.num_layers,
+            tuple(
+                PlanStage(((one.first, one.end),), (rank,), memory=one.intervals, seconds=one.seconds)
+                for rank, one in enumerate(stages)
+            ),
+            Units(count, shape.microbatch_size, None if count is None else shape.num_blocks),
+            shape.schedule,
+            ranks=tuple(PlanRank(capacity_bytes=size) for size in limits),
+            planner=planner,
+            model=profile.model,
+            profile_digest=profile.digest,
+        )
+
+    if planner == "budget":
+        found = fastest_plan(profile, chain, plan_of, names, link, tier, limit_seconds)
+        if run.num_microbatches is None:
+            found = dataclasses.replace(found, units=Units(None, run.microbatch_size, None))
+    else:
+        found = plan_of(LAYERWISE[planner](chain), dataclasses.replace(run, schedule=names[0]))
+    return dataclasses.replace(found, search_seconds=time.perf_counter() - begun)
 
 
 def judged_layerwise_plan(
@@ -77,13 +93,15 @@ def judged_layerwise_plan(
     capacity: int | Sequence[int] | None,
     run: RunShape,
     link: Link | None = None,
+    limit_seconds: float | None = None,
 ) -> Plan:
     """`layerwise_plan`, and whether it fits.
 
     memory: "auto" or "ranks". Raises CapslogError for any other, as these plans have no bytes by it.
     """
     check_memory(planner, memory)
-    found = layerwise_plan(profile, devices, planner, capacity, run, link)
+    found = layerwise_plan(profile, devices, planner, capacity, run, link, None, limit_seconds)
+    run = dataclasses.replace(run, schedule=found.schedule or run.schedule)
     return with_stage_bytes(judged(profile, found, with_microbatches(run, devices)))
 
 

@@ -69,6 +69,7 @@ def plan(
     check_devices(devices, profile)
     if planner in LAYERWISE and cuts is None:
         return judged_layerwise_plan(profile, devices, planner, memory, capacity, run, link)
+    run = run.settled()
     capacities, one_each = capacities_of_devices(capacity, devices), isinstance(capacity, (list, tuple))
     usable = usable_bytes(profile, capacity, devices)
     memory, costs = resolve(memory, profile, run)

@@ -22,7 +22,8 @@ def stage_seconds(profile: Profile, stages: Sequence[PlanStage], run: RunShape =
     time here. A call of several microbatches takes as long as these one after the other.
 
     A forward that keeps no graph takes as long as one that does, except at the end of the chain: nothing reads what the
-    last layers make before the recomputation makes it again, so the engine leaves them out.
+    last layers make before the recomputation makes it again, so the engine leaves them out where they count no running
+    statistics.
 
     Raises CapslogError naming the layer whose seconds the profile does not have.
     """
@@ -43,7 +44,8 @@ def stage_seconds(profile: Profile, stages: Sequence[PlanStage], run: RunShape =
         [stage.grain * sum(forward[first:end]) for first, end in intervals]
         for stage, intervals in zip(stages, again, strict=True)
     ]
-    at_the_end = [bool(intervals) and intervals[-1][1] == profile.num_layers for intervals in again]
+    counted = _last_with_statistics(profile)
+    at_the_end = [bool(row) and row[-1][1] == profile.num_layers and row[-1][0] > counted for row in again]
     return StageSeconds(
         whole,
         back,
@@ -54,6 +56,12 @@ def stage_seconds(profile: Profile, stages: Sequence[PlanStage], run: RunShape =
         backward_again=[took + sum(row[:-1]) for took, row in zip(back, seconds, strict=True)],
         other=other,
     )
+
+
+def _last_with_statistics(profile: Profile) -> int:
+    """The last layer that is known to count running statistics in its forward; -1: none is."""
+    rows = [row for row in profile.observations if row.layers[1] - row.layers[0] == 1]
+    return max((row.layers[0] for row in rows if row.action_bytes and row.action_bytes.statistics_bytes), default=-1)
 
 
 def _again(stage: PlanStage, run: RunShape) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ their one validator. It runs nothing and never imports torch.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -279,7 +280,7 @@ class Profile:
         """`edges`; None without `tensors`, where it is not known which layers read from which."""
         return self.edges if self.tensors else None
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """SHA-256 of the profile's content, the same for the same content however it was written."""
         canonical = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"), allow_nan=False)

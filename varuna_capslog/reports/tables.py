@@ -12,7 +12,23 @@ from varuna_capslog.planning.verdict import judge_plan
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 
-__all__ = ["plan_table", "profile_table"]
+__all__ = ["format_seconds", "plan_table", "profile_table"]
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds for people: 1.234 s, 56.7 ms."""
+    return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"
+
+
+def _said_of_bound(plan: Plan, step: float, bound: float) -> str:
+    """The step, and how much faster another plan of the search space could be at most."""
+    schedule = "" if plan.schedule is None else f" under {plan.schedule}"
+    if plan.proven:
+        return f"step {format_seconds(step)}{schedule}, proven: no plan is faster of {plan.search_space}"
+    gap = f"within {(step / bound - 1) * 100:.2g} % of the bound" if bound > 0 else "without a bound"
+    return (
+        f"step {format_seconds(step)}{schedule}, {gap}: no plan is below {format_seconds(bound)} of {plan.search_space}"
+    )
 
 
 def plan_table(plan: Plan, profile: Profile | None = None) -> Table:
@@ -31,6 +47,8 @@ def plan_table(plan: Plan, profile: Profile | None = None) -> Table:
         rows.append([str(number), str(ranks[number]), stage.spans, *names, shown, margin, served])
         rows[-1].append(", ".join(f"{one.kind} {one.first}-{one.end - 1}" for one in stage.memory or ()))
     notes = [] if plan.search_seconds is None else [f"found in {plan.search_seconds * 1e3:.3g} ms"]
+    if plan.bound_seconds is not None and plan.step_seconds is not None:
+        notes.append(_said_of_bound(plan, plan.step_seconds, plan.bound_seconds))
     if plan.stage_bytes is None and any(one.bytes is not None for one in plan.ranks):
         sizes = ["unknown" if one.bytes is None else format_bytes(one.bytes) for one in plan.ranks]
         notes.append(f"peak of each rank: {', '.join(sizes)}")

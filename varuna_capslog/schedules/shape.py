@@ -18,10 +18,13 @@ if TYPE_CHECKING:
 
     from varuna_capslog.config.settings import Config
 
-__all__ = ["ALWAYS_RECOMPUTE", "DEFAULT_K", "DEFAULT_RUN", "STAGE_INPUTS", "RunShape"]
+__all__ = ["ALWAYS_RECOMPUTE", "AUTO_SCHEDULE", "DEFAULT_K", "DEFAULT_RUN", "STAGE_INPUTS", "RunShape"]
 
 ALWAYS_RECOMPUTE = frozenset({"varuna"})
 """Schedules that recompute whatever `recompute` says."""
+
+AUTO_SCHEDULE = "auto"
+"""What the schedule of a run is called that planner `budget` chooses; `RunShape.settled` for all others."""
 
 DEFAULT_K = 2
 """Microbatches of a group of schedule `kfkb` where nothing else is said."""
@@ -35,7 +38,7 @@ class RunShape:
 
     num_microbatches: of one step; None where it is not known: memory models then count as many as the pipeline can
         take.
-    schedule: a name of `schedules.SCHEDULES`; "varuna" always recomputes.
+    schedule: a name of `schedules.SCHEDULES`, or `AUTO_SCHEDULE`; "varuna" always recomputes.
     recompute: whether forwards keep the stage's inputs only.
     stage_inputs: where inputs kept for recomputation wait, "host" or "device".
     microbatch_size: samples of one microbatch; None: as many as the profile holds for.
@@ -87,6 +90,10 @@ class RunShape:
     def unsized(self) -> RunShape:
         """The same run where the number and the size of its microbatches are not known."""
         return replace(self, num_microbatches=None, microbatch_size=None, num_blocks=1)
+
+    def settled(self) -> RunShape:
+        """The same run where nobody chooses the schedule: what is left open is `varuna`."""
+        return replace(self, schedule="varuna") if self.schedule == AUTO_SCHEDULE else self
 
     def share(self, pipelines: int) -> RunShape:
         """The part of one of so many equal pipelines, which share the blocks evenly."""

@@ -13,8 +13,9 @@ from varuna_capslog.planning.verdict import HostMemory
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
+from varuna_capslog.schedules.shape import AUTO_SCHEDULE
 
-__all__ = ["asks_layerwise", "check_layerwise", "host_link", "plan_layerwise"]
+__all__ = ["asks_layerwise", "check_layerwise", "host_link", "plan_layerwise", "with_schedule_of"]
 
 
 def asks_layerwise(config: Config) -> bool:
@@ -54,8 +55,17 @@ def host_link(config: Config, link: Link | None) -> Link:
     return dataclasses.replace(link, host_bandwidth=given) if link.host_bandwidth is None else link
 
 
+def with_schedule_of(config: Config, plan: Plan) -> Config:
+    """The config with the schedule that the plan has chosen; the same config where it had one itself."""
+    if config.pipeline.schedule != AUTO_SCHEDULE or plan.schedule is None:
+        return config
+    pipeline = config.pipeline.model_copy(update={"schedule": plan.schedule})
+    return config.model_copy(update={"pipeline": pipeline})
+
+
 def plan_layerwise(config: Config, profile: Profile, link: Link) -> Plan:
     """The planner's plan, not judged yet."""
     pipeline, run = config.pipeline, RunShape.of_config(config)
     tier = HostMemory.of_config(config)
-    return layerwise_plan(profile, pipeline.devices, pipeline.planner, pipeline.capacity, run, link, tier)
+    limit, name = pipeline.search_seconds, pipeline.planner
+    return layerwise_plan(profile, pipeline.devices, name, pipeline.capacity, run, link, tier, limit)

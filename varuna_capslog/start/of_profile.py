@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config import defaults
 from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.layerwise import judged_layerwise_plan
 from varuna_capslog.planning.search import plan as search
 from varuna_capslog.planning.simulation import with_step_seconds
 from varuna_capslog.plans.plan import Plan
@@ -41,6 +42,7 @@ def plan_of_profile(
     capacity: int | Sequence[int] | None = None,
     minibatch: int | None = None,
     link: Link | None = None,
+    limit_seconds: float | None = None,
 ) -> Plan:
     """The plan for one pipeline.
 
@@ -48,6 +50,7 @@ def plan_of_profile(
         planner, memory: default: those of a config without the keys.
         capacity: bytes of every device, or one number each; None: no limit.
         minibatch: samples of a step; None: not known, and not needed by every planner.
+        limit_seconds: when planner `budget` is to end its search.
 
     Raises:
         CapslogError: as `planning.search.plan`; a minibatch that is no whole number of microbatches.
@@ -55,5 +58,8 @@ def plan_of_profile(
     memory = memory or defaults.MEMORY
     count = None if minibatch is None else microbatches_of(profile, minibatch)
     run = dataclasses.replace(run_of_profile(profile, memory), num_microbatches=count)
-    found = search(profile, devices, planner or defaults.PLANNER, memory, capacity, run, link)
-    return with_step_seconds(profile, found, run, link)
+    if planner == "budget":
+        found = judged_layerwise_plan(profile, devices, planner, memory, capacity, run, link, limit_seconds)
+    else:
+        found = search(profile, devices, planner or defaults.PLANNER, memory, capacity, run, link)
+    return with_step_seconds(profile, found, run.settled(), link)

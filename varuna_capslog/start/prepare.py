@@ -34,7 +34,13 @@ from varuna_capslog.profiles.record import write_profile
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.start import ENGINES
 from varuna_capslog.start.given_plan import given_plan
-from varuna_capslog.start.layerwise_start import asks_layerwise, check_layerwise, host_link, plan_layerwise
+from varuna_capslog.start.layerwise_start import (
+    asks_layerwise,
+    check_layerwise,
+    host_link,
+    plan_layerwise,
+    with_schedule_of,
+)
 from varuna_capslog.training.constants import check_folder
 
 if TYPE_CHECKING:
@@ -65,7 +71,7 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
         _check_digest(given, profile, config)
     plan = _plan(config, profile, given, memo=memo)
     check_folder(config, plan.model, grains_of(plan.stages))
-    files.write_text(config.run_dir / "config.yaml", dump_config(config))
+    files.write_text(config.run_dir / "config.yaml", dump_config(with_schedule_of(config, plan)))
     if profile is not None:
         write_profile(config.run_dir / "profile.json", profile)
     last = latest_plan(config.run_dir)
@@ -146,7 +152,8 @@ def _plan(
         plan = _judged(plan, config, profile, memo)
     elif asks_layerwise(config):
         link = host_link(config, link)
-        plan = with_stage_bytes(_judged(plan_layerwise(config, profile, link), config, profile, memo))
+        plan = plan_layerwise(config, profile, link)
+        plan = with_stage_bytes(_judged(plan, with_schedule_of(config, plan), profile, memo))
     elif pipeline.planner == JOINT and cuts is None:
         from varuna_capslog.start.joint_start import plan_devices
 

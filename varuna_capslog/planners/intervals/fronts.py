@@ -65,6 +65,7 @@ class IntervalFronts:
         kinds: of memory intervals that may be used.
         firsts: first layers of the stages that will be asked for; default: all. end: the last end of such a stage;
             default: the end of the chain. So one range of a long chain may be asked for again, exactly.
+        longest: seconds of a call beyond which a stage is left out as if nothing fitted; default: none is.
 
     Raises CapslogError where the profile does not tell the halves of split backwards.
     """
@@ -78,11 +79,15 @@ class IntervalFronts:
         firsts: Collection[int] | None = None,
         end: int | None = None,
         kinds: Collection[str] = INTERVAL_KINDS,
+        longest: float = np.inf,
     ) -> None:
         size, last = ranges.num_layers, ranges.num_layers if end is None else end
         self._ranges, self._seconds, self._handling, self._kinds = ranges, seconds, handling, {KEEP, *kinds}
         self._most = (0 if size <= EXACT_LAYERS else DEFAULT_LABELS) if labels is None else labels
-        self._table, self._states = SegmentTable(ranges, seconds, handling.split), States(ranges, handling.later)
+        _, self._own = seconds.of_ranges()
+        self._longest = longest
+        self._table = SegmentTable(ranges, seconds, handling.split, self._own <= longest)
+        self._states = States(ranges, handling.later)
         self._peak = "first_weights" if handling.split else "first_backward"
         self._made = np.concatenate([[0.0], np.cumsum(ranges.gradients)])
         self._steps = np.full(size, 2.0**-12)
@@ -90,16 +95,22 @@ class IntervalFronts:
         """cut -> the labels there, by their first layers"""
         firsts = range(size) if firsts is None else sorted(firsts)
         for cut in range(last + 1):
-            some = [self._fewer(self._reached(cut))] if any(map(len, self._at)) else []
-            self._at.append(joined([*some, self._empty(cut, int(cut in firsts))]))
+            some = [self._reached(cut)] if any(map(len, self._at)) else []
+            self._at.append(
+                joined([*(self._fewer(one) for one in some if len(one)), self._empty(cut, int(cut in firsts))])
+            )
         self._finished = [self._of_end(cut, [first for first in firsts if first < cut]) for cut in range(last + 1)]
         made, resident = np.zeros((2, size, size + 1))
         for first in firsts:
             for cut in range(first + 1, last + 1):
+                if self._own[first, cut] > longest:
+                    break
                 made[first, cut] = ranges.made(first, cut)
                 statistics = handling.calls * ranges.statistics(first, cut)
                 resident[first, cut] = ranges.resident(range(first, cut)) + statistics
-        self._of_ranges = made, resident + handling.waiting_blocks * made
+        self.made = made
+        """[L, L + 1]: bytes of the gradients of parameters of every range that was searched"""
+        self._resident = resident + handling.waiting_blocks * made
 
     def cheapest(self, first: int, end: int, in_flight: int, budget: float) -> IntervalChoice | None:
         """The fastest choice for a stage of layers first .. end-1 that takes at most `budget` bytes.
@@ -141,17 +152,19 @@ class IntervalFronts:
                 found[labels.first[begins], end] = np.minimum.reduceat(sizes, begins)
         return found
 
-    def seconds(self, in_flight: int, budget: float) -> tuple[Floats, Floats]:
+    def seconds(self, in_flight: int, budget: float | Floats) -> tuple[Floats, Floats]:
         """`cheapest` of all ranges without their intervals: [L, L + 1], seconds of layers first .. end-1, and bounds.
 
-        Infinite where nothing was found that fits, and where nothing can fit.
+        Infinite where nothing was found that fits, and where nothing can fit. budget: of all, or [L, L + 1].
         """
         found = np.full((2, self._ranges.num_layers, self._ranges.num_layers + 1), np.inf)
+        budgets = np.broadcast_to(budget, found.shape[1:])
         for end, labels in enumerate(self._finished):
             if len(labels):
                 sizes, seconds = self._bytes(labels, end, in_flight), self._call_seconds(labels, end)
                 begins = np.flatnonzero(np.diff(labels.first, prepend=-1))
-                least = np.minimum.reduceat(np.where(sizes <= budget, seconds, np.inf), begins, axis=1)
+                fit = sizes <= budgets[labels.first, end]
+                least = np.minimum.reduceat(np.where(fit, seconds, np.inf), begins, axis=1)
                 found[:, labels.first[begins], end] = least[[0, -1]]
         return found[0], found[1]
 
@@ -167,9 +180,10 @@ class IntervalFronts:
 
     def _reached(self, end: int) -> Labels:
         """All choices up to the cut that labels before it and one more segment make."""
-        before, kept = joined(self._at), self._table.kept(end)
-        cuts = np.repeat(np.arange(end), [len(one) for one in self._at])
-        places = np.concatenate([np.arange(len(one)) for one in self._at])
+        kept, near = self._table.kept(end), [self._own[one.first, end] <= self._longest for one in self._at]
+        before = joined([one[own] for one, own in zip(self._at, near, strict=True)])
+        cuts = np.repeat(np.arange(end), [np.count_nonzero(own) for own in near])
+        places = np.concatenate([np.flatnonzero(own) for own in near])
         keeps = np.array(self._states.keeps)[before.state]
         some = []
         for kind, name in enumerate(KINDS):
@@ -192,7 +206,10 @@ class IntervalFronts:
                     Labels(old.first, state, phase[chosen], *own, sums=self._behind(old, segments, end, ready))
                     for ready, phase in ways
                 ]
-        return joined(some)
+        if not some:
+            return self._empty(end, 0)
+        found = joined(some)
+        return found[self._own[found.first, end] + found.again[-1] <= self._longest]
 
     def _next_states(self, old: Labels, kind: int, end: int) -> NDArray[np.intp]:
         there = np.unique(old.state).tolist()
@@ -271,7 +288,7 @@ class IntervalFronts:
 
     def _bytes(self, labels: Labels, end: int, in_flight: int) -> Floats:
         """`choice.stage_bytes` of every label."""
-        made, always = (table[labels.first, end] for table in self._of_ranges)
+        made, always = self.made[labels.first, end], self._resident[labels.first, end]
         handling, sums = self._handling, labels.sums
         out = 0 if end == self._ranges.num_layers else self._ranges.gradient[end]
         actions = [sums.again, sums.back + out, *([sums.inputs] if handling.split else [])]

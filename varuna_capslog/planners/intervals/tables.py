@@ -31,13 +31,18 @@ class SegmentTable:
     numbers: kind -> [numbers of CallSegment, L, L + 1]. again: [L, L + 1], seconds of running the layers again.
     """
 
-    def __init__(self, ranges: RangeBytes, seconds: LayerSeconds, split: bool) -> None:
+    def __init__(
+        self, ranges: RangeBytes, seconds: LayerSeconds, split: bool, within: NDArray[np.bool_] | None = None
+    ) -> None:
+        """Find the numbers of all segments, or of those for which `within[first, end]` is true."""
         size = ranges.num_layers
         self.ranges = ranges
         self.numbers = np.zeros((len(KINDS), _COLUMNS, size, size + 1))
         self.again = np.zeros((size, size + 1))
         for first in range(size):
             for end in range(first + 1, size + 1):
+                if within is not None and not within[first, end]:
+                    continue
                 for number, kind in enumerate(KINDS):
                     one = CallSegment.of(ranges, MemoryInterval(first, end, kind), split)
                     works = (size for name in _WORKS for size in getattr(one, name))

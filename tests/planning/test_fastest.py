@@ -1,0 +1,109 @@
+"""The plan of planner `budget` beside every plan of small chains, folded and played as it would run."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.planners.test_budget import all_cuts, choices, timed
+from varuna_capslog.planners.layerwise import Intervals
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.fastest import SCHEDULES_TRIED
+from varuna_capslog.planning.layerwise import judged_layerwise_plan
+from varuna_capslog.planning.ranks import fold_plan
+from varuna_capslog.planning.search import plan
+from varuna_capslog.planning.simulation import simulate_plan
+from varuna_capslog.plans.parts import PlanStage, Units
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules import RunShape
+
+
+def every_plan(profile: Profile, devices: int, run: RunShape) -> list[tuple[float, int]]:
+    """The step and the peak of every cut list with every choice of intervals that recompute."""
+    found, size = [], profile.num_layers
+    for cuts in all_cuts(size, devices):
+        bounds = list(itertools.pairwise((*cuts, size)))
+        memory: tuple[Intervals, ...]
+        for memory in itertools.product(*(choices(first, end, ("recompute",)) for first, end in bounds)):
+            stages = [PlanStage((own,), (rank,), memory=memory[rank]) for rank, own in enumerate(bounds)]
+            one = Plan(size, tuple(stages), Units(run.num_microbatches, 1, 1), run.schedule)
+            peak = max(rank.peak_bytes for rank in fold_plan(profile, one, run))
+            found.append((simulate_plan(profile, one, run=run).step_seconds, peak))
+    return found
+
+
+@pytest.mark.parametrize(("seed", "schedule"), list(enumerate(["1f1b", "varuna", "gpipe"] * 3)))
+def test_no_plan_is_below_the_bound_and_none_is_faster_where_that_is_proven(seed: int, schedule: str) -> None:
+    draw = random.Random(seed)
+    size, devices = draw.choice([(3, 2), (3, 3), (4, 3)])
+    profile = timed(draw, size)
+    run = RunShape(draw.choice([2, 4]), schedule, microbatch_size=1, num_blocks=1)
+    everything = every_plan(profile, devices, run)
+    most = max(peak for _, peak in everything)
+    for capacity in (most // 2, most * 3 // 4, most):
+        found = judged_layerwise_plan(profile, devices, "budget", "auto", capacity, run)
+        fitting = [step for step, peak in everything if peak <= capacity]
+        assert found.fits is bool(fitting)
+        if not fitting:
+            continue
+        assert found.step_seconds is not None
+        assert found.bound_seconds is not None
+        assert simulate_plan(profile, found, run=run).step_seconds == found.step_seconds
+        assert found.bound_seconds <= min(fitting) * (1 + 1e-9) <= found.step_seconds * (1 + 1e-8)
+        if found.proven:
+            assert found.step_seconds == pytest.approx(min(fitting), rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_never_slower_than_cuts_for_time_alone_that_recompute_whole_stages(seed: int) -> None:
+    """An R may run while its rank waits. The search for intervals takes it for a part of the backward, and so preferred
+    intervals that make the step longer than whole stages that run again.
+    """
+    draw = random.Random(100 + seed)
+    profile, link = timed(draw, 9), Link(latency_seconds=draw.random() * 4)
+    for schedule in ("1f1b", "varuna", "gpipe"):
+        run = RunShape(6, schedule, microbatch_size=1, num_blocks=1)
+        most = max(one.bytes or 0 for one in plan(profile, 3, "budget", run=replace(run, recompute=False)).ranks)
+        for part in range(4, 9):
+            capacity = most * part // 8
+            time_alone = plan(profile, 3, "throughput", capacity=capacity, run=replace(run, stage_inputs="device"))
+            folded = max(one.peak_bytes for one in fold_plan(profile, time_alone, replace(run, stage_inputs="device")))
+            if time_alone.fits and folded <= capacity:
+                own = plan(profile, 3, "budget", capacity=capacity, run=replace(run, stage_inputs="device"))
+                assert own.fits
+                assert own.step_seconds is not None
+                step = simulate_plan(profile, time_alone, run=run, link=None).step_seconds
+                assert own.step_seconds <= step * (1 + 1e-9), (schedule, capacity, link)
+
+
+def test_a_schedule_that_is_left_open_is_the_one_with_the_shortest_step() -> None:
+    draw = random.Random(5)
+    profile = timed(draw, 6)
+    for part in (2, 3, 4):
+        run = RunShape(4, "auto", microbatch_size=1, num_blocks=1)
+        most = max(one.bytes or 0 for one in plan(profile, 3, "budget", run=replace(run, schedule="gpipe")).ranks)
+        capacity = most * part // 4
+        found = plan(profile, 3, "budget", capacity=capacity, run=run)
+        assert found.step_seconds is not None
+        steps = {}
+        for name in SCHEDULES_TRIED:
+            one = plan(profile, 3, "budget", capacity=capacity, run=replace(run, schedule=name))
+            steps[name] = one.step_seconds or 0.0 if one.fits else float("inf")
+        assert found.schedule in steps
+        assert found.step_seconds <= min(steps.values()) * (1 + 1e-9)
+        assert found.search_space is not None
+        assert all(name in found.search_space for name in steps)
+
+
+def test_a_search_that_is_out_of_time_gives_what_it_has_with_its_gap() -> None:
+    profile, run = timed(random.Random(8), 6), RunShape(6, "1f1b", microbatch_size=1, num_blocks=1)
+    whole = judged_layerwise_plan(profile, 3, "budget", "auto", None, run)
+    peak = max(one.bytes or 0 for one in whole.ranks)
+    short = judged_layerwise_plan(profile, 3, "budget", "auto", peak * 3 // 4, run, None, 1e-9)
+    long = judged_layerwise_plan(profile, 3, "budget", "auto", peak * 3 // 4, run)
+    assert None not in (short.step_seconds, short.bound_seconds, long.step_seconds)
+    assert (short.bound_seconds or 0) <= (long.step_seconds or 0) <= (short.step_seconds or 0)

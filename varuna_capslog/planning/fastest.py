@@ -1,0 +1,287 @@
+"""The plan of planner `budget`: of many plans the one with the shortest simulated step that fits, and how good it is.
+
+`planners.budget` finds cuts and intervals by seconds that take what runs again for a part of the backwards, and
+`planners.throughput` cuts for stages that run again as a whole, which may happen while a rank waits. So the plans of
+both, and of `exact`, are folded and played as they would run. The best of them is the answer, and beside it stands a
+bound below every plan of the search space.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.memory import AUTO, resolve
+from varuna_capslog.memory.costs import NEVER, StageCosts
+from varuna_capslog.planners import find_cuts
+from varuna_capslog.planners.budget import BudgetSearch, kept_bound, kept_cuts
+from varuna_capslog.planners.intervals import EXACT_LAYERS
+from varuna_capslog.planners.layerwise import Intervals, Layerwise, StageChoice
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.ranks import judged
+from varuna_capslog.planning.simulation import with_step_seconds
+from varuna_capslog.planning.verdict import HostMemory, predictable
+from varuna_capslog.plans.parts import MemoryInterval
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.conditions import UPDATE_RATE
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules import RunShape
+
+__all__ = ["SCHEDULES_TRIED", "fastest_plan"]
+
+SCHEDULES_TRIED = ("1f1b", "zb-h1", "varuna", "gpipe")
+"""What the search chooses from where a run leaves it open."""
+_FIRST_LONGEST = 1.5
+"""Calls longer than this times those of equal stages are left out at first."""
+_SAME = 1e-9
+"""Relative difference of two steps that are told apart."""
+
+PlanOf = Callable[[Sequence[StageChoice], RunShape], Plan]
+"""Stages and a run -> their plan, not judged."""
+
+
+def fastest_plan(
+    profile: Profile,
+    chain: Layerwise,
+    plan_of: PlanOf,
+    schedules: Sequence[str],
+    link: Link | None = None,
+    tier: HostMemory | None = None,
+    limit_seconds: float | None = None,
+) -> Plan:
+    """The plan with the shortest simulated step of those that fit, of equal ones that of the smallest peak; where none
+    was found that fits, the one that lacks least.
+
+    The plan says its step, a bound below all plans of its `search_space`, and whether it is proven to be the fastest of
+    them.
+
+    Args:
+        chain: of a run of one pipeline, its number of microbatches known. Whether that run recomputes matters for the
+            cuts of `throughput` and `exact` alone.
+        schedules: to choose from; those that the profile does not know enough for are left out if there are others.
+        limit_seconds: when to end the search. It is looked at between its parts, and some plan is always weighed.
+
+    Raises CapslogError where the profile does not tell the halves of split backwards, which the schedule has.
+    """
+    search = _Candidates(profile, chain, plan_of, schedules, link, tier, limit_seconds)
+    search.weigh_cuts()
+    if not search.weigh_kept():
+        search.weigh_intervals()
+    return search.answer()
+
+
+@dataclass(frozen=True)
+class _Weighed:
+    """A plan, what it lacks (0: it fits), its step and its peak."""
+
+    lack: int
+    step: float
+    peak: int
+    plan: Plan
+    stages: tuple[StageChoice, ...]
+
+    @property
+    def rank(self) -> tuple[int, float, int]:
+        return self.lack, self.step, self.peak
+
+
+class _Candidates:
+    """One search; the best plan so far.
+
+    bound: seconds below which no plan of the search space is, without the update. chains: by schedule.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        chain: Layerwise,
+        plan_of: PlanOf,
+        schedules: Sequence[str],
+        link: Link | None,
+        tier: HostMemory | None,
+        limit_seconds: float | None,
+    ) -> None:
+        assert chain.question is not None, "made by Layerwise.of_profile"
+        self.profile, self.chain, self.plan_of, self.link, self.tier = profile, chain, plan_of, link, tier
+        self.run, self.seconds = chain.question.run, chain.question.seconds
+        self.chains = {name: chain.under(name) for name in schedules}
+        self.end = None if limit_seconds is None else time.perf_counter() + limit_seconds
+        self.best: _Weighed | None = None
+        self.bound = 0.0
+        self._seen: dict[tuple[str, tuple[tuple[int, Intervals], ...]], bool] = {}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time of the search is up."""
+        return self.end is not None and time.perf_counter() >= self.end
+
+    @property
+    def fits(self) -> bool:
+        """Whether a plan that fits is known."""
+        return self.best is not None and not self.best.lack
+
+    def weigh(self, stages: Sequence[StageChoice], schedule: str) -> bool:
+        """Fold and play a plan, and keep it where it is the best; whether it fits."""
+        key = schedule, tuple((one.first, one.intervals) for one in stages)
+        if key in self._seen:
+            return self._seen[key]
+        run = dataclasses.replace(self.run, schedule=schedule)
+        plan = self.plan_of(stages, run)
+        verdict = judged(self.profile, plan, run, tier=self.tier)
+        if verdict.fits is None and len(self.chains) > 1 and not predictable(self.profile, run.microbatch_size):
+            self.chains.pop(schedule, None)  # the profile does not tell the halves of split backwards
+            return False
+        lack = verdict.shortfall.bytes if verdict.shortfall is not None else int(verdict.fits is False)
+        played = with_step_seconds(self.profile, plan, run, self.link)
+        assert played.step_seconds is not None, "the profile has seconds"
+        one = _Weighed(lack, played.step_seconds, verdict.peak_bytes or 0, played, tuple(stages))
+        if self.best is None or _better(one, self.best):
+            self.best = one
+        self._seen[key] = not lack
+        return not lack
+
+    def _costs(self, schedule: str, recompute: bool) -> StageCosts | None:
+        """Bytes by the memory model of a schedule; None where the profile lacks what it needs."""
+        try:
+            return resolve(AUTO, self.profile, dataclasses.replace(self.run, schedule=schedule, recompute=recompute))[1]
+        except CapslogError:
+            return None
+
+    def weigh_cuts(self) -> None:
+        """The cuts of planners that treat all stages alike."""
+        usable = None if min(self.chain.usable) >= NEVER - 1 else self.chain.usable
+        for name in list(self.chains):
+            run = dataclasses.replace(self.run, schedule=name)
+            kinds: list[str | None] = ["recompute"] if run.recomputes else [None]
+            if run.recomputes and run.stage_inputs == "host" and any(self.chain.moved):
+                kinds.append("recompute+offload")
+            costs = self._costs(name, run.recompute)
+            if costs is None:
+                continue
+            for planner in ("throughput", "exact"):
+                cuts = find_cuts(planner, self.profile, costs, run, self.chain.stages, usable, self.link)
+                for kind in kinds:
+                    self.weigh(self._alike(cuts, kind), name)
+                    if self.fits:
+                        break
+
+    def weigh_kept(self) -> bool:
+        """The fastest cuts of stages that keep everything, whatever the memory, under every schedule; whether all of
+        them fit, so that no interval can make the step shorter.
+        """
+        costs, fit, bounds = self._costs("1f1b", False), [], []
+        if costs is None:
+            return False
+        for name, own in list(self.chains.items()):
+            fits = self.weigh(self._alike(kept_cuts(own, costs), None), name)
+            if name in self.chains:
+                fit.append(fits)
+                bounds.append(kept_bound(own, costs))
+        self.bound = min(bounds)
+        return all(fit)
+
+    def weigh_intervals(self) -> None:
+        """The cuts and intervals of the planner's own search.
+
+        A plan that is found limits how long a call of a better plan may be; a plan without longer calls that fits has
+        to be found first where there is none.
+        """
+        if self.is_over:
+            return
+        calls, longest = self.run.microbatches, np.inf
+        if self.chain.num_layers > EXACT_LAYERS:
+            whole = float(self.seconds.forward[-1] + self.seconds.backward[-1])
+            longest = _FIRST_LONGEST * whole / self.chain.stages
+            longest = min(longest, self.best.step / calls) if self.best is not None and self.fits else longest
+        self._search(BudgetSearch(self.chain, longest))
+        # what was left out may be better than what was found
+        if longest < np.inf and not self.is_over and (not self.fits or self.bound >= longest * calls * (1 - _SAME)):
+            again = self.best.step / calls if self.best is not None and self.fits else np.inf
+            if again > longest:
+                self._search(BudgetSearch(self.chain, again))
+
+    def _search(self, search: BudgetSearch) -> None:
+        """Search under every schedule, and weigh what is found under all others as well."""
+        bounds = []
+        for name, own in list(self.chains.items()):
+            try:
+                found = search.stages(own)
+                bounds.append(search.bound_seconds(own))
+            except CapslogError:
+                if len(self.chains) == 1:
+                    raise
+                del self.chains[name]  # the profile does not tell the halves of split backwards
+                continue
+            for other in list(self.chains) if found is not None else ():
+                self.weigh(found or (), other)
+                self.weigh([self._whole(one) for one in found or ()], other)
+            if self.is_over:
+                break
+        if len(bounds) == len(self.chains):
+            self.bound = max(self.bound, min(bounds))
+
+    def answer(self) -> Plan:
+        """The best plan, with the bound and whether it is proven."""
+        assert self.best is not None, "some plan was weighed"
+        chain, best = self.chain, self.best
+        bound = self.bound + _least_update(self.profile, chain.stages)
+        if best.lack and self.is_over:
+            note = "the search has ended by pipeline.search_seconds; with more time it may find a plan that fits"
+            return dataclasses.replace(best.plan, step_seconds=None, notes=(note,))
+        if best.lack or not np.isfinite(bound):
+            return dataclasses.replace(best.plan, step_seconds=None)
+        kinds = (
+            "keep, recompute, offload" if any(chain.moved) and chain.host_bandwidth is not None else "keep, recompute"
+        )
+        return dataclasses.replace(
+            best.plan,
+            bound_seconds=min(bound, best.step),
+            proven=best.step <= bound * (1 + _SAME),
+            search_space=(
+                f"one range of layers on each of {chain.stages} devices, memory intervals ({kinds}), "
+                f"{' or '.join(self.chains)} with its limits in flight"
+            ),
+        )
+
+    def _alike(self, cuts: Sequence[int], kind: str | None) -> list[StageChoice]:
+        """Stages of which each is one interval."""
+        bounds = pairwise((*cuts, self.chain.num_layers))
+        return [
+            StageChoice(
+                first,
+                end,
+                () if kind is None else (MemoryInterval(first, end, kind),),
+                self.chain.seconds(first, end) + (0.0 if kind is None else sum(self.chain.forward[first:end])),
+                0,
+            )
+            for first, end in bounds
+        ]
+
+    def _whole(self, one: StageChoice) -> StageChoice:
+        """The stage as one interval that runs again, where some of it does: that may happen ahead of the backward."""
+        if not any(part.recomputes for part in one.intervals):
+            return one
+        own = self.chain.seconds(one.first, one.end) + sum(self.chain.forward[one.first : one.end])
+        return StageChoice(one.first, one.end, (MemoryInterval(one.first, one.end, "recompute"),), own, 0)
+
+
+def _better(one: _Weighed, other: _Weighed) -> bool:
+    if one.lack or other.lack:
+        return one.rank < other.rank
+    if abs(one.step - other.step) <= _SAME * other.step:
+        return one.peak < other.peak
+    return one.step < other.step
+
+
+def _least_update(profile: Profile, stages: int) -> float:
+    """Seconds below which the slowest rank's update is not, if the profile knows them."""
+    rate, weights = profile.conditions.get(UPDATE_RATE), [layer.parameter_bytes for layer in profile.layers]
+    if not isinstance(rate, (int, float)) or None in weights:
+        return 0.0
+    return float(rate) * sum(size or 0 for size in weights) / stages
