@@ -323,7 +323,10 @@ class Machine:
         found, reached = [], first
         for one in self.stages[number].memory or ():
             found += [(reached, one.first, "")] if reached < one.first else []
-            found.append((one.first, one.end, "" if whole else one.kind))
+            kind = one.kind
+            if whole:  # nothing leaves, and the last part of the stage keeps its graph
+                kind = "recompute" if "recompute" in kind and one.end < end else ""
+            found.append((one.first, one.end, kind))
             reached = one.end
         return [*found, (reached, end, "")] if reached < end else found
 

@@ -53,10 +53,10 @@ def step_of(
 
 
 def as_backwards(profile: Profile, cuts: Sequence[int], memory: Sequence[Intervals], run: RunShape) -> float:
-    """The step where what runs again is a part of the backwards; the last stage keeps everything."""
+    """The step where what runs again is a part of the backwards; the last stage keeps its last segment."""
     again = [
         sum(profile.layers[at].forward_seconds or 0 for one in own for at in range(one.first, one.end))
-        for own in (*memory[:-1], ())
+        for own in (*memory[:-1], [one for one in memory[-1] if one.end < profile.num_layers])
     ]
     bounds = itertools.pairwise((*cuts, profile.num_layers))
     forward, backward = (

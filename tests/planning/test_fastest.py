@@ -58,7 +58,22 @@ def test_no_plan_is_below_the_bound_and_none_is_faster_where_that_is_proven(seed
             assert found.step_seconds == pytest.approx(min(fitting), rel=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(4))
+def test_a_model_that_does_not_fit_one_device_gets_intervals_there() -> None:
+    """Each backward follows its forward at once on the only stage, which kept everything whatever its intervals."""
+    profile, run = timed(random.Random(5), 4), RunShape(3, "1f1b", microbatch_size=1, num_blocks=1)
+    everything = every_plan(profile, 1, run)
+    most, least = max(peak for _, peak in everything), min(peak for _, peak in everything)
+    assert least < most
+    for capacity in (least, (least + most) // 2, most - 1):
+        found = judged_layerwise_plan(profile, 1, "budget", "auto", capacity, run)
+        assert found.fits
+        assert found.stages[0].memory
+        assert found.proven
+        assert found.step_seconds == pytest.approx(min(step for step, peak in everything if peak <= capacity), rel=1e-9)
+    assert judged_layerwise_plan(profile, 1, "budget", "auto", least - 1, run).fits is False
+
+
+@pytest.mark.parametrize("seed", [0, 1])
 def test_never_slower_than_cuts_for_time_alone_that_recompute_whole_stages(seed: int) -> None:
     """An R may run while its rank waits. The search for intervals takes it for a part of the backward, and so preferred
     intervals that make the step longer than whole stages that run again.

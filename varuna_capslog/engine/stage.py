@@ -107,7 +107,8 @@ class Stage:
         Args:
             values: those that enter it, on its device; taken out, so that they live no longer than the stage needs
                 them.
-            whole: keep the graph of all layers, since the backward follows at once; else do as the intervals say.
+            whole: the backward follows at once: nothing leaves, and the last segment keeps its graph. The others do as
+                their intervals say, and run again in the backward.
             later: whether `offload` is called later; else what goes to the host tier leaves as a part of this.
         """
         held = self._held[context.index] = _Held([SegmentState() for _ in self.segments])
@@ -115,7 +116,7 @@ class Stage:
             held.call = OffloadedCall(self._tier)
         for segment, state in zip(self.segments, held.states, strict=True):
             wanted = segment.wants_backward(context)
-            again = segment.recomputes and not whole
+            again = segment.recomputes and not (whole and segment is self.segments[-1])
             if wanted and again:
                 segment.keep_inputs(state, values, held.call)
                 _leave_at_once(held, later)

@@ -77,7 +77,8 @@ def treated(
 
     recomputed: the list has an R for the call, which runs the last recompute interval again; else B does.
     later: it has an O for the call, until which all stays; else each segment leaves when F has run it.
-    whole: the intervals do not apply, since the backward follows at once. (Graphs end where they would all the same.)
+    whole: the backward follows at once: nothing leaves for the host tier, and the last segment keeps its graph; the
+        others run again in B where their intervals say so. (Graphs end where they would all the same.)
     split: the backward is in two halves.
 
     Raises CapslogError where the profile does not tell the halves of a split one.
@@ -134,9 +135,12 @@ def _segments(
     how: `whole` and `split` as above.
     """
     whole, split = how
-    found, before = [], Before()
+    found, before, last = [], Before(), pieces[-1][1]
     for part in _parts(pieces, intervals):
-        one = CallSegment.of(ranges, MemoryInterval(part.first, part.end, KEEP) if whole else part, split)
+        if whole:
+            kind = "recompute" if part.recomputes and part.end != last else KEEP
+            part = MemoryInterval(part.first, part.end, kind)
+        one = CallSegment.of(ranges, part, split)
         found.append((one, before.beside(ranges, part.first) if one.kept else Beside()))
         before = before.behind(one)
     return found

@@ -5,8 +5,8 @@ takes than its layers alone, or that it does not fit. With these seconds `throug
 takes beside its own calls, such as messages on their way, only the fold of its rank tells: it is left free on the
 device in a further search, until all stages fit. Nothing is offloaded where nobody says what copies cost.
 
-A call whose backward directly follows its forward keeps everything whatever its intervals (that of the last stage under
-1F1B), so such a stage must fit as it is.
+Where every backward directly follows its forward (on the last stage under 1F1B), the last segment of a stage keeps its
+graph, and the others run again in the backward: such a stage has intervals of its own (`Handling.at_once`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from varuna_capslog.memory.costs import NEVER, Bytes, StageCosts
-from varuna_capslog.memory.range_bytes import RangeBytes
 from varuna_capslog.planners.exact import exact_cuts
-from varuna_capslog.planners.intervals import EXACT_LAYERS, Handling, IntervalFronts, stage_bytes
+from varuna_capslog.planners.intervals import EXACT_LAYERS, Handling, IntervalFronts
 from varuna_capslog.planners.layerwise import Layerwise, Question, StageChoice
 from varuna_capslog.planners.throughput import fastest_cuts, least_step
 from varuna_capslog.plans.parts import INTERVAL_KINDS, MemoryInterval
@@ -72,7 +71,7 @@ class BudgetSearch:
     def __init__(self, chain: Layerwise, longest: float = np.inf) -> None:
         self._chain, self.longest = chain, longest
         self._offloads = any(chain.moved) and chain.host_bandwidth is not None
-        self._fronts: dict[bool, IntervalFronts] = {}
+        self._fronts: dict[tuple[bool, bool, bool], IntervalFronts] = {}
         self._places_of: dict[str, _Places] = {}
 
     def stages(self, chain: Layerwise) -> list[StageChoice] | None:
@@ -122,44 +121,54 @@ class BudgetSearch:
         gradients less.
         """
         usable = min(NEVER - 1, places.chain.usable[stage])
-        if places.at_once[stage]:
-            return places.extra(stage, usable)
-        in_flight, together = _in_flight(row)
-        budget = usable + (places.fronts.made if together else 0.0)
-        _, bound = places.fronts.seconds(in_flight, budget)
+        fronts, (in_flight, together) = places.fronts[stage], _in_flight(row)
+        budget = usable + (fronts.made if together else 0.0)
+        _, bound = fronts.seconds(in_flight, budget)
         _, both = places.question.seconds.of_ranges()
         return np.maximum(0.0, bound - both)
 
     def _places(self, chain: Layerwise) -> _Places:
-        question = chain.question
-        assert question is not None, "made by Layerwise.of_profile"
-        run = question.run
-        if run.schedule in self._places_of:
-            return self._places_of[run.schedule]
-        handling = Handling(
-            recomputed=True,
-            later=self._offloads,
-            split=run.splits_backwards,
-            calls=run.microbatches,
-            waiting_blocks=min(1, run.num_blocks - 1),
-            host_bandwidth=chain.host_bandwidth,
-            copies_beside=chain.copies_beside,
-        )
-        if handling.split not in self._fronts:
-            self._fronts[handling.split] = IntervalFronts(
+        assert chain.question is not None, "made by Layerwise.of_profile"
+        run = chain.question.run
+        if run.schedule not in self._places_of:
+            rows = make_schedule(run.schedule, chain.stages, run.microbatches, recompute=False, k=run.k)
+            at_once = [len(backwards_at_once(row)) == run.microbatches for row in rows]
+            last = at_once == [False] * (chain.stages - 1) + [True]
+            fronts = [self._fronts_of(chain.question, own, last and own) for own in at_once]
+            least = [one.least(count) for one, count in zip(fronts, chain.in_flight, strict=True)]
+            self._places_of[run.schedule] = _Places(chain, chain.question, fronts, least)
+        return self._places_of[run.schedule]
+
+    def _fronts_of(self, question: Question, at_once: bool, last: bool) -> IntervalFronts:
+        """The cheapest intervals of stages, of whose calls every backward follows at once or none does.
+
+        last: they are asked for the last stage alone.
+        """
+        chain, run = self._chain, question.run
+        key = at_once, run.splits_backwards, last
+        if key not in self._fronts:
+            handling = Handling(
+                recomputed=not at_once,
+                later=self._offloads and not at_once,
+                split=run.splits_backwards,
+                calls=run.microbatches,
+                waiting_blocks=min(1, run.num_blocks - 1),
+                host_bandwidth=chain.host_bandwidth,
+                copies_beside=chain.copies_beside,
+                at_once=at_once,
+            )
+            _, own = question.seconds.of_ranges()
+            firsts = [first for first in range(chain.num_layers) if own[first, -1] <= self.longest]
+            self._fronts[key] = IntervalFronts(
                 question.ranges,
                 question.seconds,
                 handling,
                 None if chain.num_layers <= EXACT_LAYERS else LABELS,
-                kinds=INTERVAL_KINDS if self._offloads else _RECOMPUTE,
+                firsts if last else None,
+                kinds=INTERVAL_KINDS if handling.later else _RECOMPUTE,
                 longest=self.longest,
             )
-        rows = make_schedule(run.schedule, chain.stages, run.microbatches, recompute=False, k=run.k)
-        at_once = [len(backwards_at_once(row)) == run.microbatches for row in rows]
-        found = self._places_of[run.schedule] = _Places.of(
-            chain, question, self._fronts[handling.split], handling, at_once
-        )
-        return found
+        return self._fronts[key]
 
 
 def _of_cuts(run: RunShape) -> RunShape:
@@ -192,36 +201,14 @@ def _in_flight(row: Sequence[Action]) -> tuple[int, bool]:
 class _Places(StageCosts):
     """What each range of layers costs at least in each place of the pipeline; as `StageCosts`, its fewest bytes.
 
-    fronts: the cheapest intervals. handling: how their calls are treated. at_once: stages that keep everything.
-    kept: [L, L + 1], bytes of such a stage, `NEVER` for ends at which there is none. fewest: [S], the fewest bytes of
-    every range as each stage.
+    fronts: the cheapest intervals as each stage. fewest: [S], the fewest bytes of every range as each stage.
     """
 
     chain: Layerwise
     question: Question
-    fronts: IntervalFronts
-    handling: Handling
-    at_once: Sequence[bool]
-    kept: Bytes
+    fronts: Sequence[IntervalFronts]
     fewest: Sequence[Bytes]
     position_free: ClassVar[bool] = False
-
-    @classmethod
-    def of(
-        cls,
-        chain: Layerwise,
-        question: Question,
-        fronts: IntervalFronts,
-        handling: Handling,
-        at_once: Sequence[bool],
-    ) -> _Places:
-        """With the fewest bytes of every range."""
-        whole = range(1, chain.num_layers + 1) if any(at_once[:-1]) else [chain.num_layers] if at_once[-1] else []
-        kept = _kept(question.ranges, handling, whole)
-        fewest = [
-            kept if own else fronts.least(in_flight) for own, in_flight in zip(at_once, chain.in_flight, strict=True)
-        ]
-        return cls(chain, question, fronts, handling, at_once, kept, fewest)
 
     @property
     def num_layers(self) -> int:
@@ -239,9 +226,7 @@ class _Places(StageCosts):
     def extra(self, stage: int, usable: int) -> NDArray[np.float64]:
         """[L, L + 1]: by how much a call takes longer than its layers; infinite where they do not fit."""
         _, both = self.question.seconds.of_ranges()
-        if self.at_once[stage]:
-            return np.where(self.kept <= usable, 0.0, np.inf)
-        seconds, _ = self.fronts.seconds(self.chain.in_flight[stage], usable)
+        seconds, _ = self.fronts[stage].seconds(self.chain.in_flight[stage], usable)
         return np.maximum(0.0, seconds - both)
 
     def stages(self, cuts: Sequence[int], usable: Sequence[int]) -> list[StageChoice]:
@@ -250,23 +235,9 @@ class _Places(StageCosts):
         """
         chain, found = self.chain, []
         for stage, (first, end) in enumerate(zip(cuts, [*cuts[1:], self.num_layers], strict=True)):
-            seconds, intervals = chain.seconds(first, end), tuple[MemoryInterval, ...]()
-            in_flight = chain.in_flight[stage]
-            kept = stage_bytes(self.question.ranges, first, end, (), in_flight, self.handling)
-            if not self.at_once[stage] and kept > usable[stage]:
-                most = max(usable[stage], self.stage_bytes(first, end, stage))
-                choice = self.fronts.cheapest(first, end, in_flight, most)
-                assert choice is not None, "the fewest bytes fit into themselves"
-                seconds, intervals = choice.seconds, choice.intervals
-            lack = max(0, chain.peak(stage, first, end, intervals) - chain.usable[stage])
-            found.append(StageChoice(first, end, intervals, seconds, lack))
+            most = max(usable[stage], self.stage_bytes(first, end, stage))
+            choice = self.fronts[stage].cheapest(first, end, chain.in_flight[stage], most)
+            assert choice is not None, "the fewest bytes fit into themselves"
+            lack = max(0, chain.peak(stage, first, end, choice.intervals) - chain.usable[stage])
+            found.append(StageChoice(first, end, choice.intervals, choice.seconds, lack))
         return found
-
-
-def _kept(ranges: RangeBytes, handling: Handling, ends: Sequence[int]) -> Bytes:
-    size = ranges.num_layers
-    found = np.full((size, size + 1), NEVER, dtype=np.int64)
-    for end in ends:
-        for first in range(end):
-            found[first, end] = stage_bytes(ranges, first, end, (), 1, handling)
-    return found

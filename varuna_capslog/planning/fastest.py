@@ -70,8 +70,9 @@ def fastest_plan(
     Raises CapslogError where the profile does not tell the halves of split backwards, which the schedule has.
     """
     search = _Candidates(profile, chain, plan_of, schedules, link, tier, limit_seconds)
+    all_fit = search.weigh_kept()
     search.weigh_cuts()
-    if not search.weigh_kept():
+    if not all_fit:
         search.weigh_intervals()
     return search.answer()
 

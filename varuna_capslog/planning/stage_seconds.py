@@ -54,6 +54,10 @@ def stage_seconds(profile: Profile, stages: Sequence[PlanStage], run: RunShape =
             took - row[-1] if left_out else took for took, row, left_out in zip(whole, seconds, at_the_end, strict=True)
         ],
         backward_again=[took + sum(row[:-1]) for took, row in zip(back, seconds, strict=True)],
+        backward_at_once=[
+            took + sum(row[:-1] if intervals and intervals[-1][1] == stage.end else row)
+            for took, row, intervals, stage in zip(back, seconds, again, stages, strict=True)
+        ],
         other=other,
     )
 

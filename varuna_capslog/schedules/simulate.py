@@ -51,6 +51,7 @@ class StageSeconds:
     forward, backward: per stage, of one microbatch.
     recompute: per stage; default: as long as the forward.
     bare_forward: per stage, of forwards that keep no graph, since a recomputation follows; default: as the others.
+    backward_at_once: per stage, of backwards without an R; default `backward`.
     backward_again: per stage, of backwards that an R of the microbatch precedes, since other parts of the stage run
         again inside them (where the backward is split, inside I); default: as the others.
     transfer: of one message, by (stage that sends it, stage that takes it), or per stage for all edges to it, in either
@@ -67,6 +68,7 @@ class StageSeconds:
     recompute: Sequence[float] | None = None
     bare_forward: Sequence[float] | None = None
     backward_again: Sequence[float] | None = None
+    backward_at_once: Sequence[float] | None = None
     transfer: Sequence[float] | Mapping[Edge, float] | None = None
     handover: Sequence[float] | Mapping[Edge, float] | None = None
     other: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -149,10 +151,12 @@ def simulate(
     }
     bare = seconds.forward if seconds.bare_forward is None else seconds.bare_forward
     inside = seconds.backward if seconds.backward_again is None else seconds.backward_again
+    at_once = seconds.backward if seconds.backward_at_once is None else seconds.backward_at_once
     for kind, values in of_kind.items():
         _check_times(f"seconds of kind {kind}", values, num_stages)
     _check_times("bare_forward_seconds", bare, num_stages)
     _check_times("backward_again_seconds", inside, num_stages)
+    _check_times("backward_at_once_seconds", at_once, num_stages)
     if speeds is not None and (not speeds or not all(0.0 < speed <= 1.0 for speed in speeds)):
         raise CapslogError(f"speeds is {list(speeds)}; give one or more numbers above 0 and at most 1")
     keeping = graph_keeping_forwards(schedule)
@@ -165,9 +169,11 @@ def simulate(
                     f"give other_seconds[{action.kind!r}], one per stage"
                 )
             found = of_kind[action.kind][action.stage]
-            if action.kind in "FBI" and (action.stage, action.microbatch) not in keeping:
-                again = inside[action.stage] - seconds.backward[action.stage]
-                found = bare[action.stage] if action.kind == "F" else found + again
+            keeps = (action.stage, action.microbatch) in keeping
+            if action.kind == "F" and not keeps:
+                found = bare[action.stage]
+            elif action.kind in "BI":
+                found += (at_once if keeps else inside)[action.stage] - seconds.backward[action.stage]
             cost[action] = found
 
     lowered = lower(schedule, gradients, graph)

@@ -41,6 +41,7 @@ class Handling:
     waiting_blocks: sums of gradients of the stage's parameters that are there beside the one that is being made: 0 with
         one accumulation block, 1 with several where no other rank holds the layers, else the blocks without the last.
     host_bandwidth: bytes per second between a rank and its host tier; None: copies take no time.
+    at_once: every backward follows its forward at once, so that the last segment keeps its graph.
     copies_beside: copies run beside the computation, so that a call takes the longer of the two; else it takes both.
     """
 
@@ -51,6 +52,7 @@ class Handling:
     waiting_blocks: int = 0
     host_bandwidth: float | None = None
     copies_beside: bool = True
+    at_once: bool = False
 
     def __post_init__(self) -> None:
         fields.whole(self.calls, "calls", minimum=1)
@@ -100,12 +102,12 @@ def stage_bytes(
 
     What one stage alone does not tell is left out: messages on their way, inputs that a neighbour on the same rank
     holds too, the exchange of gradients and the update at the end of the step, and an R that stands further ahead of
-    its backward than directly before it. `memory.fold` counts them. A call whose backward follows its forward at once
-    keeps everything, whatever its intervals: these numbers are for calls with an R or O, or with others between.
+    its backward than directly before it. `memory.fold` counts them.
 
     Raises CapslogError where the profile does not tell the halves of a split backward.
     """
-    one = treated(ranges, ((first, end),), intervals, handling.recomputed, handling.later, split=handling.split)
+    how = handling.recomputed, handling.later, handling.at_once, handling.split
+    one = treated(ranges, ((first, end),), intervals, *how)
     return bytes_of(one, ranges, first, end, in_flight, handling)
 
 

@@ -94,12 +94,19 @@ class IntervalFronts:
         self._at: list[Labels] = []
         """cut -> the labels there, by their first layers"""
         firsts = range(size) if firsts is None else sorted(firsts)
+        ends: list[Labels] = []
         for cut in range(last + 1):
             some = [self._reached(cut)] if any(map(len, self._at)) else []
+            if handling.at_once:
+                kept = [one[one.kind == KINDS.index(KEEP)] for one in some]
+                ends.append(joined([*(self._fewer(one) for one in kept if len(one)), self._empty(cut, 0)]))
             self._at.append(
                 joined([*(self._fewer(one) for one in some if len(one)), self._empty(cut, int(cut in firsts))])
             )
-        self._finished = [self._of_end(cut, [first for first in firsts if first < cut]) for cut in range(last + 1)]
+        there = ends or self._at
+        self._finished = [
+            self._of_end(cut, [first for first in firsts if first < cut], there[cut]) for cut in range(last + 1)
+        ]
         made, resident = np.zeros((2, size, size + 1))
         for first in firsts:
             for cut in range(first + 1, last + 1):
@@ -262,7 +269,7 @@ class IntervalFronts:
 
     # -- the answers
 
-    def _of_end(self, end: int, firsts: Sequence[int]) -> Labels:
+    def _of_end(self, end: int, firsts: Sequence[int], labels: Labels) -> Labels:
         """The finished choices up to a cut, by their first layers."""
         if not self._table.kept(end):  # frozen layers: nothing is kept, whatever the intervals
             some = []
@@ -272,7 +279,6 @@ class IntervalFronts:
                 peak = np.maximum(getattr(one.sums, self._peak), most)
                 some.append(replace(one, sums=one.sums._replace(**{self._peak: peak})))
             return joined([*some, self._empty(end, 0)])
-        labels = self._at[end]
         return labels[(labels.phase != _STILL_TO_COME) & (labels.first < end)]
 
     def _of_range(self, first: int, end: int) -> Labels:
