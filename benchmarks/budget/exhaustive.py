@@ -1,0 +1,64 @@
+"""Planner `budget` beside every plan of random small chains, folded and played by the same simulator.
+
+Of each chain (3 or 4 layers, 1 to 3 devices, random seconds and bytes, 2 to 5 microbatches) every cut list with every
+choice of intervals that recompute is one plan, under one schedule or each of three. Prints a row for README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.planners.test_budget import timed
+from tests.planning.test_fastest import every_plan
+from varuna_capslog.planning.layerwise import judged_layerwise_plan
+from varuna_capslog.schedules import RunShape
+
+SHAPES = ((3, 2), (4, 2), (4, 3), (3, 3), (4, 1))
+PARTS = (0.5, 0.65, 0.8, 0.95, 2.0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chains", type=int, default=100)
+    parser.add_argument("--first", type=int, default=0, help="seed of the first chain")
+    given = parser.parse_args()
+    ratios: list[float] = []
+    gaps: list[float] = []
+    missed = above = proven = wrong = 0
+    begun = time.perf_counter()
+    for seed in range(given.first, given.first + given.chains):
+        draw = random.Random(seed)
+        size, devices = draw.choice(SHAPES)
+        profile, name = timed(draw, size), draw.choice(["1f1b", "varuna", "gpipe"])
+        run = RunShape(draw.choice([2, 3, 5]), name, microbatch_size=1, num_blocks=1)
+        everything = every_plan(profile, devices, run)
+        kept = judged_layerwise_plan(profile, devices, "budget", "auto", None, run)
+        most = max(one.bytes or 0 for one in kept.ranks)
+        for part in PARTS:
+            capacity = int(most * part)
+            fitting = [step for step, peak in everything if peak <= capacity]
+            found = judged_layerwise_plan(profile, devices, "budget", "auto", capacity, run)
+            if not fitting:
+                continue
+            if not found.fits or found.step_seconds is None or found.bound_seconds is None:
+                missed += 1
+                continue
+            ratios.append(found.step_seconds / min(fitting))
+            gaps.append(found.step_seconds / found.bound_seconds - 1)
+            above += found.bound_seconds > min(fitting) * (1 + 1e-9)
+            proven += bool(found.proven)
+            wrong += bool(found.proven) and ratios[-1] > 1 + 1e-9
+    slower = [one for one in ratios if one > 1 + 1e-9]
+    counts = (given.chains, len(ratios) + missed, missed, len(slower), f"{max(ratios):.3f}", proven, wrong, above)
+    gap = f"{100 * sum(gaps) / len(gaps):.1f} %"
+    print(f"| {' | '.join(map(str, counts))} | {gap} | {time.perf_counter() - begun:.0f} |")
+
+
+if __name__ == "__main__":
+    main()
