@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 
 from tests.schedules.cases import parse_csv
 from varuna_capslog.memory import MEMORY_MODELS
-from varuna_capslog.memory.course import StageMemory, memory_courses, peak_of, stage_memory
+from varuna_capslog.memory.course import StageMemory, fold_course, memory_courses, peak_of, stage_memory
+from varuna_capslog.memory.fold import RankFold
 from varuna_capslog.profiles.record import LayerProfile, Observation, Profile, layers_of_runs
-from varuna_capslog.schedules import RunShape, StageSeconds, make_schedule, simulate
+from varuna_capslog.schedules import Action, RunShape, StageSeconds, TimedAction, make_schedule, simulate
 
 PARTS = StageMemory(static_bytes=1000, saved_bytes=100, working_bytes=130, bare_bytes=20, input_bytes=7)
 
@@ -43,6 +45,18 @@ def test_two_stages_with_recomputation_and_inputs_on_the_device() -> None:
     ]
     # The last stage's forwards keep their graph: F0 1-2, B0 2-4, F1 4-5, B1 5-7, F2 7-8, B2 8-10.
     assert last == [(0.0, 1000), (1.0, 1130), (10.0, 1000)]
+
+
+def test_the_course_of_a_folded_rank() -> None:
+    schedule = parse_csv("0F0,0F1,0B0,0B1")
+    row = simulate(schedule, StageSeconds([1.0], [2.0])).actions[0]
+    found = RankFold((110, 120, 125, 115), 130, between_bytes=(10, 20, 30, 21, 11))
+    course = [(0.0, 10), (0.0, 110), (1.0, 120), (2.0, 125), (4.0, 115), (6.0, 11), (6.0, 130)]
+    assert fold_course(row, found) == course
+    assert peak_of(course) == found.peak_bytes
+    late = dataclasses.replace(row[3], start_seconds=5.0, end_seconds=7.0)
+    update = TimedAction(0, Action(0, "U"), 9.0, 10.0)
+    assert fold_course([*row[:3], late, update], found)[4:] == [(4.0, 21), (5.0, 115), (7.0, 11), (9.0, 130)]
 
 
 def _profile(recompute: bool) -> Profile:

@@ -138,6 +138,21 @@ def test_a_load_that_follows_its_offload_waits_for_it(text: str) -> None:
     assert list(found.bytes) == machine.bytes
 
 
+def test_what_travels_in_a_step_and_what_is_there_between_actions() -> None:
+    model = Model.random(random.Random(5), 2, True)
+    stages = [PlanStage(((0, 2),), (0,), memory=(MemoryInterval(0, 2, "offload"),))]
+    rows = from_strings([[f"0{kind}{call}" for call in range(3) for kind in "FOLB"]])
+    machine = Machine(model, stages, Units(3, 1, 1), rows, 0)
+    machine.run(traffic.POSTED_AHEAD, traffic.POSTED_AHEAD_BYTES, True)
+    (found,) = fold(profile_of(model, "cpu"), stages, Units(3, 1, 1), rows, KEEP)
+    assert found.moved_bytes == 3 * machine.host_bytes == 3 * found.host_bytes > 0
+    assert len(found.between_bytes) == len(rows[0]) + 1
+    assert all(a <= b for a, b in zip(found.between_bytes[:-1], found.bytes, strict=True))
+    static, gradients, statistics = sum(model.static), sum(model.gradients), sum(model.statistics)
+    assert found.between_bytes[0] == static + model.cuts[0]  # the first call's input has been loaded
+    assert found.between_bytes[-1] == static + gradients + 3 * statistics
+
+
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 @pytest.mark.parametrize("stage_inputs", ["host", "device"])
 @pytest.mark.parametrize(("name", "recompute"), SCHEDULES)

@@ -20,6 +20,7 @@ from varuna_capslog.commands.ordinary_model import (
     with_folder,
 )
 from varuna_capslog.commands.plan_inference import InferenceFlags, check_purpose, plan_for_inference
+from varuna_capslog.commands.plan_stages import draw_plan, print_treatments
 from varuna_capslog.commands.shared import option
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class PlanFlags(InferenceFlags, ModelFlags):
     latency: shared.Latency = "0s"
     host_bandwidth: shared.HostBandwidth = None
     pareto: Annotated[
-        bool, typer.Option("--pareto", help="Print the front of peak against step time; -o draws it (.png).")
+        bool, typer.Option("--pareto", help="Print the front of memory against step time; -o draws it (.png).")
     ] = False
     joint: Annotated[
         bool, typer.Option("--joint", help="Share --devices out among pipelines of any length, for the shortest step.")
@@ -92,14 +93,17 @@ class PlanFlags(InferenceFlags, ModelFlags):
             metavar="[microbatch|minibatch|image-size]",
         ),
     ] = None
-    output: Annotated[Path | None, shared.output_option("File for the plan.")] = None
+    output: Annotated[
+        Path | None, shared.output_option("File for the plan; a .png draws each rank's memory over time.")
+    ] = None
     as_json: shared.AsJson = False
 
 
 @shared.options_of(PlanFlags)
 def plan(given: PlanFlags) -> None:
     """Choose the cuts. Exit status 3 when nothing fits (the plan is written all the same)."""
-    from varuna_capslog.commands.plan_time import plan_front, plan_jointly
+    from varuna_capslog.commands.plan_front import plan_front
+    from varuna_capslog.commands.plan_time import plan_jointly
 
     given = with_folder(given)
     if check_purpose(given):
@@ -145,11 +149,17 @@ def plan(given: PlanFlags) -> None:
     if given.pareto or given.joint:
         request = dataclasses.replace(request, run=request.run.settled())
     if given.pareto:
-        plan_front(request, given.output, given.as_json)
+        plan_front(request, _planner(settings, given), given.output, given.as_json)
     elif given.joint:
         plan_jointly(request, given.speeds, given.blocks or shared.blocks_of(settings), given.output, given.as_json)
     else:
         _plan_one(request, settings, given)
+
+
+def _planner(config: Config | None, given: PlanFlags) -> str:
+    from varuna_capslog.config import defaults
+
+    return given.planner or (defaults.PLANNER if config is None else config.pipeline.planner)
 
 
 def _plan_one(request: PlanRequest, config: Config | None, given: PlanFlags) -> None:
@@ -168,18 +178,25 @@ def _plan_one(request: PlanRequest, config: Config | None, given: PlanFlags) -> 
             request.link,
             given.search_seconds,
         )
+        run = request.run
     else:
+        from varuna_capslog.schedules import RunShape
         from varuna_capslog.start.prepare import plan_run
 
+        run = RunShape.of_config(config)
         found = plan_run(config, profile, request.link, request.memo)
-    if given.output is not None:
+    if given.output is not None and given.output.suffix.lower() == ".png":
+        for note in draw_plan(given.output, found, profile, run, request.link):
+            typer.echo(f"note: {note}", err=True)
+    elif given.output is not None:
         from varuna_capslog.plans.plan import write_plan
 
         write_plan(given.output, found)
     if given.as_json:
         shared.print_json(found.to_json())
     else:
-        shared.print_plan(found, profile)
+        shared.print_plan(found, profile, memory=False)
+        print_treatments(found, run, profile, request.link)
     if found.fits is False:
         raise DoesNotFit("; ".join(found.notes))
     for note in found.notes:
@@ -230,6 +247,7 @@ def _request(config: Config | None, given: PlanFlags) -> PlanRequest:
     link = shared.link_of(given.bandwidth, given.latency, host_bandwidth=given.host_bandwidth)
     read = [read_profile(path) for path in given.profile or ()]
     if config is not None:
+        from varuna_capslog.start.layerwise_start import host_link
         from varuna_capslog.start.prepare import estimate_memo, profile_run
 
         pipeline, memo = config.pipeline, estimate_memo(config)
@@ -240,7 +258,7 @@ def _request(config: Config | None, given: PlanFlags) -> PlanRequest:
             pipeline.memory,
             pipeline.capacity,
             config.train.minibatch_size,
-            link,
+            host_link(config, link),
             memo,
         )
     assert given.devices is not None, "needed without a config"

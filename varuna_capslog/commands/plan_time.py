@@ -1,9 +1,9 @@
-"""What `capslog plan` does where time counts: the front of peak against step time, and joint plans for any N."""
+"""What `capslog plan` is asked where time counts, and joint plans for any N."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,11 @@ from varuna_capslog.reports.tables import format_seconds
 if TYPE_CHECKING:
     from varuna_capslog.planners.joint import JointPlan
     from varuna_capslog.planners.seconds import Link
-    from varuna_capslog.planners.throughput import Fastest
     from varuna_capslog.profiles.record import Profile
     from varuna_capslog.profiling.estimate import Memo
     from varuna_capslog.schedules import RunShape
 
-__all__ = ["PlanRequest", "plan_front", "plan_jointly"]
+__all__ = ["PlanRequest", "format_seconds", "plan_jointly"]
 
 
 @dataclass(frozen=True)
@@ -55,54 +54,6 @@ class PlanRequest:
         if len(self.profiles) != 1:
             raise CapslogError("several profiles are a choice of microbatch size, which only --joint makes; give one")
         return self.profiles[0]
-
-
-def plan_front(request: PlanRequest, output: Path | None, as_json: bool) -> None:
-    """Prints the front of one pipeline; writes it as a picture (.png) or as JSON. Exit status 3 if nothing fits."""
-    from varuna_capslog.memory import MEMORY_MODELS, resolve
-    from varuna_capslog.planners.seconds import LayerSeconds
-    from varuna_capslog.planners.throughput import pareto_front
-    from varuna_capslog.planning.search import plan
-    from varuna_capslog.planning.verdict import usable_bytes
-
-    profile = request.only_profile()
-    count = request.microbatches(profile)
-    run = replace(request.run, num_microbatches=count)
-    memory, costs = resolve(request.memory, profile, run)
-    if (gap := MEMORY_MODELS[memory].gap(run)) is not None:
-        raise CapslogError(f"there is no front without peaks: {gap}")
-    if request.devices > profile.num_layers:
-        raise CapslogError(
-            f"{request.devices} devices but only {profile.num_layers} layers; use --joint for more devices"
-        )
-    given = request.capacity
-    capacities = usable_bytes(profile, given, request.devices)
-    front = pareto_front(costs, LayerSeconds.of_profile(profile, request.link), run, request.devices, capacities)
-    if not front:
-        answer = plan(profile, request.devices, "exact", request.memory, given, run)
-        raise DoesNotFit("; ".join(answer.notes))
-    title = f"{profile.model or 'profile'}: {request.devices} stages, {count} microbatches, {run.schedule}"
-    value = {
-        "model": profile.model,
-        "profile_digest": profile.digest,
-        "devices": request.devices,
-        "schedule": run.schedule,
-        "num_microbatches": count,
-        "memory_model": memory,
-        "front": [_point(point) for point in front],
-    }
-    if output is not None and output.suffix.lower() == ".png":
-        from varuna_capslog.reports.forecasts import draw_front
-
-        draw_front(output, front, title, min(given) if isinstance(given, list) else given)
-    elif output is not None:
-        from varuna_capslog.base.files import write_json
-
-        write_json(output, value)
-    if as_json:
-        print_json(value)
-    else:
-        _print_front(front, title)
 
 
 def plan_jointly(
@@ -152,34 +103,6 @@ def plan_jointly(
             f"note: a run of this plan needs train.accumulation_blocks={found.blocks}, a constant of the run",
             err=True,
         )
-
-
-def _point(point: Fastest) -> dict[str, Any]:
-    return {
-        "peak_bytes": point.peak_bytes,
-        "step_seconds": point.step_seconds,
-        "bound_seconds": point.bound_seconds,
-        "proven": point.proven,
-        "cuts": list(point.cuts),
-    }
-
-
-def _print_front(front: list[Fastest], title: str) -> None:
-    from varuna_capslog.base.units import format_bytes
-
-    fastest, rows = front[-1].step_seconds, []
-    for point in front:
-        gap = point.step_seconds / point.bound_seconds - 1 if point.bound_seconds > 0 else 0.0
-        rows.append(
-            [
-                format_bytes(point.peak_bytes),
-                format_seconds(point.step_seconds),
-                f"+{(point.step_seconds / fastest - 1) * 100:.1f} %" if fastest else "",
-                "yes" if point.proven else f"within {gap * 100:.2g} %",
-                " ".join(map(str, point.cuts)),
-            ]
-        )
-    print_table(title, ("peak", "step", "against fastest", "proven", "cuts"), rows, left=(4,))
 
 
 def _print_joint(found: JointPlan, devices: list[Any]) -> None:

@@ -192,8 +192,8 @@ def print_table(
     Table(title, headings, list(rows), left, list(notes)).print()
 
 
-def print_plan(plan: Plan, profile: Profile | None = None) -> None:
+def print_plan(plan: Plan, profile: Profile | None = None, memory: bool = True) -> None:
     """Prints the table of a plan's stages; see `reports.tables.plan_table`."""
     from varuna_capslog.reports.tables import plan_table
 
-    plan_table(plan, profile).print()
+    plan_table(plan, profile, memory).print()

@@ -139,7 +139,7 @@ def simulate(given: SimulateFlags) -> None:
             "between replicas takes no time here"
         )
     if given.output is not None:
-        _write(given.output, step, played)
+        _write(given.output, step, played, costs)
     if given.as_json:
         shared.print_json(step.to_json())
         return
@@ -174,14 +174,15 @@ def _plan(settings: Config | None, costs: Profile, plan: Path | None) -> Plan:
     return plan_run(settings, costs)
 
 
-def _write(folder: Path, step: Simulation, plan: Plan) -> None:
+def _write(folder: Path, step: Simulation, plan: Plan, costs: Profile) -> None:
     from varuna_capslog.base import files
+    from varuna_capslog.commands.plan_stages import usable_of_rows
     from varuna_capslog.reports.gantt import draw_simulation
     from varuna_capslog.reports.perfetto import trace_events
 
     files.write_json(folder / "simulation.json", step.to_json())
     files.write_json(folder / "perfetto.json", trace_events(step))
-    draw_simulation(folder / "step.png", step, _capacity_of_rows(step, plan))
+    draw_simulation(folder / "step.png", step, usable_of_rows(step, plan, costs))
 
 
 def _capacity_of_rows(step: Simulation, plan: Plan) -> list[int] | None:

@@ -7,12 +7,13 @@ stage holds graphs (from the F or R that built them to B) and the inputs that wa
 consumes a graph, that graph counts with all it needs: `working_bytes`, so that a stage with one graph peaks at exactly
 what its memory model says. It is the course of the equation in `memory.inflight`, for stages that are kept or
 recomputed as a whole, less the outputs sent ahead, which wait beside the stage only where the device is the CPU.
-Levels change at begins and ends of actions.
+Levels change at begins and ends of actions. `fold_course` is the course of a whole rank under any plan, where its bytes
+are folded.
 """
 
 from __future__ import annotations
 
-__all__ = ["Course", "StageMemory", "memory_courses", "peak_of", "stage_memory"]
+__all__ = ["Course", "StageMemory", "fold_course", "memory_courses", "peak_of", "stage_memory"]
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import TypeAlias
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import additive, inflight
+from varuna_capslog.memory.fold import RankFold
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape, Schedule, TimedAction, graph_keeping_forwards
 
@@ -92,6 +94,24 @@ def memory_courses(
         actions = [one for row in timed for one in row if one.action.stage == stage]
         courses.append(_course(actions, keeping, parts))
     return courses
+
+
+def fold_course(timed: Sequence[TimedAction], fold: RankFold) -> Course:
+    """The bytes of a rank over one step: while each action is at work, and what is there between two of them.
+
+    Args:
+        timed: the actions of the rank's list in order, and its updates behind them, for which `fold.end_bytes` counts;
+            without updates it counts from the last action's end.
+        fold: of that list.
+    """
+    course, ended = [(0.0, fold.between_bytes[0])], 0.0
+    for one, during, after in zip(timed, fold.bytes, fold.between_bytes[1:], strict=False):
+        if one.start_seconds == ended and len(course) > 1:
+            course.pop()  # what is there between two actions without a pause
+        course += [(one.start_seconds, during), (one.end_seconds, after)]
+        ended = one.end_seconds
+    updates = timed[len(fold.bytes) :]
+    return [*course, (updates[0].start_seconds if updates else ended, fold.end_bytes)]
 
 
 def peak_of(course: Course) -> int:

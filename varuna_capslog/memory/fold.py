@@ -42,12 +42,15 @@ class RankFold:
 
     bytes: while each action of its list is at work.
     end_bytes: after the last one: the exchange of gradients, the vote and the update.
-    host_bytes: the most in the host tier.
+    host_bytes: the most in the host tier. moved_bytes: to the host tier in the whole step; as many come back.
+    between_bytes: when each action begins, and when the last one has ended; () where it is not told.
     """
 
     bytes: tuple[int, ...]
     end_bytes: int
     host_bytes: int = 0
+    moved_bytes: int = 0
+    between_bytes: tuple[int, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -172,6 +175,7 @@ class _RankSum:
     def __init__(self, ranges: RangeBytes, row: RankActions) -> None:
         self.ranges, self.row = ranges, row
         self.change, self.need, self.host, self.let_go = (np.zeros(len(row) + 1, dtype=np.int64) for _ in range(4))
+        self.moved_bytes = 0
 
     def result(self, rank: int, holders: Holders, of_block: int) -> RankFold:
         """The fold of the events."""
@@ -179,14 +183,21 @@ class _RankSum:
         if not layers:
             return RankFold((), 0)
         resident = ranges.resident(layers)
-        during = resident + np.cumsum(self.change) + np.maximum(self.need, self.let_go)
+        between = resident + np.cumsum(self.change)
+        during = between + np.maximum(self.need, self.let_go)
         gradients = sum(int(ranges.gradients[layer]) for layer in layers)
         # all holders of a layer get the statistics of all
         calls = {layer: of_block * sum(map(len, holders[layer].values())) for layer in layers}
         statistics = sum(ranges.statistics(layer, layer + 1) * count for layer, count in calls.items())
         at_end = statistics + max(exchange(ranges, rank, holders), gradients + ranges.update(layers))
         end = max(int(during[-1]), resident + at_end)
-        return RankFold(tuple(during[:-1].tolist()), end, int(np.cumsum(self.host).max(initial=0)))
+        return RankFold(
+            tuple(during[:-1].tolist()),
+            end,
+            int(np.cumsum(self.host).max(initial=0)),
+            self.moved_bytes,
+            tuple(between.tolist()),
+        )
 
 
 class _StageCalls:
@@ -296,6 +307,7 @@ class _StageCalls:
             np.add.at(total.change, loads[loaded], one.host)
             np.add.at(total.host, np.where(there, offloads, self.forwards[calls]), one.host)
             np.add.at(total.host, self.ends[calls] + 1, -one.host)
+            total.moved_bytes += one.host * len(calls)
         return loaded
 
     def _add_arrivals(self, total: _RankSum) -> None:

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.memory.course import Course, StageMemory, memory_courses, peak_of, stage_memory
+from varuna_capslog.memory.course import Course, StageMemory, fold_course, memory_courses, peak_of, stage_memory
+from varuna_capslog.memory.fold import RankFold
 from varuna_capslog.planners import DEFAULT_MICROBATCHES_PER_STAGE
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.ranks import fold_plan
@@ -51,14 +52,16 @@ class PipelineStep:
 
     ranks: the rank of the run behind each row of the timeline.
     timeline: as `schedules.simulate` gives it, and the updates (U) that follow the exchange of gradients.
+    stages: the stage of the plan behind each of the timeline's.
     memory: per stage, (seconds, bytes from then on); None where the profile does not know enough.
-    rank_bytes: per row, the most bytes of its rank (`memory/fold`); None where the profile has not the runs for it.
+    folds: per row, the bytes of its rank (`memory/fold`); None where the profile has not the runs for it.
     """
 
     ranks: list[int]
     timeline: Timeline
+    stages: list[int]
     memory: list[Course] | None
-    rank_bytes: list[int] | None = None
+    folds: list[RankFold] | None = None
 
     @property
     def stage_of_row(self) -> list[list[int]]:
@@ -69,6 +72,17 @@ class PipelineStep:
     def peaks(self) -> list[int] | None:
         """Per stage, the most bytes at a time."""
         return None if self.memory is None else [peak_of(course) for course in self.memory]
+
+    @property
+    def rank_bytes(self) -> list[int] | None:
+        """Per row, the most bytes of its rank; None where they cannot be folded."""
+        return None if self.folds is None else [one.peak_bytes for one in self.folds]
+
+    @property
+    def rank_memory(self) -> list[Course] | None:
+        """Per row, the course of its rank's bytes; None where they cannot be folded."""
+        rows = self.timeline.actions
+        return None if self.folds is None else [fold_course(*pair) for pair in zip(rows, self.folds, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -130,7 +144,8 @@ class Simulation:
                     "max_live_graphs": one.timeline.max_live_graphs,
                     "stage_peak_bytes": one.peaks,
                     "rank_peak_bytes": one.rank_bytes,
-                    "memory": None if one.memory is None else [[list(point) for point in row] for row in one.memory],
+                    "memory": _as_lists(one.memory),
+                    "rank_memory": _as_lists(one.rank_memory),
                 }
                 for one in self.pipelines
             ],
@@ -222,16 +237,17 @@ def simulate_plan(
     step_seconds = together + (update or 0.0)
     pipelines: list[PipelineStep] = []
     total = sum(len(part.graph.routes) for part, *_ in steps)
-    of_rank = _rank_bytes(profile, plan, run, given is None, total, notes)
+    of_rank = _rank_folds(profile, plan, run, given is None, total, notes)
     for part, actions, timeline, seconds, chosen in steps:
         whole = _with_updates(timeline, seconds.other.get("U", ()), together, step_seconds)
         count = max(len(row) for row in part.graph.microbatches)
         parts = None
         if plan.routes == "relay":
-            parts = _course_parts(profile, chosen, dataclasses.replace(run, num_microbatches=count), notes)
+            unknown = notes if of_rank is None else []  # the courses of ranks say more
+            parts = _course_parts(profile, chosen, dataclasses.replace(run, num_microbatches=count), unknown)
         memory = None if parts is None else memory_courses(whole.actions, actions, parts)
         found = None if of_rank is None else [of_rank[rank] for rank in part.ranks]
-        pipelines.append(PipelineStep(part.ranks, whole, memory, found))
+        pipelines.append(PipelineStep(part.ranks, whole, part.stages, memory, found))
     width = sum(len(one.ranks) for one in pipelines)
     busy = sum(sum(one.timeline.busy_seconds) for one in pipelines)
     size = plan.microbatch_size or profile.conditions.get("microbatch_size")
@@ -360,10 +376,14 @@ def _course_parts(
     return found
 
 
-def _rank_bytes(
+def _as_lists(courses: list[Course] | None) -> list[list[list[float]]] | None:
+    return None if courses is None else [[list(point) for point in row] for row in courses]
+
+
+def _rank_folds(
     profile: Profile, plan: Plan, run: RunShape, named: bool, count: int, notes: list[str]
-) -> list[int] | None:
-    """The most bytes of every rank in the step that is played; None where they cannot be folded.
+) -> list[RankFold] | None:
+    """The bytes of every rank in the step that is played; None where they cannot be folded.
 
     named: the schedule's name is played, not the plan's own actions.
     count: microbatches of all pipelines.
@@ -377,7 +397,7 @@ def _rank_bytes(
         plan, units=units, schedule=run.schedule, actions=None if named else plan.actions, fits=None, shortfall=None
     )
     try:
-        return [one.peak_bytes for one in fold_plan(profile, played, run)]
+        return fold_plan(profile, played, run)
     except CapslogError as error:
         if plan.routes == "direct":  # else the stages' own bytes are shown
             notes.append(f"the ranks' bytes are unknown: {error}")

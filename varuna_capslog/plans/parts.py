@@ -29,6 +29,7 @@ __all__ = [
     "pieces_of",
     "ranges_of",
     "scheduled",
+    "spans_of",
     "with_loss",
     "with_memory",
 ]
@@ -184,7 +185,7 @@ class PlanStage:
     @property
     def spans(self) -> str:
         """Its layers for people, such as 0-3, 8."""
-        return ", ".join(str(first) if end == first + 1 else f"{first}-{end - 1}" for first, end in self.layers)
+        return spans_of(self.layers)
 
     @property
     def rank(self) -> int:
@@ -307,6 +308,11 @@ def ranges_of(layers: Sequence[int]) -> list[tuple[int, int]]:
     """The ranges [first, end) that layers in rising order make."""
     borders = [n for n in range(1, len(layers)) if layers[n] != layers[n - 1] + 1]
     return [(layers[a], layers[b - 1] + 1) for a, b in pairwise([0, *borders, len(layers)])]
+
+
+def spans_of(ranges: Iterable[tuple[int, int]]) -> str:
+    """Ranges [first, end) of layers for people, such as 0-3, 8."""
+    return ", ".join(str(first) if end == first + 1 else f"{first}-{end - 1}" for first, end in ranges)
 
 
 def pieces_of(first: int, end: int, intervals: Sequence[MemoryInterval]) -> list[MemoryInterval]:

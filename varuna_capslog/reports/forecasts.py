@@ -7,32 +7,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
-from varuna_capslog.planners.throughput import Fastest
 from varuna_capslog.planning.comparison import Row
 from varuna_capslog.planning.trace_replay import Replay
 from varuna_capslog.reports.style import ALARM, AMBER, BLUE, GREY, SKY, byte_unit, name_rows, picture, second_unit
 from varuna_capslog.reports.wording import significant
 
-__all__ = ["draw_comparison", "draw_front", "draw_replay"]
+__all__ = ["FrontPoint", "draw_comparison", "draw_front", "draw_replay"]
 
 _MARKS = {"leave": (AMBER, "leave, announced"), "crash": (ALARM, "crash"), "stop": (ALARM, "nothing fits")}
 
 
-def draw_front(path: Path, front: Sequence[Fastest], title: str, capacity: int | None = None) -> None:
-    """Draws the points (peak, step time) and the steps between them as PNG; `capacity` in bytes as a line.
+class FrontPoint(NamedTuple):
+    """A point of a front: bytes, the step within them, and below what no step within them is, where that is known."""
 
-    Filled points are proven to be the fastest within their peak; of a hollow one the thin line down to its bound says
-    how much faster a cut list could be.
+    bytes: int
+    step_seconds: float
+    bound_seconds: float | None
+    proven: bool
+
+
+def draw_front(
+    path: Path, front: Sequence[FrontPoint], title: str, bytes_name: str, capacity: int | None = None
+) -> None:
+    """Draws the points (bytes, step time) and the steps between them as PNG; `capacity` in bytes as a line.
+
+    Filled points are proven to be the fastest within their bytes; of a hollow one the thin line down to its bound says
+    how much faster a plan could be.
 
     Raises CapslogError where the file cannot be written.
     """
-    unit, name = byte_unit(point.peak_bytes for point in front)
+    unit, name = byte_unit(point.bytes for point in front)
     second, second_name = second_unit(max(point.step_seconds for point in front))
-    peaks = [point.peak_bytes / unit for point in front]
+    peaks = [point.bytes / unit for point in front]
     steps = [point.step_seconds / second for point in front]
     with picture(path, 4.2) as figure:
         axes = figure.add_subplot()
@@ -47,7 +58,7 @@ def draw_front(path: Path, front: Sequence[Fastest], title: str, capacity: int |
                 markerfacecolor=BLUE if point.proven else "white",
                 zorder=3,
             )
-            if not point.proven:
+            if not point.proven and point.bound_seconds is not None:
                 axes.plot([peak, peak], [point.bound_seconds / second, step], color=GREY, linewidth=0.8, zorder=2)
         if capacity is not None:
             axes.axvline(capacity / unit, color=ALARM, linewidth=1)
@@ -55,7 +66,7 @@ def draw_front(path: Path, front: Sequence[Fastest], title: str, capacity: int |
                 "capacity", (capacity / unit, 1), xycoords=("data", "axes fraction"), xytext=(-4, -12),
                 textcoords="offset points", ha="right", color=ALARM, fontsize=8.5,
             )  # fmt: skip
-        axes.set_xlabel(f"predicted peak of the largest stage ({name})")
+        axes.set_xlabel(f"{bytes_name} ({name})")
         axes.set_ylabel(f"simulated step time ({second_name})")
         axes.set_title(title)
         axes.grid(True)

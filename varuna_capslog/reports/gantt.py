@@ -62,13 +62,16 @@ def draw_schedule(path: Path, timeline: Timeline, in_seconds: bool) -> bool:
     return numbered
 
 
-def draw_simulation(path: Path, simulation: Simulation, capacity: Sequence[int] | None = None) -> bool:
+def draw_simulation(
+    path: Path, simulation: Simulation, capacity: Sequence[int] | None = None, vector: bool = True
+) -> bool:
     """Draws all pipelines' ranks and, where it is known, what each holds over time; returns as `draw_schedule`.
 
-    Writes `path` (PNG) and beside it the same picture as SVG. The memory of a rank is the sum of its stages'.
+    Writes `path` (PNG) and beside it, where `vector` says so, the same picture as SVG. The memory of a rank is that of
+    its list of actions, or, where that cannot be folded, the sum of its stages'.
 
     Args:
-        capacity: bytes of each rank, in the order of the rows; drawn where it is not far above the peaks.
+        capacity: bytes that each rank may use, in the order of the rows; drawn where it is not far above the peaks.
     """
     rows = [row for one in simulation.pipelines for row in one.timeline.actions]
     labels = _labels(simulation)
@@ -76,7 +79,7 @@ def draw_simulation(path: Path, simulation: Simulation, capacity: Sequence[int] 
     height = _row_height(len(rows))
     courses = _rank_courses(simulation)
     deep = 0.0 if courses is None else max(0.3, min(0.6, 7.0 / len(rows))) * len(rows)
-    with picture(path, height=1.3 + height * len(rows) + deep, vector=True) as figure:
+    with picture(path, height=1.3 + height * len(rows) + deep, vector=vector) as figure:
         if courses is None:
             axes = figure.add_subplot()
         else:
@@ -160,7 +163,7 @@ def _draw_memory(
         axes.annotate(format_bytes(peak), (1, base), (4, 1), ha="left", va="bottom", fontsize=7.5, **place)
     name_rows(axes, labels)
     axes.spines["left"].set_visible(False)
-    axes.set_ylabel("memory" if limits is None else "memory (dashed: capacity)")
+    axes.set_ylabel("memory" if limits is None else "memory (dashed: usable)")
 
 
 def _row_name(rank: int, stages: Sequence[int]) -> str:
@@ -178,9 +181,12 @@ def _labels(simulation: Simulation) -> list[str]:
 
 
 def _rank_courses(simulation: Simulation) -> list[list[tuple[float, int]]] | None:
-    """Per row, the bytes of all its stages together over time; None where they are unknown."""
+    """Per row, the bytes of its rank over time; None where they are unknown."""
     rows = []
     for pipeline in simulation.pipelines:
+        if (folded := pipeline.rank_memory) is not None:
+            rows += folded
+            continue
         if pipeline.memory is None:
             return None
         for stages in pipeline.stage_of_row:

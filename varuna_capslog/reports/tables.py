@@ -31,10 +31,10 @@ def _said_of_bound(plan: Plan, step: float, bound: float) -> str:
     )
 
 
-def plan_table(plan: Plan, profile: Profile | None = None) -> Table:
+def plan_table(plan: Plan, profile: Profile | None = None, memory: bool = True) -> Table:
     """The stages: layers (the first and the last also by name where a profile knows it), predicted peak and what
-    is left of the device beside it and its headroom; the blocks where stages share them out, and what is not kept where
-    the plan says so.
+    is left of the device beside it and its headroom; the blocks where stages share them out, and with `memory` what is
+    not kept where the plan says so.
     """
     title = f"{plan.planner or 'given cuts'}: {len(plan.stages)} stages of {plan.num_layers} layers"
     ranks, verdict, rows = plan.placement(), judge_plan(plan, profile), []
@@ -54,7 +54,8 @@ def plan_table(plan: Plan, profile: Profile | None = None) -> Table:
         notes.append(f"peak of each rank: {', '.join(sizes)}")
     headings = ("stage", "rank", "layers", "from", "to", "peak", "margin", "blocks", "memory")
     absent = dict.fromkeys((3, 4), profile is None)
-    absent |= {7: not any(stage.blocks for stage in plan.stages), 8: not any(stage.memory for stage in plan.stages)}
+    treated = memory and any(stage.memory for stage in plan.stages)
+    absent |= {7: not any(stage.blocks for stage in plan.stages), 8: not treated}
     kept = [place for place in range(len(headings)) if not absent.get(place)]
     left = [place for place, column in enumerate(kept) if column in (3, 4, 7, 8)]
     shown_rows = [[row[place] for place in kept] for row in rows]

@@ -1,0 +1,62 @@
+"""What `capslog plan` says of memory: what each stage keeps, its picture, and the front of budgets."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.commands.test_plan_time import run
+from tests.planners.test_budget import timed
+from varuna_capslog.plans.plan import read_plan
+from varuna_capslog.profiles.record import write_profile
+
+WANTED = ("--devices", "2", "--planner", "budget", "--minibatch", "6", "--host-bandwidth", "10MB/s")
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> str:
+    path = tmp_path / "profile.json"
+    write_profile(path, timed(random.Random(7), 5))
+    return str(path)
+
+
+def test_budgets_from_all_treated_to_all_kept(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each point's plan is what `plan` finds within its budget, and one byte less takes a longer step."""
+    picture, file = tmp_path / "front.png", tmp_path / "plan.json"
+    assert run("plan", "--profile", profile, *WANTED, "--pareto", "--json", "-o", str(picture)) == 0
+    front = json.loads(capsys.readouterr().out)["front"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert len(front) >= 3
+    for before, after in itertools.pairwise(front):
+        assert before["budget_bytes"] < after["budget_bytes"]
+        assert before["step_seconds"] > after["step_seconds"]
+    assert any(front[0]["memory"])
+    assert not any(front[-1]["memory"])
+    point = front[1]
+    arguments = ("plan", "--profile", profile, *WANTED, "--capacity", str(point["budget_bytes"]))
+    assert run(*arguments, "-o", str(file)) == 0
+    assert read_plan(file).step_seconds == pytest.approx(point["step_seconds"])
+    assert run("plan", "--profile", profile, *WANTED, "--capacity", str(front[0]["budget_bytes"] - 1), "--pareto") == 3
+    capsys.readouterr()
+    assert run("plan", "--profile", profile, *WANTED, "--pareto", "--capacity", "1GiB,2GiB") == 2
+    assert "one budget for every device" in capsys.readouterr().err
+
+
+def test_the_table_and_the_picture_of_a_plan(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "plan.png"
+    assert run("plan", "--profile", profile, *WANTED, "--pareto", "--json") == 0
+    least = json.loads(capsys.readouterr().out)["front"][0]
+    arguments = ("plan", "--profile", profile, *WANTED, "--capacity", str(least["budget_bytes"]), "-o", str(picture))
+    assert run(*arguments) == 0
+    shown = capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert not picture.with_suffix(".svg").exists()
+    for word in ("kept", "recomputed", "offloaded", "against keeping all", "peak", "margin", "step of 6 microbatches"):
+        assert word in shown
+    assert "against keeping everything" in shown
+    offloads = any(part[2].endswith("offload") for stage in least["memory"] for part in stage)
+    assert ("travel to the host tier in each step" in shown) == offloads

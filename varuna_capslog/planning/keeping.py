@@ -1,0 +1,119 @@
+"""What becomes of the layers of each stage under a plan, and what that costs against keeping everything.
+
+`capslog plan` prints it. Both steps are played by `simulation`: the plan's own, and that of the same stages under the
+same schedule which keep all that they save, whether or not that fits a device. Nothing is judged here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.simulation import Simulation, simulate_plan
+from varuna_capslog.plans.parts import PlanStage, ranges_of, with_memory
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules import RunShape, from_strings
+
+__all__ = ["AgainstKeeping", "StageTreatment", "against_keeping", "treatments"]
+
+
+@dataclass(frozen=True)
+class StageTreatment:
+    """The layers of a stage as ranges (first, end), by what becomes of them between their forward and their backward.
+
+    offloaded: what they saved goes to the host tier. inputs_offloaded: those of `recomputed` whose inputs go there.
+    """
+
+    kept: tuple[tuple[int, int], ...]
+    recomputed: tuple[tuple[int, int], ...]
+    offloaded: tuple[tuple[int, int], ...]
+    inputs_offloaded: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class AgainstKeeping:
+    """One step of a plan beside the step that keeps everything.
+
+    step, keeping: as they are played. stage_seconds: per stage, by how much it works longer in a step; copies that run
+    beside the computation are no work. moved_bytes: per rank, what goes to its host tier in a step, and as much comes
+    back; None where it cannot be folded.
+    """
+
+    step: Simulation
+    keeping: Simulation
+    stage_seconds: tuple[float, ...]
+    moved_bytes: tuple[int, ...] | None
+
+    @property
+    def seconds(self) -> float:
+        """By how much the whole step is longer."""
+        return _difference(self.step.step_seconds, self.keeping.step_seconds)
+
+
+def treatments(plan: Plan, run: RunShape, device: str = "cpu") -> list[StageTreatment]:
+    """What becomes of the layers of each stage.
+
+    run: what stages do whose memory the plan leaves open. device: as in `plans.parts.intervals_of`.
+    """
+    actions = None if plan.actions is None else from_strings(plan.actions)
+    return [_treatment(stage) for stage in with_memory(plan.stages, run, actions, device)]
+
+
+def _treatment(stage: PlanStage) -> StageTreatment:
+    kinds = {layer: one.kind for one in stage.memory or () for layer in range(one.first, one.end)}
+
+    def ranges(*wanted: str | None) -> tuple[tuple[int, int], ...]:
+        layers = [layer for layer in stage.numbers if kinds.get(layer) in wanted]
+        return tuple(ranges_of(layers)) if layers else ()
+
+    again = "recompute", "recompute+offload"
+    return StageTreatment(ranges(None), ranges(*again), ranges("offload"), ranges(again[1]))
+
+
+def against_keeping(profile: Profile, plan: Plan, run: RunShape, link: Link | None = None) -> AgainstKeeping | None:
+    """The plan's step beside that of the same stages which keep everything; None for a plan with action lists of its
+    own, and where a step cannot be played with these seconds.
+
+    Args:
+        run: of the whole plan; what the plan leaves open.
+        link: between ranks, and to the host tier.
+    """
+    if plan.actions is not None:
+        return None
+    stages = tuple(dataclasses.replace(stage, memory=()) for stage in plan.stages)
+    keeping = dataclasses.replace(plan, stages=stages, fits=None, shortfall=None)
+    try:
+        step, kept = (
+            simulate_plan(profile, one, recompute=run.recompute, run=run, link=link) for one in (plan, keeping)
+        )
+    except CapslogError:  # no seconds, or no tensors
+        return None
+    pairs = zip(_work(step, len(stages)), _work(kept, len(stages)), strict=True)
+    return AgainstKeeping(step, kept, tuple(_difference(*pair) for pair in pairs), _moved(step))
+
+
+def _difference(one: float, other: float) -> float:
+    """0 where sums of seconds differ by their rounding only."""
+    return 0.0 if abs(one - other) <= 1e-9 * max(one, other) else one - other
+
+
+def _work(step: Simulation, num_stages: int) -> list[float]:
+    """Per stage of the plan, the seconds of its actions."""
+    found = [0.0] * num_stages
+    for one in step.pipelines:
+        for row in one.timeline.actions:
+            for timed in row:
+                found[one.stages[timed.action.stage]] += timed.end_seconds - timed.start_seconds
+    return found
+
+
+def _moved(step: Simulation) -> tuple[int, ...] | None:
+    moved: dict[int, int] = {}
+    for one in step.pipelines:
+        if one.folds is None:
+            return None
+        moved |= {rank: fold.moved_bytes for rank, fold in zip(one.ranks, one.folds, strict=True)}
+    return tuple(moved.get(rank, 0) for rank in range(max(moved) + 1))
