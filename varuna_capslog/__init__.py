@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from varuna_capslog.base.version import __version__
     from varuna_capslog.config.reading import Config, load_config
     from varuna_capslog.elastic import on_notice, request_morph
+    from varuna_capslog.fitting.module import fit
     from varuna_capslog.model.chain import Chain, Layer, LayerFactory
     from varuna_capslog.model.workload import DataSource, Workload
     from varuna_capslog.plans.plan import Plan, read_plan, write_plan
@@ -47,6 +48,7 @@ __all__ = [
     "Workload",
     "__version__",
     "estimate",
+    "fit",
     "load_config",
     "on_notice",
     "plan",
@@ -66,6 +68,7 @@ _NAMES = {
     "base.version": ("__version__",),
     "config.reading": ("Config", "load_config"),
     "elastic": ("on_notice", "request_morph"),
+    "fitting.module": ("fit",),
     "model.chain": ("Chain", "Layer", "LayerFactory"),
     "model.workload": ("DataSource", "Workload"),
     "plans.plan": ("Plan", "read_plan", "write_plan"),

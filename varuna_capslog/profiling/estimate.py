@@ -47,7 +47,15 @@ from varuna_capslog.profiling.weighing import Halves
 if TYPE_CHECKING:
     from varuna_capslog.config.reading import Config
 
-__all__ = ["Memo", "StageEstimate", "StageEstimator", "estimate_config", "estimate_workload", "key_of_range"]
+__all__ = [
+    "Memo",
+    "StageEstimate",
+    "StageEstimator",
+    "estimate_config",
+    "estimate_workload",
+    "estimated_profile",
+    "key_of_range",
+]
 
 _USUAL = (0.1, 0.5, 0.9)
 """Input sizes that fragmentation is simulated with besides the largest, as parts of the sampled minibatches."""
@@ -199,8 +207,12 @@ class StageEstimator:
 
 def estimate_workload(workload: Workload, conditions: RunConditions | None = None) -> Profile:
     """Profiles a workload, also one that no config describes, without running it; see `StageEstimator`."""
-    estimator = StageEstimator(workload, conditions)
-    return _profile(estimator, input_sizes(workload, estimator.conditions.microbatch_size), "gloo", None)
+    return estimated_profile(StageEstimator(workload, conditions))
+
+
+def estimated_profile(estimator: StageEstimator) -> Profile:
+    """The profile of an estimator's workload."""
+    return _profile(estimator, input_sizes(estimator.workload, estimator.conditions.microbatch_size), "gloo", None)
 
 
 def estimate_config(

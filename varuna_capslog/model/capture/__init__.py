@@ -13,17 +13,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.collapse import collapse_modules
-from varuna_capslog.model.capture.export import export_model
+from varuna_capslog.model.capture.export import OutputName, export_model
 from varuna_capslog.model.capture.forks import forked_modules
 from varuna_capslog.model.capture.modes import merge_modes
 from varuna_capslog.model.capture.runtime import SequentialSlice
 from varuna_capslog.model.capture.split import split_graph
 from varuna_capslog.model.layer import Layer
 
-__all__ = ["automatic_cut_points", "capture_layers", "source_lists", "source_modules"]
+__all__ = ["automatic_cut_points", "capture_layers", "captured_result", "source_lists", "source_modules"]
 
 
 def capture_layers(
@@ -150,6 +151,15 @@ def source_modules(layer: Layer) -> tuple[str, ...] | None:
     """
     found = getattr(layer.module, "meta", {}).get("source_modules")
     return None if found is None else tuple(found)
+
+
+def captured_result(layers: Sequence[Layer], outputs: Mapping[str, Any]) -> Any:
+    """What a captured model returns, as its own code builds it, from the tensors that leave its chain, by name.
+
+    Whatever else the model returned with its example (None, numbers) is in its place as it was.
+    """
+    result = getattr(layers[-1].module, "meta", {}).get("result", OutputName("x"))
+    return pytree.tree_map(lambda leaf: outputs[leaf] if isinstance(leaf, OutputName) else leaf, result)
 
 
 def source_lists(layer: Layer) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from varuna_capslog.model.capture.finite import FiniteValues
 from varuna_capslog.model.capture.runtime import CapturedGraph, Region
 from varuna_capslog.model.hollow import on_host
 
-__all__ = ["Captured", "export_model", "follow_device", "module_calls", "module_path", "same_storage"]
+__all__ = ["Captured", "OutputName", "export_model", "follow_device", "module_calls", "module_path", "same_storage"]
 
 
 @dataclass
@@ -38,6 +38,7 @@ class Captured:
         outputs: name and node of every tensor that the model returns.
         extra: modules and tensors that the graph refers to and the model lacks, by attribute name.
         simple: ids of the modules that were only ever called as `module(one tensor)` and returned one tensor.
+        result: what the model returns, with the names of its tensors in their places.
     """
 
     graph: fx.Graph
@@ -45,6 +46,11 @@ class Captured:
     outputs: dict[str, fx.Node]
     extra: dict[str, Any]
     simple: set[int]
+    result: Any = None
+
+
+class OutputName(str):
+    """Stands in a model's result for the tensor of that name."""
 
 
 def export_model(model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Captured:
@@ -109,8 +115,10 @@ def same_storage(a: fx.Node, b: fx.Node) -> bool:
 def _name_outputs(captured: Captured, program: Any, env: Mapping[fx.Node, fx.Node]) -> None:
     result = program.graph.output_node().args[0]
     tree = pytree.tree_unflatten(list(range(len(result))), program.call_spec.out_spec)
+    leaves: list[Any] = []
     for path, index in pytree.tree_flatten_with_path(tree)[0]:
         value = result[index]
+        leaves.append(value)
         if not isinstance(value, fx.Node):
             continue
         parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
@@ -118,6 +126,8 @@ def _name_outputs(captured: Captured, program: Any, env: Mapping[fx.Node, fx.Nod
         while name in captured.inputs or name in captured.outputs:
             name += "_out"
         captured.outputs[name] = env[value]
+        leaves[-1] = OutputName(name)
+    captured.result = pytree.tree_unflatten(leaves, program.call_spec.out_spec)
     if not captured.outputs:
         raise CapslogError("the model returns no tensor, so there is nothing to take a loss of")
 

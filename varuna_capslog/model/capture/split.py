@@ -75,6 +75,7 @@ def split_graph(
             captured, model, names[index], part, reads, read_names, [n for _, n in writes], train_only
         )
         layers.append(Layer(names[index], module, tuple(read_names), tuple(written for written, _ in writes)))
+    layers[-1].module.meta["result"] = captured.result  # type: ignore[index, operator]
     return layers, tuple(captured.inputs), tuple(wanted)
 
 

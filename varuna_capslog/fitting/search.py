@@ -1,0 +1,216 @@
+"""The memory intervals with which one device trains a captured module within a budget, and what that peaks at.
+
+An estimate of the layers and `planners/intervals` with one call in flight propose the fastest choice; the choice's own
+program is then rehearsed on fake tensors, as `profiling/rehearsal` does for ranks. Where the estimate and the rehearsal
+differ, the search is asked again with what it was wrong by. Nothing runs on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from varuna_capslog.base.errors import CapslogError, DoesNotFit
+from varuna_capslog.base.units import format_bytes
+from varuna_capslog.fitting.segments import SegmentedChain
+from varuna_capslog.memory.inflight import RANKS
+from varuna_capslog.memory.range_bytes import RangeBytes
+from varuna_capslog.model.chain import Chain, TensorSpec
+from varuna_capslog.model.trace import autocast_context
+from varuna_capslog.model.workload import Workload
+from varuna_capslog.planners.intervals import Handling, IntervalFronts, stage_bytes
+from varuna_capslog.planners.seconds import LayerSeconds
+from varuna_capslog.plans.parts import INTERVAL_KINDS, MemoryInterval
+from varuna_capslog.profiling.conditions import RunConditions
+from varuna_capslog.profiling.estimate import StageEstimator, estimated_profile
+from varuna_capslog.profiling.estimation.allocator import replay
+from varuna_capslog.profiling.estimation.lifetimes import Lifetimes
+from varuna_capslog.profiling.estimation.quirks import Quirks
+from varuna_capslog.profiling.skeleton import with_real_layers
+
+__all__ = ["Fit", "Loop", "StepSearch"]
+
+_ROUNDS = 8
+"""Choices that are rehearsed for one budget, at most."""
+
+Loss = Callable[[Mapping[str, Tensor]], Tensor]
+"""From the tensors that leave the chain, by name, to what is differentiated."""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What is known of the loop in which the module trains.
+
+    precision: "float32", or "bfloat16" for a loop under autocast. moments: tensors of its own size that the optimizer
+    keeps for each trained parameter. host_bandwidth: bytes per second between device and host; None: nothing is
+    offloaded.
+    """
+
+    precision: str = "float32"
+    moments: int = 2
+    host_bandwidth: float | None = None
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a module is trained within a budget.
+
+    intervals: of the layers `names`; the others keep what autograd saves. peak_bytes: rehearsed, of one step:
+    parameters, moments, gradients, buffers, the inputs, and all that forward, loss and backward need.
+    static_bytes: the part of it that no choice changes. again_seconds: estimated, of forwards that run again, beside
+    step_seconds, a forward and a backward with everything kept.
+    """
+
+    names: tuple[str, ...]
+    intervals: tuple[MemoryInterval, ...]
+    budget_bytes: int
+    peak_bytes: int
+    static_bytes: int
+    step_seconds: float
+    again_seconds: float
+
+
+class StepSearch:
+    """One step of a module on one device.
+
+    Args:
+        chain: the captured layers, and behind them one that passes on what leaves them (its loss reads that).
+        specs: of the chain's inputs. loss: what is differentiated. device: where the module is.
+    """
+
+    def __init__(
+        self, chain: Chain, specs: Mapping[str, TensorSpec], loss: Loss, device: torch.device, loop: Loop
+    ) -> None:
+        self.loop, self._loss, self._end = loop, loss, len(chain) - 1
+        conditions = RunConditions(device.type, precision=loop.precision, stage_inputs="device")
+        self._estimator = StageEstimator(_CapturedModule(chain, specs, loss), conditions)
+        self._profile = estimated_profile(self._estimator)
+        self._ranges = RangeBytes(self._profile, RANKS, True)
+        seconds = LayerSeconds.of_profile(self._profile, None)
+        handling = Handling(host_bandwidth=loop.host_bandwidth, copies_beside=False)
+        offloads = loop.host_bandwidth is not None and device.type != "cpu"
+        kinds = [kind for kind in INTERVAL_KINDS if offloads or kind == "recompute"]
+        # the last layer, behind which nothing has to run again, is the user's: its outputs leave in any case
+        self._fronts = IntervalFronts(self._ranges, seconds, handling, firsts=[0], end=self._end, kinds=kinds)
+        self._keeping_seconds = float(seconds.forward[self._end] + seconds.backward[self._end])
+        self._peaks: dict[tuple[MemoryInterval, ...], int] = {}
+        parameters = self._estimator.chain.named_parameters().values()
+        self._trained_bytes = sum(one.nbytes for one in parameters if one.requires_grad)
+        held = [*parameters, *(one for layer in chain.layers for one in {*layer.module.buffers()})]
+        self.static_bytes = sum(one.nbytes for one in held) + (1 + loop.moments) * self._trained_bytes
+
+    def fit(self, budget: int) -> Fit:
+        """The fastest choice within the budget. Raises DoesNotFit, with the static floor and the smallest budget that
+        would do.
+        """
+        if self.peak_bytes(()) <= budget:
+            return self._fit((), budget, 0.0)
+        usable, best, asked = budget + self._off(()), None, set[tuple[MemoryInterval, ...]]()
+        for _ in range(_ROUNDS):
+            choice = self._fronts.cheapest(0, self._end, 1, usable)
+            if choice is None or choice.intervals in asked:
+                break
+            asked.add(choice.intervals)
+            again = choice.seconds - self._keeping_seconds
+            if self.peak_bytes(choice.intervals) <= budget and (best is None or again < best.again_seconds):
+                best = self._fit(choice.intervals, budget, again)
+            usable = budget + self._off(choice.intervals)
+        if best is not None:
+            return best
+        least, intervals = self._least()
+        if least <= budget:
+            return self._fit(intervals, budget, self._again(intervals))
+        raise DoesNotFit(
+            f"a budget of {format_bytes(budget)} is too small to train {self._profile.model}: parameters, gradients, "
+            f"{self.loop.moments} moments and buffers alone take {format_bytes(self.static_bytes)}, and the smallest "
+            f"budget that does is {least} bytes ({format_bytes(least)}); give that much, or a smaller batch"
+        )
+
+    def _least(self) -> tuple[int, tuple[MemoryInterval, ...]]:
+        """The fewest bytes of what is rehearsed of the smallest choices, and that choice."""
+        smallest = self._fronts.least_bytes(0, self._end, 1)[0]
+        found = []
+        for part in (1.0, 1.02, 1.05, 1.1):  # what is smallest by the estimate need not be by its own program
+            choice = self._fronts.cheapest(0, self._end, 1, part * smallest)
+            if choice is not None:
+                found.append((self.peak_bytes(choice.intervals), choice.intervals))
+        return min([*found, (self.peak_bytes(()), ())], key=lambda one: one[0])
+
+    def _again(self, intervals: Sequence[MemoryInterval]) -> float:
+        forward = self._profile.column("forward_seconds")
+        return sum(sum(forward[one.first : one.end]) for one in intervals if one.recomputes)
+
+    def _off(self, intervals: tuple[MemoryInterval, ...]) -> int:
+        """By how much the estimate of a choice exceeds its rehearsal."""
+        return stage_bytes(self._ranges, 0, self._end, intervals, 1) - self.peak_bytes(intervals)
+
+    def _fit(self, intervals: tuple[MemoryInterval, ...], budget: int, again: float) -> Fit:
+        names = tuple(layer.name for layer in self._profile.layers[: self._end])
+        peak = self.peak_bytes(intervals)
+        return Fit(names, intervals, budget, peak, self.static_bytes, self._keeping_seconds, again)
+
+    def peak_bytes(self, intervals: tuple[MemoryInterval, ...]) -> int:
+        """The most that a step with these intervals takes on the device, as its allocator counts.
+
+        Gradients are None when the step begins. Raises CapslogError where a layer or the loss cannot run on fake
+        tensors.
+        """
+        if intervals not in self._peaks:
+            self._peaks[intervals] = self._rehearsed(intervals)
+        return self._peaks[intervals]
+
+    def _rehearsed(self, intervals: tuple[MemoryInterval, ...]) -> int:
+        conditions = self._estimator.conditions
+        quirks, mode = Quirks(conditions.device), FakeTensorMode(allow_non_fake_inputs=True)
+        with torch.random.fork_rng(devices=[]), mode, quirks.dispatch():
+            chain = with_real_layers(self._estimator.chain, range(self._end + 1))
+            parameters = list(chain.named_parameters().values())
+            moments = [
+                torch.empty_like(one) for one in parameters if one.requires_grad for _ in range(self.loop.moments)
+            ]
+            inputs = {name: spec.empty() for name, spec in self._estimator.specs[0].items()}
+            held = [*parameters, *moments, *inputs.values()]
+            held += [one for layer in chain.layers for one in layer.module.buffers()]
+            followed = Lifetimes(
+                quirks.temporary, held, self._estimator.recipes, on_host=not quirks.has("host staging")
+            )
+            run = SegmentedChain(chain, intervals, self._end)
+            with followed:
+                try:
+                    with autocast_context("cpu", conditions.precision):
+                        with followed.with_actual_tensors():
+                            outputs = run.run(inputs)
+                        loss = self._loss(outputs)
+                    loss.backward()
+                except CapslogError:
+                    raise
+                except Exception as error:
+                    raise CapslogError(
+                        f"a step of {self._profile.model} cannot run on fake tensors "
+                        f"({type(error).__name__}: {error}); let the module and the loss depend on shapes only"
+                    ) from error
+            if quirks.has("caching allocator"):
+                before = [(0, quirks.lasting_bytes)] if quirks.lasting_bytes else []
+                return replay([*before, *followed.events]).allocated_bytes
+            return followed.peak_bytes
+
+
+class _CapturedModule(Workload):
+    """The estimator's view of a step: a chain that is there, its inputs and its loss."""
+
+    def __init__(self, chain: Chain, specs: Mapping[str, TensorSpec], loss: Loss) -> None:
+        self.name, self._chain, self._specs, self._loss = chain.name, chain, specs, loss
+
+    def build_chain(self) -> Chain:
+        return self._chain
+
+    def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
+        return {"loss": self._loss(outputs)}
+
+    def profile_inputs(self, microbatch_size: int) -> dict[str, TensorSpec]:
+        return {name: replace(spec, requires_grad=False) for name, spec in self._specs.items()}

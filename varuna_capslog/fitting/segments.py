@@ -1,0 +1,165 @@
+"""A captured chain that runs in one autograd graph, each range of its layers treated as its memory interval says.
+
+`torch.utils.checkpoint` (without reentrance) runs a range again, with its random numbers replayed; hooks of autograd's
+saved tensors take what is offloaded to the host and bring it back. Values, gradients and the order in which gradients
+are added are those of the chain without intervals. Only the running statistics of batch norms need care: a range that
+runs again must not count its batch twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from varuna_capslog.model.chain import Chain
+from varuna_capslog.plans.parts import MemoryInterval, pieces_of
+
+__all__ = ["SegmentedChain"]
+
+_Form = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
+"""Type, size, stride and offset of a tensor on its storage."""
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Layers that are treated alike; the names of what they read from before, and of what is read behind them."""
+
+    piece: MemoryInterval
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+
+class SegmentedChain:
+    """A chain with memory intervals.
+
+    Args:
+        chain: its layers are run as they are.
+        intervals: in rising order; layers that none of them names keep what autograd saves.
+        end: the layer behind the last one that is run.
+    """
+
+    def __init__(self, chain: Chain, intervals: Sequence[MemoryInterval], end: int) -> None:
+        self._chain, self.end = chain, end
+        self._parts = [self._part(piece) for piece in pieces_of(0, end, intervals)]
+
+    def _part(self, piece: MemoryInterval) -> _Span:
+        written: set[str] = set()
+        reads: dict[str, None] = {}
+        for layer in self._chain.layers[piece.first : piece.end]:
+            reads |= dict.fromkeys(name for name in layer.reads if name not in written)
+            written |= set(layer.writes)
+        return _Span(piece, tuple(reads), tuple(one for one in self._chain.crossing(piece.end) if one in written))
+
+    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors that cross the cut behind the last layer, by name."""
+        values = dict(inputs)
+        for part in self._parts:
+            found = self._run_part(part, [values[name] for name in part.reads])
+            alive = self._chain.crossing(part.piece.end)
+            values = {name: tensor for name, tensor in values.items() if name in alive and name not in part.writes}
+            values |= zip(part.writes, found, strict=True)
+            del found
+        return values
+
+    def _run_part(self, part: _Span, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        modules = [layer.module for layer in self._chain.layers[part.piece.first : part.piece.end]]
+        away: AbstractContextManager[Any] = contextlib.nullcontext()
+        if part.piece.offloads:
+            away = _to_host([one for module in modules for one in (*module.parameters(), *module.buffers())])
+
+        def layers(*entering: Tensor) -> tuple[Tensor, ...]:
+            values = dict(zip(part.reads, entering, strict=True))
+            del entering
+            for index in range(part.piece.first, part.piece.end):
+                values |= self._chain.layers[index](values)
+                alive = self._chain.crossing(index + 1)
+                values = {name: tensor for name, tensor in values.items() if name in alive}
+            return tuple(values[name] for name in part.writes)
+
+        with away:
+            if not part.piece.recomputes:
+                return layers(*_taken(tensors))
+            contexts = lambda: (contextlib.nullcontext(), _uncounted(modules))  # noqa: E731
+            found: tuple[Tensor, ...] = checkpoint(layers, *_taken(tensors), use_reentrant=False, context_fn=contexts)
+            return found
+
+
+def _taken(tensors: list[Tensor]) -> Iterator[Tensor]:
+    """The tensors one after the other, which the list then has no longer: nobody else holds what a layer has read."""
+    taken = tensors[:]
+    tensors.clear()
+    while taken:
+        yield taken.pop(0)
+
+
+@contextlib.contextmanager
+def _uncounted(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """While it is open, batch norms write their running statistics into copies, which are dropped at its end."""
+    norms = [
+        part
+        for module in modules
+        for part in module.modules()
+        if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats
+    ]
+    kept = [dict(part._buffers) for part in norms]
+    for part in norms:
+        part._buffers.update({name: None if one is None else one.clone() for name, one in part._buffers.items()})
+    try:
+        yield
+    finally:
+        for part, buffers in zip(norms, kept, strict=True):
+            part._buffers.update(buffers)
+
+
+class _Away:
+    """One storage that is on the host."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._device = storage.device
+        flat = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+        self._host = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        self._host.copy_(flat, non_blocking=True)
+        self._back: weakref.ref[torch.UntypedStorage] | None = None
+
+    def get(self, form: _Form) -> Tensor:
+        """A tensor on it, on the device again; tensors that are there together share one copy."""
+        dtype, size, stride, offset = form
+        back = None if self._back is None else self._back()
+        if back is None:
+            whole = torch.empty(self._host.shape, dtype=torch.uint8, device=self._device)
+            back = whole.copy_(self._host, non_blocking=True).untyped_storage()
+            self._back = weakref.ref(back)
+        found: Tensor = torch.empty(0, dtype=dtype, device=self._device)
+        return found.set_(back, offset, size, stride)
+
+
+def _to_host(apart_from: Collection[Tensor]) -> AbstractContextManager[Any]:
+    """While it is open, what autograd saves is copied to the host, but for tensors on the storages of `apart_from`.
+
+    Copies are ordered with the device's work: they run on its current stream, to and from pinned memory.
+    """
+    stays = {tensor.untyped_storage()._cdata for tensor in apart_from}
+    known: dict[tuple[int, int], tuple[weakref.ref[torch.UntypedStorage], _Away]] = {}
+
+    def pack(tensor: Tensor) -> Tensor | tuple[_Away, _Form]:
+        storage = tensor.untyped_storage()
+        if storage._cdata in stays or not storage.nbytes():
+            return tensor
+        key = storage._cdata, tensor._version
+        held = known.get(key)
+        if held is None or held[0]() is None:  # an address may come again, and a tensor may have been written since
+            held = known[key] = weakref.ref(storage), _Away(storage)
+        return held[1], (tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def unpack(packed: Tensor | tuple[_Away, _Form]) -> Tensor:
+        return packed if isinstance(packed, Tensor) else packed[0].get(packed[1])
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
