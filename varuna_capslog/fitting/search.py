@@ -110,16 +110,7 @@ class StepSearch:
         """
         if self.peak_bytes(()) <= budget:
             return self._fit((), budget, 0.0)
-        usable, best, asked = budget + self._off(()), None, set[tuple[MemoryInterval, ...]]()
-        for _ in range(_ROUNDS):
-            choice = self._fronts.cheapest(0, self._end, 1, usable)
-            if choice is None or choice.intervals in asked:
-                break
-            asked.add(choice.intervals)
-            again = choice.seconds - self._keeping_seconds
-            if self.peak_bytes(choice.intervals) <= budget and (best is None or again < best.again_seconds):
-                best = self._fit(choice.intervals, budget, again)
-            usable = budget + self._off(choice.intervals)
+        best = self._fastest(budget)
         if best is not None:
             return best
         least, intervals = self._least()
@@ -130,6 +121,31 @@ class StepSearch:
             f"{self.loop.moments} moments and buffers alone take {format_bytes(self.static_bytes)}, and the smallest "
             f"budget that does is {least} bytes ({format_bytes(least)}); give that much, or a smaller batch"
         )
+
+    def _fastest(self, budget: int) -> Fit | None:
+        """The fastest of some choices that fit by their rehearsal: the estimate is asked for what it takes for the
+        budget, corrected by what it was wrong by for the last choice, and within what earlier answers leave open.
+        """
+        low, high = 0.0, float(stage_bytes(self._ranges, 0, self._end, (), 1))
+        usable, best = float(budget + self._off(())), None
+        rehearsed: set[tuple[MemoryInterval, ...]] = set()
+        for _ in range(4 * _ROUNDS):
+            if not low < usable < high:
+                usable = (low + high) / 2
+            choice = self._fronts.cheapest(0, self._end, 1, usable)
+            if choice is None:
+                low = usable
+                continue
+            again = choice.seconds - self._keeping_seconds
+            fits = self.peak_bytes(choice.intervals) <= budget
+            if fits and (best is None or again < best.again_seconds):
+                best = self._fit(choice.intervals, budget, again)
+            low, high = (usable, high) if fits else (low, min(usable, choice.bytes))
+            usable = budget + self._off(choice.intervals)
+            rehearsed.add(choice.intervals)
+            if len(rehearsed) == _ROUNDS or high - low < 1e-3 * high:
+                break
+        return best
 
     def _least(self) -> tuple[int, tuple[MemoryInterval, ...]]:
         """The fewest bytes of what is rehearsed of the smallest choices, and that choice."""
