@@ -68,13 +68,13 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
 """Name -> samples of a microbatch and the keys of the model."""
 GRAINS = (2, 4)
 JOINABLE = (
-    "tiny DETR, shared heads",
     "transformer",
     "decoder, checkpoints",
     "tied, frozen, masked",
     "two towers, joined",
 )
-"""Models whose stages may take several microbatches in one call: those without BatchNorm."""
+"""Models whose stages may take several microbatches in one call: those without BatchNorm and without
+the queries of DETR, which are made for all samples together."""
 
 
 @dataclass(frozen=True)
