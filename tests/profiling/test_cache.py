@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.profiling.workloads import Equal, Megabytes
+from varuna_capslog.model import sources
 from varuna_capslog.model.chain import Chain, Layer
 from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.profiling import cache
@@ -107,5 +108,5 @@ def test_the_workloads_own_code_counts(tmp_path: Path, monkeypatch: pytest.Monke
     before = cache.model_digest(Megabytes(), Megabytes().build_chain())
     changed = tmp_path / "changed.py"
     changed.write_text("# another loss")
-    monkeypatch.setattr(cache.inspect, "getsourcefile", lambda kind: str(changed))
+    monkeypatch.setattr(sources.inspect, "getsourcefile", lambda kind: str(changed))
     assert cache.model_digest(Megabytes(), Megabytes().build_chain()) != before

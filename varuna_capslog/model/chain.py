@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.capture import capture_layers
+from varuna_capslog.model.capture import Kept, capture_layers
 from varuna_capslog.model.factories import Factories, LayerFactory
 from varuna_capslog.model.hollow import hollow_parameter, replace_parameters
 from varuna_capslog.model.layer import Layer
@@ -170,9 +170,11 @@ class Chain:
         outputs: Sequence[str] | None = None,
         name: str | None = None,
         evaluates: bool = True,
+        kept: Kept | None = None,
     ) -> Chain:
         """A chain of an ordinary module, without edits to it; see `varuna_capslog.model.capture.capture_layers`."""
-        return cls(*capture_layers(model, cut_points, example_inputs, outputs, evaluates), name or type(model).__name__)
+        captured = capture_layers(model, cut_points, example_inputs, outputs, evaluates, kept)
+        return cls(*captured, name or type(model).__name__)
 
     @classmethod
     def from_factories(

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config, section
 from varuna_capslog.config.settings import Section
+from varuna_capslog.model.capture import Kept
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import DataSource, Minibatch, Workload, call_function
@@ -131,7 +132,7 @@ def workload(config: Config) -> ModelWorkload:
     """The workload that a config's `model` section describes; see `ModelSection`."""
     settings = section(ModelSection, config.model, "model")
     section(Section, config.data, "data")  # the data is made up, so the section has no keys
-    return ModelWorkload(settings, config.train.microbatch_size)
+    return ModelWorkload(settings, config.train.microbatch_size, run_dir=config.run_dir)
 
 
 def config_values(
@@ -175,12 +176,19 @@ class ModelWorkload(Workload):
         settings: the config's `model` section.
         microbatch_size: batch size that the model is captured for.
         made: what stands for a call of the factory, where the model is there already.
+        run_dir: the run's folder, where `hand_over` keeps the captured model and every process finds it.
 
     Raises:
         CapslogError: an input spec that cannot be read.
     """
 
-    def __init__(self, settings: ModelSection, microbatch_size: int, made: Callable[[], Any] | None = None) -> None:
+    def __init__(
+        self,
+        settings: ModelSection,
+        microbatch_size: int,
+        made: Callable[[], Any] | None = None,
+        run_dir: Path | None = None,
+    ) -> None:
         texts = settings.inputs
         if isinstance(texts, dict):
             texts = [f"{name}={rest}" for name, rest in texts.items()]
@@ -191,6 +199,7 @@ class ModelWorkload(Workload):
         self._size = microbatch_size
         self._captured_size: int | None = None
         self._made = made or self._call_factory
+        self._kept = None if run_dir is None else Kept(run_dir / "captured", [settings.factory.partition(":")[0]])
 
     def __len__(self) -> int:
         return self._settings.samples
@@ -229,6 +238,12 @@ class ModelWorkload(Workload):
     def _call_factory(self) -> Any:
         return call_function(self._settings.factory, f"the model {self.name!r}", **self._settings.arguments)
 
+    def hand_over(self) -> None:
+        """Captures the model, unless the run's folder has it already, and keeps it there."""
+        if self._kept is not None:
+            self._kept.writes = True
+            self.build_chain()
+
     def _captured(self, evaluates: bool) -> Chain:
         made = self._made()
         example: Any = None
@@ -248,7 +263,7 @@ class ModelWorkload(Workload):
             example = {**inputs, **self._constants}
             self._check_names(made)
             cuts = self._settings.cut_points
-            chain = Chain.from_module(made, cuts, example, name=self.name, evaluates=evaluates)
+            chain = Chain.from_module(made, cuts, example, name=self.name, evaluates=evaluates, kept=self._kept)
             if any(isinstance(layer.module, torch.fx.GraphModule) for layer in chain.layers):
                 self._captured_size = self._size
         if len(chain.inputs) == len(self._specs) == 1:  # one input needs no name: that of an nn.Sequential is ours

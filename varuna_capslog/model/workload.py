@@ -90,6 +90,11 @@ class Workload(ABC):
         """
         return self.build_chain()
 
+    def hand_over(self) -> None:  # noqa: B027 (most workloads have nothing to hand over)
+        """Called once before the workers of a run start: writes into the run's folder what they need not do again, such
+        as to capture a model. Nothing by default.
+        """
+
     @abstractmethod
     def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
         """Scalar parts of one microbatch's share of the minibatch loss. `"loss"` is what is differentiated; all are

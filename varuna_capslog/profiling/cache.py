@@ -7,20 +7,18 @@ error: a file that cannot be read is measured anew.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import logging
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.chain import Chain
+from varuna_capslog.model.sources import class_name, module_settings, source_file
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.profiles.record import Profile, read_profile, write_profile
 
@@ -29,7 +27,6 @@ __all__ = ["folder", "kept", "load", "model_digest", "store"]
 _log = logging.getLogger(__name__)
 _TOLD = ("profiling", "attention", "seconds", "headroom", "limits")
 """Conditions that a profile tells beyond those it was asked for under: how it was measured, what the estimate found."""
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def folder() -> Path:
@@ -95,34 +92,12 @@ def model_digest(workload: Workload, chain: Chain) -> str:
         digest.update(repr((layer.name, layer.reads, layer.writes)).encode())
         for name, module in layer.module.named_modules():
             sources.add(type(module))
-            digest.update(repr((name, _class_name(type(module)), list(_settings(module)))).encode())
+            digest.update(repr((name, class_name(type(module)), list(module_settings(module)))).encode())
             if isinstance(module, torch.fx.GraphModule):
                 digest.update(module.code.encode())
         for name, tensor in [*layer.module.named_parameters(), *layer.module.named_buffers()]:
             digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)).encode())
     digest.update(repr([(shared.name, shared.layers) for shared in chain.shared]).encode())
-    for file in sorted({file for kind in sources if (file := _source_file(kind)) is not None}):
+    for file in sorted({file for kind in sources if (file := source_file(kind)) is not None}):
         digest.update(file.read_bytes())
     return f"sha256:{digest.hexdigest()}"
-
-
-def _settings(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """A module's plain attributes as text; what prints an address counts by its class."""
-    for key, value in sorted(vars(module).items()):
-        if not key.startswith("_") and not isinstance(value, nn.Module | torch.Tensor):
-            yield key, _ADDRESS.sub("", repr(value))
-
-
-def _class_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _source_file(kind: type) -> Path | None:
-    """The file that defines a class, if it is not torch's own (its version is a condition of its own)."""
-    if kind.__module__.partition(".")[0] == "torch":
-        return None
-    try:
-        found = inspect.getsourcefile(kind)
-    except (TypeError, OSError):  # a builtin; a class typed into an interpreter
-        return None
-    return Path(found) if found and Path(found).is_file() else None

@@ -64,6 +64,7 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
     fields.refuse_unknown([config.pipeline.planner], [*EVERY_PLANNER, JOINT], "planner")
     fields.refuse_unknown([config.pipeline.memory], [AUTO, *MEMORY_MODELS], "memory model")
     ENGINES[config.engine].check()
+    _hand_over(config)
     given = _checked_plan(config)
     memo = estimate_memo(config)
     profile = profile_run(config, show, memo) if _needs_profile(config, given) else None
@@ -253,6 +254,12 @@ def _check_digest(plan: Plan, profile: Profile, config: Config) -> None:
             f"of this run is {profile.digest}; plan again with this config, or set fits to null in the file, so that "
             "this profile judges the plan"
         )
+
+
+def _hand_over(config: Config) -> None:
+    from varuna_capslog.model.workload import load_workload
+
+    load_workload(config).hand_over()
 
 
 def _chain(config: Config) -> Chain:

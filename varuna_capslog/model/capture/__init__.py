@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -17,14 +18,16 @@ from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.collapse import collapse_modules
-from varuna_capslog.model.capture.export import OutputName, export_model
+from varuna_capslog.model.capture.export import Captured, OutputName, export_model
 from varuna_capslog.model.capture.forks import forked_modules
+from varuna_capslog.model.capture.kept import CaptureRequest, Kept
 from varuna_capslog.model.capture.modes import merge_modes
 from varuna_capslog.model.capture.runtime import SequentialSlice
 from varuna_capslog.model.capture.split import split_graph
+from varuna_capslog.model.capture.text import CapturedLayers
 from varuna_capslog.model.layer import Layer
 
-__all__ = ["automatic_cut_points", "capture_layers", "captured_result", "source_lists", "source_modules"]
+__all__ = ["Kept", "automatic_cut_points", "capture_layers", "captured_result", "source_lists", "source_modules"]
 
 
 def capture_layers(
@@ -33,7 +36,8 @@ def capture_layers(
     example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
     outputs: Sequence[str] | None = None,
     evaluates: bool = True,
-) -> tuple[list[Layer], tuple[str, ...], tuple[str, ...]]:
+    kept: Kept | None = None,
+) -> CapturedLayers:
     """Splits `model` before each named submodule, in the order in which its forward runs them.
 
     Returns the layers, and the names of the tensors that enter and leave the chain of them.
@@ -52,6 +56,8 @@ def capture_layers(
         example_inputs: a dict of keyword arguments or a tuple of positional ones. Entries that are not tensors
             (`use_cache=False`) are fixed in the captured model.
         evaluates: False captures training mode only; the layers then refuse to run in eval mode.
+        kept: where captures of the same model may lie, and are to be kept if it `writes`: then that of training mode
+            only too.
         outputs: which of the model's output tensors leave the chain (default: all). They are named by their place in
             the model's result: `logits`, `loss`, `0.1`; a single bare tensor is named `output`.
 
@@ -63,7 +69,7 @@ def capture_layers(
         raise CapslogError(
             f"cut_points={cut_points!r} is one string; give a list of submodule names, e.g. [{cut_points!r}]"
         )
-    lenient = cut_points is None
+    lenient, asked = cut_points is None, cut_points
     if cut_points is None:
         cut_points = list(_list_children(model))
     _check_names(model, cut_points)
@@ -79,15 +85,20 @@ def capture_layers(
     )
     if "use_cache" in inspect.signature(model.forward).parameters:
         keywords.setdefault("use_cache", False)  # a Hugging Face decoder's key-value cache is no part of training
+    request = CaptureRequest(model, asked, (arguments, keywords), outputs, evaluates)
+    if kept is not None and (found := kept.read(request)) is not None:
+        return found
     training = [(module, module.training) for module in model.modules()]
+    alone: Captured | None = None
     try:
         model.train()
         captured = export_model(model, arguments, keywords)
         if lenient:
             cut_points = [*forked_modules(captured, model, cut_points), *cut_points] or automatic_cut_points(model)
         collapse_modules(captured, model, cut_points)
-        train_only: str | None = "nobody asked for its eval mode"
+        train_only: str | None = _NOT_ASKED
         if evaluates:
+            alone = captured.copy() if kept is not None and kept.writes else None
             model.eval()
             try:
                 in_eval = export_model(model, arguments, keywords)
@@ -99,7 +110,16 @@ def capture_layers(
     finally:
         for module, mode in training:
             module.training = mode
-    return split_graph(captured, model, cut_points, outputs, train_only, lenient)
+    layers = split_graph(captured, model, cut_points, outputs, train_only, lenient)
+    if kept is not None and kept.writes:
+        kept.write(request, layers)
+        if alone is not None:
+            trained = split_graph(alone, model, cut_points, outputs, _NOT_ASKED, lenient)
+            kept.write(replace(request, evaluates=False), trained)
+    return layers
+
+
+_NOT_ASKED = "nobody asked for its eval mode"
 
 
 def automatic_cut_points(model: nn.Module) -> list[str]:

@@ -48,6 +48,15 @@ class Captured:
     simple: set[int]
     result: Any = None
 
+    def copy(self) -> Captured:
+        """The same with a graph of its own."""
+        graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in self.graph.nodes:
+            made[node] = graph.node_copy(node, made.__getitem__)
+        inputs = {name: made[node] for name, node in self.inputs.items()}
+        outputs = {name: made[node] for name, node in self.outputs.items()}
+        return Captured(graph, inputs, outputs, dict(self.extra), set(self.simple), self.result)
+
 
 class OutputName(str):
     """Stands in a model's result for the tensor of that name."""

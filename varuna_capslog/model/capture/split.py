@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -19,7 +20,7 @@ from varuna_capslog.model.capture.export import Captured, follow_device, module_
 from varuna_capslog.model.capture.runtime import CapturedGraph, Guard
 from varuna_capslog.model.layer import Layer
 
-__all__ = ["split_graph"]
+__all__ = ["layer_module", "split_graph"]
 
 
 def split_graph(
@@ -178,6 +179,17 @@ def _layer_module(
     follow_device(graph, anchor)
     for node in graph.nodes:
         node.meta = {}
+    paths = tuple(dict.fromkeys(path for node in part if (path := module_path(node))))
+    return layer_module(graph, extra, model, paths)
+
+
+def layer_module(graph: fx.Graph, extra: Mapping[str, Any], model: nn.Module, paths: Sequence[str]) -> fx.GraphModule:
+    """The module of a layer: its graph on the model's parameters and modules, and on what the model lacks.
+
+    Args:
+        extra: what the graph refers to and the model lacks, by attribute name.
+        paths: qualified names of the model's modules that the layer runs.
+    """
     targets = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
     held = {target: extra[target] if target in extra else operator.attrgetter(target)(model) for target in targets}
     module = CapturedGraph(held, graph, class_name="CapturedLayer")
@@ -186,8 +198,7 @@ def _layer_module(
     for submodule in module.modules():
         if id(submodule) not in known:
             submodule.training = model.training
-    paths = tuple(dict.fromkeys(path for node in part if (path := module_path(node))))
-    module.meta["source_modules"], module.meta["source_lists"] = paths, _lists_above(model, paths)
+    module.meta["source_modules"], module.meta["source_lists"] = tuple(paths), _lists_above(model, paths)
     return module
 
 

@@ -1,0 +1,201 @@
+"""A captured model as text, and back: what a process that has captured hands to others that have not.
+
+`kept` keeps it in a file. The text holds the graphs of the layers, and what the model lacks; the parameters, buffers
+and modules that the graphs name are those of the model that the reader has built itself. It is data, not code: the
+functions that it names are operators on tensors and a few of Python's and torch's, and no others.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+
+from varuna_capslog.model.capture.runtime import ByMode, CapturedGraph, Guard, Region
+from varuna_capslog.model.capture.split import layer_module
+from varuna_capslog.model.layer import Layer
+
+__all__ = ["CapturedLayers", "NotText", "from_text", "to_text"]
+
+CapturedLayers = tuple[list[Layer], tuple[str, ...], tuple[str, ...]]
+"""As `capture_layers` returns it: layers, names of the inputs, names of the outputs."""
+
+_TORCH = ("clone", "sym_max", "sym_min", "sym_float", "sym_int", "sym_not", "sym_ite", "sym_sqrt")
+_FUNCTIONS: tuple[tuple[ModuleType, Sequence[str]], ...] = (
+    (operator, operator.__all__),
+    (math, ("ceil", "floor", "trunc", "sqrt", "pow")),
+    (builtins, ("getattr",)),
+    (torch, _TORCH),
+)
+_NAMED: dict[str, Callable[..., Any]] = {
+    f"{module.__name__}.{name}": getattr(module, name) for module, names in _FUNCTIONS for name in names
+}
+_CONTEXTS: dict[str, Callable[..., Any]] = {"set_grad_enabled": torch.set_grad_enabled, "autocast": torch.autocast}
+_TYPES = (torch.dtype, torch.layout, torch.memory_format)
+
+
+class NotText(Exception):
+    """What was captured holds something that has no text form; says what."""
+
+
+def to_text(captured: CapturedLayers, model: nn.Module) -> tuple[str, dict[str, Tensor]]:
+    """The text of a captured model, and the tensors that it refers to by name.
+
+    Raises:
+        NotText: a constant that is no tensor, or a function that is not one of those that the text may name.
+    """
+    layers, inputs, outputs = captured
+    tensors: dict[str, Tensor] = {}
+    written: list[dict[str, Any]] = []
+    for layer in layers:
+        module = layer.module
+        if not isinstance(module, fx.GraphModule):
+            raise NotText(f"layer {layer.name!r} is no captured graph")
+        described = _graph_of(module, model, f"{len(written)}.", tensors)
+        described |= {"name": layer.name, "reads": layer.reads, "writes": layer.writes}
+        written.append({**described, "paths": module.meta["source_modules"]})
+    return json.dumps({"layers": written, "inputs": inputs, "outputs": outputs}), tensors
+
+
+def from_text(text: str, tensors: Mapping[str, Tensor], model: nn.Module) -> CapturedLayers:
+    """The captured model that `to_text` described, on the parameters and modules of `model`."""
+    read = json.loads(text)
+    layers = []
+    for number, one in enumerate(read["layers"]):
+        graph, extra = _graph_from(one, f"{number}.", tensors)
+        module = layer_module(graph, extra, model, one["paths"])
+        layers.append(Layer(one["name"], module, tuple(one["reads"]), tuple(one["writes"])))
+    return layers, tuple(read["inputs"]), tuple(read["outputs"])
+
+
+def _graph_of(module: fx.GraphModule, model: nn.Module | None, place: str, tensors: dict[str, Tensor]) -> Any:
+    """A graph's nodes, and what it calls or holds that is not the model's; `place` begins the names of its tensors."""
+    nodes, extra = [], {}
+    for node in module.graph.nodes:
+        target: Any = node.target
+        if node.op == "call_function":
+            target = _function_name(target)
+        elif node.op in ("call_module", "get_attr"):
+            held = operator.attrgetter(target)(module)
+            if not _is_models(held, target, model):
+                extra[target] = _held_text(held, f"{place}{target}", tensors)
+        nodes.append([node.op, node.name, target, _value_text(node.args), _value_text(dict(node.kwargs))])
+    return {"nodes": nodes, "extra": extra}
+
+
+def _graph_from(described: Mapping[str, Any], place: str, tensors: Mapping[str, Tensor]) -> tuple[fx.Graph, Any]:
+    graph = fx.Graph()
+    made: dict[str, fx.Node] = {}
+    for op, name, target, args, kwargs in described["nodes"]:
+        found = _function(target) if op == "call_function" else target
+        made[name] = graph.create_node(op, found, _value(args, made), _value(kwargs, made), name)
+    extra = {key: _held(value, f"{place}{key}", tensors) for key, value in described["extra"].items()}
+    return graph, extra
+
+
+def _is_models(held: Any, target: str, model: nn.Module | None) -> bool:
+    try:
+        return model is not None and operator.attrgetter(target)(model) is held
+    except AttributeError:
+        return False
+
+
+def _held_text(held: Any, place: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(held, Tensor):
+        tensors[place] = held.detach().contiguous()
+        return {"kind": "tensor"}
+    if isinstance(held, Guard):
+        return {"kind": "guard", "given": [held.layer, held.names, held.shapes, held.train_only]}
+    if isinstance(held, ByMode):
+        given = [pytree.treespec_dumps(held.spec), _value_text(held.in_training), _value_text(held.in_evaluation)]
+        return {"kind": "by_mode", "target": _function_name(held.target), "given": given, "slots": held.slots}
+    if isinstance(held, Region):
+        name = next((name for name, context in _CONTEXTS.items() if context is held.context), None)
+        body = _graph_of(held.body, None, f"{place}.", tensors)
+        return {"kind": "region", "context": name, "arguments": _value_text(held.arguments), "body": body}
+    raise NotText(f"{place.partition('.')[2]!r} is a {type(held).__name__}")
+
+
+def _held(described: Mapping[str, Any], place: str, tensors: Mapping[str, Tensor]) -> Any:
+    match described["kind"]:
+        case "tensor":
+            return tensors[place]
+        case "guard":
+            layer, names, shapes, train_only = described["given"]
+            return Guard(layer, names, [tuple(shape) for shape in shapes], train_only)
+        case "by_mode":
+            spec, training, evaluation = described["given"]
+            leaves = _value(training, {}), _value(evaluation, {})
+            return ByMode(_function(described["target"]), pytree.treespec_loads(spec), *leaves, described["slots"])
+        case _:
+            graph, extra = _graph_from(described["body"], f"{place}.", tensors)
+            arguments = _value(described["arguments"], {})
+            return Region(CapturedGraph(extra, graph), _CONTEXTS[described["context"]], arguments)
+
+
+def _function_name(function: Any) -> str:
+    if isinstance(function, OpOverload):
+        return f"torch.ops.{function}"
+    name = next((name for name, known in _NAMED.items() if known is function), None)
+    if name is None:
+        raise NotText(f"it calls {getattr(function, '__name__', function)!r}")
+    return name
+
+
+def _function(name: str) -> Callable[..., Any]:
+    if name.startswith("torch.ops."):
+        return operator.attrgetter(name.removeprefix("torch.ops."))(torch.ops)
+    return _NAMED[name]
+
+
+def _value_text(value: Any) -> Any:
+    """JSON for an argument: plain values as they are, everything else as {kind: description}."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, fx.Node):
+        return {"node": value.name}
+    if isinstance(value, tuple):
+        return {"tuple": [_value_text(one) for one in value]}
+    if isinstance(value, list):
+        return [_value_text(one) for one in value]
+    if isinstance(value, dict):
+        return {"dict": [[key, _value_text(one)] for key, one in value.items()]}
+    if isinstance(value, slice):
+        return {"slice": [_value_text(one) for one in (value.start, value.stop, value.step)]}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    if isinstance(value, _TYPES):
+        return {"torch": str(value).removeprefix("torch.")}
+    raise NotText(f"an argument is a {type(value).__name__}")
+
+
+def _value(described: Any, made: Mapping[str, fx.Node]) -> Any:
+    if isinstance(described, list):
+        return [_value(one, made) for one in described]
+    if not isinstance(described, dict):
+        return described
+    ((kind, what),) = described.items()
+    match kind:
+        case "node":
+            return made[what]
+        case "tuple":
+            return tuple(_value(one, made) for one in what)
+        case "dict":
+            return {key: _value(one, made) for key, one in what}
+        case "slice":
+            return slice(*(_value(one, made) for one in what))
+        case "device":
+            return torch.device(what)
+        case _:
+            found = getattr(torch, what)
+            assert isinstance(found, _TYPES)
+            return found

@@ -1,0 +1,84 @@
+"""What a module's work depends on beside its weights: its classes, settings, shapes, and the files with its code.
+
+Kept profiles and kept captures are those of a model with the same digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import re
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["class_name", "code_digest", "module_settings", "source_file"]
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def module_settings(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """A module's plain attributes as text; what prints an address counts by its class."""
+    for key, value in sorted(vars(module).items()):
+        if not key.startswith("_") and not isinstance(value, nn.Module | Tensor):
+            yield key, _ADDRESS.sub("", repr(value))
+
+
+def class_name(kind: type) -> str:
+    """Module and name of a class."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def source_file(kind: type) -> Path | None:
+    """The file that defines a class, if it is not torch's own (its version is a condition of its own)."""
+    if kind.__module__.partition(".")[0] == "torch":
+        return None
+    try:
+        found = inspect.getsourcefile(kind)
+    except (TypeError, OSError):  # a builtin; a class typed into an interpreter
+        return None
+    return Path(found) if found and Path(found).is_file() else None
+
+
+def code_digest(kinds: Iterable[type], modules: Iterable[str]) -> str:
+    """SHA-256 of the code that these classes, their bases, and these Python modules run.
+
+    Of installed packages the version counts and the file of each class; of a user's own files, also those that they
+    import, except inside functions. Torch counts by its version alone.
+    """
+    bases = {base for kind in kinds for base in kind.__mro__ if base.__module__.partition(".")[0] not in _APART}
+    names = {base.__module__ for base in bases} | {name for name in modules if name.partition(".")[0] not in _APART}
+    files = {file for base in bases if (file := source_file(base)) is not None}
+    own: dict[str, Path] = {}
+    waiting = sorted(names)
+    while waiting:
+        module = sys.modules.get(waiting.pop())
+        file = getattr(module, "__file__", None)
+        if module is None or file is None or module.__name__ in own or not _is_users(file):
+            continue
+        own[module.__name__] = Path(file)
+        waiting += [name for value in vars(module).values() if (name := _home(value)).partition(".")[0] not in _APART]
+    digest = hashlib.sha256()
+    for top in sorted({name.partition(".")[0] for name in names}):
+        digest.update(repr((top, str(getattr(sys.modules.get(top), "__version__", None)))).encode())
+    for path in sorted(files | set(own.values())):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+_APART = ("torch", "builtins", __name__.partition(".")[0])
+
+
+def _is_users(file: str) -> bool:
+    return file.endswith(".py") and not file.startswith(_INSTALLED)
+
+
+def _home(value: Any) -> str:
+    """The Python module that a value of a module's namespace is, or comes from."""
+    return value.__name__ if isinstance(value, ModuleType) else str(getattr(value, "__module__", ""))
