@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config, load_config, section
-from varuna_capslog.model.chain import Chain, Layer
+from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.model_workload import InputSpec, ModelWorkload, config_values, parse_input, workload
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.profiling.skeleton import skeleton
@@ -94,6 +94,10 @@ def test_input_specs_are_read() -> None:
         ("x=flot32[2,3]", "unknown dtype 'flot32'"),
         ("x=float32[]", "at least one size"),
         ("x=float32[2,0]", "size of 0"),
+        ("x=float32[2,9..4]", "does not rise from at least 2"),
+        ("x=float32[2,1..4]", "does not rise from at least 2"),
+        ("x=float32[2,4..]", "at least one size"),
+        ("x=float32[2,4..6..8]", "at least one size"),
         ("x=float32[2]:7", "integer dtypes only"),
         ("x=int64[2]:0.5", "whole number"),
     ],
@@ -196,6 +200,23 @@ def test_a_run_begins_from_a_safetensors_file(tmp_path: Path) -> None:
     built = made.build_chain()
     assert initialise(built, made, tmp_path / "weights.safetensors", []) == ["more"]
     assert torch.equal(built.named_parameters()["blocks.1.blocks.1.weight"], model.blocks[1].weight)
+
+
+def test_lengths_of_a_range_are_those_of_the_specs_and_one_capture_runs_them() -> None:
+    inputs = ["tokens=int64[2,3..9]:11", "labels=int64[2,3..9]:11", "scale=float32[3..9,1]:=0.5"]
+    made = configured(factory=f"{HERE}:scorer", inputs=inputs, samples=16)
+    chain = made.build_chain()
+    assert made.profile_inputs(2)["tokens"].shape == (2, 9)  # a plan is for the longest
+    assert [one["tokens"].shape[1] for one in made.sampled_inputs(2, 9)] == [3, 5, 7, 9]
+    minibatch = made.minibatch([[at, at + 1] for at in range(0, 16, 2)], 0)
+    lengths = set()
+    for number, specs in enumerate(minibatch.inputs):
+        loaded = made.load(minibatch, number)
+        assert {name: TensorSpec.of(tensor) for name, tensor in loaded.items()} == specs
+        lengths.add(loaded["tokens"].shape[1])
+        assert loaded["scale"].shape == (loaded["tokens"].shape[1], 1)
+        assert torch.isfinite(chain.run(loaded)["loss"])
+    assert len(lengths) > 2
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import inspect
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config, section
 from varuna_capslog.config.settings import Section
-from varuna_capslog.model.capture import Kept
+from varuna_capslog.model.capture import Kept, Varying
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import DataSource, Minibatch, Workload, call_function
@@ -40,13 +40,15 @@ __all__ = [
 ]
 
 INPUT_GRAMMAR = (
-    "NAME=DTYPE[SIZE,...] with an optional :HIGH (whole numbers below HIGH) or :=VALUE, "
-    "as in input_ids=int64[1,128]:50257"
+    "NAME=DTYPE[SIZE,...] (LOW..HIGH for a SIZE that changes) with an optional :HIGH (whole numbers below HIGH) or "
+    ":=VALUE, as in input_ids=int64[1,128]:50257"
 )
 _PATTERN = re.compile(
-    r"^(?P<name>[A-Za-z_][\w.]*)=(?P<dtype>\w+)\[(?P<sizes>[\d,\s]*)\](?::(?P<fixed>=)?(?P<number>-?[\d.]+))?$"
+    r"^(?P<name>[A-Za-z_][\w.]*)=(?P<dtype>\w+)\[(?P<sizes>[\d,\s.]*)\](?::(?P<fixed>=)?(?P<number>-?[\d.]+))?$"
 )
 _SEED = 20210323
+_BUCKETS = 4
+"""Different sizes that microbatches of made-up data have where sizes change."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,9 @@ class InputSpec:
     """One input of a model, as text `NAME=DTYPE[SIZE,...]`, `...:HIGH` or `...:=VALUE`.
 
     Made-up values are normally distributed for floating types, whole numbers from 0 below `high` for integers (default
-    2, valid for any vocabulary), true or false for bool; `value` fills the tensor with one number instead.
+    2, valid for any vocabulary), true or false for bool; `value` fills the tensor with one number instead. A size
+    LOW..HIGH changes from microbatch to microbatch: `shape` has its greatest value and `least` the smallest, by
+    dimension.
     """
 
     name: str
@@ -62,6 +66,14 @@ class InputSpec:
     shape: tuple[int, ...]
     high: int = 2
     value: float | None = None
+    least: Mapping[int, int] = field(default_factory=dict)
+
+    def sized(self, part: float) -> tuple[int, ...]:
+        """The shape with each size that changes at this part of its range: 0 its least value, 1 its greatest."""
+        sizes = list(self.shape)
+        for dimension, low in self.least.items():
+            sizes[dimension] = low + round(part * (self.shape[dimension] - low))
+        return tuple(sizes)
 
     def make(self, shape: Sequence[int], seed: int) -> Tensor:
         """A tensor of that shape; equal seeds give equal values."""
@@ -89,19 +101,25 @@ def parse_input(text: str) -> InputSpec:
             f"the input {text!r} has the unknown dtype {match['dtype']!r}; write float32, int64, bool, ..."
         )
     try:
-        shape = tuple(int(size) for size in match["sizes"].split(","))
+        ranges = [tuple(map(int, size.split(".."))) for size in match["sizes"].split(",")]
+        shape = tuple(high for *_, high in ranges)
+        least = {at: size[0] for at, size in enumerate(ranges) if len(size) == 2}
+        if any(len(size) > 2 for size in ranges):
+            raise ValueError
     except ValueError:
         raise CapslogError(f"the input {text!r} needs at least one size, the batch; write {INPUT_GRAMMAR}") from None
+    if any(not 1 < low < shape[at] for at, low in least.items()):
+        raise CapslogError(f"the input {text!r} has a range that does not rise from at least 2; write LOW..HIGH")
     if min(shape) < 1:
         raise CapslogError(f"the input {text!r} has a size of 0; every size must be at least 1")
     if match["number"] is None:
-        return InputSpec(match["name"], dtype, shape)
+        return InputSpec(match["name"], dtype, shape, least=least)
     number = float(match["number"])
     if match["fixed"]:
-        return InputSpec(match["name"], dtype, shape, value=number)
+        return InputSpec(match["name"], dtype, shape, value=number, least=least)
     if dtype.is_floating_point or dtype == torch.bool or number != int(number) or number < 1:
         raise CapslogError(f"the input {text!r}: HIGH must be a whole number above 0 and goes with integer dtypes only")
-    return InputSpec(match["name"], dtype, shape, high=int(number))
+    return InputSpec(match["name"], dtype, shape, high=int(number), least=least)
 
 
 class ModelSection(Section):
@@ -115,8 +133,8 @@ class ModelSection(Section):
     """Keyword arguments for the factory."""
 
     inputs: list[str] | dict[str, str] = Field(default_factory=list)
-    """Input specs `NAME=DTYPE[SIZE,...]`, or a mapping from name to the rest; the first size is the batch. Empty takes
-    the shapes of the factory's example inputs."""
+    """Input specs `NAME=DTYPE[SIZE,...]`, or a mapping from name to the rest; the first size is the batch, and a size
+    LOW..HIGH changes from microbatch to microbatch. Empty takes the shapes of the factory's example inputs."""
 
     cut_points: list[str] | None = None
     """Submodules to cut before; null cuts before every repeated block."""
@@ -259,13 +277,13 @@ class ModelWorkload(Workload):
         if isinstance(made, Chain):
             chain = made
         else:
-            inputs = {spec.name: spec.make(self._shape(spec, self._size), 0) for spec in self._specs}
+            inputs = {spec.name: self._example(spec) for spec in self._specs}
             example = {**inputs, **self._constants}
             self._check_names(made)
             cuts = self._settings.cut_points
             chain = Chain.from_module(made, cuts, example, name=self.name, evaluates=evaluates, kept=self._kept)
             if any(isinstance(layer.module, torch.fx.GraphModule) for layer in chain.layers):
-                self._captured_size = self._size
+                self._captured_size = None if 0 in self._specs[0].least else self._size
         if len(chain.inputs) == len(self._specs) == 1:  # one input needs no name: that of an nn.Sequential is ours
             self._specs = (dataclasses.replace(self._specs[0], name=chain.inputs[0]),)
         names = [spec.name for spec in self._specs]
@@ -286,7 +304,7 @@ class ModelWorkload(Workload):
         return {"loss": value / normalisers["microbatches"]}
 
     def profile_inputs(self, microbatch_size: int) -> dict[str, TensorSpec]:
-        """Specs of one microbatch.
+        """Specs of one microbatch, with the greatest value of each size that changes: plans are for these.
 
         Raises:
             CapslogError: the chain was captured for another microbatch size.
@@ -299,6 +317,12 @@ class ModelWorkload(Workload):
                 f"set train.microbatch_size={microbatch_size}"
             )
         return self._input_specs(microbatch_size)
+
+    def sampled_inputs(self, microbatch_size: int, count: int, seed: int = 0) -> list[dict[str, TensorSpec]]:
+        """One of each length of the made-up data, which are equally frequent; one in all where no size changes."""
+        self.profile_inputs(microbatch_size)
+        parts = [at / (_BUCKETS - 1) for at in range(_BUCKETS)] if any(spec.least for spec in self._specs) else [1.0]
+        return [self._input_specs(microbatch_size, part) for part in parts]
 
     def profile_targets(self, microbatch_size: int) -> tuple[Any, dict[str, float]]:
         """No targets: labels are inputs of the model."""
@@ -314,7 +338,7 @@ class ModelWorkload(Workload):
         """Describes microbatches that all look the same; the recipe of each is its samples."""
         samples = [list(group) for group in groups]
         return Minibatch(
-            inputs=[self._input_specs(len(group)) for group in groups],
+            inputs=[self._input_specs(len(group), self._part(group)) for group in groups],
             targets=[None] * len(groups),
             normalisers={"microbatches": float(len(groups))},
             sample_ids=samples,
@@ -323,14 +347,13 @@ class ModelWorkload(Workload):
 
     def load(self, minibatch: Minibatch, microbatch: int) -> dict[str, Tensor]:
         """Makes the samples up."""
-        made = {}
+        made, samples = {}, minibatch.recipes[microbatch]
         for spec in self._specs:
+            shape = spec.sized(self._part(samples))
             if self._has_batch(spec):
-                made[spec.name] = torch.stack(
-                    [spec.make(spec.shape[1:], sample) for sample in minibatch.recipes[microbatch]]
-                )
+                made[spec.name] = torch.stack([spec.make(shape[1:], sample) for sample in samples])
             else:
-                made[spec.name] = spec.make(spec.shape, 0)
+                made[spec.name] = spec.make(shape, 0)
         return made
 
     def import_weights(self, path: Path) -> tuple[dict[str, Tensor], list[str]]:
@@ -349,14 +372,23 @@ class ModelWorkload(Workload):
         used = {id(tensor) for tensor in found.values()}
         return found, [name for name, tensor in state.items() if id(tensor) not in used]
 
-    def _input_specs(self, size: int) -> dict[str, TensorSpec]:
-        return {spec.name: TensorSpec(self._shape(spec, size), spec.dtype) for spec in self._specs}
+    def _input_specs(self, size: int, part: float = 1.0) -> dict[str, TensorSpec]:
+        return {spec.name: TensorSpec(self._shape(spec, size, part), spec.dtype) for spec in self._specs}
+
+    def _part(self, samples: Sequence[int]) -> float:
+        """Where a microbatch stands in the ranges of the sizes that change: one of _BUCKETS lengths."""
+        return zlib.crc32(f"{_SEED} {samples[0]}".encode()) % _BUCKETS / (_BUCKETS - 1)
+
+    def _example(self, spec: InputSpec) -> Any:
+        made = spec.make(self._shape(spec, self._size), 0)
+        return Varying(made, tuple(spec.least)) if spec.least else made
 
     def _has_batch(self, spec: InputSpec) -> bool:
         return spec.shape[0] == self._specs[0].shape[0]
 
-    def _shape(self, spec: InputSpec, size: int) -> tuple[int, ...]:
-        return (size, *spec.shape[1:]) if self._has_batch(spec) else spec.shape
+    def _shape(self, spec: InputSpec, size: int, part: float = 1.0) -> tuple[int, ...]:
+        shape = spec.sized(part)
+        return (size, *shape[1:]) if self._has_batch(spec) else shape
 
     def take_example(self, model: nn.Module | Chain, example: Any) -> None:
         """Takes the shapes of example inputs, unless specs said them, and what of them is no tensor.

@@ -133,6 +133,7 @@ class _Description:
     def _attributes(self, module: nn.Module) -> Iterator[tuple[str, object]]:
         if isinstance(module, Guard):
             yield "shapes", module.shapes
+            yield "conditions", module.conditions
             yield "train_only", module.train_only is not None
             return
         rate = _RATES.get(f"{type(module).__module__}.{type(module).__qualname__}")

@@ -22,12 +22,21 @@ from varuna_capslog.model.capture.export import Captured, OutputName, export_mod
 from varuna_capslog.model.capture.forks import forked_modules
 from varuna_capslog.model.capture.kept import CaptureRequest, Kept
 from varuna_capslog.model.capture.modes import merge_modes
-from varuna_capslog.model.capture.runtime import SequentialSlice
+from varuna_capslog.model.capture.runtime import SequentialSlice, Varying
+from varuna_capslog.model.capture.sizes import localise_sizes
 from varuna_capslog.model.capture.split import split_graph
 from varuna_capslog.model.capture.text import CapturedLayers
 from varuna_capslog.model.layer import Layer
 
-__all__ = ["Kept", "automatic_cut_points", "capture_layers", "captured_result", "source_lists", "source_modules"]
+__all__ = [
+    "Kept",
+    "Varying",
+    "automatic_cut_points",
+    "capture_layers",
+    "captured_result",
+    "source_lists",
+    "source_modules",
+]
 
 
 def capture_layers(
@@ -43,8 +52,8 @@ def capture_layers(
     Returns the layers, and the names of the tensors that enter and leave the chain of them.
 
     An `nn.Sequential` is split between its children: no example is needed, and any input shape runs. Every other model
-    is captured twice by `torch.export` (training and eval mode) with the example's shapes; a layer refuses other
-    shapes.
+    is captured twice by `torch.export` (training and eval mode) with the example's shapes; a layer refuses others than
+    the sizes that the example leaves open.
 
     Args:
         model: stays as it is; the chain's layers hold its own parameters and submodules.
@@ -54,7 +63,7 @@ def capture_layers(
             less those that never run, what follows the last block (norm and head), and modules outside the blocks that
             read one tensor side by side, such as the branches of an Inception block (`forks`).
         example_inputs: a dict of keyword arguments or a tuple of positional ones. Entries that are not tensors
-            (`use_cache=False`) are fixed in the captured model.
+            (`use_cache=False`) are fixed in the captured model. A `Varying` tensor leaves some of its sizes open.
         evaluates: False captures training mode only; the layers then refuse to run in eval mode.
         kept: where captures of the same model may lie, and are to be kept if it `writes`: then that of training mode
             only too.
@@ -93,6 +102,7 @@ def capture_layers(
     try:
         model.train()
         captured = export_model(model, arguments, keywords)
+        localise_sizes(captured)
         if lenient:
             cut_points = [*forked_modules(captured, model, cut_points), *cut_points] or automatic_cut_points(model)
         collapse_modules(captured, model, cut_points)
@@ -102,6 +112,7 @@ def capture_layers(
             model.eval()
             try:
                 in_eval = export_model(model, arguments, keywords)
+                localise_sizes(in_eval)
                 collapse_modules(in_eval, model, cut_points)
             except CapslogError as error:
                 train_only = f"in eval mode it cannot be captured ({error})"

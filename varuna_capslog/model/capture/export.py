@@ -6,9 +6,11 @@ it ran in; parameters and buffers are `get_attr` nodes with their own qualified 
 
 from __future__ import annotations
 
+import inspect
 import io
 import logging
 import operator
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -22,10 +24,19 @@ from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.finite import FiniteValues
-from varuna_capslog.model.capture.runtime import CapturedGraph, Region
+from varuna_capslog.model.capture.runtime import CapturedGraph, Region, Varying, names_of
 from varuna_capslog.model.hollow import on_host
 
-__all__ = ["Captured", "OutputName", "export_model", "follow_device", "module_calls", "module_path", "same_storage"]
+__all__ = [
+    "Captured",
+    "OutputName",
+    "export_model",
+    "follow_device",
+    "is_open",
+    "module_calls",
+    "module_path",
+    "same_storage",
+]
 
 
 @dataclass
@@ -38,6 +49,8 @@ class Captured:
         outputs: name and node of every tensor that the model returns.
         extra: modules and tensors that the graph refers to and the model lacks, by attribute name.
         simple: ids of the modules that were only ever called as `module(one tensor)` and returned one tensor.
+        bounds: least and greatest value of every size that may change, by its name in torch's shapes.
+        conditions: what else the model's code asked of these sizes, as comparisons of their names.
         result: what the model returns, with the names of its tensors in their places.
     """
 
@@ -46,6 +59,8 @@ class Captured:
     outputs: dict[str, fx.Node]
     extra: dict[str, Any]
     simple: set[int]
+    bounds: dict[str, tuple[int, int | None]]
+    conditions: tuple[str, ...] = ()
     result: Any = None
 
     def copy(self) -> Captured:
@@ -55,7 +70,9 @@ class Captured:
             made[node] = graph.node_copy(node, made.__getitem__)
         inputs = {name: made[node] for name, node in self.inputs.items()}
         outputs = {name: made[node] for name, node in self.outputs.items()}
-        return Captured(graph, inputs, outputs, dict(self.extra), set(self.simple), self.result)
+        return Captured(
+            graph, inputs, outputs, dict(self.extra), set(self.simple), self.bounds, self.conditions, self.result
+        )
 
 
 class OutputName(str):
@@ -63,20 +80,27 @@ class OutputName(str):
 
 
 def export_model(model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Captured:
-    """Captures `model` in its present mode on these arguments' shapes.
+    """Captures `model` in its present mode on these arguments' shapes; a `Varying` one leaves some of its sizes open.
 
     Raises:
         CapslogError: torch cannot capture it; names the module that was running and torch's reason.
     """
+    varies = {}
+    if any(isinstance(one, Varying) for one in [*arguments, *keywords.values()]):
+        varies = inspect.signature(model.forward).bind(*arguments, **keywords).arguments
+        varies = {name: _open_sizes(value) for name, value in varies.items()}
+        bare = lambda value: value.tensor if isinstance(value, Varying) else value  # noqa: E731
+        arguments, keywords = tuple(map(bare, arguments)), {name: bare(value) for name, value in keywords.items()}
     # torch takes one tensor given under two names for one input, so every input is a tensor of its own
     arguments, keywords = pytree.tree_map_only(Tensor, lambda tensor: tensor.clone(), (arguments, dict(keywords)))
     calls: dict[int, bool] = {}
     running: list[str] = []
     with on_host(model), _watched(model, calls, running), _quiet(), FiniteValues():
         try:
-            program = torch.export.export(model, arguments, keywords, strict=False)
+            program = torch.export.export(model, arguments, keywords, dynamic_shapes=varies or None, strict=False)
         except Exception as error:
             raise CapslogError(_explain(model, running, error)) from error
+    _check_open(program, varies)
     names = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     graph, extra = fx.Graph(), {}
     env: dict[fx.Node, fx.Node] = {}
@@ -95,10 +119,65 @@ def export_model(model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping
         env[node] = graph.create_node("get_attr", target)
         env[node].meta["val"] = node.meta.get("val")
     _copy_operations(program.graph_module, graph, env, extra)
-    captured = Captured(graph, inputs, {}, extra, {key for key, simple in calls.items() if simple})
+    bounds = {str(name): (int(one.lower), _finite(one.upper)) for name, one in program.range_constraints.items()}
+    captured = Captured(graph, inputs, {}, extra, {key for key, simple in calls.items() if simple}, bounds)
+    captured.conditions = _conditions(program, inputs) if bounds else ()
     _name_outputs(captured, program, env)
     _bypass_copies_of_nothing(captured)
     return captured
+
+
+def _open_sizes(value: Any) -> Any:
+    """torch's word for the sizes of an argument that it is to leave open where it can."""
+    return dict.fromkeys(value.dimensions, torch.export.Dim.AUTO) if isinstance(value, Varying) else None
+
+
+def _check_open(program: Any, varies: Mapping[str, Any]) -> None:
+    """Raises CapslogError where the model fixes a size that was to stay open."""
+    for node in program.graph.find_nodes(op="placeholder"):
+        for dimension in varies.get(node.name) or ():
+            size = node.meta["val"].shape[dimension]
+            if not is_open(size) or not str(size).isidentifier():
+                raise CapslogError(
+                    f"size {dimension} of the input {node.name!r} cannot change: the model's code, or an example of "
+                    f"size 1, fixes it to {size}; give an example of at least 2 there, or one size only"
+                )
+
+
+def _conditions(program: Any, inputs: Mapping[str, fx.Node]) -> tuple[str, ...]:
+    """What the model's code compared open sizes with, in the names of the sizes.
+
+    Raises CapslogError for a comparison that is not one of whole numbers.
+    """
+
+    def named(found: re.Match[str]) -> str:
+        return str(inputs[found[1]].meta["val"].shape[int(found[2])])
+
+    texts = []
+    for guard in program._guards_code:
+        text = _SIZE.sub(named, guard)
+        one, _, other = text.partition(" == ")
+        try:
+            names = names_of(text)
+        except (SyntaxError, ValueError) as error:
+            raise CapslogError(
+                f"the sizes of the inputs cannot change: the model's code asks whether {text}; give one size only"
+            ) from error
+        if names and one != other:
+            texts.append(text)
+    return tuple(texts)
+
+
+_SIZE = re.compile(r"L\['(\w+)'\]\.size\(\)\[(\d+)\]")
+
+
+def is_open(size: Any) -> bool:
+    """Whether torch left a size open; one that the model's code decides by is a number."""
+    return isinstance(size, torch.SymInt) and not size.node.expr.is_number
+
+
+def _finite(bound: Any) -> int | None:
+    return None if bound > 2**62 else int(bound)
 
 
 def module_calls(node: fx.Node) -> dict[str, str]:
@@ -223,8 +302,14 @@ def _explain(model: nn.Module, running: list[str], error: Exception) -> str:
 
 
 def _is_check(node: fx.Node) -> bool:
-    # the export's own assertions fix device and dtype, which autocast and .to(device) may rightly change
-    return node.op == "call_function" and "_assert_tensor_metadata" in str(node.target)
+    # the export's own assertions fix device and dtype, which autocast and .to(device) may rightly change; sizes are
+    # checked by each layer's `Guard`
+    if node.op == "call_module":
+        return str(node.target) == "_guards_fn"
+    return node.op == "call_function" and any(name in str(node.target) for name in _CHECKS)
+
+
+_CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range")
 
 
 def _copy_operations(root: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, fx.Node], extra: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.files import whole_file, write_failure
+from varuna_capslog.model.capture.runtime import Varying
 from varuna_capslog.model.capture.text import CapturedLayers, NotText, from_text, to_text
 from varuna_capslog.model.sources import class_name, code_digest, module_settings
 
@@ -68,6 +69,8 @@ class CaptureRequest:
 
 
 def _described(leaf: Any) -> object:
+    if isinstance(leaf, Varying):
+        return leaf.dimensions, _described(leaf.tensor)
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.stride(), str(leaf.dtype), leaf.requires_grad
     return class_name(type(leaf)), repr(leaf)

@@ -29,6 +29,8 @@ def merge_modes(training: Captured, evaluation: Captured, model: nn.Module) -> s
         None, or why the two do more than that differently; then the training graph is unchanged in meaning and must
         not be run in eval mode.
     """
+    if _shapes(training) != _shapes(evaluation):
+        return "it fixes other sizes of its inputs in eval mode"
     same: dict[fx.Node, fx.Node] = {}
     held = {(node.op, node.target): node for node in training.graph.nodes if node.op in ("placeholder", "get_attr")}
     ours = [node for node in training.graph.nodes if node.op in ("call_function", "call_module")]
@@ -62,9 +64,14 @@ def merge_modes(training: Captured, evaluation: Captured, model: nn.Module) -> s
         theirs_node = evaluation.outputs.get(name)
         if theirs_node is None or same[theirs_node] is not _through(node, skipped):
             return f"the output {name!r} is another value in eval mode"
+    training.conditions = tuple(dict.fromkeys([*training.conditions, *evaluation.conditions]))
     for index, (node, eval_node) in enumerate(by_mode):
         _switch(training, node, eval_node, f"by_mode_{index}")
     return None
+
+
+def _shapes(captured: Captured) -> list[str]:
+    return [str(node.meta["val"].shape) for node in captured.inputs.values()]
 
 
 def _through(node: Any, skipped: Mapping[fx.Node, fx.Node]) -> Any:

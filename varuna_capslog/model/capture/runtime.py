@@ -5,9 +5,11 @@ They hold no parameters (a layer's parameters keep the model's own names) and re
 
 from __future__ import annotations
 
+import ast
 import copy
+import functools
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,7 +18,23 @@ from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
 
-__all__ = ["ByMode", "CapturedGraph", "Guard", "Region", "SequentialSlice"]
+__all__ = ["ByMode", "CapturedGraph", "Guard", "Region", "SequentialSlice", "Sizes", "Varying", "names_of"]
+
+
+Sizes = tuple[int | tuple[str, int, int | None], ...]
+"""Sizes of a tensor: numbers, and (name, least, most or None) of those that may change; equal names are equal sizes."""
+
+
+class Varying:
+    """An example input some of whose sizes may be others when the captured model runs.
+
+    Args:
+        tensor: the example, of at least 2 in these dimensions.
+        dimensions: those that may change.
+    """
+
+    def __init__(self, tensor: Tensor, dimensions: Sequence[int]) -> None:
+        self.tensor, self.dimensions = tensor, tuple(dimensions)
 
 
 class CapturedGraph(fx.GraphModule):
@@ -40,15 +58,23 @@ class Guard(nn.Module):
     Args:
         layer: the layer's name, for the message.
         names: its inputs' names.
-        shapes: their captured shapes.
+        shapes: their captured shapes, with a name and bounds for each size that may change.
         train_only: why the layer is right in training mode only, or None.
+        conditions: what holds for the sizes that may change where the capture is right, as comparisons of their names.
     """
 
     def __init__(
-        self, layer: str, names: Sequence[str], shapes: Sequence[tuple[int, ...]], train_only: str | None
+        self,
+        layer: str,
+        names: Sequence[str],
+        shapes: Sequence[Sizes],
+        train_only: str | None,
+        conditions: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.layer, self.names, self.shapes, self.train_only = layer, tuple(names), tuple(shapes), train_only
+        known = {size[0] for shape in shapes for size in shape if not isinstance(size, int)}
+        self.conditions = tuple(text for text in conditions if names_of(text) <= known)
 
     def forward(self, *tensors: Tensor) -> None:
         """Raises CapslogError, or does nothing."""
@@ -56,12 +82,69 @@ class Guard(nn.Module):
             raise CapslogError(
                 f"layer {self.layer!r} was captured for training only: {self.train_only}; evaluate the model itself"
             )
+        changing: dict[str, int] = {}
         for name, shape, tensor in zip(self.names, self.shapes, tensors, strict=True):
-            if tuple(tensor.shape) != shape:
+            if tuple(tensor.shape) != shape and not self._takes(tensor.shape, shape, changing):
+                shown = ", ".join(map(_size_text, shape))
                 raise CapslogError(
-                    f"layer {self.layer!r} was captured for {name!r} of shape {list(shape)} but got "
+                    f"layer {self.layer!r} was captured for {name!r} of shape [{shown}] but got "
                     f"{list(tensor.shape)}; capture the model again with example_inputs of that size"
                 )
+
+        for text in self.conditions:
+            if not _holds(text, changing):
+                shown = ", ".join(f"{name}={size}" for name, size in changing.items())
+                raise CapslogError(
+                    f"layer {self.layer!r} was captured where {text}, but got {shown}: the model does something else "
+                    "for these sizes; leave them out of the data or give one size only"
+                )
+
+    @staticmethod
+    def _takes(sizes: Sequence[int], captured: Sizes, changing: dict[str, int]) -> bool:
+        """Whether these sizes are among those captured; `changing`: what each name has stood for in this call."""
+        if len(sizes) != len(captured):
+            return False
+        for size, expected in zip(sizes, captured, strict=True):
+            if isinstance(expected, int):
+                fits = size == expected
+            else:
+                name, least, most = expected
+                fits = least <= size and (most is None or size <= most) and changing.setdefault(name, size) == size
+            if not fits:
+                return False
+        return True
+
+
+def _holds(condition: str, sizes: Mapping[str, int]) -> bool:
+    return bool(eval(_compiled(condition), {"__builtins__": {}}, sizes))
+
+
+@functools.cache
+def _compiled(condition: str) -> Any:
+    names_of(condition)  # nothing but arithmetic is ever run
+    return compile(condition, "<condition>", "eval")
+
+
+def names_of(condition: str) -> set[str]:
+    """The sizes that a condition compares. Raises ValueError for any other Python than comparisons of whole numbers."""
+    tree = ast.parse(condition, mode="eval")
+    for node in ast.walk(tree):
+        if not isinstance(node, _ARITHMETIC) or (isinstance(node, ast.Constant) and not isinstance(node.value, int)):
+            raise ValueError(f"{condition} is no comparison of whole numbers")
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+_ARITHMETIC = (
+    *(ast.Expression, ast.Compare, ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Name, ast.Constant, ast.Load),
+    *(ast.boolop, ast.operator, ast.unaryop, ast.cmpop),
+)
+
+
+def _size_text(size: int | tuple[str, int, int | None]) -> str:
+    if isinstance(size, int):
+        return str(size)
+    name, least, most = size
+    return f"{name} (from {least}{'' if most is None else f' to {most}'})" if name.isidentifier() else name
 
 
 class ByMode(nn.Module):

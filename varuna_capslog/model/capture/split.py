@@ -18,6 +18,7 @@ from varuna_capslog.model.capture.assign import assign_layers
 from varuna_capslog.model.capture.collapse import mutated_arguments
 from varuna_capslog.model.capture.export import Captured, follow_device, module_path, same_storage
 from varuna_capslog.model.capture.runtime import CapturedGraph, Guard
+from varuna_capslog.model.capture.sizes import sizes_of
 from varuna_capslog.model.layer import Layer
 
 __all__ = ["layer_module", "split_graph"]
@@ -161,8 +162,8 @@ def _layer_module(
 ) -> nn.Module:
     graph = fx.Graph()
     env = {node: graph.placeholder(f"value_{index}") for index, node in enumerate(reads)}
-    shapes = [tuple(node.meta["val"].shape) for node in reads]
-    extra = {**captured.extra, "guard": Guard(name, read_names, shapes, train_only)}
+    shapes = [sizes_of(node, captured.bounds) for node in reads]
+    extra = {**captured.extra, "guard": Guard(name, read_names, shapes, train_only, captured.conditions)}
     graph.call_module("guard", tuple(env.values()))
 
     def here(node: fx.Node) -> fx.Node:
