@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from varuna_capslog.config.reading import Config, section
 from varuna_capslog.config.settings import Section
 from varuna_capslog.model.capture import Kept, Varying
 from varuna_capslog.model.chain import Chain, TensorSpec
+from varuna_capslog.model.input_spec import INPUT_GRAMMAR, SEED, InputSpec, parse_input
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import DataSource, Minibatch, Workload, call_function
 
@@ -39,87 +38,8 @@ __all__ = [
     "workload",
 ]
 
-INPUT_GRAMMAR = (
-    "NAME=DTYPE[SIZE,...] (LOW..HIGH for a SIZE that changes) with an optional :HIGH (whole numbers below HIGH) or "
-    ":=VALUE, as in input_ids=int64[1,128]:50257"
-)
-_PATTERN = re.compile(
-    r"^(?P<name>[A-Za-z_][\w.]*)=(?P<dtype>\w+)\[(?P<sizes>[\d,\s.]*)\](?::(?P<fixed>=)?(?P<number>-?[\d.]+))?$"
-)
-_SEED = 20210323
 _BUCKETS = 4
 """Different sizes that microbatches of made-up data have where sizes change."""
-
-
-@dataclass(frozen=True)
-class InputSpec:
-    """One input of a model, as text `NAME=DTYPE[SIZE,...]`, `...:HIGH` or `...:=VALUE`.
-
-    Made-up values are normally distributed for floating types, whole numbers from 0 below `high` for integers (default
-    2, valid for any vocabulary), true or false for bool; `value` fills the tensor with one number instead. A size
-    LOW..HIGH changes from microbatch to microbatch: `shape` has its greatest value and `least` the smallest, by
-    dimension.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    high: int = 2
-    value: float | None = None
-    least: Mapping[int, int] = field(default_factory=dict)
-
-    def sized(self, part: float) -> tuple[int, ...]:
-        """The shape with each size that changes at this part of its range: 0 its least value, 1 its greatest."""
-        sizes = list(self.shape)
-        for dimension, low in self.least.items():
-            sizes[dimension] = low + round(part * (self.shape[dimension] - low))
-        return tuple(sizes)
-
-    def make(self, shape: Sequence[int], seed: int) -> Tensor:
-        """A tensor of that shape; equal seeds give equal values."""
-        if self.value is not None:
-            return torch.full(shape, self.value, dtype=self.dtype)
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{_SEED} {self.name} {seed}".encode()))
-        if self.dtype.is_floating_point:
-            return torch.randn(shape, generator=generator).to(self.dtype)
-        high = 2 if self.dtype == torch.bool else self.high
-        return torch.randint(0, high, shape, generator=generator).to(self.dtype)
-
-
-def parse_input(text: str) -> InputSpec:
-    """Reads one `--input`.
-
-    Raises:
-        CapslogError: not of the form; an unknown dtype; a size of 0; a number that does not go with the dtype.
-    """
-    match = _PATTERN.match(text.strip().replace(" ", ""))
-    if match is None:
-        raise CapslogError(f"the input {text!r} is not of the form {INPUT_GRAMMAR}")
-    dtype = getattr(torch, match["dtype"], None)
-    if not isinstance(dtype, torch.dtype):
-        raise CapslogError(
-            f"the input {text!r} has the unknown dtype {match['dtype']!r}; write float32, int64, bool, ..."
-        )
-    try:
-        ranges = [tuple(map(int, size.split(".."))) for size in match["sizes"].split(",")]
-        shape = tuple(high for *_, high in ranges)
-        least = {at: size[0] for at, size in enumerate(ranges) if len(size) == 2}
-        if any(len(size) > 2 for size in ranges):
-            raise ValueError
-    except ValueError:
-        raise CapslogError(f"the input {text!r} needs at least one size, the batch; write {INPUT_GRAMMAR}") from None
-    if any(not 1 < low < shape[at] for at, low in least.items()):
-        raise CapslogError(f"the input {text!r} has a range that does not rise from at least 2; write LOW..HIGH")
-    if min(shape) < 1:
-        raise CapslogError(f"the input {text!r} has a size of 0; every size must be at least 1")
-    if match["number"] is None:
-        return InputSpec(match["name"], dtype, shape, least=least)
-    number = float(match["number"])
-    if match["fixed"]:
-        return InputSpec(match["name"], dtype, shape, value=number, least=least)
-    if dtype.is_floating_point or dtype == torch.bool or number != int(number) or number < 1:
-        raise CapslogError(f"the input {text!r}: HIGH must be a whole number above 0 and goes with integer dtypes only")
-    return InputSpec(match["name"], dtype, shape, high=int(number), least=least)
 
 
 class ModelSection(Section):
@@ -377,7 +297,7 @@ class ModelWorkload(Workload):
 
     def _part(self, samples: Sequence[int]) -> float:
         """Where a microbatch stands in the ranges of the sizes that change: one of _BUCKETS lengths."""
-        return zlib.crc32(f"{_SEED} {samples[0]}".encode()) % _BUCKETS / (_BUCKETS - 1)
+        return zlib.crc32(f"{SEED} {samples[0]}".encode()) % _BUCKETS / (_BUCKETS - 1)
 
     def _example(self, spec: InputSpec) -> Any:
         made = spec.make(self._shape(spec, self._size), 0)
