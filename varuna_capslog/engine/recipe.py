@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from glob import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError, ConfigError
-from varuna_capslog.config.train import ParameterGroup, Train
 from varuna_capslog.engine.learning_rate import LearningRate
 from varuna_capslog.model.trace import a_number
 from varuna_capslog.model.workload import imported
+
+if TYPE_CHECKING:
+    from varuna_capslog.config.train import ParameterGroup, Train
 
 __all__ = ["AVERAGE", "Recipe"]
 
@@ -59,6 +61,8 @@ class Recipe:
     @classmethod
     def of_config(cls, train: Train, rate: LearningRate | None = None) -> Recipe:
         """What the config's `train` section says; without a rate, for who only asks what is kept, the section's lr."""
+        from varuna_capslog.config.train import ParameterGroup
+
         factors = train.lr_multipliers.items()
         multiplied = [ParameterGroup(match=f"*{escape(text)}*", lr_factor=factor) for text, factor in factors]
         return cls(
