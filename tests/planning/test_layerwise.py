@@ -178,8 +178,14 @@ def test_the_command_writes_a_plan_that_is_read_again(
     words += ["--capacity", str(most // 2), "--host-bandwidth", "100kB/s", "--minibatch", "8"]
     assert cli._run([*words, "-o", str(tmp_path / "plan.json")]) == 0
     said, written = capsys.readouterr().out, read_plan(tmp_path / "plan.json")
-    for stage in written.stages:
-        assert ", ".join(f"{one.kind} {one.first}-{one.end - 1}" for one in stage.memory or ()) in said
+    table = said[said.index("what becomes of the layers") :].splitlines()
+    rows = [[cell.strip() for cell in line.split("│")[2:5]] for line in table if line.startswith("│")]
+    for stage, row in zip(written.stages, rows, strict=True):
+        kinds_of = {layer: one.kind for one in stage.memory or () for layer in range(one.first, one.end)}
+        for wanted, cell in zip(([None], ["recompute", "recompute+offload"], ["offload"]), row, strict=True):
+            told = [span.split("-") for span in cell.split(" ")[0].split(",") if span]
+            layers = [layer for span in told for layer in range(int(span[0]), int(span[-1]) + 1)]
+            assert layers == [layer for layer in stage.numbers if kinds_of.get(layer) in wanted]
     assert (written.planner, written.fits, written.num_ranks) == (name, True, 3)
     assert kinds(written)
     assert written.step_seconds is not None

@@ -6,6 +6,7 @@ in common is checked in `plans/rules.py`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -13,7 +14,7 @@ from typing import Any
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.schedules import Action, RunShape, Schedule, StageGraph, schedule_of
+from varuna_capslog.schedules import Action, RunShape, Schedule, StageGraph, backwards_at_once, schedule_of
 
 __all__ = [
     "INTERVAL_KINDS",
@@ -335,14 +336,20 @@ def with_memory(
     """The stages with the memory intervals of those that leave them open (their memory is None).
 
     actions: of every rank, where they are given: a stage that has an R there runs again as a whole, another one keeps
-        everything. None: the run says which of the two.
+        everything. None, and for a stage whose every backward follows its forward at once: the run says which of the
+        two.
     device: as in `intervals_of`.
     """
     if all(stage.memory is not None for stage in stages):
         return list(stages)
     again = None
     if actions is not None:
-        again = {action.stage for row in actions for action in row if action.kind == "R"}
+        rows = [list(row) for row in actions]
+        again = {action.stage for row in rows for action in row if action.kind == "R"}
+        # of a stage in one piece nothing runs again then in any case
+        open_ = {number for number, stage in enumerate(stages) if stage.memory is None and len(stage.layers) > 1}
+        if run.recomputes and open_ - again:
+            again |= open_ & _only_at_once(rows)
     found = []
     for number, stage in enumerate(stages):
         if stage.memory is not None:
@@ -351,6 +358,16 @@ def with_memory(
         does = run.recomputes if again is None else number in again
         memory = intervals_of(replace(run, recompute=True), stage.layers, device) if does else ()
         found.append(replace(stage, memory=memory))
+    return found
+
+
+def _only_at_once(rows: Iterable[Sequence[Action]]) -> set[int]:
+    """The stages whose every backward is what they compute next after its forward."""
+    found: set[int] = set()
+    for row in rows:
+        backwards = Counter(action.stage for action in row if action.kind in "BI")
+        at_once = Counter(stage for stage, _ in backwards_at_once(row))
+        found |= {stage for stage, count in backwards.items() if at_once[stage] == count}
     return found
 
 

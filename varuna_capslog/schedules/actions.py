@@ -126,7 +126,7 @@ def placement_of(schedule: Sequence[Sequence[Action]]) -> list[int]:
 def backwards_at_once(actions: Iterable[Action]) -> set[tuple[int, int]]:
     """The (stage, microbatch) pairs of one rank whose backward is what their stage computes next after the forward.
 
-    What such a forward makes stays as it is: it is neither computed again nor offloaded. A pair with an O is none.
+    Such a pair has no R, and nothing of it is offloaded. A pair with an O is none.
     """
     found: set[tuple[int, int]] = set()
     offloaded: set[tuple[int, int]] = set()
