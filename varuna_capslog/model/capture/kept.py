@@ -10,14 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import pickle
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -27,6 +27,19 @@ from varuna_capslog.model.capture.text import CapturedLayers, NotText, from_text
 from varuna_capslog.model.sources import class_name, code_digest, module_settings
 
 __all__ = ["CaptureRequest", "Kept"]
+
+_DAMAGED = (
+    OSError,
+    RuntimeError,
+    EOFError,
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+)
+"""What reading a file raises that is not the one that was written."""
 
 _log = logging.getLogger(__name__)
 
@@ -97,9 +110,8 @@ class Kept:
             return None
         path = self._path(request)
         try:
-            with safe_open(path, "pt") as file:
-                told = file.metadata()
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            told = torch.load(path, map_location="cpu", weights_only=True)
+            tensors = told["tensors"]
             if told["digest"] != _digest(told["layers"], tensors):
                 raise ValueError("its digest differs")
             return from_text(told["layers"], tensors, request.model)
@@ -110,7 +122,7 @@ class Kept:
                     self._folder,
                     torch.__version__,
                 )
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except _DAMAGED as error:
             _log.warning("the kept capture %s is damaged (%s): the model is captured here", path, error)
         return None
 
@@ -125,12 +137,12 @@ class Kept:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with whole_file(path) as file:
-                file.write(save(tensors, {"layers": text, "digest": _digest(text, tensors)}))
+                torch.save({"layers": text, "tensors": tensors, "digest": _digest(text, tensors)}, file)
         except OSError as error:
             raise write_failure(f"{path} cannot be written", error) from error
 
     def _path(self, request: CaptureRequest) -> Path:
-        return self._folder / f"{request.digest(self._code)[:32]}.safetensors"
+        return self._folder / f"{request.digest(self._code)[:32]}.pt"
 
 
 def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
