@@ -21,4 +21,4 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
 launch/install.sh all,test
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
+exec .venv/bin/python -m pytest -n 3 --dist loadfile "$@"
