@@ -43,7 +43,7 @@ def test_a_loop_within_its_budget_has_the_bits_of_the_plain_loop(name: str) -> N
     fitted = fit(module, {"ids" if name == "skips" else "input": x}, least, loss=loss)
     (chosen,) = fitted.fits
     assert chosen.intervals
-    assert chosen.peak_bytes == least
+    assert chosen.peak_bytes <= least
     torch.manual_seed(9)
     optimizers = [torch.optim.AdamW(one.parameters(), fused=True) for one in (plain, fitted)]
     generator = torch.get_rng_state()

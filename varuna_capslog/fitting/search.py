@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -96,7 +98,10 @@ class StepSearch:
         offloads = loop.host_bandwidth is not None and device.type != "cpu"
         kinds = [kind for kind in INTERVAL_KINDS if offloads or kind == "recompute"]
         # the last layer, behind which nothing has to run again, is the user's: its outputs leave in any case
-        self._fronts = IntervalFronts(self._ranges, seconds, handling, firsts=[0], end=self._end, kinds=kinds)
+        self._fronts_by = partial(
+            IntervalFronts, self._ranges, handling=handling, firsts=[0], end=self._end, kinds=kinds
+        )
+        self._fronts = self._fronts_by(seconds)
         self._keeping_seconds = float(seconds.forward[self._end] + seconds.backward[self._end])
         self._peaks: dict[tuple[MemoryInterval, ...], int] = {}
         parameters = self._estimator.chain.named_parameters().values()
@@ -148,11 +153,16 @@ class StepSearch:
         return best
 
     def _least(self) -> tuple[int, tuple[MemoryInterval, ...]]:
-        """The fewest bytes of what is rehearsed of the smallest choices, and that choice."""
-        smallest = self._fronts.least_bytes(0, self._end, 1)[0]
-        found = []
+        """The fewest bytes of what is rehearsed of the smallest choices, and that choice.
+
+        Every layer counts as equally slow here: rates that were measured differ from time to time, and a budget that
+        was named once must do again.
+        """
+        steps = np.arange(self._profile.num_layers + 1, dtype=float)
+        fronts = self._fronts_by(LayerSeconds(steps, 2 * steps, 0 * steps, 0 * steps, 0 * steps))
+        smallest, found = fronts.least_bytes(0, self._end, 1)[0], []
         for part in (1.0, 1.02, 1.05, 1.1):  # what is smallest by the estimate need not be by its own program
-            choice = self._fronts.cheapest(0, self._end, 1, part * smallest)
+            choice = fronts.cheapest(0, self._end, 1, part * smallest)
             if choice is not None:
                 found.append((self.peak_bytes(choice.intervals), choice.intervals))
         return min([*found, (self.peak_bytes(()), ())], key=lambda one: one[0])
