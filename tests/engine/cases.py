@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from tests.engine import models
 from tests.engine.layouts import Cuts, layout_for
-from tests.engine.workload import workload
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
@@ -28,6 +27,7 @@ from varuna_capslog.engine.probe import PeakProbe
 from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, Layer, LayerFactory
+from varuna_capslog.model.workload import load_workload
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training import checkpoint
 from varuna_capslog.training.boundaries import verify_copies
@@ -221,7 +221,7 @@ def train_run(
     run = Run(
         config,
         plan if isinstance(plan, Plan) else Plan.of_cuts(num_layers=11, cuts=plan, model="tiny"),
-        workload(config),
+        load_workload(config),
         communicator,
         torch.device("cpu"),
         stop_wished=lambda: (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import sys
@@ -11,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from varuna_capslog.api.naming import function_name
+from varuna_capslog.api.own_data import own_data_values
 from varuna_capslog.api.reporting import write_run_report
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.tables import Table
@@ -78,19 +79,25 @@ class TrainedRun:
 
 def train(
     run: Path | str | Mapping[str, Any] | Config | Callable[..., Any],
+    dataset: Any = None,
     settings: Mapping[str, Any] | None = None,
     *,
     show: bool = True,
+    **data: Any,
 ) -> TrainedRun:
     """Profiles, plans and trains on this machine, and returns when the training has ended.
 
     Every rank is a process of its own, so that what they train must be importable: a workload is named, not handed
-    over.
+    over. A model, a data set and functions of a script of your own are found there by its file's name, so the call
+    stands under `if __name__ == "__main__":`.
 
     Args:
         run: a YAML file; the keys of a config as a dict; a `Config`; or a workload as `"package.module:function"` or as
-            that function itself.
+            that function itself. With a data set: the model, as an nn.Module, a Chain, or a function that makes it.
+        dataset: a map-style dataset, or a function that makes it. (Settings may stand here where there is none.)
         settings: keys to change, such as `{"train.max_steps": 10, "run_dir": "runs/mine"}`.
+        data: further keys of the config's `data` section: val, collate, loss, metric, sample, inputs, workers,
+            prefetch; functions as themselves or by name.
         show: print the plan, notes and the progress of profiling; the workers' own lines appear in any case, where the
             standard output of this process goes (in a notebook, that of its server).
 
@@ -116,14 +123,21 @@ def train(
         for note in plan.notes:
             tell(f"note: {note}")
 
-    config = with_given_plan(_config(run, dict(settings or {})), tell)
+    if settings is None and isinstance(dataset, Mapping):
+        dataset, settings = None, dataset
+    settings = dict(settings or {})
+    if dataset is not None:
+        run = own_data_values(run, dataset, data, settings)
+    elif data:
+        raise CapslogError(f"{next(iter(data))} goes with a dataset, and there is none; give it after the model")
+    config = with_given_plan(_config(run, settings), tell)
     train_here(config, show_plan, tell, show)
     return TrainedRun(config.run_dir)
 
 
 def _config(run: Any, settings: dict[str, Any]) -> Config:
     if callable(run) and not isinstance(run, type):
-        run = _name(run)
+        run = function_name(run)
     if isinstance(run, str) and _FUNCTION.match(run) and not Path(run).exists():
         run = {"workload": run}
     if isinstance(run, (str, Path)):
@@ -143,14 +157,3 @@ def _config(run: Any, settings: dict[str, Any]) -> Config:
     if "run_dir" not in values:
         values["run_dir"] = f"runs/{str(values.get('workload', 'run')).partition(':')[0].rpartition('.')[2]}"
     return section(Config, values, "")
-
-
-def _name(function: Callable[..., Any]) -> str:
-    """`package.module:function`, by which a worker finds it."""
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
-    if module in (None, "__main__") or not name.isidentifier() or not inspect.isroutine(function):
-        raise CapslogError(
-            f"the workers of a training are processes of their own and cannot import {name or function!r} of "
-            f"{module or 'no module'}; put the function into a file and give 'module:function'"
-        )
-    return f"{module}:{name}"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the module that names the engines imports this one, and no 
     from varuna_capslog.engine.optimizer import StageOptimizer
     from varuna_capslog.engine.options import EngineOptions
     from varuna_capslog.engine.stage import LossFunction
-    from varuna_capslog.engine.step import Verdict
+    from varuna_capslog.engine.step import DataReport, Verdict
     from varuna_capslog.model.chain import Chain
     from varuna_capslog.model.workload import Minibatch
 
@@ -59,6 +59,10 @@ class Engine(Protocol):
         """
 
     @property
+    def judged_microbatches(self) -> Sequence[int]:
+        """The microbatches of a step whose loss this rank computes, rising. None for most ranks."""
+
+    @property
     def doing(self) -> str:
         """What is under way, for error messages."""
 
@@ -73,12 +77,15 @@ class Engine(Protocol):
             PeerLost: another rank is gone.
         """
 
-    def vote(self, step: int, minibatch: Minibatch, stop: bool = False, ballot: bytes = b"") -> Verdict:
+    def vote(
+        self, step: int, minibatch: Minibatch, stop: bool = False, ballot: bytes = b"", data: DataReport = ...
+    ) -> Verdict:
         """After `compute`: all ranks learn whether the step may be applied, and the ballot of each of them.
 
         Args:
             stop: this rank wishes to stop after the step.
             ballot: handed to all ranks together with the verdict.
+            data: how this rank came by the step's data; by default it waited for none.
 
         Raises:
             PeerLost: another rank is gone; the step is forgotten here.

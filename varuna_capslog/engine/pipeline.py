@@ -29,7 +29,7 @@ from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.routes import Reach, Routes
 from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
 from varuna_capslog.engine.statistics import StatisticsBook
-from varuna_capslog.engine.step import Poll, Verdict, check_minibatch
+from varuna_capslog.engine.step import NO_REPORT, DataReport, Poll, Verdict, check_minibatch
 from varuna_capslog.model.chain import Chain, TensorSpec, Value
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch
@@ -149,6 +149,12 @@ class PipelineEngine:
         """True for a rank that has no stages."""
         return not self.stages
 
+    @property
+    def judged_microbatches(self) -> Sequence[int]:
+        """As `Engine.judged_microbatches`."""
+        ends = [number for number, stage in self.stages.items() if stage.ends_in_loss]
+        return sorted(one for stage in ends for one in self._graph.microbatches[stage])
+
     def pairs(self) -> set[tuple[int, int]]:
         """Every ordered pair of ranks between which tensors travel: over cuts, shared parameters and replicas."""
         layout = self.layout
@@ -243,11 +249,18 @@ class PipelineEngine:
             self.forget()
             raise
 
-    def vote(self, step: int, minibatch: Minibatch, stop: bool = False, ballot: bytes = b"") -> Verdict:
+    def vote(
+        self,
+        step: int,
+        minibatch: Minibatch,
+        stop: bool = False,
+        ballot: bytes = b"",
+        data: DataReport = NO_REPORT,
+    ) -> Verdict:
         """As `Engine.vote`. A step with a `refusal` must not be applied: `forget` drops it."""
         norms = self._gradients.squared_norms(self._reported) if self._reported else {}
         try:
-            return self._poll.hold(step, minibatch, self._last, norms, stop, ballot)
+            return self._poll.hold(step, minibatch, self._last, norms, stop, ballot, data)
         except BaseException:
             self.forget()
             raise

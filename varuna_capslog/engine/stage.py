@@ -21,6 +21,7 @@ from varuna_capslog.engine.offload import OffloadedCall, OffloadedTensor
 from varuna_capslog.engine.routes import GradientKey, Gradients, Ports, ports_of
 from varuna_capslog.engine.segments import MicrobatchContext, SegmentState, segments_of
 from varuna_capslog.model.chain import Chain, TensorSpec, Value
+from varuna_capslog.model.workload import known_targets
 from varuna_capslog.plans.parts import MemoryInterval
 
 __all__ = ["LossFunction", "MicrobatchContext", "Stage"]
@@ -192,7 +193,7 @@ class Stage:
         try:
             self.in_loss = True
             with torch.enable_grad():
-                parts = self._loss(outputs, targets, context.normalisers)
+                parts = self._loss(outputs, known_targets(targets), context.normalisers)
         except StepRefused as refusal:
             # the step goes on without this microbatch's gradient, so that every rank reaches the vote and refuses it
             # there

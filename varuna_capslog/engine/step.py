@@ -22,7 +22,24 @@ from varuna_capslog.engine.stage import Stage
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.workload import Minibatch
 
-__all__ = ["Poll", "Verdict", "check_minibatch", "train_step"]
+__all__ = ["NO_REPORT", "DataReport", "Poll", "Verdict", "check_minibatch", "data_failure", "train_step"]
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """How one rank came by the data of a step.
+
+    Attributes:
+        waited_seconds: how long it computed nothing because inputs or targets were not read yet.
+        failure: why some of them could not be read, so that the step must be refused; None where all could.
+    """
+
+    waited_seconds: float = 0.0
+    failure: str | None = None
+
+
+NO_REPORT = DataReport()
+"""Of a rank that waited for nothing."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +55,7 @@ class Verdict:
             words are known on the ranks of the last stage only.
         stop: some rank wishes to stop after this step.
         ballots: by rank, what each gave (empty: nothing); () where no rank gave any.
+        waited_seconds: by rank, how long each waited for data.
     """
 
     step: int
@@ -48,6 +66,7 @@ class Verdict:
     refusal: str | None
     stop: bool
     ballots: tuple[bytes, ...] = ()
+    waited_seconds: tuple[float, ...] = ()
 
 
 def train_step(
@@ -88,6 +107,12 @@ def check_minibatch(minibatch: Minibatch, options: EngineOptions) -> None:
         )
 
 
+def data_failure(step: int, failures: Sequence[str | None]) -> str | None:
+    """Why the step is refused, where the data of some rank could not be read; None where all could."""
+    found = next((failure for failure in failures if failure is not None), None)
+    return None if found is None else f"step {step}: {found}; nothing was applied"
+
+
 class Poll:
     """Holds the votes of one engine.
 
@@ -109,6 +134,7 @@ class Poll:
         squared_norms: Mapping[int, Tensor],
         stop: bool,
         ballot: bytes,
+        data: DataReport = NO_REPORT,
     ) -> Verdict:
         """One vote; every rank calls it, also one without stages.
 
@@ -116,14 +142,16 @@ class Poll:
             last: the stages here that evaluated the loss; their parts and refusals are taken out.
             squared_norms: by layer, on the rank that reports the layer.
             ballot: handed to all ranks as it is, by a gather that takes place only if anybody's is not empty.
+            data: of this rank; what it says of a failure is gathered only if anybody had one.
 
         Raises:
             PeerLost: another rank is gone; whether others know the verdict cannot be said.
         """
         count, layers, world = len(minibatch.inputs), len(self._chain), self._communicator.world_size
         names = self._names(last)
-        slots = torch.zeros(count * len(names) + layers + world + 1, dtype=torch.float64)
-        losses, norms, given, stops = slots.split([count * len(names), layers, world, 1])
+        sizes = [count * len(names), layers, world, world, world, 1]
+        slots = torch.zeros(sum(sizes), dtype=torch.float64)
+        losses, norms, given, waited, failed, stops = slots.split(sizes)
         losses = losses.view(count, len(names))
         refusals: dict[int, str] = {}
         for stage in last:
@@ -137,19 +165,24 @@ class Poll:
         for index, value in squared_norms.items():
             norms[index] = value
         given[self._communicator.rank] = float(bool(ballot))
+        waited[self._communicator.rank] = data.waited_seconds
+        failed[self._communicator.rank] = float(data.failure is not None)
         stops[0] = float(stop)
         self._communicator.sum_(slots)
         total = _fold(losses)
         squared = _fold(norms.unsqueeze(1))[0]
         finite = all(math.isfinite(value) for value in (squared, *total))
         refusal = None
-        if self._options.refuses and not finite:
+        if self._options.refuses and any(failed.tolist()):
+            refusal = data_failure(step, self._communicator.gather(data.failure))
+        elif self._options.refuses and not finite:
             refusal = _refusal(step, names, losses, norms, minibatch, refusals, self._chain)
         norm, largest = math.sqrt(squared), self._options.clip_norm
         scale = min(1.0, largest / (norm + 1e-6)) if largest > 0 else 1.0
         ballots = tuple(self._communicator.gather(ballot)) if any(given.tolist()) else ()
         parts = dict(zip(names, total, strict=True))
-        return Verdict(step, parts, norm, scale, finite, refusal, bool(stops[0] > 0), ballots)
+        stopped, seconds = bool(stops[0] > 0), tuple(waited.tolist())
+        return Verdict(step, parts, norm, scale, finite, refusal, stopped, ballots, seconds)
 
     def _names(self, last: Sequence[Stage]) -> list[str]:
         """Names of the loss parts, told once by the ranks that compute the loss."""

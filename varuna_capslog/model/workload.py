@@ -10,10 +10,10 @@ import difflib
 import importlib
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -24,7 +24,34 @@ from varuna_capslog.model.chain import Chain, TensorSpec
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
 
-__all__ = ["DataSource", "Evaluator", "Minibatch", "Workload", "call_function", "imported", "load_workload"]
+__all__ = [
+    "DataSource",
+    "Evaluator",
+    "LateTargets",
+    "Minibatch",
+    "Reading",
+    "ReadingSource",
+    "Workload",
+    "call_function",
+    "imported",
+    "known_targets",
+    "load_workload",
+]
+
+
+@dataclass(frozen=True)
+class LateTargets:
+    """Targets of one microbatch that are read with its samples, so that no description of a minibatch knows them.
+
+    read: gives them, where the loss is computed; raises StepRefused where they cannot be read.
+    """
+
+    read: Callable[[], Any]
+
+
+def known_targets(targets: Any) -> Any:
+    """The targets for the loss: read now, if they are late."""
+    return targets.read() if isinstance(targets, LateTargets) else targets
 
 
 @dataclass
@@ -36,7 +63,8 @@ class Minibatch:
 
     Attributes:
         inputs: per microbatch (global index), the spec of every chain input.
-        targets: per microbatch, whatever the loss takes; small, on the CPU.
+        targets: per microbatch, whatever the loss takes; small, on the CPU. Or `LateTargets`, where they are not known
+            before the samples are read.
         normalisers: of the *whole* minibatch (e.g. the number of boxes): the sum over microbatches of the loss with
             these is the unsplit minibatch's loss.
         sample_ids: per microbatch, the ids that an error message names (image ids, file names).
@@ -61,6 +89,26 @@ class DataSource(Protocol):
 
     def load(self, minibatch: Minibatch, microbatch: int) -> dict[str, Tensor]:
         """The input tensors of one microbatch, on the CPU, exactly as `minibatch.inputs[microbatch]` says."""
+
+
+class Reading(Protocol):
+    """A microbatch that is being read."""
+
+    def result(self) -> tuple[dict[str, Tensor], Any]:
+        """Its inputs and its targets, when they are there. Raises CapslogError where it cannot be read."""
+
+
+@runtime_checkable
+class ReadingSource(Protocol):
+    """A `DataSource` whose targets are read together with the inputs, and that reads ahead by itself.
+
+    ahead: microbatches that are worth beginning before they are asked for.
+    """
+
+    ahead: int
+
+    def begin(self, minibatch: Minibatch, microbatch: int) -> Reading:
+        """Begins to read a microbatch."""
 
 
 class Evaluator(Protocol):
@@ -136,6 +184,14 @@ class Workload(ABC):
     def sample_files(self, count: int) -> list[Path]:
         """A few validation files that `predict` can draw on, for the report; [] where there are none."""
         return []
+
+    def sample_text(self, chain: Chain) -> str | None:
+        """A text that a whole trained chain makes, for the report; None where there is none."""
+        return None
+
+    def costs_depend_on(self) -> Sequence[str]:
+        """Functions, as `package.module:function`, that the costs of the model depend on beside its modules."""
+        return ()
 
     def own_names(self, chain: Chain) -> Mapping[str, str]:
         """Address -> the name by which other programs know that weight; here the address itself."""

@@ -18,7 +18,7 @@ import torch
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.chain import Chain
-from varuna_capslog.model.sources import class_name, module_settings, source_file
+from varuna_capslog.model.sources import class_name, code_digest, module_settings, source_file
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.profiles.record import Profile, read_profile, write_profile
 
@@ -97,6 +97,10 @@ def model_digest(workload: Workload, chain: Chain) -> str:
                 digest.update(module.code.encode())
         for name, tensor in [*layer.module.named_parameters(), *layer.module.named_buffers()]:
             digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)).encode())
+    functions = workload.costs_depend_on()
+    if functions:
+        modules = sorted({name.partition(":")[0] for name in functions})
+        digest.update(repr((sorted(functions), code_digest((), modules))).encode())
     digest.update(repr([(shared.name, shared.layers) for shared in chain.shared]).encode())
     for file in sorted({file for kind in sources if (file := source_file(kind)) is not None}):
         digest.update(file.read_bytes())

@@ -1,22 +1,27 @@
 """Which samples make which step, and their tensors ahead of time.
 
 The order is a pure function of (seed, step): resuming is asking for the next step. Every rank derives the description
-of a minibatch itself; only ranks with a stage that takes inputs of the chain load tensors, in background threads.
+of a minibatch itself; only ranks with a stage that takes inputs of the chain load tensors, and only ranks that compute
+losses read targets that no description knows. A `ReadingSource` reads both itself; another source's `load` is called in
+background threads.
 """
 
 from __future__ import annotations
 
 import functools
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.base.seeds import mix
-from varuna_capslog.model.workload import DataSource, Minibatch
+from varuna_capslog.engine.step import DataReport
+from varuna_capslog.model.workload import DataSource, LateTargets, Minibatch, Reading, ReadingSource
 
 __all__ = ["Feed", "evaluation_groups"]
 
@@ -31,13 +36,20 @@ class Feed:
     Args:
         minibatch_size, microbatch_size: samples.
         local: global indices of the microbatches that this rank loads (empty: none), each as often as it is asked for.
+        judged: those whose loss it computes.
 
     Raises:
         CapslogError: fewer samples than one minibatch.
     """
 
     def __init__(
-        self, source: DataSource, minibatch_size: int, microbatch_size: int, seed: int, local: Sequence[int]
+        self,
+        source: DataSource,
+        minibatch_size: int,
+        microbatch_size: int,
+        seed: int,
+        local: Sequence[int],
+        judged: Sequence[int] = (),
     ) -> None:
         self._source, self._seed = source, seed
         self._minibatch_size, self._microbatch_size = minibatch_size, microbatch_size
@@ -47,12 +59,17 @@ class Feed:
                 f"the training data has {len(source)} samples, fewer than train.minibatch_size={minibatch_size}; "
                 "lower it"
             )
-        self._asked = Counter(local)
-        self._local = sorted(self._asked)
+        reads = isinstance(source, ReadingSource)
+        self._asked = Counter([*local, *judged] if reads else local)
+        self._order = sorted(self._asked)
+        self._ahead = source.ahead if isinstance(source, ReadingSource) else _AHEAD
         self._described = functools.lru_cache(maxsize=4)(self._describe)
-        self._ordered = functools.lru_cache(maxsize=1)(self._order)
-        self._loads: dict[tuple[int, int], Future[dict[str, Tensor]]] = {}
-        self._pool = ThreadPoolExecutor(_THREADS, "load") if self._local else None
+        self._ordered = functools.lru_cache(maxsize=1)(self._shuffled)
+        self._loads: dict[tuple[int, int], Reading] = {}
+        self._left: Counter[int] = Counter()
+        self._pool = ThreadPoolExecutor(_THREADS, "load") if self._order and not reads else None
+        self._waited = 0.0
+        self._failure: str | None = None
 
     def epoch(self, step: int) -> int:
         """The epoch that a step belongs to, counted from 0."""
@@ -65,35 +82,84 @@ class Feed:
     def _describe(self, step: int) -> Minibatch:
         epoch, at = self.epoch(step), (step - 1) % self.steps_per_epoch * self._minibatch_size
         samples = self._ordered(epoch)[at : at + self._minibatch_size]
-        return self._source.minibatch(_split(samples, self._microbatch_size), epoch)
+        minibatch = self._source.minibatch(_split(samples, self._microbatch_size), epoch)
+        if isinstance(self._source, ReadingSource):
+            late = (functools.partial(self._targets, step, index) for index in range(len(minibatch.inputs)))
+            minibatch.targets = [LateTargets(read) for read in late]
+        return minibatch
 
-    def _order(self, epoch: int) -> list[int]:
+    def _shuffled(self, epoch: int) -> list[int]:
         """All samples as this epoch shows them."""
         generator = torch.Generator().manual_seed(mix(self._seed, _SHUFFLE, epoch))
         order: list[int] = torch.randperm(len(self._source), generator=generator).tolist()
         return order
 
+    def begin(self, step: int) -> None:
+        """A step begins: what this rank needs of it first is read from now on."""
+        self._left = self._asked.copy()
+        self._loads = {key: load for key, load in self._loads.items() if key[0] >= step}
+        if self._ahead and self._order:
+            self._read_ahead(step, self._order[0])
+
     def loader(self, step: int) -> Callable[[int], dict[str, Tensor]]:
         """A function that gives the inputs of this step's microbatches; the next ones are loaded meanwhile.
 
-        A microbatch that several stages ask for is loaded once, and kept until the last of them has it.
+        A microbatch that several stages ask for is loaded once, and kept until the last of them has it. One that cannot
+        be read is zeros, and the step's `report` says why, so that all ranks reach the vote and refuse the step there.
         """
-        left = self._asked.copy()
+        self.begin(step)
 
         def load(microbatch: int) -> dict[str, Tensor]:
-            assert self._pool is not None
-            position = self._local.index(microbatch)
-            upcoming = ((step, index) for index in self._local[position:] if left[index])
-            following = ((step + 1, index) for index in self._local)
-            for key in [*upcoming, *following][:_AHEAD]:
-                if key not in self._loads:
-                    minibatch = self.minibatch(key[0])
-                    self._loads[key] = self._pool.submit(self._source.load, minibatch, key[1])
-            left[microbatch] -= 1
-            loaded = self._loads[step, microbatch] if left[microbatch] else self._loads.pop((step, microbatch))
-            return loaded.result()
+            try:
+                return self._take(step, microbatch)[0]
+            except CapslogError as error:
+                self._failure = self._failure or str(error)
+                specs = self.minibatch(step).inputs[microbatch]
+                return {name: spec.zeros(torch.device("cpu")) for name, spec in specs.items()}
 
         return load
+
+    def report(self) -> DataReport:
+        """How long this rank has waited for data since the last report, and what could not be read."""
+        found = DataReport(self._waited, self._failure)
+        self._waited, self._failure = 0.0, None
+        return found
+
+    def _targets(self, step: int, microbatch: int) -> Any:
+        try:
+            return self._take(step, microbatch)[1]
+        except CapslogError as error:
+            self._failure = self._failure or str(error)
+            raise StepRefused(str(error)) from error
+
+    def _take(self, step: int, microbatch: int) -> tuple[dict[str, Tensor], Any]:
+        """Inputs and targets of a microbatch; the time until they are there counts as waiting."""
+        self._read_ahead(step, microbatch)
+        key = step, microbatch
+        if key not in self._loads:
+            self._loads[key] = self._begun(key)
+        self._left[microbatch] -= 1
+        reading = self._loads[key] if self._left[microbatch] > 0 else self._loads.pop(key)
+        began = time.perf_counter()
+        try:
+            return reading.result()
+        finally:
+            self._waited += time.perf_counter() - began
+
+    def _read_ahead(self, step: int, microbatch: int) -> None:
+        """Begins to read what is asked for next, from this microbatch on."""
+        upcoming = ((step, index) for index in self._order if index >= microbatch and self._left[index])
+        following = ((step + 1, index) for index in self._order)
+        for key in [*upcoming, *following][: self._ahead]:
+            if key not in self._loads:
+                self._loads[key] = self._begun(key)
+
+    def _begun(self, key: tuple[int, int]) -> Reading:
+        minibatch = self.minibatch(key[0])
+        if isinstance(self._source, ReadingSource):
+            return self._source.begin(minibatch, key[1])
+        assert self._pool is not None
+        return self._pool.submit(lambda: (self._source.load(minibatch, key[1]), None))
 
     def close(self) -> None:
         """Stops the loading threads."""

@@ -44,6 +44,7 @@ def step_record(verdict: Verdict, rate: float, seconds: float, epoch: int, minib
         "lr": rate,
         "grad_norm": verdict.grad_norm,
         "step_seconds": seconds,
+        "waited_seconds": max(verdict.waited_seconds, default=0.0),
         "samples_per_second": minibatch_size / seconds,
     }
 

@@ -136,7 +136,7 @@ class TrainingLoop:
         """
         generation = number + self.offset
         self.engine, self.step = engine, base
-        self._feed = self.setup.feed(engine.loaded_microbatches)
+        self._feed = self.setup.feed(engine.loaded_microbatches, engine.judged_microbatches)
         self._meter.begin(number)
         self.boundaries.begin(engine, generation, base, saved)
         self.log.begin(writes, base, generation, engine.communicator.world_size)
@@ -169,6 +169,7 @@ class TrainingLoop:
         """Forwards, backwards and sums; nothing of the model changes."""
         self.minibatch, engine = self._feed.minibatch(step), self.running
         self._step_began = time.perf_counter()
+        self._feed.begin(step)
         with self._meter.computing(engine) as measured:
             load: Callable[[int], dict[str, Tensor]] = lambda microbatch: {}  # noqa: E731
             if loaded := engine.loaded_microbatches:
@@ -189,7 +190,8 @@ class TrainingLoop:
         assert self.minibatch is not None
         limit, engine = self.setup.config.train.max_seconds, self.running
         late = limit is not None and time.monotonic() - self.run_began > limit
-        verdict = engine.vote(step, self.minibatch, late or self._stop_wished(), self._meter.sealed(ballot))
+        stops, sealed = late or self._stop_wished(), self._meter.sealed(ballot)
+        verdict = engine.vote(step, self.minibatch, stops, sealed, self._feed.report())
         ballots, peaks = self._meter.opened(verdict.ballots or (b"",) * engine.communicator.world_size)
         self._peaks = None if peaks is None else [peaks[rank] for rank in engine.layout.first_replica]
         self.verdict = dataclasses.replace(verdict, ballots=ballots)

@@ -59,14 +59,14 @@ class RunSetup:
         """The folder of the run's checkpoints."""
         return self.run_dir / "checkpoints"
 
-    def feed(self, local: Sequence[int] = ()) -> Feed:
-        """The minibatches by step, on a rank that loads the microbatches `local`.
+    def feed(self, local: Sequence[int] = (), judged: Sequence[int] = ()) -> Feed:
+        """The minibatches by step, on a rank that loads the microbatches `local` and computes the losses of `judged`.
 
         Raises:
             CapslogError: fewer samples than one minibatch.
         """
         train = self.config.train
-        return Feed(self.source, train.minibatch_size, train.microbatch_size, train.seed, local)
+        return Feed(self.source, train.minibatch_size, train.microbatch_size, train.seed, local, judged)
 
 
 def build_chain(config: Config, workload: Workload) -> tuple[Chain, list[str]]:

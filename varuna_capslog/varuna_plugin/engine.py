@@ -22,9 +22,9 @@ from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.optimizer import StageOptimizer
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.stage import LossFunction
-from varuna_capslog.engine.step import Verdict, check_minibatch
+from varuna_capslog.engine.step import NO_REPORT, DataReport, Verdict, check_minibatch, data_failure
 from varuna_capslog.model.chain import Chain
-from varuna_capslog.model.workload import Minibatch
+from varuna_capslog.model.workload import Minibatch, known_targets
 from varuna_capslog.varuna_plugin.building import forward_only
 from varuna_capslog.varuna_plugin.inputs import Microbatches
 from varuna_capslog.varuna_plugin.install import install, silent
@@ -90,7 +90,7 @@ class ChainModule(nn.Module):
         if not self.training:
             return outputs
         seed_layer(device, self._seed, step, microbatch, len(self.layers))
-        parts = self._loss(outputs, targets, normalisers or {})
+        parts = self._loss(outputs, known_targets(targets), normalisers or {})
         self.parts[microbatch] = {name: float(part.detach()) for name, part in parts.items()}
         return parts["loss"]
 
@@ -150,6 +150,7 @@ class VarunaEngine:
         # all that Varuna asks an optimizer for is its parameters: the update is ours
         self._varuna.set_optimizer(SimpleNamespace(param_groups=[{"params": list(self.optimizer.parameters.values())}]))
         self.loaded_microbatches = self._microbatches if own[0] == 0 else []
+        self.judged_microbatches = self._microbatches if own[-1] == len(chain) - 1 else []
         self.doing = "starting"
         self._norm = 0.0
 
@@ -171,18 +172,25 @@ class VarunaEngine:
             raise
         self._norm = self._varuna.capslog_grad_norm
 
-    def vote(self, step: int, minibatch: Minibatch, stop: bool = False, ballot: bytes = b"") -> Verdict:
-        """As `Engine.vote`: the loss parts, the wishes to stop and the ballots are gathered."""
+    def vote(
+        self,
+        step: int,
+        minibatch: Minibatch,
+        stop: bool = False,
+        ballot: bytes = b"",
+        data: DataReport = NO_REPORT,
+    ) -> Verdict:
+        """As `Engine.vote`: the loss parts, the wishes to stop, the ballots and the reports are gathered."""
         norm = self._norm
         try:
-            gathered = self.communicator.gather((dict(self._module.parts), stop, ballot))
+            gathered = self.communicator.gather((dict(self._module.parts), stop, ballot, data))
         except BaseException:
             self.forget()
             raise
-        total = _sum_parts([parts for parts, _, _ in gathered])
+        total = _sum_parts([parts for parts, *_ in gathered])
         finite = all(math.isfinite(value) for value in (norm, *total.values()))
-        refusal = None
-        if self.options.refuses and not finite:
+        refusal = data_failure(step, [report.failure for *_, report in gathered])
+        if refusal is None and self.options.refuses and not finite:
             shown = ", ".join(f"{name}={value:g}" for name, value in total.items())
             samples = [sample for group in minibatch.sample_ids for sample in group]
             refusal = (
@@ -190,9 +198,10 @@ class VarunaEngine:
                 "lower train.lr or look at them"
             )
         scale = min(1.0, self.options.clip_norm / (norm + 1e-6)) if self.options.clip_norm > 0 else 1.0
-        ballots = tuple(given for _, _, given in gathered)
-        stops = any(wish for _, wish, _ in gathered)
-        return Verdict(step, total, norm, scale, finite, refusal, stops, ballots if any(ballots) else ())
+        ballots = tuple(given for _, _, given, _ in gathered)
+        stops = any(wish for _, wish, _, _ in gathered)
+        waited = tuple(report.waited_seconds for *_, report in gathered)
+        return Verdict(step, total, norm, scale, finite, refusal, stops, ballots if any(ballots) else (), waited)
 
     def apply(self, verdict: Verdict) -> float:
         """As `Engine.apply`; the update is our optimizer's."""

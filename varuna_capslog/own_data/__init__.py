@@ -1,0 +1,9 @@
+"""Own data: `capslog.train(model, dataset)` and configs with `workload: varuna_capslog.own_data:workload`.
+
+A map-style dataset becomes a `DataSource`; its samples are read by the rank that needs them or by loader processes
+beside it, seeded by sample, so that neither cuts nor morphs change what a run sees.
+"""
+
+from varuna_capslog.own_data.workload import workload
+
+__all__ = ["workload"]

@@ -1,0 +1,94 @@
+"""Objects that a program hands to the processes of its run, in one file of the run's folder.
+
+A class or function of the program's own script is found under the script's name as a module, since in another process
+`__main__` is another program.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import pickle
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.files import whole_file
+
+__all__ = ["hand_over", "handed", "model"]
+
+
+def hand_over(path: Path, objects: Mapping[str, Any], script: Callable[[str], str]) -> None:
+    """Writes the objects by name.
+
+    Args:
+        script: gives the name as a module of the script that defines something of this name; raises CapslogError where
+            it has none.
+
+    Raises:
+        CapslogError: an object that cannot be pickled, named.
+    """
+    pickled = {name: _pickled(name, one, script) for name, one in objects.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as file:
+        pickle.dump(pickled, file)
+
+
+def handed(path: Path, name: str) -> Any:
+    """One of the objects; None where the file has none of this name.
+
+    Raises:
+        CapslogError: the file is missing or damaged, or what it names cannot be imported here.
+    """
+    try:
+        data = pickle.loads(path.read_bytes()).get(name)
+        return None if data is None else pickle.loads(data)
+    except CapslogError:
+        raise
+    except Exception as error:
+        raise CapslogError(
+            f"{path}: the {name} that was handed over cannot be read ({type(error).__name__}: {error}); start the run "
+            "again with capslog.train"
+        ) from error
+
+
+def model(path: str) -> Any:
+    """The model, as the factory of a config's `model` section."""
+    return handed(Path(path), "model")
+
+
+class _ScriptPickler(pickle.Pickler):
+    script: Callable[[str], str]
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (type, FunctionType)) and value.__module__ == "__main__":
+            return _of_script, (self.script(value.__qualname__), value.__qualname__)
+        return NotImplemented
+
+
+def _of_script(module: str, name: str) -> Any:
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _pickled(name: str, value: Any, script: Callable[[str], str]) -> bytes:
+    buffer = io.BytesIO()
+    pickler = _ScriptPickler(buffer, protocol=5)
+    pickler.script = script
+    try:
+        pickler.dump(value)
+    except CapslogError:
+        raise
+    except Exception as error:
+        raise CapslogError(
+            f"the {name} is a {type(value).__name__} that cannot be handed to the workers "
+            f"({type(error).__name__}: {error}); give the name of a function that makes it, as 'module:function'"
+        ) from error
+    return buffer.getvalue()

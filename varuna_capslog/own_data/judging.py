@@ -1,0 +1,89 @@
+"""Losses and scores that a config may name, and what a user's loss gets as the outputs of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from varuna_capslog.base.errors import CapslogError
+
+__all__ = ["LOSSES", "METRICS", "Outputs", "returned", "to_device"]
+
+
+class Outputs(dict[str, Tensor]):
+    """The outputs of a model that names them: `outputs.logits` is `outputs["logits"]`."""
+
+    def __getattr__(self, name: str) -> Tensor:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"the model has no output {name!r}; it has {', '.join(self)}") from None
+
+
+def returned(outputs: Mapping[str, Tensor]) -> Any:
+    """What the model returned: its one tensor, the tuple of them, or `Outputs` where they have names."""
+    if set(outputs) <= {"output", "x"} and len(outputs) == 1:
+        return next(iter(outputs.values()))
+    if all(name.isdigit() for name in outputs):
+        return tuple(outputs.values())
+    return Outputs(outputs)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with all its tensors on a device."""
+    return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def _scores_and_classes(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    scores = _main(outputs)
+    classes = _target(batch)
+    if scores.dim() < 2 or classes.is_floating_point():
+        raise CapslogError(
+            f"classes are compared here, but the model returned a tensor of shape {list(scores.shape)} and the batch's "
+            f"target is of {classes.dtype}; name a function of your own as loss or metric"
+        )
+    return scores.reshape(-1, scores.shape[-1]), classes.reshape(-1)
+
+
+def _main(outputs: Any) -> Tensor:
+    if isinstance(outputs, Mapping):
+        found = outputs.get("logits", next(iter(outputs.values())))
+    else:
+        found = outputs[0] if isinstance(outputs, tuple) else outputs
+    return found
+
+
+def _target(batch: Any) -> Tensor:
+    found = None
+    if isinstance(batch, Mapping):
+        found = next((batch[name] for name in ("labels", "label", "target") if name in batch), None)
+    elif isinstance(batch, (tuple, list)):
+        found = batch[-1]
+    if not isinstance(found, Tensor):
+        raise CapslogError(
+            "the batch has no target: its last entry, or its entry labels, label or target, must be a tensor; name a "
+            "function of your own as loss or metric"
+        )
+    return found
+
+
+def _cross_entropy(outputs: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(*_scores_and_classes(outputs, batch))
+
+
+def _mse(outputs: Any, batch: Any) -> Tensor:
+    return F.mse_loss(_main(outputs), _target(batch))
+
+
+def _accuracy(outputs: Any, batch: Any) -> dict[str, float]:
+    scores, classes = _scores_and_classes(outputs, batch)
+    return {"accuracy": float((scores.argmax(-1) == classes).float().mean())}
+
+
+LOSSES = {"cross_entropy": _cross_entropy, "mse": _mse}
+METRICS = {"accuracy": _accuracy}

@@ -1,0 +1,122 @@
+"""Who reads samples: the rank itself, or loader processes beside it that read ahead.
+
+Which process reads a sample changes nothing: a sample's random numbers are its own.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.own_data.messages import receive, send
+from varuna_capslog.own_data.reading import SampleReader
+
+__all__ = ["Batch", "Loader"]
+
+_Task = tuple[tuple[str, int, list[int]], "Future[Any]"]
+
+
+class Batch(Protocol):
+    """A batch that is being read, or will be."""
+
+    def result(self) -> Any:
+        """The batch, when it is there. Raises CapslogError where it cannot be read."""
+
+
+class _Later:
+    """A batch that is read where it is asked for."""
+
+    def __init__(self, reader: SampleReader, split: str, epoch: int, samples: Sequence[int]) -> None:
+        self._reader, self._task = reader, (split, epoch, samples)
+        self._batch: Any = None
+        self._read = False
+
+    def result(self) -> Any:
+        if not self._read:
+            self._batch, self._read = self._reader.read(*self._task), True
+        return self._batch
+
+
+class Loader:
+    """Reads batches of one workload in this process.
+
+    Args:
+        reader: for what this process reads itself.
+        keys, seed: as for `SampleReader`, in the loader processes.
+        workers: loader processes; they start with the first batch and end with this process. 0: none.
+    """
+
+    def __init__(self, reader: SampleReader, keys: Mapping[str, Any], seed: int, workers: int) -> None:
+        self._reader, self._greeting, self._workers = reader, (dict(keys), seed), workers
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def begin(self, split: str, epoch: int, samples: Sequence[int]) -> Batch:
+        """Begins to read a batch."""
+        if not self._workers:
+            return _Later(self._reader, split, epoch, samples)
+        if not self._threads:
+            # A thread that lives as long as its process: Linux ends a child with the thread that started it.
+            self._threads = [
+                threading.Thread(target=self._serve, name=f"loader-{number}", daemon=True)
+                for number in range(self._workers)
+            ]
+            for thread in self._threads:
+                thread.start()
+        batch: Future[Any] = Future()
+        self._tasks.put(((split, epoch, list(samples)), batch))
+        return batch
+
+    def close(self) -> None:
+        """Ends the loader processes; what they have not begun is not read."""
+        for _ in self._threads:
+            self._tasks.put(None)
+        self._threads = []
+
+    def _serve(self) -> None:
+        process: subprocess.Popen[bytes] | None = None
+        while (given := self._tasks.get()) is not None:
+            task, batch = given
+            if not batch.set_running_or_notify_cancel():
+                continue
+            try:
+                if process is None:
+                    process = self._started()
+                assert process.stdin is not None
+                assert process.stdout is not None
+                send(process.stdin, task)  # type: ignore[arg-type]
+                good, answer = receive(process.stdout)  # type: ignore[arg-type]
+            except (EOFError, OSError) as error:
+                batch.set_exception(_ended(process, task[2], error))
+                process = None
+                continue
+            if good:
+                batch.set_result(answer)
+            else:
+                batch.set_exception(CapslogError(answer))
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "varuna_capslog.own_data.worker", str(os.getpid())]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        assert process.stdin is not None
+        send(process.stdin, (*self._greeting, [path or os.getcwd() for path in sys.path]))  # type: ignore[arg-type]
+        return process
+
+
+def _ended(process: subprocess.Popen[bytes] | None, samples: Sequence[int], error: Exception) -> CapslogError:
+    how = f"cannot be started ({error})" if process is None else f"ended with status {process.wait()}"
+    return CapslogError(
+        f"a loader process {how} while it should read the samples {list(samples)}; what it wrote stands in the "
+        "worker's log (a negative status is a signal; 9 is often a lack of memory: lower data.workers or data.prefetch)"
+    )

@@ -1,0 +1,105 @@
+"""Samples of a data set and the batch of some of them: what a rank does itself, or its loader processes do for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.workload import call_function, imported
+from varuna_capslog.own_data.handed import handed
+from varuna_capslog.own_data.seeding import seeded
+
+__all__ = ["SampleReader", "named_or_handed"]
+
+
+def named_or_handed(keys: Mapping[str, Any], name: str) -> Any:
+    """The function that a key of the `data` section names, else what was handed over under that name, else None."""
+    if keys[name] is not None:
+        return imported(keys[name], f"data.{name}={keys[name]!r}")
+    return None if keys["given"] is None else handed(Path(keys["given"]), name)
+
+
+class SampleReader:
+    """Batches of a data set, equal in every process.
+
+    Args:
+        keys: the config's `data` section as plain values.
+        seed: the run's; random numbers of a sample are seeded by it, the epoch and the sample.
+    """
+
+    def __init__(self, keys: Mapping[str, Any], seed: int) -> None:
+        self._keys, self._seed = keys, seed
+        self._sets: dict[str, Any] = {}
+        self._collate: Any = None
+
+    def dataset(self, split: str) -> Any:
+        """The data set of "dataset" or "val"; None for validation data that no key names.
+
+        Raises:
+            CapslogError: its function failed; it is no map-style dataset.
+        """
+        if split not in self._sets:
+            self._sets[split] = self._opened(split)
+        return self._sets[split]
+
+    def read(self, split: str, epoch: int, samples: Sequence[int]) -> Any:
+        """The batch of these samples.
+
+        Raises:
+            CapslogError: a sample cannot be read, or they cannot be collated; it names the samples.
+        """
+        dataset, found = self.dataset(split), []
+        for sample in samples:
+            with seeded(self._seed, epoch, sample):
+                try:
+                    found.append(dataset[sample])
+                except CapslogError:
+                    raise
+                except Exception as error:
+                    raise CapslogError(
+                        f"sample {sample} of {_called(split)} cannot be read ({_told(error)}); mend or remove it"
+                    ) from error
+        if self._collate is None:
+            self._collate = named_or_handed(self._keys, "collate") or default_collate
+        with seeded(self._seed, epoch, *samples):
+            try:
+                return self._collate(found)
+            except CapslogError:
+                raise
+            except Exception as error:
+                raise CapslogError(
+                    f"the samples {list(samples)} of {_called(split)} do not collate ({_told(error)}); make all "
+                    "samples alike, or give a collate function that pads them to one size (data.collate)"
+                ) from error
+
+    def _opened(self, split: str) -> Any:
+        name, arguments = self._keys[split], "arguments" if split == "dataset" else f"{split}_arguments"
+        if name is not None:
+            found = call_function(name, f"data.{split}={name!r}", **self._keys[arguments])
+        else:
+            found = named_or_handed(self._keys, split)
+        if found is None and split == "val":
+            return None
+        if isinstance(found, (DataLoader, IterableDataset)):
+            raise CapslogError(
+                f"data.{split} is a {type(found).__name__}, whose order is its own; give a map-style dataset (one with "
+                "__getitem__ and __len__), since the run decides which samples make which step"
+            )
+        if isinstance(found, Mapping) or not (hasattr(found, "__getitem__") and hasattr(found, "__len__")):
+            raise CapslogError(
+                f"data.{split} is a {type(found).__name__}; give a map-style dataset, with __getitem__ and __len__"
+            )
+        return found
+
+
+def _called(split: str) -> str:
+    return "the data set" if split == "dataset" else "the validation data"
+
+
+def _told(error: Exception) -> str:
+    """The error in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -1,0 +1,53 @@
+"""A loader process: `python -m varuna_capslog.own_data.worker PARENT`, started by `loader.Loader`.
+
+It reads a task from standard input and answers with a batch, or with why there is none. It ends with its parent.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.processes import killed_with
+
+
+def main() -> None:
+    """Serves until the parent closes the pipe or ends."""
+    killed_with(int(sys.argv[1]))()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent says when it is over
+    answers = os.fdopen(os.dup(1), "wb")
+    tasks = os.fdopen(os.dup(0), "rb", buffering=0)
+    os.dup2(2, 1)  # what a data set prints must not get between the answers
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    import torch
+
+    from varuna_capslog.own_data.messages import receive, send
+    from varuna_capslog.own_data.reading import SampleReader
+
+    torch.set_num_threads(1)
+    try:
+        keys, seed, path = receive(tasks)
+        sys.path[:] = path
+        reader = SampleReader(keys, seed)
+        while True:
+            split, epoch, samples = receive(tasks)
+            try:
+                send(answers, (True, reader.read(split, epoch, samples)))
+            except CapslogError as error:
+                if os.environ.get("CAPSLOG_DEBUG"):
+                    traceback.print_exc()
+                send(answers, (False, str(error)))
+            except (EOFError, BrokenPipeError):
+                raise
+            except Exception as error:
+                told = " ".join(f"{type(error).__name__}: {error}".split())
+                send(answers, (False, f"the batch of the samples {samples} cannot leave its loader process ({told})"))
+    except (EOFError, BrokenPipeError):
+        os._exit(0)  # the parent has ended or closed the pipe
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,278 @@
+"""The workload of a model with a data set, the user's or a ready-made one: what `capslog.train(model, dataset)` runs.
+
+It is the workload of an ordinary model whose example is the first microbatch of the data, and whose loss is a function
+of outputs and batch. The configs of such runs name `varuna_capslog.own_data:workload`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.reading import Config, section
+from varuna_capslog.model.chain import Chain
+from varuna_capslog.model.model_workload import ModelSection, ModelWorkload
+from varuna_capslog.model.trace import ShapeTable
+from varuna_capslog.model.workload import Evaluator, Minibatch, known_targets
+from varuna_capslog.own_data.judging import LOSSES, METRICS, returned, to_device
+from varuna_capslog.own_data.loader import Loader
+from varuna_capslog.own_data.reading import SampleReader, named_or_handed
+from varuna_capslog.own_data.section import DataSection
+from varuna_capslog.own_data.source import DatasetSource
+
+__all__ = ["DatasetWorkload", "workload"]
+
+
+def workload(config: Config) -> DatasetWorkload:
+    """The workload that a config's `model` and `data` sections describe; see `ModelSection` and `DataSection`."""
+    return DatasetWorkload(config)
+
+
+class DatasetWorkload(ModelWorkload):
+    """A model, a data set, and a loss of outputs and batch.
+
+    A microbatch is what the collate function makes of as many samples; each counts 1 / number of microbatches in the
+    minibatch's loss. Validation leaves out the samples that do not fill a last microbatch.
+    """
+
+    def __init__(self, config: Config) -> None:
+        settings = section(ModelSection, config.model, "model")
+        keys = section(DataSection, config.data, "data")
+        if settings.inputs:
+            raise CapslogError("model.inputs is set, but the data says the shapes of the inputs; leave it out")
+        super().__init__(settings, config.train.microbatch_size, self._model_on_data, config.run_dir)
+        self._keys: dict[str, Any] = keys.model_dump(mode="json")
+        self._seed = config.train.seed
+        self._reader = SampleReader(self._keys, self._seed)
+        self._loader = Loader(self._reader, self._keys, self._seed, keys.workers)
+        self._ahead = keys.workers * keys.prefetch
+        self._names: dict[str, str | int] | None = None
+
+    # -- the data ------------------------------------------------------------------------------------------------------
+
+    def train_data(self) -> DatasetSource:
+        """All samples of data.dataset."""
+        if self._names is None:
+            self._model_on_data()
+        return self._source("dataset", len(self._reader.dataset("dataset")))
+
+    def val_data(self) -> DatasetSource | None:
+        """The samples of data.val, as many as fill microbatches."""
+        dataset = self._reader.dataset("val")
+        if dataset is None:
+            return None
+        if len(dataset) < self._size:
+            raise CapslogError(
+                f"the validation data has {len(dataset)} samples, fewer than train.microbatch_size={self._size}; give "
+                "more, or lower it"
+            )
+        return self._source("val", len(dataset) // self._size * self._size)
+
+    def _source(self, split: str, count: int) -> DatasetSource:
+        return DatasetSource(split, count, self._input_specs, self._loader, self._inputs_of, self._ahead)
+
+    @functools.cached_property
+    def _first(self) -> Any:
+        """The batch of the first microbatch, which says the shapes of all."""
+        count = len(self._reader.dataset("dataset"))
+        if count < self._size:
+            raise CapslogError(
+                f"the training data has {count} samples, fewer than train.microbatch_size={self._size}; give more, or "
+                "lower it"
+            )
+        return self._reader.read("dataset", 0, range(self._size))
+
+    def _inputs_of(self, batch: Any) -> dict[str, Tensor]:
+        """The model's inputs of a batch."""
+        assert self._names is not None
+        found: dict[str, Tensor] = {}
+        for name, key in self._names.items():
+            value = _entry(batch, key)
+            if not isinstance(value, Tensor):
+                raise CapslogError(
+                    f"the batch has no tensor {key!r} for the model's input {name!r} ({_described(batch)}); say with "
+                    "data.inputs what of a batch the model takes"
+                )
+            found[name] = value
+        return found
+
+    def _find_names(self, model: nn.Module | Chain) -> dict[str, str | int]:
+        """The inputs of the model that a batch has, each with its place in the batch."""
+        batch, given = self._first, self._keys["inputs"]
+        if isinstance(model, Chain):
+            taken = list(model.inputs)
+        elif isinstance(model, nn.Sequential):
+            taken = ["x"]
+        else:
+            taken = list(inspect.signature(model.forward).parameters)
+        if given is not None and len(given) > len(taken):
+            raise CapslogError(f"data.inputs has {len(given)} entries, but the model takes {', '.join(taken)}")
+        if isinstance(batch, Mapping):
+            keys = given or [name for name in taken if name in batch]
+            names = {key if key in taken else taken[place]: key for place, key in enumerate(keys)}
+        else:
+            count = len(given) if given else max(1, len(batch) - 1) if isinstance(batch, (tuple, list)) else 1
+            names = {name: place for place, name in enumerate(given or taken[:count])}
+        if not names:
+            raise CapslogError(
+                f"{self.name}: the batch ({_described(batch)}) has nothing that the model's forward takes "
+                f"({', '.join(taken)}); name the entries alike, or say with data.inputs what of a batch the model takes"
+            )
+        return names
+
+    def _model_on_data(self) -> Any:
+        """The model, and the first microbatch as its example."""
+        made = self._call_factory()
+        model = made[0] if isinstance(made, tuple) and made and isinstance(made[0], nn.Module) else made
+        if not isinstance(model, (nn.Module, Chain)):
+            return made
+        self._names = self._find_names(model)
+        inputs = self._inputs_of(self._first)
+        self._specs = ()
+        self.take_example(model, inputs)
+        return model if isinstance(model, Chain) else (model, inputs)
+
+    # -- the loss ------------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _loss_function(self) -> Any:
+        name = self._keys["loss"]
+        return LOSSES.get(name) or named_or_handed(self._keys, "loss")
+
+    @functools.cached_property
+    def _metric(self) -> Any:
+        name = self._keys["metric"]
+        return METRICS.get(name) or named_or_handed(self._keys, "metric")
+
+    def _finished(self, chain: Chain) -> Chain:
+        if self._loss_function is None and "loss" not in chain.outputs:
+            raise CapslogError(
+                f"{self.name} has no output named loss for this data (its outputs are {', '.join(chain.outputs)}), so "
+                "give a loss: cross_entropy, mse, or a function f(outputs, batch) (data.loss)"
+            )
+        return self._with_loss(chain) if self._loss_function is None and self._metric is None else chain
+
+    def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
+        """The user's loss of outputs and batch, times this microbatch's share."""
+        parts = self._parts(outputs, targets)
+        if torch.is_grad_enabled() and not parts["loss"].requires_grad:
+            raise CapslogError(
+                "the loss is a tensor without gradient, so nothing would be trained; compute it from the model's "
+                "outputs, without detach, item or torch.no_grad"
+            )
+        return {name: value / normalisers["microbatches"] for name, value in parts.items()}
+
+    def _parts(self, outputs: Mapping[str, Tensor], batch: Any) -> dict[str, Tensor]:
+        """The parts of a microbatch's mean loss."""
+        if self._loss_function is None:
+            return {"loss": outputs["loss"]}
+        device = next(iter(outputs.values())).device
+        found = self._loss_function(returned(outputs), to_device(batch, device))
+        parts = dict(found) if isinstance(found, Mapping) else {"loss": found}
+        for name, value in parts.items():
+            if not isinstance(value, Tensor) or value.dim() != 0:
+                shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
+                raise CapslogError(
+                    f"the loss returned a {type(value).__name__}{shape} as {name!r}; return the mean over the "
+                    "microbatch, a tensor with one value, or a mapping of such with the entry 'loss'"
+                )
+        return parts
+
+    def profile_targets(self, microbatch_size: int) -> tuple[Any, dict[str, float]]:
+        """The first batch."""
+        return self._first, {"microbatches": 1.0}
+
+    def costs_depend_on(self) -> Sequence[str]:
+        return [self._keys["loss"]] if self._keys["loss"] else []
+
+    def evaluator(self) -> Evaluator | None:
+        """Mean loss and scores of the validation data; None without such data."""
+        if self._keys["val"] is None and self._reader.dataset("val") is None:
+            return None
+        return _Judge(self)
+
+    def judged(self, outputs: Mapping[str, Tensor], batch: Any) -> dict[str, float]:
+        """Scores of one microbatch."""
+        with torch.no_grad():
+            scores = {f"val_{name}": float(value) for name, value in self._parts(outputs, batch).items()}
+            if self._metric is not None:
+                scores = {name: float(value) for name, value in self._metric(returned(outputs), batch).items()} | scores
+        return scores
+
+    # -- before the workers --------------------------------------------------------------------------------------------
+
+    def hand_over(self) -> None:
+        """Captures the model, and tries the loss on the first batch with made-up outputs."""
+        super().hand_over()
+        chain = self.build_training_chain()
+        outputs = {}
+        last = ShapeTable(chain).boundaries(self._input_specs(self._size))[-1]
+        for name in chain.outputs:
+            made = torch.zeros(last[name].shape, dtype=last[name].dtype)
+            outputs[name] = made.requires_grad_() if last[name].requires_grad else made
+        try:
+            with torch.enable_grad():
+                self.loss(outputs, self._first, {"microbatches": 1.0})
+        except CapslogError:
+            raise
+        except Exception as error:
+            raise CapslogError(
+                f"the loss failed on the first batch, with zeros for what the model returns ({type(error).__name__}: "
+                f"{error}); the outputs are {_described(returned(outputs))}, the batch is {_described(self._first)}"
+            ) from error
+
+    def sample_text(self, chain: Chain) -> str | None:
+        """What data.sample makes of the trained model."""
+        function, model = named_or_handed(self._keys, "sample"), None
+        if function is not None:
+            model = self.build_model()
+        if model is None:
+            return None
+        names, tensors = self.own_names(chain), chain.named_tensors()
+        model.load_state_dict({own: tensors[address] for address, own in names.items()}, strict=False)
+        model.eval()
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._seed)
+            return str(function(model))
+
+
+class _Judge:
+    """The evaluator: means over microbatches, which are of one size."""
+
+    def __init__(self, workload: DatasetWorkload) -> None:
+        self._workload = workload
+
+    def collect(self, outputs: Mapping[str, Tensor], minibatch: Minibatch, microbatch: int) -> list[Any]:
+        return [self._workload.judged(outputs, known_targets(minibatch.targets[microbatch]))]
+
+    def summarize(self, results: list[Any]) -> dict[str, Any]:
+        totals: dict[str, float] = {}
+        for result in results:
+            for name, value in result.items():
+                totals[name] = totals.get(name, 0.0) + value
+        return {name: total / len(results) for name, total in totals.items()}
+
+
+def _entry(batch: Any, key: str | int) -> Any:
+    """An entry of a batch; None where it has no such entry."""
+    if isinstance(key, str):
+        return batch.get(key)
+    entries = batch if isinstance(batch, (tuple, list)) else [batch]
+    return entries[key] if key < len(entries) else None
+
+
+def _described(value: Any) -> str:
+    """Types and shapes, in short."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name}: {_described(one)}" for name, one in value.items()) + "}"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(_described(one) for one in value)})"
+    return type(value).__name__
