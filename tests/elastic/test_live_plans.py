@@ -12,6 +12,7 @@ import pytest
 from tests.elastic.live import Cradle, Live, Outcome, Truth, check, config_of, describe
 from varuna_capslog import cli
 from varuna_capslog.config.settings import Config
+from varuna_capslog.elastic.host.terminal import describe as line_of
 from varuna_capslog.plans.pipelines import pipelines_of
 from varuna_capslog.plans.plan import Plan, read_plan, write_plan
 from varuna_capslog.rig.faults import Fault
@@ -218,3 +219,50 @@ def test_a_run_that_has_grown_is_evaluated_and_reported_by_its_last_plan(
     capsys.readouterr()
     assert cli._run(["evaluate", str(tmp_path / "run"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == scores
+
+
+BUDGET = 126_000
+"""Bytes: one device holds the tiny model with its snapshot only where two layers run again."""
+
+
+def test_four_devices_become_one_by_kills_and_four_again_without_waiting(
+    cradle: Cradle, truth: Truth, tmp_path: Path
+) -> None:
+    """What the last one runs was searched ahead, by a member that may be dead, and travels in the record."""
+    pipeline = {"cuts": None, "planner": "budget", "schedule": "auto", "capacity": BUDGET}
+    config = config_of(tmp_path, 4, pipeline=pipeline, profile={"source": "estimated"})
+    # the computation at which each is killed; the step under way is made again by the others
+    begun = {"m0": 3, "m1": 5, "m2": 7, "m3": 10}
+    live = Live(cradle, config, faults=[Fault(who, "compute", "wait", at, who) for who, at in begun.items()])
+    for step, member in ((3, "m0"), (4, "m1"), (5, "m2")):
+        live.when(member)
+        live.signal(member, signal.SIGKILL)
+        live.reaches(step)
+    live.when("m3")
+    for _ in range(3):
+        live.until_asked(live.join())
+    live.go("m3")
+    outcome = live.finish()
+    assert outcome.status == {"m0": -9, "m1": -9, "m2": -9, "m3": 0, "m4": 0, "m5": 0, "m6": 0}, describe(outcome)
+    check(outcome, truth)
+    changes = [event for event in outcome.events if event["kind"] in ("start", "morph")]
+    assert "waiting" not in outcome.kinds(), describe(outcome)
+    assert [len(event["members"]) for event in changes] == [4, 3, 2, 1, 4], describe(outcome)
+    assert changes[3]["recomputed_layers"] == 2, describe(outcome)
+    assert changes[4]["cuts"] == changes[0]["cuts"]
+    seconds = [event["planned_step_seconds"] for event in changes]
+    assert seconds == sorted(seconds[:4]) + seconds[:1], "slower with every loss, and as at first in the end"
+    assert changes[3]["planned_step_ratio"] == pytest.approx(seconds[3] / seconds[2])
+    assert "goes on slower: a planned step is 1.41 times the one before, layers 2 recomputed" in str(
+        line_of(changes[3])
+    )
+    assert "goes on faster" in str(line_of(changes[4]))
+    records = [entry["record"] for entry in live.log if entry["kind"] == "generation"]
+    alone = next(Plan.from_json(record["plan"]) for record in records if len(record["members"]) == 1)
+    assert alone.stages[0].memory
+    written = [read_plan(path) for path in sorted(tmp_path.glob("plan-*.json"))]
+    assert [one.num_ranks for one in written] == [4, 3, 2, 1, 4]
+    for one in written:
+        assert one.planner == "budget"
+        assert one.fits
+        assert (one.peak_bytes or BUDGET) < BUDGET, "snapshots lie beside it"

@@ -45,7 +45,7 @@ def test_plans_have_the_bytes_that_their_ranks_programs_take(tmp_path: Path) -> 
         ("pipeline.replicas=2", "pipeline.replicas=2: it plans one pipeline"),
         ("pipeline.stages_per_rank=2", "pipeline.stages_per_rank=2: it plans one stage per rank"),
         ("pipeline.schedule=1f1b-star", "schedule=1f1b-star: the limits of that schedule follow from cuts"),
-        ("elastic.enabled=true", "elastic.enabled=true: after a membership change"),
+        ("elastic.enabled=true", "elastic.enabled=true: its search does not know what protection takes"),
         ("pipeline.memory=gpipe", "memory is 'gpipe', but the plans of planner 'dawnpiper' have memory intervals"),
     ],
 )

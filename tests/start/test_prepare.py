@@ -13,7 +13,7 @@ from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.config.reading import Config
-from varuna_capslog.membership.placing import state_bytes
+from varuna_capslog.membership.protection import state_bytes
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planning.search import plan as search
 from varuna_capslog.plans.parts import Shortfall

@@ -14,6 +14,7 @@ from varuna_capslog.plans.pipelines import stages_of_pipelines
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.plans.rules import Path, check_cover, check_runnable, paths_of, stage_graph
 from varuna_capslog.schedules import StageGraph
+from varuna_capslog.schedules.shape import AUTO_SCHEDULE
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
@@ -195,7 +196,7 @@ def layout_of(plan: Plan, config: Config) -> Layout:
     pipeline, train = config.pipeline, config.train
     if plan.variants:
         raise CapslogError(f"variants is {plan.variants!r} in the plan, which this engine does not run yet")
-    if plan.actions is None and plan.schedule not in (None, pipeline.schedule):
+    if plan.actions is None and plan.schedule not in (None, pipeline.schedule) and pipeline.schedule != AUTO_SCHEDULE:
         raise CapslogError(
             f"schedule is {plan.schedule!r} in the plan, but pipeline.schedule is {pipeline.schedule!r}; "
             "make the two agree, or plan again with this config"

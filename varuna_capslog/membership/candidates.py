@@ -18,7 +18,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import AUTO, MEMORY_MODELS, NEVER, StageCosts, resolve
 from varuna_capslog.memory.costs import RangeCosts, raised
 from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.planners import JOINT, PLANNER_NAMES, PLANNERS
+from varuna_capslog.planners import BUDGET, JOINT, PLANNER_NAMES, PLANNERS
 from varuna_capslog.planners.exact import exact_cuts, fewest_devices
 from varuna_capslog.planners.pipelines import waiting_blocks
 from varuna_capslog.planners.seconds import LayerSeconds, Link, step_player
@@ -27,20 +27,20 @@ from varuna_capslog.planning.simulation import UPDATE_RATE
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 
-__all__ = ["Candidate", "Candidates"]
+__all__ = ["TICK", "Candidate", "Candidates"]
 
 Floats = NDArray[np.float64]
 
 _SLOW = ("mcap-bf", "mcap-bo")
 """Planners that take seconds or more; `exact` finds what the first of them finds."""
 
-_BY_TIME = ("throughput", JOINT)
+_BY_TIME = ("throughput", BUDGET, JOINT)
 """Planners that look at seconds, and at capacities."""
 
 _NARROW = 32
 """Width of the beam of `throughput`: haste."""
 
-_TICK = 1e-9
+TICK = 1e-9
 """Seconds in which step times are compared, so that all members see the same ties."""
 
 
@@ -82,7 +82,7 @@ class Candidates:
         profile: of the chain; None: `layer_bytes` are the layers' weights, and neither bytes nor seconds are predicted.
         layer_bytes: state of each layer.
         run: the whole step, over all replicas, which divide its blocks.
-        planner, memory: as in `search.plan`; with `joint` equal pipelines are cut as `throughput` does.
+        planner, memory: as in `search.plan`; with `joint` and `budget` equal pipelines are cut as `throughput` does.
         beside: bytes on the device beside training, per layer that a rank owns; default none.
         link: between ranks, in a pipeline and across; by default transfers take no time.
 
@@ -105,7 +105,7 @@ class Candidates:
 
     def __post_init__(self) -> None:
         self.num_layers = len(self.layer_bytes)
-        fields.refuse_unknown([self.planner], [*PLANNER_NAMES, JOINT], "planner")
+        fields.refuse_unknown([self.planner], [*PLANNER_NAMES, BUDGET, JOINT], "planner")
         if self.planner in _SLOW:
             raise CapslogError(
                 f"planner {self.planner!r} weighs cut lists one by one, which takes too long while a run stands still; "
@@ -273,7 +273,7 @@ class Candidates:
         player = step_player(self.run.share(replicas), len(cuts))
         seconds = player.seconds_of_one(self._seconds.of_cuts(np.array([cuts])))
         weights = np.diff(self._parameters[[*cuts, self.num_layers]]).max()
-        return round((seconds + self._after(replicas, float(weights))) / _TICK)
+        return round((seconds + self._after(replicas, float(weights))) / TICK)
 
     def _after(self, replicas: int, parameter_bytes: float) -> float:
         """Seconds of a stage with so many bytes of parameters after its last backward: the other pipelines' blocks come
@@ -294,7 +294,7 @@ class Candidates:
         """A bound of the seconds of one pipeline, with what follows its last backward."""
         # The stage with most parameters has at least an even part of them. A tick less, for what rounding adds.
         after = self._after(replicas, float(self._parameters[-1]) / stages)
-        return int((seconds + after) * (1 - 1e-12) / _TICK) - 1
+        return int((seconds + after) * (1 - 1e-12) / TICK) - 1
 
     def _find_stage_seconds(self, replicas: int) -> tuple[Floats, Floats]:
         """[L, L + 1] and [L]: seconds that no schedule can avoid where layers first .. end-1 are a stage, and where the

@@ -8,34 +8,43 @@ imports no torch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.config.settings import Config, Elastic
-from varuna_capslog.membership.candidates import Candidates
+from varuna_capslog.membership.budgeted import Budgeted, neighbours
+from varuna_capslog.membership.candidates import TICK, Candidate, Candidates
 from varuna_capslog.membership.choice import Choice
 from varuna_capslog.membership.fleets import Fleets
-from varuna_capslog.membership.generation import Member, MemberLayout
+from varuna_capslog.membership.generation import MemberLayout
 from varuna_capslog.membership.recovery import Seat
-from varuna_capslog.membership.redundancy import Copies, Reserve, place_copies, reserves
+from varuna_capslog.membership.redundancy import Copies, place_copies
 from varuna_capslog.memory import NEVER
-from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.limits import with_limits
-from varuna_capslog.planning.verdict import HostMemory, MemoryVerdict, judge, judge_ranks
+from varuna_capslog.planning.verdict import (
+    HostMemory,
+    judge,
+)
 from varuna_capslog.plans.parts import Units
 from varuna_capslog.plans.pipelines import pipelines_of, plan_of_pipelines
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import Edge, RunShape
 
-__all__ = ["Placer", "describe_reserves", "state_bytes", "with_reserves"]
+__all__ = ["Placer"]
+
+_ROUNDS = 3
+"""Searches for a plan that leaves the copies of its own stages room, at most."""
 
 
 class Placer:
     """Places layers and copies on any number of devices.
 
-    Seats are the ranks of a plan, in order. With the planner `joint` its plan is taken where there is one. Otherwise
+    Seats are the ranks of a plan, in order. With the planner `joint` its plan is taken where there is one. What planner
+    `budget` finds is proposed by one member (`propose`), and taken from the record by all. Otherwise
     the quickest of `Candidates` that fits is taken; without seconds one pipeline of as many stages as possible. Of
     equal pipelines replica r's device d is seat `r * devices + d`; the last ones beyond these are idle and may keep
     copies.
@@ -50,6 +59,7 @@ class Placer:
             fits them. It need not be what a planner would choose.
         tier: where the host tier's bytes lie.
         edges: of the chain's graph, by which members are neighbours under direct routes.
+        budgeted: plans of planner `budget`, where that is the run's.
 
     Attributes:
         proposes: plans are searched that two machines might not find alike.
@@ -63,6 +73,7 @@ class Placer:
         given: Plan | None = None,
         tier: HostMemory | None = None,
         edges: Sequence[Edge] = (),
+        budgeted: Budgeted | None = None,
     ) -> None:
         self._tier, self._edges = tier or HostMemory(), edges
         self.candidates, self.elastic, self.sync = candidates, elastic, elastic.protection == "sync"
@@ -70,7 +81,8 @@ class Placer:
         self.gradient_bytes = tuple(gradient_bytes or (-(-size // 3) for size in self.layer_bytes))
         self._given = None if given is None else (given, self._choice_of(given))
         self._fleets = Fleets.of(candidates)
-        self.proposes = self._fleets is not None
+        self.budgeted = budgeted
+        self.proposes = self._fleets is not None or budgeted is not None
         # A copy's two boundaries, and the gradients that wait for the vote.
         self._copy_bytes = [
             2 * state + (gradient if self.sync else 0)
@@ -94,11 +106,13 @@ class Placer:
         """
         pipeline = config.pipeline
         shape, sizes = RunShape.of_config(config), tuple(layer_bytes)
-        candidates = Candidates(profile, sizes, shape, pipeline.planner, pipeline.memory, beside=sizes)
+        candidates = Candidates(profile, sizes, shape.settled(), pipeline.planner, pipeline.memory, beside=sizes)
+        tier, link = HostMemory.of_config(config), Link(host_bandwidth=pipeline.host_bandwidth)
+        budgeted = Budgeted.of(candidates, shape, tier, link, pipeline.search_seconds)
         if plan is not None and plan.short:
             one_each = len(plan.stages) == pipeline.devices
             plan = _of_pipelines(candidates, plan.cut_list, pipeline.replicas) if one_each else None
-        return cls(candidates, config.elastic, gradient_bytes, plan, HostMemory.of_config(config), edges)
+        return cls(candidates, config.elastic, gradient_bytes, plan, tier, edges, budgeted)
 
     def __call__(self, seats: Sequence[Seat], plan: Plan | None = None) -> MemberLayout | str:
         """Who owns and copies what, or the sentence that says for what the run waits.
@@ -121,18 +135,10 @@ class Placer:
         if plan is not None:
             self._check(plan)
             return self._layout(plan, self._choice_of(plan), seats, limits)
-        given, choice = self._given or (None, None)
-        if given is not None and choice is not None and given.num_ranks == len(seats) and limits.allow(choice):
+        given, choice = self._given_for(seats, limits)
+        if given is not None and choice is not None:
             return self._layout(given, choice, seats, limits)
-        # What hosts are too few for, no placement protects from.
-        least = max(0, self.elastic.redundancy - (len({seat.host for seat in seats}) - 1))
-
-        def lost(choice: Choice) -> int:
-            """By how many host losses the copies that find room fall short of what is asked."""
-            if not limits.any:
-                return least
-            return self.elastic.redundancy - self._place_copies(choice, seats, limits).survives
-
+        least, lost = self._protection(seats, limits)
         joint = None if self._fleets is None else self._fleets.plan(tuple(seat.capacity for seat in seats))
         shared = None if joint is None else self._choice_of(joint)
         if joint is not None and shared is not None and lost(shared) <= least:
@@ -147,15 +153,115 @@ class Placer:
                 return self._layout(joint, shared, seats, limits)
         if found is None:
             return self._waiting(seats, limits)
-        plan = _of_pipelines(self.candidates, found.cuts, found.replicas)
+        plan = self.pipelines(found.cuts, found.replicas)
+        if words := self._lack(plan, seats):
+            return f"the job fits {len(seats)} device(s) in no way that was found ({words}); waiting for more"
         return self._layout(plan, Choice.of_candidate(found, size), seats, limits)
 
     def propose(self, seats: Sequence[Seat]) -> Plan | None:
         """The plan for the record of a generation of these seats; None where every member computes it alike, which
         joint plans are not left to: their search adds and compares times in ways that two machines may round apart.
         """
+        if self.budgeted is not None:
+            return self._proposed(seats) if len(seats) >= max(1, self.elastic.min_devices) else None
         layout = self(seats) if self.proposes else None
         return layout.plan if isinstance(layout, MemberLayout) else None
+
+    def _given_for(self, seats: Sequence[Seat], limits: _Limits) -> tuple[Plan, Choice] | tuple[None, None]:
+        """The run's own plan, where it is for so many devices and fits them."""
+        given, choice = self._given or (None, None)
+        if given is None or choice is None or given.num_ranks != len(seats) or not limits.allow(choice):
+            return None, None
+        return given, choice
+
+    def _protection(self, seats: Sequence[Seat], limits: _Limits) -> tuple[int, Callable[[Choice], int]]:
+        """The host losses that no placement protects from, since the hosts are too few; and those from which the copies
+        of a choice that find room do not protect, of all that are asked for.
+        """
+        least = max(0, self.elastic.redundancy - (len({seat.host for seat in seats}) - 1))
+
+        def lost(choice: Choice) -> int:
+            if not limits.any:
+                return least
+            return self.elastic.redundancy - self._place_copies(choice, seats, limits).survives
+
+        return least, lost
+
+    # -- before a run
+
+    def pipelines(self, cuts: Sequence[int], replicas: int) -> Plan:
+        """The plan of so many equal pipelines of these cuts."""
+        return _of_pipelines(self.candidates, cuts, replicas)
+
+    def cuts(self, seats: Sequence[Seat], replicas: int, stages: int) -> list[int]:
+        """The planner's cuts for so many pipelines on these seats, with the snapshots."""
+        usable = _Limits(seats, self.candidates).usable(replicas, stages)
+        return list(self.candidates.candidate(replicas, stages, usable).cuts)
+
+    # -- planner budget
+
+    def _proposed(self, seats: Sequence[Seat]) -> Plan | None:
+        """The run's own plan, else the quickest of planner `budget`'s and of equal pipelines, of those whose copies
+        protect best; None where nothing fits.
+        """
+        assert self.budgeted is not None
+        limits = _Limits(seats, self.candidates)
+        given, _ = self._given_for(seats, limits)
+        if given is not None:
+            return given
+        least, lost = self._protection(seats, limits)
+        size = len(self.layer_bytes)
+
+        def loss(one: Candidate) -> int:
+            return lost(Choice.of_candidate(one, size))
+
+        plan, equal = self.budget_plan(seats), self.candidates.quickest(len(seats), limits.usable, loss, least)
+        if equal is None or self._lack(pipelines := self.pipelines(equal.cuts, equal.replicas), seats):
+            return plan if plan.fits else None
+        seconds = (equal.step_ticks or 0) * TICK
+        if plan.fits and plan.step_seconds is not None:
+            mine, theirs = (lost(self._choice_of(plan)), plan.step_seconds), (loss(equal), seconds)
+            if mine <= theirs:
+                return plan
+        return dataclasses.replace(pipelines, step_seconds=seconds)
+
+    def _lack(self, plan: Plan, seats: Sequence[Seat]) -> str | None:
+        """Where planner `budget` is the run's: what equal pipelines lack by the fold, which judges that planner's."""
+        return None if self.budgeted is None else self.budgeted.lack(plan, [seat.capacity for seat in seats])
+
+    def budget_plan(self, seats: Sequence[Seat]) -> Plan:
+        """Planner `budget`'s plan for these seats, with room for its copies where that can be had.
+
+        Where nothing fits beside the snapshots, `fits` is False.
+        """
+        assert self.budgeted is not None
+        limits, capacities = _Limits(seats, self.candidates), [seat.capacity for seat in seats]
+        first, copies = self.budgeted.plan(capacities), [0] * len(seats)
+        found = first
+        for _ in range(_ROUNDS):
+            if not found.fits:
+                return first
+            layout = self._layout(found, choice := self._choice_of(found), seats, limits)
+            wanted = self._place_copies(choice, seats, None).kept
+            if not limits.any or sum(map(len, layout.copied.values())) >= sum(map(len, wanted.values())):
+                return found
+            before, copies = copies, [sum(self._copy_bytes[n] for n in wanted.get(seat.member, ())) for seat in seats]
+            if before == copies:
+                break
+            found = self.budgeted.plan(capacities, copies)
+        return first
+
+    def look_ahead(self, seats: Sequence[Seat]) -> Iterator[list[Any]]:
+        """Searches for what may follow these seats, and gives what is new, for `learn` of other members."""
+        if self.budgeted is not None:
+            for one in neighbours(seats, self.elastic.min_devices):
+                self._proposed(one)
+                yield self.budgeted.taken()
+
+    def learn(self, entries: Sequence[Any]) -> None:
+        """Takes over what another member's `look_ahead` has found. Raises CapslogError for what is no plan."""
+        if self.budgeted is not None:
+            self.budgeted.learn(entries)
 
     def prepare(self, devices: int, capacity: int = 0) -> None:
         """Weighs what up to `devices` devices of this capacity (0: no limit) could be, while no member waits."""
@@ -197,13 +303,14 @@ class Placer:
 
     # -- copies
 
-    def _place_copies(self, choice: Choice, seats: Sequence[Seat], limits: _Limits) -> Copies:
+    def _place_copies(self, choice: Choice, seats: Sequence[Seat], limits: _Limits | None) -> Copies:
+        """Who keeps copies of what; limits: what the devices have room for, None: as if that were no matter."""
         ways, links = choice.of_members([seat.member for seat in seats])
         used = choice.used
         spare = [seat.member for rank, seat in enumerate(seats) if rank not in used]
         hosts = {seat.member: seat.host for seat in seats}
         room = None
-        if limits.any and choice.rank_bytes is not None:
+        if limits is not None and limits.any and choice.rank_bytes is not None:
             held = [*choice.rank_bytes, *[0] * (len(seats) - len(choice.rank_bytes))]
             left = [max(0, usable - taken) for usable, taken in zip(limits.of_rank, held, strict=True)]
             room = {seat.member: size for seat, size in zip(seats, left, strict=True)}
@@ -264,89 +371,3 @@ def _of_pipelines(candidates: Candidates, cuts: Sequence[int], replicas: int) ->
     if not run.limits_by_plan or profile is None or not candidates.timed:
         return plan
     return with_limits(profile, plan, run, candidates.link)
-
-
-def state_bytes(profile: Profile) -> tuple[list[int], list[int]] | None:
-    """State and gradient bytes of each layer as a profile tells them; None where it does not.
-
-    A layer's static bytes are its state and one gradient of what is trained, and the optimizer keeps as much several
-    times more, AdamW twice: of what exceeds the parameters the gradient is one part of three.
-    """
-    states, gradients, parts = [], [], 1 + profile.conditions.get("optimizer_copies", 2)
-    for layer in profile.layers:
-        if layer.static_bytes is None or layer.parameter_bytes is None:
-            return None
-        gradient = int(max(0, layer.static_bytes - layer.parameter_bytes) // parts)
-        states.append(layer.static_bytes - gradient)
-        gradients.append(gradient)
-    return states, gradients
-
-
-def describe_reserves(found: Mapping[Member, Reserve]) -> str:
-    """What protection takes, in a sentence: the rank with most of it, and all of them together."""
-    most = max(found.values(), key=sum)
-    parts = [f"{format_bytes(most.snapshot)} for its own layers at the last boundary"]
-    if most.copies:
-        parts.append(f"{format_bytes(most.copies)} for copies of others'")
-    if most.updates:
-        parts.append(f"{format_bytes(most.updates)} for their gradients")
-    total = sum(map(sum, found.values()))
-    return (
-        f"protection takes up to {format_bytes(sum(most))} of a rank's memory on the device beside training "
-        f"({', '.join(parts)}), {format_bytes(total)} over {len(found)} rank(s)"
-    )
-
-
-def with_reserves(config: Config, profile: Profile, plan: Plan, find: Callable[..., Plan]) -> tuple[Plan, list[int]]:
-    """Before a run: a plan of any form with what protection takes in its notes, and the bytes of each stage's snapshot.
-
-    Snapshots and copies lie on the device beside training, so a plan that fits without them may not fit with them.
-    Every rank is taken to be on a host of its own. Where a capacity is given that the plan keeps to without snapshots
-    and not with them, one pipeline is cut anew with them, unless the config fixes the cuts; where that does not help it
-    does not fit. Copies that find no room are said, not refused: the run trains without that protection.
-
-    Args:
-        plan: with the bytes of its ranks. One of the short form stands in the config's replicas.
-        find: `search.plan` for this run, without capacity and cuts.
-
-    Raises:
-        CapslogError: as `Placer`: what a run that changes its members cannot be planned with.
-    """
-    pipeline, replicas = config.pipeline, config.pipeline.replicas
-    sizes = state_bytes(profile)
-    if sizes is None:
-        note = "what protection takes is unknown: the profile has no static_bytes or parameter_bytes; profile again"
-        Placer.of_config(config, profile, [0] * profile.num_layers)
-        return dataclasses.replace(plan, notes=(*plan.notes, note)), [0] * len(plan.stages)
-    edges = profile.known_edges or ()
-    placer, width = Placer.of_config(config, profile, *sizes, edges=edges), plan.num_ranks
-    limits = [one.capacity_bytes or 0 for one in plan.ranks] or [0] * width
-    seats = [Seat(f"rank {rank}", f"host {rank}", limits[rank % width]) for rank in range(config.world_size)]
-
-    def placed(one: Plan) -> tuple[MemberLayout, MemoryVerdict | None]:
-        """Who copies what, and whether the ranks with what lies beside training fit their devices."""
-        whole = _of_pipelines(placer.candidates, one.cut_list, replicas) if one.short else one
-        layout, held = placer.weighed(whole, seats)
-        verdict = None if held is None else judge_ranks(one, held[:width], Headroom.of(profile))
-        return layout, verdict and dataclasses.replace(verdict, of="stage" if one.short else "rank")
-
-    lack, (layout, verdict) = "", placed(plan)
-    if plan.fits and verdict is not None and not verdict.fits:
-        anew = None
-        if plan.short and pipeline.cuts is None and pipeline.plan is None:
-            usable = _Limits(seats, placer.candidates).usable(replicas, width)
-            cuts = placer.candidates.candidate(replicas, width, usable).cuts
-            anew = find(capacity=pipeline.capacity, cuts=list(cuts))
-        if anew is not None and (other := placed(anew))[1] is not None and other[1].fits:
-            plan = dataclasses.replace(anew, planner=plan.planner, search_seconds=plan.search_seconds)
-            layout = other[0]
-        else:
-            plan = dataclasses.replace(plan, fits=False, shortfall=verdict.shortfall(None))
-            lack = (
-                f"does not fit with elastic.enabled: {verdict.need} where a snapshot of its layers lies beside it; add "
-                "devices or capacity, or set elastic.enabled to false"
-            )
-    kept = reserves(layout, placer.sync, placer.layer_bytes, placer.gradient_bytes)
-    told = [lack, describe_reserves(kept), layout.problem]
-    snapshots = [sum(sizes[0][layer] for layer in stage.numbers) for stage in plan.stages]
-    return dataclasses.replace(plan, notes=(*plan.notes, *filter(None, told))), snapshots

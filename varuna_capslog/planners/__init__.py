@@ -24,6 +24,7 @@ from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 
 __all__ = [
+    "BUDGET",
     "DEFAULT_MICROBATCHES_PER_STAGE",
     "EVERY_PLANNER",
     "JOINT",
@@ -53,8 +54,11 @@ PLANNERS: dict[str, Planner] = {
 PLANNER_NAMES = (*PLANNERS, "throughput")
 """Every planner of `find_cuts`: those of the table, which look at bytes alone, and those that need seconds too."""
 
+BUDGET = "budget"
+"""The planner of the shortest step that fits, whatever stages do with what they save."""
+
 LAYERWISE: dict[str, Callable[[Layerwise], list[StageChoice]]] = {
-    "budget": budget_stages,
+    BUDGET: budget_stages,
     "dawnpiper": dawnpiper_stages,
     "vpipe": vpipe_stages,
 }

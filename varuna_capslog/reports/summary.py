@@ -98,8 +98,9 @@ def _placement(run: RunRecord) -> dict[str, str]:
     if config is not None:
         pipeline, train = config.pipeline, config.train
         rows["Devices x replicas"] = f"{pipeline.devices} x {pipeline.replicas} ({config.device})"
-        recompute = "recomputation" if pipeline.recompute or pipeline.schedule == "varuna" else "no recomputation"
-        rows["Schedule"] = f"{pipeline.schedule}, {recompute}, stage inputs on the {pipeline.stage_inputs}"
+        schedule = (plan and plan.schedule) or pipeline.schedule
+        recompute = "recomputation" if pipeline.recompute or schedule == "varuna" else "no recomputation"
+        rows["Schedule"] = f"{schedule}, {recompute}, stage inputs on the {pipeline.stage_inputs}"
         rows["Minibatch"] = (
             f"{plural(train.minibatch_size, 'sample')} in {plural(config.num_microbatches, 'microbatch', 'es')} of "
             f"{train.microbatch_size}, {train.precision}"

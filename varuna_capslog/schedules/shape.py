@@ -91,7 +91,7 @@ class RunShape:
         """The same run where the number and the size of its microbatches are not known."""
         return replace(self, num_microbatches=None, microbatch_size=None, num_blocks=1)
 
-    def settled(self) -> RunShape:
+    def settled(self) -> Self:
         """The same run where nobody chooses the schedule: what is left open is `varuna`."""
         return replace(self, schedule="varuna") if self.schedule == AUTO_SCHEDULE else self
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from varuna_capslog.config.settings import Config
-from varuna_capslog.membership.placing import state_bytes
+from varuna_capslog.membership.protection import state_bytes
 from varuna_capslog.planners.joint import Device, JointPlan, best_fleet_of_run
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.search import joint_plan

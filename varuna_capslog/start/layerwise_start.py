@@ -6,7 +6,7 @@ import dataclasses
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Config
-from varuna_capslog.planners import LAYERWISE
+from varuna_capslog.planners import BUDGET, LAYERWISE
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.layerwise import check_memory, layerwise_plan
 from varuna_capslog.planning.verdict import HostMemory
@@ -39,8 +39,8 @@ def check_layerwise(config: Config) -> None:
             "the limits of that schedule follow from cuts that are known; choose 1f1b",
         ),
         "elastic.enabled=true": (
-            config.elastic.enabled,
-            "after a membership change plans without memory intervals are searched; choose planner throughput",
+            config.elastic.enabled and pipeline.planner != BUDGET,
+            "its search does not know what protection takes; choose planner budget",
         ),
     }
     for key, (wrong, why) in rules.items():
@@ -64,7 +64,12 @@ def with_schedule_of(config: Config, plan: Plan) -> Config:
 
 
 def plan_layerwise(config: Config, profile: Profile, link: Link) -> Plan:
-    """The planner's plan, not judged yet."""
+    """The planner's plan, not judged yet; in an elastic run with a capacity, one in which protection has room."""
+    if config.elastic.enabled:
+        from varuna_capslog.membership.protection import budget_with_reserves
+
+        if (found := budget_with_reserves(config, profile)) is not None:
+            return dataclasses.replace(found, fits=None, shortfall=None, notes=())
     pipeline, run = config.pipeline, RunShape.of_config(config)
     tier = HostMemory.of_config(config)
     limit, name = pipeline.search_seconds, pipeline.planner

@@ -18,7 +18,7 @@ from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.config.reading import Config, dump_config
 from varuna_capslog.memory import AUTO, MEMORY_MODELS
 from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.planners import EVERY_PLANNER, JOINT
+from varuna_capslog.planners import BUDGET, EVERY_PLANNER, JOINT
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.layerwise import with_stage_bytes
 from varuna_capslog.planning.limits import with_limits
@@ -72,7 +72,9 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
         _check_digest(given, profile, config)
     plan = _plan(config, profile, given, memo=memo)
     check_folder(config, plan.model, grains_of(plan.stages))
-    files.write_text(config.run_dir / "config.yaml", dump_config(with_schedule_of(config, plan)))
+    # the plans of an elastic run may each have another schedule
+    settled = config if config.elastic.enabled else with_schedule_of(config, plan)
+    files.write_text(config.run_dir / "config.yaml", dump_config(settled))
     if profile is not None:
         write_profile(config.run_dir / "profile.json", profile)
     last = latest_plan(config.run_dir)
@@ -165,7 +167,7 @@ def _plan(
         plan = find(capacity=capacity)
     snapshots = [0] * len(plan.stages)
     if config.elastic.enabled:
-        from varuna_capslog.membership.placing import with_reserves
+        from varuna_capslog.membership.protection import with_reserves
 
         plan, snapshots = with_reserves(config, profile, plan, find)
     if plan.short and plan.fits and capacity is not None and profile.source == "estimated":
@@ -192,7 +194,7 @@ def _needs_profile(config: Config, given: Plan | None) -> bool:
     if given is not None:
         limited = any(one.capacity_bytes is not None for one in given.ranks)
         limited |= pipeline.host_capacity is not None and any(stage.offloads for stage in given.stages)
-        return limited or (config.elastic.enabled and pipeline.planner in ("throughput", JOINT))
+        return limited or (config.elastic.enabled and pipeline.planner in ("throughput", BUDGET, JOINT))
     return pipeline.cuts is None or pipeline.capacity is not None or RunShape.of_config(config).limits_by_plan
 
 

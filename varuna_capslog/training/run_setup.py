@@ -104,7 +104,7 @@ def set_up_run(config: Config, workload: Workload, plan: Plan | None = None) -> 
         train.lr_final_factor,
     )
     options = replace(
-        EngineOptions.of_config(config),
+        EngineOptions.of_config(config).settled(),
         transport=pipeline.transport,
         precision=train.precision,
         seed=train.seed,

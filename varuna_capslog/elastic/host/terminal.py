@@ -21,6 +21,8 @@ __all__ = ["Terminal", "describe"]
 
 _LOOK_SECONDS = 0.2
 _LINE_SECONDS = 10.0
+_SAME_PACE = 0.005
+"""Relative difference of planned steps that is not spoken of."""
 
 _DAMAGED = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
 """What a line with a value of another kind ends in; it is passed over."""
@@ -119,6 +121,7 @@ def describe(event: Mapping[str, Any]) -> str | None:
             pause = event.get("pause_seconds")
             text += "" if pause is None else f", paused {1000 * pause:.0f} ms"
             text += f", moved {format_bytes(int(event.get('moved_bytes', 0)))}"
+            text += _pace(event)
         return text
     if kind == "notice":
         return _notice(event)
@@ -138,6 +141,17 @@ def _shape(event: Mapping[str, Any]) -> str:
     text = ("cuts " if whole else "stages of layers ") + " + ".join(map(str, ways))
     text += f" in {replicas} replicas" if replicas > 1 else ""
     return text + (f", {_members(idle)} for copies only" if idle else "")
+
+
+def _pace(event: Mapping[str, Any]) -> str:
+    """Whether it goes on slower or faster than before, by the plans, and what becomes of the layers."""
+    ratio = float(event.get("planned_step_ratio", 1.0))
+    if abs(ratio - 1) < _SAME_PACE:
+        return ""
+    treated = ((event.get("recomputed_layers"), "recomputed"), (event.get("offloaded_layers"), "offloaded"))
+    layers = " and ".join(f"{count} {what}" for count, what in treated if count)
+    text = f"; goes on {'slower' if ratio > 1 else 'faster'}: a planned step is {ratio:.2f} times the one before"
+    return text + (f", layers {layers}" if layers else "")
 
 
 def _members(count: int) -> str:

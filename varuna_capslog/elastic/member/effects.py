@@ -203,6 +203,8 @@ class Effects:
             return broken
         parts.holdings.open(self._loop.state.roles.own, self._loop.state.roles.copies, effect.base)
         self._send_copies(effect, decided.values)
+        known = [parts.seats[member] for member in record.members if member in parts.seats]
+        parts.proposals.look_ahead(record, known)
         parts.report.before = record.members
         parts.probe("installed")
         return ()

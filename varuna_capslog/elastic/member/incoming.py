@@ -62,6 +62,9 @@ class Incoming:
             case "plan":
                 self._parts.proposals.heard(message.header["members"], message.header["plan"])
                 return True
+            case "ahead":
+                self._parts.work.learn(message.header["found"])
+                return True
             case "farewell":
                 self._parts.probe("farewell")
                 events.append(m.Farewell(generation))

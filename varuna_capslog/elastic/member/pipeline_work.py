@@ -13,7 +13,7 @@ import datetime
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from varuna_capslog.base import files
 from varuna_capslog.base.errors import DiskFailed, StepRefused
 from varuna_capslog.config.settings import Config
 from varuna_capslog.elastic.member.held_state import write_held
+from varuna_capslog.elastic.member.pace import Pace
 from varuna_capslog.elastic.member.start_up import MemberStart
 from varuna_capslog.elastic.member.work import Followed, LayerState, Opening, Outcome, Work
 from varuna_capslog.engine.communicator import Communicator
@@ -155,6 +156,7 @@ class PipelineWork(Work):
         self.loop = TrainingLoop(self.setup, device, start.offset, start.stop_wished)
         self.engine: PipelineEngine | None = None
         self.number = 0
+        self._pace, self._planned = Pace(RunShape.of_config(run.config).settled(), device.type), dict[str, Any]()
         self._table = ShapeTable(self.chain, device.type, run.config.train.precision)
         self._by_index: dict[int, EngineLayer] = {}
         self._shelved: dict[int, tuple[EngineLayer, LayerState]] = {}
@@ -191,6 +193,12 @@ class PipelineWork(Work):
     def propose(self, seats: Sequence[Seat]) -> Plan | None:
         return self.placer.propose(seats)
 
+    def look_ahead(self, seats: Sequence[Seat]) -> Iterator[Any]:
+        return self.placer.look_ahead(seats)
+
+    def learn(self, found: Any) -> None:
+        self.placer.learn(found)
+
     # -- generations --------------------------------------------------------------------------------------------------
 
     def open(self, opening: Opening, communicator: Communicator, states: Mapping[int, LayerState]) -> None:
@@ -204,7 +212,8 @@ class PipelineWork(Work):
             if index in states and states[index] is shelved and not layer.shared
         }
         ready = Ready(self._table, kept, next((names for names in opening.told if names is not None), None))
-        options = dataclasses.replace(self.setup.options, actions=plan.actions)
+        schedule = plan.schedule or self.setup.options.schedule
+        options = dataclasses.replace(self.setup.options, actions=plan.actions, schedule=schedule)
         engine = self._engine(layout, options, communicator, ready)
         self._by_index = {layer.index: layer for layer in engine.layers}
         for index, state in states.items():
@@ -214,6 +223,7 @@ class PipelineWork(Work):
             self._fresh = None
         self._shelved = {}
         self.engine, self.number = engine, opening.number
+        self._planned = self._pace.of(plan)
         writes = opening.members[0] == self.start.me
         arguments = (opening.number + self.start.offset, plan, layout.stages_of(communicator.rank), writes)
         threading.Thread(target=self._write_papers, args=arguments, name="write-papers", daemon=True).start()
@@ -312,6 +322,7 @@ class PipelineWork(Work):
             details |= {"cuts": ways[0], "replicas": layout.replicas, "idle": idle}
             if len(ways) > layout.replicas:
                 details["ways"] = ways
+            details |= self._planned
         generation = int(details.pop("generation", 0)) + self.start.offset
         if kind == "begin":
             details["step"] -= 1  # told after the first step, of the boundary before it

@@ -2,10 +2,13 @@
 
 A plan that two machines might not find alike (`Work.proposes`) is searched by one member: the first voter, while
 training goes on, who tells the others in a message, or else whoever founds the generation. The record carries it.
+Where such a search takes long, the first voter makes those of the changes that may come as soon as a generation
+trains, in a thread beside the training, so that nobody waits for them, and tells the others, since it may be lost.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +27,7 @@ class Proposals:
     def __init__(self, me: Member, work: Work, peers: Peers, place: Place) -> None:
         self._me, self._work, self._peers, self._place = me, work, peers, place
         self.known: dict[tuple[Member, ...], Plan | None] = {}
+        self._newest = 0
 
     def settle(self, record: Generation, seats: Sequence[Seat]) -> bool:
         """Whether it is known here what these members would run; the first voter searches it and tells the others."""
@@ -41,6 +45,21 @@ class Proposals:
     def heard(self, members: Sequence[Member], plan: Any) -> None:
         """What the first voter has told. Raises CapslogError for what is no plan."""
         self.known[tuple(members)] = None if plan is None else Plan.from_json(plan, "the plan of the next generation")
+
+    def look_ahead(self, record: Generation, seats: Sequence[Seat]) -> None:
+        """This generation has begun: its first voter searches for those that may follow."""
+        self._newest = record.number
+        if not self._work.proposes or self._me != record.members[0] or len(seats) < len(record.members):
+            return
+
+        def search() -> None:
+            for found in self._work.look_ahead(seats):
+                if self._newest != record.number:
+                    return
+                for member in record.members[1:] if found else ():
+                    self._peers.send(member, "ahead", generation=record.number, found=found)
+
+        threading.Thread(target=search, name="look-ahead", daemon=True).start()
 
     def of(self, seats: Sequence[Seat]) -> Plan | None:
         """The plan for the record of a generation of these seats; searched here where nobody has told it."""

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -86,6 +86,16 @@ class Work(Protocol):
         member computes it alike.
         """
         return None
+
+    def look_ahead(self, seats: Sequence[Seat]) -> Iterator[Any]:
+        """Searches for what generations that may follow these seats would run, in a thread of its own while training
+        goes on; gives what it finds, for `learn` of other members, as JSON values.
+        """
+        return iter(())
+
+    def learn(self, found: Any) -> None:
+        """What another member's `look_ahead` has given. Raises CapslogError for what is no plan."""
+        return
 
     def knows(self) -> Any:
         """What this member can tell joining members; picklable. Asked in another thread, ahead of `open`."""

@@ -1,0 +1,145 @@
+"""Planner `budget` at a change: what it proposes keeps to the devices with all that protection takes."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from tests.planners.test_budget import timed
+from varuna_capslog.config.settings import Elastic
+from varuna_capslog.membership.budgeted import Budgeted, neighbours
+from varuna_capslog.membership.candidates import Candidates
+from varuna_capslog.membership.generation import MemberLayout
+from varuna_capslog.membership.placing import Placer
+from varuna_capslog.membership.recovery import Seat
+from varuna_capslog.membership.redundancy import reserves
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.layerwise import judged_layerwise_plan
+from varuna_capslog.planning.ranks import fold_plan
+from varuna_capslog.planning.verdict import HostMemory
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules import RunShape
+
+RUN = RunShape(4, "auto", microbatch_size=1)
+
+
+def seats_of(capacities: Sequence[int], host: str | None = None) -> list[Seat]:
+    return [Seat(f"m{number}", host or f"h{number}", size) for number, size in enumerate(capacities)]
+
+
+def placer_of(profile: Profile, state: int, redundancy: int = 0, planner: str = "budget") -> Placer:
+    """Every layer has so many bytes of state, which lie beside training as snapshots."""
+    sizes = [state] * profile.num_layers
+    candidates = Candidates(profile, sizes, RUN.settled(), planner, beside=sizes)
+    budgeted = Budgeted.of(candidates, RUN, HostMemory(), Link())
+    return Placer(candidates, Elastic.model_validate({"redundancy": redundancy}), budgeted=budgeted)
+
+
+def most_of(profile: Profile, plan: Plan, layout: MemberLayout, placer: Placer, seats: Sequence[Seat]) -> list[int]:
+    """What each rank holds by its own fold, with its snapshot and its copies."""
+    run = RunShape(4, plan.schedule or "varuna", microbatch_size=1)
+    kept = reserves(layout, True, placer.layer_bytes, placer.gradient_bytes)
+    beside = [sum(kept[seat.member]) if seat.member in kept else 0 for seat in seats]
+    folds = fold_plan(profile, plan, run)
+    return [one.peak_bytes + more for one, more in zip(folds, beside, strict=False)]
+
+
+def kept_peak(profile: Profile, state: int) -> int:
+    """What one device takes that keeps everything, with its snapshot."""
+    plan = judged_layerwise_plan(profile, 1, "budget", "auto", None, RUN)
+    assert plan.peak_bytes is not None
+    return plan.peak_bytes + state * profile.num_layers
+
+
+@pytest.mark.parametrize("seed", [1, 3])
+def test_every_proposal_keeps_to_the_devices_with_snapshots_and_copies(seed: int) -> None:
+    draw = random.Random(seed)
+    profile, state = timed(draw, draw.randrange(4, 6)), draw.choice([30_000, 1_000_000])
+    placer, whole = placer_of(profile, state, redundancy=1), kept_peak(profile, state)
+    planned = treated = 0
+    for part in (0.55, 0.8, 0.95):
+        for count in (1, 2, 3):
+            seats = seats_of([int(part * whole)] * count)
+            plan = placer.propose(seats)
+            if plan is None:
+                continue
+            planned += 1
+            treated += any(stage.memory for stage in plan.stages)
+            layout = placer(seats, Plan.from_json(json.loads(json.dumps(plan.to_json()))))
+            assert isinstance(layout, MemberLayout)
+            assert max(most_of(profile, plan, layout, placer, seats)) <= int(part * whole)
+    assert planned >= 6
+    assert treated
+
+
+def test_fewer_devices_run_layers_again_where_cuts_alone_would_wait() -> None:
+    """The smallest capacity with which one device trains lies below what its smallest plan without intervals takes."""
+    profile = timed(random.Random(1), 5)
+    placer, cut = placer_of(profile, 3_000), placer_of(profile, 3_000, planner="throughput")
+    whole = kept_peak(profile, 3_000)
+    capacity = next(size for size in range(whole, 0, -whole // 200) if isinstance(cut(seats_of([size])), str))
+    plan = placer.propose(seats_of([capacity]))
+    assert plan is not None
+    assert any(stage.memory for stage in plan.stages)
+    assert plan.fits
+    roomy = placer.propose(seats_of([2 * whole]))
+    assert roomy is not None
+    assert roomy.step_seconds is not None
+    assert plan.step_seconds is not None
+    assert roomy.step_seconds <= plan.step_seconds
+    assert placer.propose(seats_of([1000])) is None
+    assert "does not fit 1 device(s)" in str(placer(seats_of([1000])))
+
+
+def test_what_one_member_has_searched_another_need_not() -> None:
+    """Else the plans that were made ahead would be lost with the first voter."""
+    profile = timed(random.Random(2), 5)
+    one, other = placer_of(profile, 2_000, 1), placer_of(profile, 2_000, 1)
+    seats = seats_of([kept_peak(profile, 2_000)] * 3)
+    found = [json.loads(json.dumps(entries)) for entries in one.look_ahead(seats)]
+    assert sum(map(len, found)) >= 3
+    for entries in found:
+        other.learn(entries)
+    for count in (1, 2, 4):
+        fewer = seats_of([seats[0].capacity] * count)
+        assert other.propose(fewer) == one.propose(fewer)
+    assert other.budgeted is not None
+    assert not other.budgeted.taken()
+
+
+def test_copies_get_room_where_layers_run_again_for_it() -> None:
+    """Without copies a shorter step fits, beside which they find no room."""
+    profile, state = timed(random.Random(5), 5), 1_000_000
+    protected, plain = placer_of(profile, state, redundancy=1), placer_of(profile, state)
+    seats = seats_of([int(0.7 * kept_peak(profile, state))] * 3)
+    roomy, tight = protected.budget_plan(seats), plain.budget_plan(seats)
+    layout = protected(seats, tight)
+    assert isinstance(layout, MemberLayout)
+    assert "finds no room for copies" in str(layout.problem)
+    layout = protected(seats, roomy)
+    assert isinstance(layout, MemberLayout)
+    assert layout.problem is None
+    assert max(most_of(profile, roomy, layout, protected, seats)) <= seats[0].capacity
+    assert roomy.step_seconds is not None
+    assert tight.step_seconds is not None
+    assert roomy.step_seconds > tight.step_seconds
+
+
+def test_neighbours_are_one_less_one_more_and_ever_fewer() -> None:
+    alike = [[seat.capacity for seat in one] for one in neighbours(seats_of([7] * 4))]
+    assert alike == [[7] * 3, [7] * 5, [7] * 2, [7]]
+    unlike = [[seat.capacity for seat in one] for one in neighbours(seats_of([7, 9, 9]), least=2)]
+    assert unlike == [[9, 9], [7, 9], [7, 9, 9, 7]]
+    together = list(neighbours(seats_of([7, 7], host="h")))
+    assert [seat.host for seat in together[1]] == ["h"] * 3
+    assert len({seat.host for seat in next(iter(list(neighbours(seats_of([7, 7])))[1:]))}) == 3
+
+
+def test_another_planner_proposes_nothing_of_this() -> None:
+    placer = placer_of(timed(random.Random(1), 3), 1_000, planner="exact")
+    assert (placer.budgeted, placer.proposes) == (None, False)
+    assert list(placer.look_ahead(seats_of([0, 0]))) == []

@@ -1,0 +1,172 @@
+"""Plans of planner `budget` for the members of a run: one pipeline with memory intervals that keeps to its devices.
+
+Asked by the member that proposes a generation, and ahead of time for what may follow. Snapshots, and the copies that a
+rank keeps for others, lie beside training and count against its device. Pure; no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from varuna_capslog.membership.candidates import Candidates
+from varuna_capslog.membership.recovery import Seat
+from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.planners import BUDGET
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.layerwise import layerwise_plan, with_stage_bytes
+from varuna_capslog.planning.ranks import judged
+from varuna_capslog.planning.verdict import HostMemory
+from varuna_capslog.plans.parts import PlanRank
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.record import LayerProfile, Profile
+from varuna_capslog.schedules import RunShape
+
+__all__ = ["Budgeted", "neighbours"]
+
+_NO_LIMIT = 1 << 62
+"""Bytes of a device of unknown capacity beside others that are known."""
+
+
+class Budgeted:
+    """Plans by the capacities of the devices and the copies that they keep, remembered.
+
+    Args:
+        profile: with seconds.
+        run: the whole step; its schedule may be left open.
+        beside: bytes on the device beside training, per layer that a rank owns.
+        tier, link: as in `layerwise_plan`.
+        limit_seconds: when to end a search; None: when all is searched.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        run: RunShape,
+        beside: Sequence[int],
+        tier: HostMemory | None = None,
+        link: Link | None = None,
+        limit_seconds: float | None = None,
+    ) -> None:
+        self._profile, self._run, self._tier, self._link = profile, run, tier, link
+        self._held, self._limit_seconds = _with_beside(profile, beside), limit_seconds
+        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], Plan] = {}
+        self._new: list[Any] = []
+
+    @classmethod
+    def of(
+        cls, candidates: Candidates, run: RunShape, tier: HostMemory, link: Link, limit_seconds: float | None = None
+    ) -> Budgeted | None:
+        """None where the run's planner is another one, or the profile does not tell seconds and bytes of the run."""
+        profile, beside = candidates.profile, candidates.beside
+        if candidates.planner != BUDGET or profile is None or not (candidates.described and candidates.timed):
+            return None
+        return cls(profile, run, beside or [0] * profile.num_layers, tier, link, limit_seconds)
+
+    def plan(self, capacities: Sequence[int], copies: Sequence[int] = ()) -> Plan:
+        """The plan for devices of so many bytes (0: no limit known), by rank; where none fits, the one that
+        lacks least.
+
+        Its bytes are those of training alone; what lies beside is in its verdict.
+
+        Args:
+            copies: bytes that each rank keeps for others; default none.
+        """
+        key = tuple(capacities), tuple(copies) if any(copies) else ()
+        if key not in self._known:
+            self._known[key] = found = self._search(*key)
+            self._new.append([*key, found.to_json()])
+        return self._known[key]
+
+    def lack(self, plan: Plan, capacities: Sequence[int]) -> str | None:
+        """What a plan of any pipelines lacks on these devices by the fold of its ranks, snapshots counted; None: it
+        fits.
+        """
+        limits = tuple(PlanRank(capacity_bytes=size or None) for size in capacities[: plan.num_ranks])
+        bare = dataclasses.replace(plan, ranks=limits, fits=None, shortfall=None, notes=())
+        verdict = judged(self._held, bare, self._run.settled(), tier=self._tier)
+        return None if verdict.fits else "; ".join(verdict.notes)
+
+    def taken(self) -> list[Any]:
+        """What was searched since the last call, for `learn` of other members; JSON values."""
+        found, self._new = self._new, []
+        return found
+
+    def learn(self, entries: Sequence[Any]) -> None:
+        """What another member's `taken` gave. Raises CapslogError for what is no plan."""
+        for capacities, copies, plan in entries:
+            key = tuple(capacities), tuple(copies)
+            self._known.setdefault(key, Plan.from_json(plan, "a plan that was prepared for a change"))
+
+    def _search(self, capacities: tuple[int, ...], copies: tuple[int, ...]) -> Plan:
+        profile, headroom = self._profile, Headroom.of(self._profile)
+        own = capacities[: profile.num_layers]
+        limits = None
+        if any(own):
+            kept = copies or (0,) * len(own)
+            left = [max(0, headroom.usable(size or _NO_LIMIT) - more) for size, more in zip(own, kept, strict=False)]
+            limits = [max(1, headroom.reserved(size)) for size in left]
+        found = layerwise_plan(
+            self._held, len(own), BUDGET, limits, self._run, self._link, self._tier, self._limit_seconds
+        )
+        run = dataclasses.replace(self._run, schedule=found.schedule or self._run.schedule)
+        verdict = judged(self._held, found, run, tier=self._tier)
+        bare = dataclasses.replace(
+            found,
+            ranks=tuple(PlanRank(capacity_bytes=size or None) for size in own),
+            profile_digest=profile.digest,
+        )
+        plan = judged(profile, bare, run, tier=self._tier)
+        if not verdict.fits:
+            plan = dataclasses.replace(plan, fits=verdict.fits, shortfall=verdict.shortfall, notes=verdict.notes)
+        return with_stage_bytes(plan)
+
+
+def neighbours(seats: Sequence[Seat], least: int = 1) -> Iterator[list[Seat]]:
+    """Who may be there after the next changes, the likelier ones first: any one less, one more, ever fewer.
+
+    Those whose devices and hosts are alike, by rank, are named once.
+
+    Args:
+        least: fewest devices that the run trains with.
+    """
+    hosts = {seat.host for seat in seats}
+    more = Seat("?", min(hosts) if len(hosts) == 1 else "?", min(seat.capacity for seat in seats))
+    found = [[*seats[:out], *seats[out + 1 :]] for out in range(len(seats))]
+    found += [[*seats, more], *(list(seats[:count]) for count in range(len(seats) - 2, 0, -1))]
+    seen = set()
+    for one in found:
+        order: dict[str, int] = {}
+        alike = tuple((seat.capacity, order.setdefault(seat.host, len(order))) for seat in one)
+        if len(one) >= least and alike not in seen:
+            seen.add(alike)
+            yield one
+
+
+def _with_beside(profile: Profile, beside: Sequence[int]) -> Profile:
+    """The profile of layers that always hold so many bytes more."""
+
+    def raised(size: int | None, first: int, end: int) -> int | None:
+        return None if size is None else size + sum(beside[first:end])
+
+    def layer(one: LayerProfile, at: int) -> LayerProfile:
+        return dataclasses.replace(
+            one,
+            isolated_bytes=one.isolated_bytes + beside[at],
+            added_bytes=raised(one.added_bytes, at, at + 1),
+            static_bytes=raised(one.static_bytes, at, at + 1),
+        )
+
+    return dataclasses.replace(
+        profile,
+        layers=tuple(layer(one, at) for at, one in enumerate(profile.layers)),
+        observations=tuple(
+            dataclasses.replace(
+                row,
+                peak_bytes=row.peak_bytes + sum(beside[slice(*row.layers)]),
+                static_bytes=raised(row.static_bytes, *row.layers),
+            )
+            for row in profile.observations
+        ),
+    )

@@ -1,0 +1,120 @@
+"""What protection takes of the devices, before a run: in a plan's notes, in its verdict, and in the cuts.
+
+`placing` answers the same for the members of a run. Pure; no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from varuna_capslog.base.units import format_bytes
+from varuna_capslog.config.settings import Config
+from varuna_capslog.membership.generation import Member, MemberLayout
+from varuna_capslog.membership.placing import Placer
+from varuna_capslog.membership.recovery import Seat
+from varuna_capslog.membership.redundancy import Reserve, reserves
+from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.planning.verdict import MemoryVerdict, capacities_of_devices, judge_ranks
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.record import Profile
+
+__all__ = ["budget_with_reserves", "describe_reserves", "state_bytes", "with_reserves"]
+
+
+def state_bytes(profile: Profile) -> tuple[list[int], list[int]] | None:
+    """State and gradient bytes of each layer as a profile tells them; None where it does not.
+
+    A layer's static bytes are its state and one gradient of what is trained, and the optimizer keeps as much several
+    times more, AdamW twice: of what exceeds the parameters the gradient is one part of three.
+    """
+    states, gradients, parts = [], [], 1 + profile.conditions.get("optimizer_copies", 2)
+    for layer in profile.layers:
+        if layer.static_bytes is None or layer.parameter_bytes is None:
+            return None
+        gradient = int(max(0, layer.static_bytes - layer.parameter_bytes) // parts)
+        states.append(layer.static_bytes - gradient)
+        gradients.append(gradient)
+    return states, gradients
+
+
+def describe_reserves(found: Mapping[Member, Reserve]) -> str:
+    """What protection takes, in a sentence: the rank with most of it, and all of them together."""
+    most = max(found.values(), key=sum)
+    parts = [f"{format_bytes(most.snapshot)} for its own layers at the last boundary"]
+    if most.copies:
+        parts.append(f"{format_bytes(most.copies)} for copies of others'")
+    if most.updates:
+        parts.append(f"{format_bytes(most.updates)} for their gradients")
+    total = sum(map(sum, found.values()))
+    return (
+        f"protection takes up to {format_bytes(sum(most))} of a rank's memory on the device beside training "
+        f"({', '.join(parts)}), {format_bytes(total)} over {len(found)} rank(s)"
+    )
+
+
+def budget_with_reserves(config: Config, profile: Profile) -> Plan | None:
+    """Before a run: the plan of planner `budget` for one pipeline of equal hosts, in which protection has room; None
+    where nothing limits it, or what protection takes is not known.
+
+    Raises CapslogError as `Placer`.
+    """
+    limits, sizes = capacities_of_devices(config.pipeline.capacity, config.pipeline.devices), state_bytes(profile)
+    if limits is None or sizes is None:
+        return None
+    placer = Placer.of_config(config, profile, *sizes, edges=profile.known_edges or ())
+    seats = [Seat(f"rank {rank}", f"host {rank}", size) for rank, size in enumerate(limits)]
+    return None if placer.budgeted is None else placer.budget_plan(seats)
+
+
+def with_reserves(config: Config, profile: Profile, plan: Plan, find: Callable[..., Plan]) -> tuple[Plan, list[int]]:
+    """Before a run: a plan of any form with what protection takes in its notes, and the bytes of each stage's snapshot.
+
+    Snapshots and copies lie on the device beside training, so a plan that fits without them may not fit with them.
+    Every rank is taken to be on a host of its own. Where a capacity is given that the plan keeps to without snapshots
+    and not with them, one pipeline is cut anew with them, unless the config fixes the cuts; where that does not help it
+    does not fit. Copies that find no room are said, not refused: the run trains without that protection.
+
+    Args:
+        plan: with the bytes of its ranks. One of the short form stands in the config's replicas.
+        find: `search.plan` for this run, without capacity and cuts.
+
+    Raises:
+        CapslogError: as `Placer`: what a run that changes its members cannot be planned with.
+    """
+    pipeline, replicas = config.pipeline, config.pipeline.replicas
+    sizes = state_bytes(profile)
+    if sizes is None:
+        note = "what protection takes is unknown: the profile has no static_bytes or parameter_bytes; profile again"
+        Placer.of_config(config, profile, [0] * profile.num_layers)
+        return dataclasses.replace(plan, notes=(*plan.notes, note)), [0] * len(plan.stages)
+    edges = profile.known_edges or ()
+    placer, width = Placer.of_config(config, profile, *sizes, edges=edges), plan.num_ranks
+    limits = [one.capacity_bytes or 0 for one in plan.ranks] or [0] * width
+    seats = [Seat(f"rank {rank}", f"host {rank}", limits[rank % width]) for rank in range(config.world_size)]
+
+    def placed(one: Plan) -> tuple[MemberLayout, MemoryVerdict | None]:
+        """Who copies what, and whether the ranks with what lies beside training fit their devices."""
+        whole = placer.pipelines(one.cut_list, replicas) if one.short else one
+        layout, held = placer.weighed(whole, seats)
+        verdict = None if held is None else judge_ranks(one, held[:width], Headroom.of(profile))
+        return layout, verdict and dataclasses.replace(verdict, of="stage" if one.short else "rank")
+
+    lack, (layout, verdict) = "", placed(plan)
+    if plan.fits and verdict is not None and not verdict.fits:
+        anew = None
+        if plan.short and pipeline.cuts is None and pipeline.plan is None:
+            anew = find(capacity=pipeline.capacity, cuts=placer.cuts(seats, replicas, width))
+        if anew is not None and (other := placed(anew))[1] is not None and other[1].fits:
+            plan = dataclasses.replace(anew, planner=plan.planner, search_seconds=plan.search_seconds)
+            layout = other[0]
+        else:
+            plan = dataclasses.replace(plan, fits=False, shortfall=verdict.shortfall(None))
+            lack = (
+                f"does not fit with elastic.enabled: {verdict.need} where a snapshot of its layers lies beside it; add "
+                "devices or capacity, or set elastic.enabled to false"
+            )
+    kept = reserves(layout, placer.sync, placer.layer_bytes, placer.gradient_bytes)
+    told = [lack, describe_reserves(kept), layout.problem]
+    snapshots = [sum(sizes[0][layer] for layer in stage.numbers) for stage in plan.stages]
+    return dataclasses.replace(plan, notes=(*plan.notes, *filter(None, told))), snapshots
