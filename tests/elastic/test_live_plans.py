@@ -266,3 +266,32 @@ def test_four_devices_become_one_by_kills_and_four_again_without_waiting(
         assert one.planner == "budget"
         assert one.fits
         assert (one.peak_bytes or BUDGET) < BUDGET, "snapshots lie beside it"
+
+
+def test_a_step_that_finds_too_little_memory_is_made_again_with_less_and_a_third_failure_stops_the_run(
+    cradle: Cradle, truth: Truth, tmp_path: Path
+) -> None:
+    """A member has less memory than planned once in step 2, and three times in a row in step 4; the plans that follow
+    need less there. The same command goes on from what was on disk.
+    """
+    pipeline = {"cuts": None, "planner": "budget", "schedule": "1f1b", "capacity": 122_000}
+    alone = {"redundancy": 0}
+    config = config_of(tmp_path, 2, pipeline=pipeline, profile={"source": "estimated"}, elastic=alone)
+    starve = [Fault("m1", "action 1", "starve", at, "500") for at in (3, 6, 7, 8)]
+    outcome = Live(cradle, config, faults=starve).finish()
+    assert outcome.status == {"m0": 0, "m1": 2}, describe(outcome)
+    found = [event for event in outcome.events if event["kind"] == "memory"]
+    assert [(event["step"], event["times"]) for event in found] == [(2, 1), (4, 1), (4, 2), (4, 3)], describe(outcome)
+    assert line_of(found[0]) == "m1 lacked 500 B in step 2: the step is made again with less there"
+    room = [event["capacity_bytes"] for event in found]
+    assert room == sorted(room, reverse=True), describe(outcome)
+    assert room[0] - room[1] >= 500
+    written = [read_plan(path).ranks[1].bytes for path in sorted(tmp_path.glob("plan-*.json"))]
+    assert written[1] is not None
+    assert written[1] < room[0], "with its snapshot"
+    assert outcome.kinds().count("persisted") == 2
+    assert "m1 lacked 500 B in step 4, after plans for less memory 2 times" in outcome.error_of("m1")
+    assert not list((tmp_path / "checkpoints").glob("step-*")), "no checkpoint was due"
+    outcome = Live(cradle, config, resumes=True, first=2).finish()
+    check(outcome, truth)
+    assert sum(row["step"] == 1 for row in outcome.rows) == 1, "it went on from step 3"

@@ -116,6 +116,28 @@ def test_sync_loses_the_interrupted_step_only_and_async_one_more() -> None:
         assert group.truth.bases[2].step == base
 
 
+def test_a_member_whose_step_found_too_little_memory_founds_the_same_members_anew_with_less() -> None:
+    group = running(2)
+    group.feed(1, m.Tightened(1, 500))
+    proposal = group.proposal(1)
+    assert (proposal.number, proposal.members, proposal.leaving) == (2, ("m0", "m1", "m2"), ())
+    assert group.said(1, m.Abort)
+    group.found(proposal)
+    brought = group.casts[(2, 0)]
+    assert {who: value.capacity for who, value in brought.items()} == {"m0": 0, "m1": 500, "m2": 0}  # type: ignore[union-attr]
+    group.tally(0, 1, 2)
+    group.install()
+    assert group.truth.bases[2] == Stamp(2, 1), "the step is made again"
+    group.train(1)
+    assert {state.at for state in group.states} == {Stamp(3, 2)}
+    group.vote()
+    group.feed(1, m.Tightened(2, 100))
+    assert group.states[1].capacity == 500, "it has voted, so the step did find its memory"
+    group.tally(0, 1, 2)
+    group.feed(1, m.Tightened(1, 100))
+    assert group.states[1].phase is Phase.RUN, "of a generation that is gone"
+
+
 def test_a_notice_costs_no_step_and_the_leaver_is_let_go() -> None:
     group = running(2)
     group.feed(2, m.Wished(("leave", "m2")))

@@ -23,6 +23,7 @@ __all__ = [
     "store_says",
     "suspects",
     "tick",
+    "tightened",
     "wish",
 ]
 
@@ -56,6 +57,16 @@ def broken(state: State) -> Step:
     if state.unseen is not None:
         return adopt(state, state.unseen)
     return stop_answering(state)
+
+
+def tightened(state: State, capacity: int) -> Step:
+    """This member needs a plan for a smaller device. It gives the step up, and founds the same generation anew at once:
+    nobody is lost, and the others, which still compute, stop when its communication ends.
+    """
+    if not state.votes or state.phase is not Phase.RUN or state.cast:
+        return state, ()
+    state, effects = stop_answering(replace(state, capacity=capacity))
+    return state, (*effects, *_proposal(state)) if state.phase is Phase.CHANGE else effects
 
 
 def suspects(state: State, members: frozenset[Member]) -> Step:

@@ -54,6 +54,7 @@ __all__ = [
     "Suspects",
     "Tally",
     "Tick",
+    "Tightened",
     "Value",
     "Vote",
     "Wait",
@@ -242,8 +243,7 @@ class Suspects(ProtocolEvent):
 class Tick(ProtocolEvent):
     """A time limit has passed in a phase that waits (CHANGE, OUTSIDE, SERVE): ask, or propose, again.
 
-    The first Tick in CHANGE comes later than a usual detection of who died; those after it may come quicker.
-    """
+    The first in CHANGE comes later than a usual detection of who died; those after it may come quicker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +280,13 @@ class Checkpointed(ProtocolEvent):
     """A checkpoint of all layers at this boundary is complete on disk."""
 
     stamp: Stamp
+
+
+@dataclass(frozen=True, slots=True)
+class Tightened(GenerationEvent):
+    """A step did not find its memory here: plans reckon with so many bytes of this device now (0: no limit known)."""
+
+    capacity: int
 
 
 @dataclass(frozen=True, slots=True)

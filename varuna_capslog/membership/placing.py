@@ -276,6 +276,11 @@ class Placer:
         choice = self._choice_of(plan)
         return self._layout(plan, choice, seats, _Limits(seats, self.candidates)), choice.rank_bytes
 
+    def needed(self, plan: Plan) -> list[int] | None:
+        """By rank, the bytes that its device must have, snapshots and headroom counted; None: not known."""
+        sizes = self._choice_of(plan).rank_bytes
+        return None if sizes is None else [self.candidates.headroom.reserved(size) for size in sizes]
+
     def _layout(self, plan: Plan, choice: Choice, seats: Sequence[Seat], limits: _Limits) -> MemberLayout:
         copies = self._place_copies(choice, seats, limits)
         return MemberLayout.of_plan(plan, [seat.member for seat in seats], dict(copies.kept), copies.problem)

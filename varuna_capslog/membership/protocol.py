@@ -54,6 +54,8 @@ def step(job: Job, state: State, event: m.ProtocolEvent) -> Step:
             return changes.store_lost(state)
         case m.Damaged() | m.Broken():  # what arrived damaged is not taken, and is sent again only after a change
             return changes.broken(state)
+        case m.Tightened():
+            return changes.tightened(state, event.capacity)
         case m.Suspects():
             return changes.suspects(state, event.members - {state.me})
         case m.Tick():

@@ -30,7 +30,7 @@ __all__ = ["VARIABLE", "Fault", "Instructions", "faults_of", "main", "prober"]
 
 VARIABLE = "CAPSLOG_FAULTS"
 
-_KINDS = ("kill", "stop", "raise", "hang", "full", "wait")
+_KINDS = ("kill", "stop", "raise", "hang", "full", "starve", "wait")
 _LONGEST_WAIT = 60.0
 
 
@@ -40,7 +40,8 @@ class Fault:
 
     Attributes:
         do: "kill" and "stop" by signal; "raise" an error that nothing expects; "hang" for ever; "full": from now on
-            nothing that this process writes finds room on the disk; "wait" until somebody creates `<name>.go` in the
+            nothing that this process writes finds room on the disk; "starve": an allocation of `name` bytes fails as
+            torch's on a CPU does; "wait" until somebody creates `<name>.go` in the
             run's `faults/` (it creates `<name>.here` before), at most a minute.
     """
 
@@ -72,6 +73,11 @@ class Fault:
                     time.sleep(3600.0)
             case "full":
                 resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+            case "starve":
+                why = "Error code 12 (Cannot allocate memory)"
+                raise RuntimeError(
+                    f"DefaultCPUAllocator: can't allocate memory: you tried to allocate {self.name} bytes. {why}"
+                )
             case _:
                 _wait(folder, self.name)
 

@@ -125,6 +125,11 @@ def describe(event: Mapping[str, Any]) -> str | None:
         return text
     if kind == "notice":
         return _notice(event)
+    if kind == "memory":
+        lacked = format_bytes(int(event.get("lacking_bytes", 0)))
+        return (
+            f"{event.get('member')} lacked {lacked} in step {event.get('step')}: the step is made again with less there"
+        )
     if kind == "lost":
         return str(event.get("why"))
     if kind == "waiting":

@@ -65,6 +65,9 @@ class Incoming:
             case "ahead":
                 self._parts.work.learn(message.header["found"])
                 return True
+            case "tightened":
+                self._parts.tighten(message.sender, int(message.header["capacity"]))
+                return True
             case "farewell":
                 self._parts.probe("farewell")
                 events.append(m.Farewell(generation))

@@ -112,6 +112,12 @@ class Parts:
     proposals: Proposals
     seats: dict[Member, Seat] = field(default_factory=dict)
 
+    def tighten(self, member: Member, capacity: int) -> None:
+        """Plans are to reckon with so many bytes of a member's device, where its device is known here."""
+        if (seat := self.seats.get(member)) is not None:
+            self.seats[member] = seat._replace(capacity=capacity)
+            self.proposals.known.clear()
+
     def send_state(
         self, kind: str, target: Member, generation: int, layer: int, stamp: Stamp, state: LayerState
     ) -> None:

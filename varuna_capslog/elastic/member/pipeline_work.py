@@ -156,6 +156,7 @@ class PipelineWork(Work):
         self.loop = TrainingLoop(self.setup, device, start.offset, start.stop_wished)
         self.engine: PipelineEngine | None = None
         self.number = 0
+        self._plan: Plan | None = None
         self._pace, self._planned = Pace(RunShape.of_config(run.config).settled(), device.type), dict[str, Any]()
         self._table = ShapeTable(self.chain, device.type, run.config.train.precision)
         self._by_index: dict[int, EngineLayer] = {}
@@ -223,7 +224,7 @@ class PipelineWork(Work):
             self._fresh = None
         self._shelved = {}
         self.engine, self.number = engine, opening.number
-        self._planned = self._pace.of(plan)
+        self._plan, self._planned = plan, self._pace.of(plan)
         writes = opening.members[0] == self.start.me
         arguments = (opening.number + self.start.offset, plan, layout.stages_of(communicator.rank), writes)
         threading.Thread(target=self._write_papers, args=arguments, name="write-papers", daemon=True).start()
@@ -255,6 +256,11 @@ class PipelineWork(Work):
     def _running(self) -> PipelineEngine:
         assert self.engine is not None
         return self.engine
+
+    def needs(self) -> int:
+        sizes = None if self._plan is None else self.placer.needed(self._plan)
+        rank = self._running.communicator.rank
+        return 0 if sizes is None or rank >= len(sizes) else sizes[rank]
 
     # -- a step -------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, DiskFailed
@@ -40,6 +40,8 @@ __all__ = ["End", "Runtime", "take_part"]
 
 _FLUSH_SECONDS = 5.0
 _LISTEN_SECONDS = 1.0
+_MEMORY = "memory"
+"""The kind of a failure that ends the run for all, each of which writes what it holds."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,20 @@ class Runtime:
     def release(self) -> None:
         """This member has no part in the run any more."""
         self._end = End(self.state.at.step, False, True)
+
+    def stop_for_memory(self, why: str) -> NoReturn:
+        """Ends the run, all that its members hold on disk. Raises CapslogError with this sentence."""
+        self.feed(m.Broken(self.state.record.number))
+        self._persist(why)
+        failure = {"member": self.me, "cause": why, "kind": _MEMORY, "time": time.time()}
+        self.append(entries.FinishedEntry(self.state.at.step, stopped=True, failure=failure))
+        raise CapslogError(why)
+
+    def _persist(self, why: str) -> None:
+        held = self.parts.holdings.everything(self.state.held)
+        self.parts.work.persist(held, self.state.record)
+        about = {"states": len(held), "member": self.me, "generation": self.state.record.number}
+        self.parts.work.note("persisted", why=why, **about)
 
     def _end_for_all(self, error: DiskFailed) -> None:
         """Ends the run: a member that took the writing over would fail in the same way."""
@@ -234,6 +250,8 @@ class Runtime:
         finished = self.roster.finished
         if finished is None or self._end is not None:
             return
+        if finished.failure is not None and finished.failure.get("kind") == _MEMORY and self.state.held:
+            self._persist(str(finished.failure.get("cause")))
         if self.state.phase is not Phase.RUN or finished.failure is not None:
             self._end = End(finished.step, False, True)
 

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from varuna_capslog.base.units import format_bytes
 from varuna_capslog.elastic.member.incoming import decode, encode
 from varuna_capslog.elastic.member.parts import Parts
+from varuna_capslog.elastic.member.pressure import TRIES, lacking_bytes
 from varuna_capslog.engine.communicator import PeerLost
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.ahead import Ahead, find_ahead, first_owner, stay_with
@@ -49,6 +51,7 @@ class Training:
         self._computing: int | None = None
         self._stop = False
         self._began = 0.0
+        self._pressures = 0  # steps that failed for memory here, since one was applied
 
     def abort(self) -> None:
         """Nothing of the generation is computed any more."""
@@ -82,9 +85,12 @@ class Training:
             self._computing = step
             self._send_ahead()
             parts.probe("compute")
-            finite = parts.work.compute(step)
+            finite, lacking = self._compute(step)
         except PeerLost:
             loop.feed(m.Broken(generation))
+            return
+        if lacking is not None:
+            self._pressed(generation, step, lacking)
             return
         parts.probe("computed")
         self._send_updates(generation, step)
@@ -95,6 +101,38 @@ class Training:
         self._check_ahead()
         self.waits_since = time.monotonic()
         loop.feed(m.Computed(generation, step, finite))
+
+    def _compute(self, step: int) -> tuple[bool, int | None]:
+        """Whether this rank's share is finite; and where an allocation failed in it, of how many bytes."""
+        try:
+            return self._parts.work.compute(step), None
+        except (RuntimeError, MemoryError) as error:
+            lacking = lacking_bytes(error)
+            if lacking is None:
+                raise
+        return False, lacking  # the error is gone, and with it the tensors of its frames
+
+    def _pressed(self, generation: int, step: int, lacking: int) -> None:
+        """The step did not find the memory that it was planned with: all give it up, and make it again by a plan that
+        reckons with less here; after `TRIES` times the run stops.
+        """
+        parts, loop, me = self._parts, self._loop, self._parts.me
+        self._pressures += 1
+        told = [size for size in (loop.state.capacity, parts.work.needs()) if size]
+        capacity = max(1, min(told) - lacking) if told else 0
+        about = {"member": me, "step": step, "lacking_bytes": lacking, "capacity_bytes": capacity}
+        parts.work.note("memory", generation=generation, times=self._pressures, **about)
+        if self._pressures >= TRIES:
+            loop.stop_for_memory(
+                f"{me} lacked {format_bytes(lacking)} in step {step}, after plans for less memory {TRIES - 1} times; "
+                "what the members held is on disk; free memory of that device, add devices, or set pipeline.capacity "
+                "to what is there"
+            )
+        for member in loop.state.record.members:
+            if member != me:  # whoever founds the next generation plans with it
+                parts.peers.send(member, "tightened", generation=generation, capacity=capacity)
+        parts.tighten(me, capacity)
+        loop.feed(m.Tightened(generation, capacity))
 
     def _between(self) -> None:
         save, self.save_all = self.save_all, False
@@ -144,6 +182,7 @@ class Training:
         holdings.keep_before()
         parts.probe("applying")
         parts.work.apply(effect.step)
+        self._pressures = 0
         holdings.live = Stamp(effect.step, effect.generation)
         self._computing = None
         self.sent_ahead = frozenset()

@@ -107,6 +107,10 @@ class Work(Protocol):
     def shelve(self) -> Mapping[int, LayerState]:
         """Ends a generation: the live states of its own layers at the last boundary; nothing where none is open."""
 
+    def needs(self) -> int:
+        """Bytes that this member's device must have for the plan that it trains by; 0: not known."""
+        return 0
+
     def is_done(self, step: int) -> bool:
         """Whether the run ends with this step."""
 

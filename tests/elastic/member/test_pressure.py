@@ -1,0 +1,30 @@
+"""What is read from the errors of allocations that failed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from varuna_capslog.elastic.member.pressure import lacking_bytes
+
+
+def test_an_allocation_that_really_fails_on_the_cpu_says_how_much_lacks() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert lacking_bytes(caught.value) == 1 << 60
+
+
+@pytest.mark.parametrize(
+    ("error", "size"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total"), 5 << 29),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."), 20 << 20),
+        (torch.OutOfMemoryError("CUDA out of memory."), 1 << 20),
+        (MemoryError(), 1 << 20),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
+        (RuntimeError("Tried to allocate 20.00 MiB."), None),
+        (ValueError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"), None),
+    ],
+)
+def test_other_errors_are_none_of_it(error: Exception, size: int | None) -> None:
+    assert lacking_bytes(error) == size
