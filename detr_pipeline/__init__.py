@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 __all__ = ["workload"]
 
+PRELOADED = ("detr_pipeline.task",)
+"""What a process imports ahead that is going to fork workers."""
+
 
 def workload(config: Config) -> DetrWorkload:
     """The DETR workload of a resolved config; its `model` and `data` sections are checked, no data set is opened.

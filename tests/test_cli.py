@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import pytest
 
 from varuna_capslog import cli
 from varuna_capslog.base.errors import CapslogError, StepRefused
+from varuna_capslog.base.starters import starter_of
 from varuna_capslog.plans.plan import read_plan
 from varuna_capslog.profiles.record import Profile
 
@@ -217,15 +219,12 @@ def test_profile_writes_into_the_run_dir(toy, tmp_path, capsys):
 
 def workers_that(monkeypatch: pytest.MonkeyPatch, body: str) -> None:
     """Replaces the engine's worker by a few lines of Python."""
-    from varuna_capslog.base import supervisor
 
-    plain = supervisor.Supervisor
+    def starter(config, *flags):
+        command = [sys.executable, "-S", "-c", body, str(config.run_dir), *flags]
+        return contextlib.nullcontext(starter_of(command))
 
-    def started(run_dir, command, num_workers, **options):
-        assert command[1:3] == ["-m", "varuna_capslog.start.worker"]
-        return plain(run_dir, [sys.executable, "-S", "-c", body, *command[3:]], num_workers, **options)
-
-    monkeypatch.setattr(supervisor, "Supervisor", started)
+    monkeypatch.setattr("varuna_capslog.start.local_run.worker_starter", starter)
 
 
 def test_train_lays_out_the_run_before_its_workers_start(toy, tmp_path, monkeypatch, capsys):

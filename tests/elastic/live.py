@@ -22,9 +22,9 @@ import torch
 
 from tests.engine import cases
 from varuna_capslog.base import files
+from varuna_capslog.base.fork_server import PRELOADED, ForkServer
 from varuna_capslog.base.processes import is_stopped
 from varuna_capslog.config.settings import Config
-from varuna_capslog.elastic.host.fork_server import PRELOADED, ForkServer
 from varuna_capslog.elastic.store.opening import StoreGone, StoreServer, open_store
 from varuna_capslog.engine.communicator import connect_group
 from varuna_capslog.membership.generation import Generation

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tests.varuna_plugin import models
 from varuna_capslog.base import files
-from varuna_capslog.elastic.host.fork_server import PRELOADED, ForkServer
+from varuna_capslog.base.fork_server import PRELOADED, ForkServer
 from varuna_capslog.elastic.member.start_up import Beginning
 from varuna_capslog.elastic.store.opening import StoreGone, StoreServer, open_store
 from varuna_capslog.engine.layers import seed_layer

@@ -11,24 +11,23 @@ import fcntl
 import os
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.failures import Failure, ended, is_consequence, read_failure, root_cause
 from varuna_capslog.base.processes import (
-    die_with_parent,
     free_port,
     heard_signals,
     is_stopped,
     signal_group,
     write_unless_there,
 )
+from varuna_capslog.base.starters import Starter, Worker, starter_of
 
 __all__ = ["Interrupted", "Supervisor", "WorkerFailed", "last_step", "new_run", "reserve", "usable"]
 
@@ -64,7 +63,7 @@ class Interrupted(CapslogError):
 
 
 class Supervisor:
-    """Runs `command` once per rank and waits for all of them.
+    """Starts a worker for each rank and waits for all of them.
 
     Each worker gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, its own process group
     (so that only the supervisor hears the terminal's Ctrl-C) and a log `run_dir/workers/<rank>.log`; rank 0's standard
@@ -72,7 +71,7 @@ class Supervisor:
 
     Args:
         run_dir: the run's folder; made where it is missing.
-        command: the worker's command line.
+        workers: the worker's command line, or what starts workers otherwise.
         num_workers: the world size.
         environment: variables for every worker on top of this process's own.
         grace_seconds: time between asking a worker to end (SIGTERM) and killing it.
@@ -82,7 +81,7 @@ class Supervisor:
     def __init__(
         self,
         run_dir: Path,
-        command: Sequence[str],
+        workers: Sequence[str] | Starter,
         num_workers: int,
         *,
         environment: Mapping[str, str] | None = None,
@@ -93,12 +92,12 @@ class Supervisor:
             raise CapslogError(f"num_workers={num_workers}; a run needs at least one worker")
         self.run_dir = Path(run_dir)
         self.folder = self.run_dir / "workers"
-        self.command = list(command)
+        self._start_worker = workers if callable(workers) else starter_of(workers)
         self.num_workers = num_workers
         self.environment = dict(environment or {})
         self.grace_seconds = grace_seconds
         self.say = say
-        self._workers: list[subprocess.Popen[bytes]] = []
+        self._workers: list[Worker] = []
         self._ended: dict[int, float] = {}
         self._stopped: dict[int, float] = {}
         self._signals: list[int] = []
@@ -119,24 +118,13 @@ class Supervisor:
                 self._kill()
 
     def _start(self) -> None:
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, **self.environment, **_rendezvous(self.num_workers)}
-        die_with = die_with_parent()
+        omp = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        environment = {**omp, **self.environment, **_rendezvous(self.num_workers)}
         for rank in range(self.num_workers):
+            if self._signals:
+                raise Interrupted(self._farewell("stopped before the first step"), 128 + self._signals[0])
             environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            with open(self.log(rank), "wb") as log:
-                output: IO[bytes] | None = None if rank == 0 else log
-                try:
-                    worker = subprocess.Popen(
-                        self.command,
-                        env=environment,
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=log,
-                        preexec_fn=die_with,
-                    )
-                except OSError as error:
-                    reason = f"{self.command[0]!r} cannot be started: {error.strerror}"
-                    raise CapslogError(f"worker {rank}: {reason}; check the installation") from error
+            worker = self._start_worker(rank, environment, self.log(rank))
             self._workers.append(worker)
             started = {"rank": rank, "pid": worker.pid, "host": socket.gethostname()}
             write_unless_there(self.folder / f"{rank}.json", started)
@@ -199,7 +187,7 @@ class Supervisor:
         reported = [failure for rank in range(self.num_workers) if (failure := self._reported(rank)) is not None]
         known = {failure.rank for failure in reported}
         seen = [
-            ended(rank, self._workers[rank].returncode, self.log(rank), moment, **self._where(rank, reported))
+            ended(rank, self._workers[rank].wait(), self.log(rank), moment, **self._where(rank, reported))
             for rank, moment in self._ended.items()
             if self._is_failure(rank, asked) and rank not in known
         ]

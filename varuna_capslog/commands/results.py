@@ -20,13 +20,13 @@ def evaluate(run_dir: shared.RunDirectory, as_json: shared.AsJson = False) -> No
     """Score the best checkpoint of a run; the scores are also written to RUN_DIR/evaluation.json."""
     from varuna_capslog.base import files
     from varuna_capslog.base.supervisor import reserve
-    from varuna_capslog.start.local_run import run_workers
+    from varuna_capslog.start.local_run import run_workers, worker_starter
 
     settings = shared.run_config(run_dir)
     path = run_dir / "evaluation.json"
-    with reserve(run_dir):
+    with reserve(run_dir), worker_starter(settings, "--evaluate") as starter:
         path.unlink(missing_ok=True)
-        run_workers(settings, shared.tell, "--evaluate", workers=_ranks_of(settings))
+        run_workers(settings, shared.tell, starter, _ranks_of(settings))
     scores = files.read_json(path)
     if as_json:
         shared.print_json(scores)

@@ -17,7 +17,6 @@ from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.config.settings import Config, Elastic
-from varuna_capslog.elastic.host.fork_server import PRELOADED
 from varuna_capslog.elastic.host.hooks import check_same_folder
 from varuna_capslog.elastic.host.host import Host, HostEnd
 from varuna_capslog.elastic.host.options import HostOptions
@@ -27,22 +26,12 @@ from varuna_capslog.elastic.script.work import saved_states
 from varuna_capslog.elastic.store.opening import StoreGone, open_store
 from varuna_capslog.membership.generation import Stamp
 from varuna_capslog.plans.plan import latest_plan
+from varuna_capslog.start.preloading import SCRIPT_MODULES, TRAINING_MODULES
 
 __all__ = ["check_elastic", "join_run", "join_script", "run_here", "run_script", "starting_point", "wait_for_store"]
 
 _LOOK_SECONDS = 0.5
-_SCRIPT_MODULES = (
-    *PRELOADED,
-    "torch._dynamo",  # the first optimizer imports it, in one to two seconds
-    "torch._subclasses.fake_tensor",
-)
-_MODULES = (
-    *_SCRIPT_MODULES,
-    "varuna_capslog.elastic.member.runtime",
-    "varuna_capslog.elastic.member.pipeline_work",
-    "torch.utils.tensorboard",
-    "rich.progress",
-)
+_MODULES = (*TRAINING_MODULES, "varuna_capslog.elastic.member.runtime", "varuna_capslog.elastic.member.pipeline_work")
 _SCRIPT_CALL = "script.json"
 """The file in the folder of a script's run that holds what its workers are called with."""
 
@@ -178,7 +167,7 @@ def _of_script(options: HostOptions, script: Path, arguments: Sequence[str]) -> 
         "elastic": options.settings.model_dump(mode="json"),
     }
     return dataclasses.replace(
-        options, entry="varuna_capslog.elastic.script:main", arguments=call, modules=_SCRIPT_MODULES
+        options, entry="varuna_capslog.elastic.script:main", arguments=call, modules=SCRIPT_MODULES
     )
 
 

@@ -6,19 +6,20 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from varuna_capslog.elastic.host.options import HostOptions
+from varuna_capslog.start.preloading import TRAINING_MODULES
 from varuna_capslog.start.prepare import prepare_run
 
 if TYPE_CHECKING:
+    from varuna_capslog.base.starters import Forks, Starter
     from varuna_capslog.config.settings import Config
     from varuna_capslog.plans.plan import Plan
     from varuna_capslog.profiles.record import Profile
 
-__all__ = ["prepared_run", "run_elastic", "run_workers", "train_here"]
+__all__ = ["prepared_run", "run_elastic", "run_workers", "train_here", "worker_starter"]
 
 Say = Callable[[str], None]
 
@@ -42,14 +43,16 @@ def train_here(
     from varuna_capslog.elastic.member.held_state import recover
 
     with reserve(config.run_dir):  # from here on: another run's plan must not change under its workers
-        show_plan(*prepared_run(config, show))
         if config.elastic.enabled:
+            show_plan(*prepared_run(config, show))
             options = HostOptions(config.run_dir, num_workers=config.world_size)
             run_elastic(config, options, "the same command continues")
             return
-        if config.resume == "auto":
-            recover(config.run_dir)  # an elastic run may have stopped here between two checkpoints
-        run_workers(config, say)
+        with worker_starter(config) as starter:  # it imports while this process plans
+            show_plan(*prepared_run(config, show))
+            if config.resume == "auto":
+                recover(config.run_dir)  # an elastic run may have stopped here between two checkpoints
+            run_workers(config, say, starter)
 
 
 def prepared_run(config: Config, show: bool = True) -> tuple[Plan, Profile | None]:
@@ -60,20 +63,32 @@ def prepared_run(config: Config, show: bool = True) -> tuple[Plan, Profile | Non
     return plan, read_profile(path) if plan.profile_digest and path.exists() else None
 
 
-def run_workers(config: Config, say: Say, *flags: str, workers: int | None = None) -> None:
-    """Starts the workers of a run here, with these flags, and watches them until they end.
+def run_workers(config: Config, say: Say, starter: Starter, workers: int | None = None) -> None:
+    """Starts the workers of a run here and watches them until they end.
 
-    workers: default: those of the config.
+    starter: of `worker_starter`. workers: default: those of the config.
     """
     from varuna_capslog.base.supervisor import Supervisor
 
     Supervisor(
         config.run_dir,
-        [sys.executable, "-m", "varuna_capslog.start.worker", str(config.run_dir), *flags],
+        starter,
         workers or config.world_size,
         environment={"OMP_NUM_THREADS": str(config.train.threads)},
         say=say,
     ).run()
+
+
+def worker_starter(config: Config, *flags: str) -> Forks:
+    """Starts workers with these flags. What they import is imported from now on, in a process of its own."""
+    from varuna_capslog.base.starters import Forks
+
+    return Forks(
+        "varuna_capslog.start.worker:forked",
+        [str(config.run_dir), *flags],
+        (*TRAINING_MODULES, "varuna_capslog.training.run", config.workload.partition(":")[0]),
+        {"OMP_NUM_THREADS": str(config.train.threads)},
+    )
 
 
 def run_elastic(config: Config, options: HostOptions, continued: str) -> None:

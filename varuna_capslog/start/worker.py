@@ -1,4 +1,4 @@
-"""The process of one rank: `python -m varuna_capslog.start.worker RUN_DIR`, started by the supervisor or by torchrun.
+"""The process of one rank: forked for the supervisor, or started as `python -m varuna_capslog.start.worker RUN_DIR`.
 
 It connects, runs, and ends in one of three ways: done (0), asked to stop at a step boundary (130), or failed, with one
 sentence in `workers/<rank>.error.json` and on stderr. It reads RUN_DIR and torchrun's variables.
@@ -16,7 +16,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from varuna_capslog.engine.communicator import Communicator
     from varuna_capslog.training.run import Run
 
-__all__ = ["main", "run_worker"]
+__all__ = ["forked", "main", "run_worker"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,6 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--evaluate", action="store_true", help="score the best checkpoint instead of training")
     given = parser.parse_args(arguments)
     return run_worker(given.run_dir, evaluate=given.evaluate)
+
+
+def forked(arguments: Sequence[str]) -> NoReturn:
+    """The worker in a process that was forked (`start/local_run.worker_starter`)."""
+    leave(main(arguments))
 
 
 def run_worker(run_dir: Path, evaluate: bool = False, prepare: Callable[[], object] | None = None) -> int:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.fork_server import PRELOADED
 from varuna_capslog.config.settings import Elastic
-from varuna_capslog.elastic.host.fork_server import PRELOADED
 from varuna_capslog.elastic.notices.interface import Listener
 from varuna_capslog.membership.generation import INITIAL, Stamp
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from varuna_capslog.base.failures import Failure, ended, read_failure, root_cause
+from varuna_capslog.base.fork_server import ForkServer
 from varuna_capslog.base.processes import is_stopped, signal_group, write_unless_there
 from varuna_capslog.base.supervisor import WorkerFailed
-from varuna_capslog.elastic.host.fork_server import ForkServer
 from varuna_capslog.elastic.host.options import HostOptions
 from varuna_capslog.elastic.network import network_variables
 from varuna_capslog.membership.entries import BrokenEntry, DeadEntry, Entry, FinishedEntry

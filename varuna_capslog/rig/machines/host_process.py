@@ -35,9 +35,9 @@ def main(order: Mapping[str, Any]) -> int:
         from varuna_capslog.rig.namespaces import join
 
         join(str(order["namespace"]))  # before there is any other thread
+    from varuna_capslog.base.fork_server import PRELOADED
     from varuna_capslog.base.supervisor import Interrupted, WorkerFailed
     from varuna_capslog.config.reading import load_config
-    from varuna_capslog.elastic.host.fork_server import PRELOADED
     from varuna_capslog.elastic.host.host import Host, HostOptions
     from varuna_capslog.elastic.store.opening import StoreGone
 

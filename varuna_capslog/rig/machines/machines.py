@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.fork_server import PRELOADED, ForkServer
 from varuna_capslog.config.settings import Config
-from varuna_capslog.elastic.host.fork_server import PRELOADED, ForkServer
 from varuna_capslog.membership.entries import NoticeEntry, RequestEntry
 from varuna_capslog.membership.generation import Generation, Member, Stamp
 from varuna_capslog.model.chain import Chain

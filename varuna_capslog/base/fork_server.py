@@ -1,6 +1,6 @@
 """Starts workers without import time: a process that has imported everything forks one whenever the host asks.
 
-`python -m varuna_capslog.elastic.host.fork_server ENTRY MODULE...` reads one JSON line per requested worker, and writes
+`python -m varuna_capslog.base.fork_server ENTRY MODULE...` reads one JSON line per requested worker, and writes
 one line per fork and, as soon as the system knows it, one per end. `ForkServer` is the host's side of these pipes. The
 process runs no torch operation and starts no thread, since a fork would copy its locks but not its threads.
 """
@@ -32,7 +32,8 @@ PRELOADED = ("torch", "scipy.optimize")
 
 Order = dict[str, Any]
 """{"member", "environment", "log", "arguments"}: the name, variables on top of the fork server's own, the file for
-standard output and errors, and what the entry is called with (any JSON value)."""
+standard output and errors, and what the entry is called with (any JSON value). "output", where given: a descriptor that
+the fork server shares, for standard output instead of the file."""
 
 
 class ForkServer:
@@ -42,22 +43,24 @@ class ForkServer:
         entry: "module:function"; a worker calls it with its arguments and ends with the status that it returns.
         tell: called in that thread with {"ready": True, "pid"} once, {"member", "pid"} per fork, {"member", "pid",
             "status"} or {"member", "pid", "signal"} per end, and at last {"gone": status}: no worker of it is left.
-        log: gets the fork server's own output.
-        modules: imported ahead besides the entry's; one that is missing is left out.
+        log: gets the fork server's own output; None: nobody does.
+        modules: imported ahead besides the entry's, and what they name as `PRELOADED`; one that is missing is left out.
         environment: variables on top of this process's own.
+        shared: descriptors of this process that orders may name.
     """
 
     def __init__(
         self,
         entry: str,
         tell: Callable[[dict[str, Any]], None],
-        log: Path,
+        log: Path | None,
         modules: Sequence[str] = PRELOADED,
         environment: Mapping[str, str] | None = None,
+        shared: Sequence[int] = (),
     ) -> None:
-        command = [sys.executable, "-m", "varuna_capslog.elastic.host.fork_server", entry, *modules]
+        command = [sys.executable, "-m", "varuna_capslog.base.fork_server", entry, *modules]
         try:
-            with open(log, "ab") as errors:
+            with open(log or os.devnull, "ab") as errors:
                 self._process = subprocess.Popen(
                     command,
                     env={"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})},
@@ -65,9 +68,10 @@ class ForkServer:
                     stdout=subprocess.PIPE,
                     stderr=errors,
                     preexec_fn=die_with_parent(),
+                    pass_fds=tuple(shared),
                 )
         except OSError as error:
-            raise CapslogError(f"workers cannot be started: {error}; check the installation and {log}") from error
+            raise CapslogError(f"workers cannot be started: {error}; check the installation") from error
         self.pid = self._process.pid
         self._tell = tell
         self._writing = threading.Lock()
@@ -147,9 +151,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _preload(entry: str, modules: Sequence[str]) -> None:
-    for module in (*modules, entry.partition(":")[0]):
+    names = [*modules, entry.partition(":")[0]]
+    for name in names:
         try:
-            importlib.import_module(module)
+            module = importlib.import_module(name)
+            names += [one for one in getattr(module, "PRELOADED", ()) if one not in names]
         except Exception:  # a worker that needs the module fails with the same error
             traceback.print_exc()
     if "torch" in sys.modules:
@@ -191,8 +197,9 @@ def _reap(children: dict[int, str]) -> None:
 def _fork(order: Order, entry: str, private: Sequence[int]) -> int:
     prepare = die_with_parent()
     if not _may_fork():
-        command = [sys.executable, "-m", "varuna_capslog.elastic.host.fork_server", "--alone", entry, json.dumps(order)]
-        process = subprocess.Popen(command, preexec_fn=prepare)
+        command = [sys.executable, "-m", "varuna_capslog.base.fork_server", "--alone", entry, json.dumps(order)]
+        output = (order["output"],) if "output" in order else ()
+        process = subprocess.Popen(command, preexec_fn=prepare, pass_fds=output)
         process.returncode = 0  # it is reaped with the others, not by subprocess
         return process.pid
     sys.stdout.flush()
@@ -253,9 +260,10 @@ def _settle(order: Order, private: Sequence[int]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    for target, source in ((0, nothing), (1, log), (2, log)):
+    output = order.get("output", log)
+    for target, source in ((0, nothing), (1, output), (2, log)):
         os.dup2(source, target)
-    for descriptor in (log, nothing):
+    for descriptor in {log, nothing, output}:
         os.close(descriptor)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from tests.waiting import alive, wait_until
-from varuna_capslog.elastic.host.fork_server import ForkServer
+from varuna_capslog.base.fork_server import ForkServer
 
-HERE = Path(__file__).parent
+ENTRIES = Path(__file__).parents[1] / "elastic" / "host"
 BORN_WITH = {name: value for name, value in os.environ.items() if name.startswith("CAPSLOG_")}
 """The suite's own, such as the path of the data: every process that it starts has them."""
 
@@ -39,7 +39,7 @@ def told() -> Told:
 
 
 def fork_server_of(folder: Path, told: Told, *modules: str, **environment: str) -> ForkServer:
-    environment = {"PYTHONPATH": str(HERE), **environment}
+    environment = {"PYTHONPATH": str(ENTRIES), **environment}
     return ForkServer("host_entries:act", told.put, folder / "nursery.log", modules, environment)
 
 
@@ -98,7 +98,7 @@ def test_where_a_fork_is_not_safe_the_worker_is_started_anew(tmp_path, told):
         "if '--alone' not in sys.argv:\n"
         "    threading.Thread(target=time.sleep, args=(100,), daemon=True).start()\n"
     )
-    fork_server = fork_server_of(tmp_path, told, "restless", PYTHONPATH=f"{HERE}{os.pathsep}{tmp_path}")
+    fork_server = fork_server_of(tmp_path, told, "restless", PYTHONPATH=f"{ENTRIES}{os.pathsep}{tmp_path}")
     ready = told.next("ready")
     fork_server.fork(order(tmp_path, "m-1", "wait=go leave=5"))
     started = told.next("member")
@@ -144,7 +144,7 @@ def test_closing_kills_what_is_left(tmp_path, fork_server, told):
 def test_the_fork_server_dies_with_its_host(tmp_path):
     body = f"""
 import sys, time
-sys.path.insert(0, {str(HERE)!r})
+sys.path[:0] = [{str(ENTRIES)!r}, {str(Path(__file__).parent)!r}]
 from pathlib import Path
 from test_fork_server import Told, fork_server_of, order
 told = Told()

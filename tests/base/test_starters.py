@@ -1,0 +1,81 @@
+"""Workers that a supervisor has forked: the same ends and outputs as of started ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.waiting import alive, wait_until
+from varuna_capslog.base.starters import Forks
+from varuna_capslog.base.supervisor import Supervisor, WorkerFailed
+
+ACTS = """
+import json, os, sys, time
+PRELOADED = ("first",)
+def act(arguments):
+    rank, folder = int(os.environ["RANK"]), arguments[0]
+    print("heard from", rank, "first" in sys.modules, os.getpgid(0) == os.getpid())
+    body = arguments[1 + rank]
+    with open(f"{folder}/{rank}.pid", "w") as file:
+        file.write(str(os.getpid()))
+    exec(body)
+    return 0
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "acts.py").write_text(ACTS)
+    (tmp_path / "first.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    return tmp_path
+
+
+def supervised(folder: Path, *bodies: str) -> None:
+    with Forks("acts:act", [str(folder), *bodies], (), {"OF_ALL": "1"}) as starter:
+        Supervisor(folder / "run", starter, len(bodies), grace_seconds=2.0).run()
+
+
+def test_forks_end_well_and_their_output_goes_where_that_of_commands_goes(folder, capfd):
+    supervised(folder, "assert os.environ['OF_ALL'] == '1'", "print('error', file=sys.stderr)")
+    assert capfd.readouterr().out == "heard from 0 True True\n"
+    workers = folder / "run" / "workers"
+    assert (workers / "0.log").read_text() == ""
+    assert (workers / "1.log").read_text() == "heard from 1 True True\nerror\n"
+    own = [json.loads((workers / f"{rank}.json").read_text())["pid"] for rank in range(2)]
+    assert own == [int((folder / f"{rank}.pid").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("body", "cause"),
+    [("sys.exit(3)", "status 3"), ("os.kill(os.getpid(), 9)", "SIGKILL"), ("raise ValueError('no')", "no")],
+)
+def test_a_fork_that_fails_is_named_and_the_others_are_stopped(folder, capfd, body, cause):
+    with pytest.raises(WorkerFailed, match=f"rank 1.*{cause}"):
+        supervised(folder, "time.sleep(600)", body)
+    assert not alive(int((folder / "0.pid").read_text()))
+
+
+def test_forks_do_not_outlive_the_process_that_asked_for_them(folder):
+    script = (
+        "import sys, pathlib; from varuna_capslog.base.starters import Forks;"
+        "starter = Forks('acts:act', [sys.argv[1], 'time.sleep(600)'], (), {});"
+        "starter(0, {'RANK': '0'}, pathlib.Path(sys.argv[1]) / 'log').wait()"
+    )
+    root = str(Path(__file__).parents[2])
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(folder)],
+        env={**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{folder}"},
+        stdout=subprocess.DEVNULL,
+    )
+    path = folder / "0.pid"
+    wait_until(lambda: path.exists() and path.read_text())
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    wait_until(lambda: not alive(int(path.read_text())))

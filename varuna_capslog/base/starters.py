@@ -1,0 +1,136 @@
+"""How a supervisor's workers come to be: as new processes of a command, or as forks of a process that is prepared.
+
+Both give a `Worker`, which is what the supervisor uses of `subprocess.Popen`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.fork_server import ForkServer
+from varuna_capslog.base.processes import die_with_parent
+
+__all__ = ["Forks", "Starter", "Worker", "starter_of"]
+
+
+class Worker(Protocol):
+    """A process of one rank.
+
+    Attributes:
+        pid: also of its process group.
+        returncode: None while it runs; its exit status, or minus the number of the signal that ended it.
+    """
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None:
+        """The return code, looked up now."""
+
+    def wait(self) -> int:
+        """The return code, when it has ended."""
+
+
+Starter = Callable[[int, Mapping[str, str], Path], Worker]
+"""Starts the worker of a rank with this environment on top of the starter's own. Its output goes to the file, but for
+the standard output of rank 0, which is this process's own. Raises CapslogError where it cannot be started."""
+
+
+def starter_of(command: Sequence[str]) -> Starter:
+    """Workers that run a command line."""
+    die_with = die_with_parent()
+
+    def start(rank: int, environment: Mapping[str, str], log: Path) -> Worker:
+        with open(log, "wb") as file:
+            try:
+                return subprocess.Popen(
+                    command,
+                    env={**os.environ, **environment},
+                    stdin=subprocess.DEVNULL,
+                    stdout=None if rank == 0 else file,
+                    stderr=file,
+                    preexec_fn=die_with,
+                )
+            except OSError as error:
+                raise CapslogError(
+                    f"worker {rank}: {command[0]!r} cannot be started: {error.strerror}; check the installation"
+                ) from error
+
+    return start
+
+
+class Forks:
+    """Workers that a fork server forks once it has imported what they need; it begins with that at once.
+
+    Args:
+        entry: "module:function", called with `arguments`; a worker ends with the status that it returns.
+        arguments: any JSON value.
+        modules: imported ahead.
+        environment: of the fork server and all workers, on top of this process's own.
+
+    Use it as a context: its end kills the workers that are left.
+    """
+
+    def __init__(self, entry: str, arguments: Any, modules: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._arguments = arguments
+        self._changed = threading.Condition()
+        self._workers: dict[str, _Forked] = {}
+        self._gone: int | None = None
+        self._output = os.dup(1)
+        self._server = ForkServer(entry, self._hear, None, modules, environment, shared=(self._output,))
+
+    def __enter__(self) -> Forks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._server.close()
+        os.close(self._output)
+
+    def __call__(self, rank: int, environment: Mapping[str, str], log: Path) -> Worker:
+        """As `Starter`; waits for what is imported."""
+        name, worker = str(rank), _Forked(self._changed)
+        self._workers[name] = worker
+        log.write_bytes(b"")
+        order = {"member": name, "environment": dict(environment), "log": str(log), "arguments": self._arguments}
+        self._server.fork({**order, "output": self._output} if rank == 0 else order)
+        with self._changed:
+            self._changed.wait_for(lambda: worker.pid or worker.returncode is not None or self._gone is not None)
+        if not worker.pid:
+            raise CapslogError(f"worker {rank} cannot be started: the process that forks workers failed; see {log}")
+        return worker
+
+    def _hear(self, what: Mapping[str, Any]) -> None:
+        with self._changed:
+            if "gone" in what:
+                self._gone = what["gone"]
+                for worker in self._workers.values():  # the system has killed them
+                    worker.returncode = -9 if worker.returncode is None else worker.returncode
+            elif "member" in what:
+                worker = self._workers[what["member"]]
+                worker.pid = what["pid"] or 0
+                if "signal" in what or "status" in what:
+                    worker.returncode = -what["signal"] if "signal" in what else what["status"]
+            self._changed.notify_all()
+
+
+class _Forked:
+    """A `Worker` of which the fork server tells."""
+
+    def __init__(self, changed: threading.Condition) -> None:
+        self._changed, self.pid = changed, 0
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self) -> int:
+        with self._changed:
+            self._changed.wait_for(lambda: self.returncode is not None)
+        assert self.returncode is not None
+        return self.returncode
