@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from fractions import Fraction
 
@@ -69,6 +70,14 @@ def test_a_free_time_below_zero_ends_the_swaps_that_cost_nothing() -> None:
     found = [treated_stage(one, 0, 0, 3) for one in chain]
     assert [kinds(one) for one in found] == [dict.fromkeys(range(count), "offload") for count in (1, 2, 3)]
     assert [(one.seconds, one.lack) for one in found] == [(9.0, 0), (10.0, 0), (14.0, 0)]
+
+
+def test_where_calls_keep_what_they_save_until_they_end_one_in_flight_swaps_nothing() -> None:
+    for in_flight, kind in ((1, "recompute"), (2, "offload")):
+        usable = 22 * in_flight
+        chain = chain_of([1.0] * 3, [10] * 3, [in_flight], [usable], freed=[5, 5, 0], moved=[8] * 3, host_bandwidth=4.0)
+        found = treated_stage(dataclasses.replace(chain, swaps_within_calls=False), 0, 0, 3)
+        assert set(kinds(found).values()) == {kind}, in_flight
 
 
 def test_copies_that_take_the_devices_time_never_overlap() -> None:

@@ -16,6 +16,8 @@ What we do where the text is silent or means tensors:
 - A recomputed layer runs from its own input, which stays; so layers do not change each other's savings, and the
   recomputed sources that Capuchin follows do not arise.
 - Where copies take the device's own time nothing overlaps.
+- Where a call's saved tensors leave the device only when the call has ended, as in our engine, nothing is swapped on a
+  stage with one microbatch in flight, as its backward follows at once.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def overlapped_swaps(chain: Layerwise, stage: int, first: int, end: int) -> list
         return []
     busy, copied, found = chain.seconds(first, end), 0.0, []
     free = {
-        layer: _free_seconds(chain, stage, layer, end, busy) for layer in range(first, end) if chain.moved[layer] > 0
+        layer: _free_seconds(chain, stage, layer, end, busy)
+        for layer in range(first, end)
+        if chain.moved_on(stage, layer) > 0
     }
     for layer in sorted(free, key=lambda one: (-free[one], one)):
         copied += chain.copy_seconds(layer)
@@ -83,9 +87,9 @@ def _picks(chain: Layerwise, stage: int, first: int, end: int) -> Iterator[_Pick
         best: tuple[float, _Pick] | None = None
         for layer in left:
             ways = []
-            if chain.moved[layer] > 0:
+            if (moved := chain.moved_on(stage, layer)) > 0:
                 shown = _exposed_seconds(chain, layer, copied, busy, _free_seconds(chain, stage, layer, end, busy))
-                ways.append((chain.moved[layer], _Pick(layer, "offload", shown)))
+                ways.append((moved, _Pick(layer, "offload", shown)))
             if chain.freed[layer] > 0:
                 ways.append((chain.freed[layer], _Pick(layer, "recompute", chain.forward[layer])))
             for saved, pick in ways:

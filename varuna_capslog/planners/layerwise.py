@@ -68,6 +68,7 @@ class Layerwise:
     crossing: [L + 1] names of the tensors that cross each cut; None where they are not known.
     host_bandwidth: bytes per second between a device and its host tier; None: copies take no time.
     copies_beside: copies run beside the computation; else they take the device's own time.
+    swaps_within_calls: saved tensors can leave the device before their call has ended.
     question: what these numbers were made of, for planners that ask more.
     """
 
@@ -83,6 +84,7 @@ class Layerwise:
     crossing: Sequence[frozenset[str]] | None = None
     host_bandwidth: float | None = None
     copies_beside: bool = True
+    swaps_within_calls: bool = True
     question: Question | None = None
 
     @classmethod
@@ -131,6 +133,7 @@ class Layerwise:
             crossing,
             link.host_bandwidth,
             beside,
+            False,
             Question(ranges, seconds, run),
         )
 
@@ -158,6 +161,10 @@ class Layerwise:
     def seconds(self, first: int, end: int) -> float:
         """T_x: the forward and backward of one microbatch."""
         return sum(self.forward[first:end]) + sum(self.backward[first:end])
+
+    def moved_on(self, stage: int, layer: int) -> int:
+        """`moved` where a layer of a stage can wait in the host tier between its forward and its backward, else 0."""
+        return self.moved[layer] if self.swaps_within_calls or self.in_flight[stage] > 1 else 0
 
     def copy_seconds(self, layer: int) -> float:
         """One copy of what a layer saves of one microbatch, in one direction."""
