@@ -7,9 +7,13 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
 import varuna_capslog as capslog
+from varuna_capslog.api.naming import script_module
 from varuna_capslog.base import supervisor
+from varuna_capslog.model.workload import load_workload
 
 TOY = """
 from torch import nn
@@ -96,3 +100,93 @@ def test_nothing_is_printed_where_nothing_is_to_be_shown(toy, capsys) -> None:
 def test_what_cannot_be_trained_is_refused_in_a_sentence(toy, run, sentence) -> None:
     with pytest.raises(capslog.CapslogError, match=sentence):
         capslog.train(run, CUTS)
+
+
+OWN = """
+import torch
+from torch import nn
+
+class Data(torch.utils.data.Dataset):
+    def __init__(self, count):
+        self.count = count
+    def __len__(self):
+        return self.count
+    def __getitem__(self, index):
+        return torch.ones(2) * index, torch.tensor(index % 2)
+
+def model():
+    return nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2), nn.Tanh())
+
+def data():
+    return Data(12)
+
+def loss(outputs, batch):
+    return nn.functional.cross_entropy(outputs, batch[1])
+
+if __name__ != "__main__":
+    handed = model()
+"""
+
+
+@pytest.fixture
+def own(toy, tmp_path: Path) -> types.ModuleType:
+    (tmp_path / "own_of_api.py").write_text(OWN)
+    sys.modules.pop("own_of_api", None)
+    import own_of_api
+
+    return own_of_api
+
+
+@pytest.mark.parametrize("form", ["objects", "functions", "names"])
+def test_a_model_and_a_data_set_reach_every_process_of_the_run(own, form) -> None:
+    forms = {
+        "objects": (own.handed, own.Data(12), own.loss),
+        "functions": (own.model, own.data, own.loss),
+        "names": ("own_of_api:model", "own_of_api:data", "own_of_api:loss"),
+    }
+    model, dataset, loss = forms[form]
+    done = capslog.train(model, dataset, CUTS, loss=loss, val=own.Data(2), show=False)
+    assert done.run_dir == Path("runs/Sequential" if form == "objects" else "runs/own_of_api")
+    workload = load_workload(capslog.load_config(done.run_dir / "config.yaml"))
+    source, val = workload.train_data(), workload.val_data()
+    assert (len(source), val and len(val)) == (12, 2)
+    (inputs,) = source.load(source.minibatch([[3]], 0), 0).values()
+    assert inputs.tolist() == [[3.0, 3.0]]
+    weights = workload.build_chain().named_tensors().values()
+    if form == "objects":
+        assert all(map(torch.equal, weights, own.handed.state_dict().values()))
+
+
+def test_a_script_is_found_by_the_name_of_its_file(toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def named(file: Path) -> str:
+        monkeypatch.setitem(sys.modules, "__main__", types.SimpleNamespace(__spec__=None, __file__=str(file)))
+        return script_module("loss")
+
+    assert named(tmp_path / "script.py") == "script"
+    assert named(tmp_path / "deeper" / "script.py") == "deeper.script"
+    for absent in (tmp_path / "of-me.py", tmp_path.parent / "script.py"):
+        with pytest.raises(capslog.CapslogError, match="put it into a file whose name is a Python name"):
+            named(absent)
+
+
+def test_a_script_that_trains_while_it_is_imported_is_told_to_guard_the_call(own, tmp_path: Path) -> None:
+    call = "import varuna_capslog as capslog\ncapslog.train(model, data, loss=loss, show=False)"
+    (tmp_path / "unguarded.py").write_text(f"{OWN}\n{call}\n")
+    with pytest.raises(capslog.CapslogError, match='put the call under if __name__ == "__main__"'):
+        capslog.train("unguarded:model", own.data, CUTS, loss=own.loss, show=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "data", "sentence"),
+    [
+        (("own_of_api:model", "own_of_api:data"), {"los": "mse"}, "did you mean data.loss"),
+        (("own_of_api:model",), {"loss": "mse"}, "loss goes with a dataset, and there is none"),
+        ((3, "own_of_api:data"), {}, "the model is a int"),
+        (("own_of_api:model", lambda: 3), {}, "cannot import '<lambda>'"),
+        (("own_of_api:model", (one for one in "ab")), {}, "the dataset is a generator that cannot be handed"),
+        (("own_of_api:model", DataLoader(["a", "b"])), {"loss": "mse"}, "DataLoader, whose order is its own"),
+    ],
+)
+def test_what_no_worker_could_train_on_is_refused_in_a_sentence(own, given, data, sentence) -> None:
+    with pytest.raises(capslog.CapslogError, match=sentence):
+        capslog.train(*given, settings=CUTS, show=False, **data)

@@ -110,3 +110,27 @@ def test_the_workloads_own_code_counts(tmp_path: Path, monkeypatch: pytest.Monke
     changed.write_text("# another loss")
     monkeypatch.setattr(sources.inspect, "getsourcefile", lambda kind: str(changed))
     assert cache.model_digest(Megabytes(), Megabytes().build_chain()) != before
+
+
+def test_a_kept_profile_has_the_name_that_the_model_has_now(own_cache: Path) -> None:
+    """A function that was imported as another module gave a plan that the workers refused as one of another model."""
+    assert cache.kept(CONDITIONS, "m", profile) == profile()
+    again = cache.kept(CONDITIONS, "examples.m", lambda: pytest.fail("it is kept"))
+    assert again.model == "examples.m"
+    assert again.layers == profile().layers
+
+
+class WithLoss(Equal):
+    """The same model with a loss of its user's."""
+
+    def costs_depend_on(self) -> list[str]:
+        return [self.loss_name]
+
+
+def test_another_loss_of_the_users_is_another_model() -> None:
+    workload = WithLoss(2)
+    chain, digests = workload.build_chain(), set()
+    for name in ("tests.own_data.samples:noted_loss", "tests.own_data.samples:named_loss", "tests.values:loss"):
+        workload.loss_name = name
+        digests.add(cache.model_digest(workload, chain))
+    assert len(digests) == 3

@@ -69,6 +69,7 @@ def step_line(step: int, stages: int, predicted: list[int], loss: float, generat
         "lr": 1e-4 if step < 300 else 1e-5,
         "grad_norm": math.exp(draw.gauss(1.5, 0.7)),
         "step_seconds": 0.5 + 0.1 * draw.random(),
+        "waited_seconds": 9.0 if step == 1 else 0.1,
         "samples_per_second": 14.0,
         "generation": generation,
         "world_size": stages,

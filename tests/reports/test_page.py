@@ -94,6 +94,9 @@ def test_summary_tells_the_run(whole: tuple[Path, Plan, Page]) -> None:
     assert facts["Final loss"] == f"{by_step[400]['loss']:.4f}"
     total = sum(line["step_seconds"] for line in by_step.values())
     assert facts["Time in steps"].startswith(f"{int(total) // 60} min {round(total) % 60:02d} s, median step ")
+    later = sum(line["step_seconds"] for step, line in by_step.items() if step > 1)
+    said = f"{100 * 0.1 * 399 / later:.1f} % of the time in steps, on the rank that waited longest; more data.workers"
+    assert facts["Waiting for data"].startswith(said), "the first step starts processes and does not count"
     best = max(lines(run_dir / "evaluations.jsonl"), key=lambda line: line["scores"]["AP"])
     scores = best["scores"]
     expected = f"{scores['AP']:.3f}, AP50 {scores['AP50']:.3f} at step {best['step']}"

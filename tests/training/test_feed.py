@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from torch import Tensor
 
 from tests.engine.workload import TinyData
-from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.workload import Minibatch
+from varuna_capslog.base.errors import CapslogError, StepRefused
+from varuna_capslog.model.workload import Minibatch, known_targets
 from varuna_capslog.training.feed import Feed, evaluation_groups
 
 
@@ -72,3 +74,49 @@ def test_an_evaluation_covers_every_sample_once() -> None:
     groups = evaluation_groups(23, 2, 3)
     assert [sample for group in groups for part in group for sample in part] == list(range(23))
     assert [[len(part) for part in group] for group in groups] == [[2, 2, 2]] * 3 + [[2, 2, 1]]
+
+
+class Late(TinyData):
+    """Reads inputs and targets together, slowly, and cannot read microbatch 3 of the second step."""
+
+    ahead = 2
+
+    def begin(self, minibatch: Minibatch, microbatch: int) -> Late:
+        self.begun = [*getattr(self, "begun", []), tuple(minibatch.recipes[microbatch])]
+        found = Late(22)
+        found.asked = minibatch, microbatch
+        return found
+
+    def result(self) -> tuple[dict[str, Tensor], object]:
+        time.sleep(0.01)
+        minibatch, microbatch = self.asked
+        if minibatch.sample_ids == Feed(self, 8, 2, 0, []).minibatch(2).sample_ids and microbatch == 3:
+            raise CapslogError("sample 9 is damaged")
+        return self.load(minibatch, microbatch), microbatch
+
+
+def test_targets_are_read_with_the_inputs_once_and_waiting_is_counted() -> None:
+    data = Late(22)
+    plan = Feed(data, 8, 2, 0, local=[0, 1], judged=[1, 2])
+    plan.begin(1)
+    assert len(data.begun) == 2
+    load, minibatch = plan.loader(1), plan.minibatch(1)
+    for microbatch in (0, 1):
+        assert load(microbatch)["x"].equal(TinyData(22).load(minibatch, microbatch)["x"])
+    assert [known_targets(minibatch.targets[microbatch]) for microbatch in (1, 2)] == [1, 2]
+    assert data.begun[:3] == [tuple(recipe) for recipe in minibatch.recipes[:3]]
+    assert len(set(data.begun)) == len(data.begun) <= 5
+    report = plan.report()
+    assert report.failure is None
+    assert 0.04 <= report.waited_seconds < 0.4
+    assert plan.report().waited_seconds == 0
+
+
+def test_what_cannot_be_read_is_zeros_and_told_at_the_vote() -> None:
+    plan = Feed(Late(22), 8, 2, 0, local=[3], judged=[3])
+    assert plan.loader(2)(3)["x"].count_nonzero() == 0
+    with pytest.raises(StepRefused, match="sample 9 is damaged"):
+        known_targets(plan.minibatch(2).targets[3])
+    assert plan.report().failure == "sample 9 is damaged"
+    assert plan.loader(1)(3)["x"].count_nonzero() > 0
+    assert plan.report().failure is None

@@ -9,11 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.extras import needed
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
+    from varuna_capslog.model.chain import Chain
+    from varuna_capslog.model.workload import Workload
 
 __all__ = ["draw_predictions", "write_run_report"]
 
@@ -51,13 +54,19 @@ def draw_predictions(config: Config, images: Sequence[Path], out: Path) -> list[
         CapslogError: no checkpoint, one of another model, or a picture that cannot be read.
     """
     from varuna_capslog.model.workload import load_workload
-    from varuna_capslog.training.checkpoint import best_checkpoint, load_chain
 
     workload = load_workload(config)
+    return workload.predict(_trained(config, workload), images, out)
+
+
+def _trained(config: Config, workload: Workload) -> Chain:
+    """The chain with the weights of the best checkpoint."""
+    from varuna_capslog.training.checkpoint import best_checkpoint, load_chain
+
     checkpoint = best_checkpoint(config.run_dir / "checkpoints")
     chain = workload.build_chain()
     load_chain(checkpoint, chain)
-    return workload.predict(chain, images, out)
+    return chain
 
 
 def _draw_samples(config: Config) -> None:
@@ -68,8 +77,12 @@ def _draw_samples(config: Config) -> None:
 
     if not any((config.run_dir / "checkpoints").glob("step-*")):
         return
-    samples = load_workload(config).sample_files(_NUM_SAMPLES)
+    workload, folder = load_workload(config), config.run_dir / "predictions"
+    samples = workload.sample_files(_NUM_SAMPLES)
     if samples:
-        folder = config.run_dir / "predictions"
         shutil.rmtree(folder, ignore_errors=True)
         draw_predictions(config, samples, folder)
+    elif (text := workload.sample_text(lambda: _trained(config, workload))) is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        files.write_text(folder / "sample.txt", text)

@@ -68,6 +68,8 @@ class TrainedRun:
             numbers.append([name, "unknown" if step is None or step.loss is None else f"{step.loss:.5g}"])
         if last is not None and last.samples_per_second is not None:
             numbers.append(["samples/s of the last step", f"{last.samples_per_second:.4g}"])
+        if (share := self.record.waited_share()) is not None:
+            numbers.append(["waited for data", f"{100 * share:.1f} % of the time in steps"])
         return Table(str(self.run_dir), ("", ""), numbers, (0,))
 
     def __str__(self) -> str:

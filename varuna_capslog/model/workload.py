@@ -185,8 +185,8 @@ class Workload(ABC):
         """A few validation files that `predict` can draw on, for the report; [] where there are none."""
         return []
 
-    def sample_text(self, chain: Chain) -> str | None:
-        """A text that a whole trained chain makes, for the report; None where there is none."""
+    def sample_text(self, trained: Callable[[], Chain]) -> str | None:
+        """A text that the whole trained chain makes, for the report; None where there is none."""
         return None
 
     def costs_depend_on(self) -> Sequence[str]:

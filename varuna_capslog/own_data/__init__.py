@@ -1,9 +1,12 @@
 """Own data: `capslog.train(model, dataset)` and configs with `workload: varuna_capslog.own_data:workload`.
 
 A map-style dataset becomes a `DataSource`; its samples are read by the rank that needs them or by loader processes
-beside it, seeded by sample, so that neither cuts nor morphs change what a run sees.
+beside it, seeded by sample, so that neither cuts nor morphs change what a run sees. `TextFile`, `TokenFile` and
+`ImageFolder` are ready-made ones.
 """
 
+from varuna_capslog.own_data.images import ImageFolder
+from varuna_capslog.own_data.text import TextFile, TokenFile, write_text
 from varuna_capslog.own_data.workload import workload
 
-__all__ = ["workload"]
+__all__ = ["ImageFolder", "TextFile", "TokenFile", "workload", "write_text"]

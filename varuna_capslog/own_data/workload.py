@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from varuna_capslog.own_data.judging import LOSSES, METRICS, returned, to_device
 from varuna_capslog.own_data.loader import Loader
 from varuna_capslog.own_data.reading import SampleReader, named_or_handed
 from varuna_capslog.own_data.section import DataSection
+from varuna_capslog.own_data.seeding import seeded
 from varuna_capslog.own_data.source import DatasetSource
 
 __all__ = ["DatasetWorkload", "workload"]
@@ -227,19 +228,21 @@ class DatasetWorkload(ModelWorkload):
                 f"{error}); the outputs are {_described(returned(outputs))}, the batch is {_described(self._first)}"
             ) from error
 
-    def sample_text(self, chain: Chain) -> str | None:
+    def sample_text(self, trained: Callable[[], Chain]) -> str | None:
         """What data.sample makes of the trained model."""
-        function, model = named_or_handed(self._keys, "sample"), None
-        if function is not None:
-            model = self.build_model()
-        if model is None:
+        function = named_or_handed(self._keys, "sample")
+        if function is None:
             return None
+        model, chain = self.build_model(), trained()
+        if model is None:
+            raise CapslogError(f"data.sample gets a model, and {self.name} is a chain; leave data.sample out")
         names, tensors = self.own_names(chain), chain.named_tensors()
         model.load_state_dict({own: tensors[address] for address, own in names.items()}, strict=False)
-        model.eval()
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self._seed)
-            return str(function(model))
+        try:
+            with torch.no_grad(), seeded(self._seed):
+                return str(function(model.eval()))
+        except Exception as error:
+            raise CapslogError(f"data.sample failed ({type(error).__name__}: {error})") from error
 
 
 class _Judge:

@@ -6,6 +6,7 @@ error: a file that cannot be read is measured anew.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -62,13 +63,16 @@ def store(profile: Profile) -> None:
         _log.warning("the profile is not kept for the next time: %s", error)
 
 
-def kept(conditions: Mapping[str, Any], make: Callable[[], Profile]) -> Profile:
-    """The profile that was stored under these conditions; where there is none, what `make` returns, stored."""
+def kept(conditions: Mapping[str, Any], model: str, make: Callable[[], Profile]) -> Profile:
+    """The profile that was stored under these conditions; where there is none, what `make` returns, stored.
+
+    model: its name now, which the profile gets; the same model may have had another one when it was stored.
+    """
     profile = load(conditions)
     if profile is None:
         profile = make()
         store(profile)
-    return profile
+    return profile if profile.model == model else dataclasses.replace(profile, model=model)
 
 
 def _lasting(conditions: Mapping[str, Any]) -> dict[str, Any]:

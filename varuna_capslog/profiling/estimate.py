@@ -236,7 +236,9 @@ def estimate_config(
     def estimated() -> Profile:
         return _profile(estimator, sizes, transport, progress)
 
-    return cache.kept(_key(estimator, sizes, transport), estimated) if use_cache else estimated()
+    if not use_cache:
+        return estimated()
+    return cache.kept(_key(estimator, sizes, transport), estimator.chain.name, estimated)
 
 
 def _profile(estimator: StageEstimator, sizes: InputSizes, transport: str, progress: Progress | None) -> Profile:

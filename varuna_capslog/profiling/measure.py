@@ -134,7 +134,7 @@ def _profile(workload: Workload, conditions: RunConditions, launch: _Launch, use
         taken = {**described, "profiling": clock.report(launch.order, launch.workers)}
         return profile_of(chain, rows, "measured", taken, launch.order == "mcap", specs)
 
-    return cache.kept(described, measured) if use_cache else measured()
+    return cache.kept(described, chain.name, measured) if use_cache else measured()
 
 
 def _launched(

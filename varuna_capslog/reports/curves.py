@@ -14,6 +14,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
+from varuna_capslog.base.scores import goodness
 from varuna_capslog.reports.changes import change_kind
 from varuna_capslog.reports.memory import COLOURS
 from varuna_capslog.reports.run import Evaluation, Event, StepLine
@@ -113,7 +114,7 @@ def draw_scores(path: Path, evaluations: Sequence[Evaluation], names: Sequence[s
                 continue
             colour = LINES[number % len(LINES)]
             axes.plot(x, values, color=colour, label=name, marker="o" if number == 0 else "s", markersize=3.5)
-            best = int(np.nanargmax(values))
+            best = int(np.nanargmax([goodness(name, value) for value in values]))
             axes.plot(x[best], values[best], marker="o", markersize=9, markerfacecolor="none", color=colour)
             axes.annotate(
                 f"{values[best]:.3f}",

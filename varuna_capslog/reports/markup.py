@@ -20,6 +20,7 @@ __all__ = [
     "note",
     "page",
     "paragraph",
+    "preformatted",
     "section",
     "table",
 ]
@@ -55,6 +56,11 @@ def paragraph(text: str) -> Markup:
 def note(text: str) -> Markup:
     """A sentence about what is missing or to be read with care."""
     return Markup(f'<p class="note">{_inner(text)}</p>')
+
+
+def preformatted(text: str) -> Markup:
+    """A text with its own lines."""
+    return Markup(f"<pre>{escape(text)}</pre>")
 
 
 def code(text: str) -> Markup:

@@ -131,7 +131,7 @@ def _evaluation(run: RunRecord, folder: Path) -> list[Markup]:
     parts = []
     last = run.evaluations[-1]
     first_name = next(iter(best.scores))
-    curves = [name for name in dict.fromkeys((first_name, "AP", "AP50")) if name in best.scores][:2]
+    curves = [name for name in dict.fromkeys((first_name, "AP", "AP50", "val_loss")) if name in best.scores][:2]
     if len(run.evaluations) > 1:
         draw_scores(folder / "scores.png", run.evaluations, curves)
         caption = f"{plural(len(run.evaluations), 'evaluation')} on the validation data; rings mark each score's best."
@@ -158,8 +158,9 @@ def _evaluation(run: RunRecord, folder: Path) -> list[Markup]:
 
 
 def _predictions(run: RunRecord, folder: Path) -> list[Markup]:
+    texts = [markup.preformatted(text) for text in run.texts]
     if not run.predictions:
-        return [markup.note("No sample predictions: predictions/ is missing or holds no PNG.")]
+        return texts or [markup.note("No sample predictions: predictions/ is missing or holds no PNG and no text.")]
     copies: dict[str, str] = {}
     for number, picture in enumerate(run.predictions[:_MOST_PREDICTIONS]):
         name = f"{_PREDICTION}{number:02d}.png"
@@ -169,7 +170,7 @@ def _predictions(run: RunRecord, folder: Path) -> list[Markup]:
         except OSError as error:
             raise CapslogError(f"{picture} cannot be copied into {folder}: {error.strerror or error}") from error
         copies[name] = picture.stem
-    parts = [markup.gallery(copies)]
+    parts = [*texts, markup.gallery(copies)]
     if len(run.predictions) > len(copies):
         parts.append(markup.paragraph(f"The first {len(copies)} of {len(run.predictions)} pictures in predictions/."))
     return parts

@@ -7,6 +7,7 @@ The page and the pictures read a run only through here. Nothing here draws, and 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import re
 import statistics
@@ -20,6 +21,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.scores import goodness
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.config.settings import Config
 from varuna_capslog.plans.plan import Plan, read_plan
@@ -77,6 +79,7 @@ def shapes_of(value: Any) -> Shapes | None:
 class StepLine:
     """One line of metrics.jsonl. A value that is missing or invalid is None; a line without a step is refused.
 
+    waited_seconds: how long the rank that waited longest for data did so.
     peak_bytes: measured peak per stage, on the steps where it was taken; peak_source says how, peak_input the shapes of
         the largest microbatch of the step.
     """
@@ -87,6 +90,7 @@ class StepLine:
     lr: _Number = None
     grad_norm: _Number = None
     step_seconds: _Number = None
+    waited_seconds: _Number = None
     samples_per_second: _Number = None
     generation: _WholeOrNone = None
     peak_bytes: _Peaks = None
@@ -117,8 +121,8 @@ class Evaluation:
 
     @property
     def value(self) -> float:
-        """The score that `best` is chosen by, the first one; -inf where there is none."""
-        return next(iter(self.scores.values()), -math.inf)
+        """What `best` is chosen by, the first score, negative where less is better; -inf where there is none."""
+        return next((goodness(name, value) for name, value in self.scores.items()), -math.inf)
 
 
 @checked_dataclass(frozen=True)
@@ -138,6 +142,7 @@ class RunRecord:
 
     plans: by generation; plan: the newest one, and its generation.
     steps, evaluations: rising in step, the last line of a step counts; last_step is the step of the last line.
+    predictions, texts: what the trained model makes of samples: pictures, and what is written.
     problems: by file name, why the file cannot be used (not written, not readable), or which part was left out.
     """
 
@@ -152,6 +157,7 @@ class RunRecord:
     evaluations: tuple[Evaluation, ...]
     events: tuple[Event, ...]
     predictions: tuple[Path, ...]
+    texts: tuple[str, ...]
     problems: Mapping[str, str]
 
     @property
@@ -163,7 +169,7 @@ class RunRecord:
 
     @property
     def best(self) -> Evaluation | None:
-        """The evaluation with the highest first score, the earliest among equals."""
+        """The evaluation with the best first score, the earliest among equals."""
         return max(self.evaluations, key=lambda evaluation: evaluation.value, default=None)
 
     @property
@@ -186,6 +192,15 @@ class RunRecord:
         """Median seconds of a step under the newest plan; None where no step was timed."""
         seconds = [line.step_seconds for line in self.steps_of_plan if line.step_seconds is not None]
         return statistics.median(seconds) if seconds else None
+
+    def waited_share(self) -> float | None:
+        """What part of the time in steps, but for the first of a generation, the rank that waited longest for data did
+        so; None where it was not measured.
+        """
+        known = [line for line in self.steps if None not in (line.step_seconds, line.waited_seconds)]
+        later = [line for before, line in itertools.pairwise(known) if line.generation == before.generation]
+        seconds = sum(line.step_seconds or 0 for line in later)
+        return sum(line.waited_seconds or 0 for line in later) / seconds if seconds > 0 else None
 
     def reason(self, name: str) -> str:
         """Why the file whose name begins with `name` cannot be used, as the rest of a sentence without its stop."""
@@ -238,6 +253,10 @@ def read_run(run_dir: Path) -> RunRecord:
         last_step=steps[-1].step if steps else None,
         evaluations=_last_of_each_step(evaluations),
         events=tuple(events),
+        texts=tuple(
+            path.read_text(encoding="utf-8", errors="replace")
+            for path in sorted((run_dir / "predictions").glob("*.txt"), key=_natural)
+        ),
         predictions=tuple(sorted((run_dir / "predictions").glob("*.png"), key=_natural)),
         problems=problems,
     )

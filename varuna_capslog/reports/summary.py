@@ -23,6 +23,8 @@ __all__ = ["stage_parts", "summary_parts"]
 _PARAMETER_WIDTH = {"float64": 8, "float32": 4, "bfloat16": 4}
 """Bytes of one parameter by the profile's dtype; bfloat16 means autocast, which leaves parameters in float32."""
 _MOST_NAMES = 40
+_MUCH_WAITING = 0.1
+"""Share of the time in steps from which on the page says what may help."""
 """Names of layers per stage that the table lists in full; of more it lists the first and the last."""
 
 
@@ -126,12 +128,19 @@ def _course(run: RunRecord) -> dict[str, str]:
     rows["Steps"] = f"{run.steps[-1].step:,}"
     if seconds:
         rows["Time in steps"] = f"{duration(sum(seconds))}, median step {duration(run.median_step_seconds())}"
+    if (share := run.waited_share()) is not None:
+        rows["Waiting for data"] = _waiting(share)
     if rates:
         rows["Speed at the end"] = f"{significant(sorted(rates)[len(rates) // 2])} samples/s"
     if (changes := changes_in_short(run)) is not None:
         rows["Changes"] = changes
     rows["Final loss"] = UNKNOWN if run.steps[-1].loss is None else f"{run.steps[-1].loss:.4f}"
     return rows
+
+
+def _waiting(share: float) -> str:
+    told = f"{100 * share:.1f} % of the time in steps, on the rank that waited longest"
+    return told if share < _MUCH_WAITING else f"{told}; more data.workers or data.prefetch may help"
 
 
 def _results(run: RunRecord) -> dict[str, str]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.scores import goodness
 from varuna_capslog.engine.interface import Engine
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.plans.parts import grains_of
@@ -168,7 +169,8 @@ class Boundaries:
             return
         self.scores = scores
         self._log.scores(step, scores)
-        value = next((value for value in scores.values() if isinstance(value, (int, float))), None)
+        found = ((name, value) for name, value in scores.items() if isinstance(value, (int, float)))
+        value = next((goodness(name, value) for name, value in found), None)
         if value is not None and not math.isnan(value) and (self._best is None or value > self._best[0]):
             self._best = (float(value), step)
             if self._log.writes:

@@ -1,0 +1,94 @@
+"""Loader processes read what a rank reads itself, to the last bit; they end with their parent and say why they fail."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.own_data.loader import Loader
+from varuna_capslog.own_data.reading import SampleReader
+
+KEYS = {
+    "dataset": "tests.own_data.samples:Points",
+    "arguments": {"noise": 0.1, "broken": 5},
+    "val": None,
+    "val_arguments": {},
+    "collate": None,
+    "given": None,
+}
+TASKS = [(0, [1, 2]), (0, [5, 6]), (1, [1, 2]), (0, [7, 3])]
+
+
+def read(workers: int) -> tuple[list[Any], Loader]:
+    loader = Loader(SampleReader(KEYS, 3), KEYS, 3, workers)
+    batches = [loader.begin("dataset", epoch, samples) for epoch, samples in TASKS]
+    found: list[Any] = []
+    for batch in batches:
+        try:
+            found.append(batch.result())
+        except CapslogError as error:
+            found.append(str(error))
+    return found, loader
+
+
+def children(parent: int) -> list[int]:
+    """The processes whose parent is this one."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == parent:
+                found.append(int(stat.parent.name))
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are looked up in /proc")
+def test_two_loader_processes_read_the_same_bits_and_end_with_a_parent_that_is_killed() -> None:
+    answers, answer = os.pipe()
+    parent = os.fork()
+    if parent == 0:  # a process that has nothing to do but to be killed
+        try:
+            found, _loader = read(2)
+            data = pickle.dumps((found, children(os.getpid())))
+            os.write(answer, struct.pack("<Q", len(data)) + data)
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(answer)
+    with os.fdopen(answers, "rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        found, workers = pickle.loads(stream.read(length))
+    expected, _ = read(0)
+    assert len(workers) == 2
+    assert all(is_running(worker) for worker in workers)
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    ends = time.monotonic() + 5
+    while any(is_running(worker) for worker in workers) and time.monotonic() < ends:
+        time.sleep(0.02)
+    assert not any(is_running(worker) for worker in workers)
+    for one, other in zip(found, expected, strict=True):
+        if isinstance(other, str):
+            assert one == other
+            assert "sample 5 of the data set cannot be read (OSError: point-5.png is cut short)" in other
+        else:
+            assert one.keys() == other.keys()
+            assert all(torch.equal(one[name], other[name]) for name in other)
+    assert not torch.equal(expected[0]["input"], expected[2]["input"]), "each epoch has its own random numbers"
