@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
 from pathlib import Path
@@ -12,8 +13,8 @@ from torch.utils.data import DataLoader
 
 import varuna_capslog as capslog
 from varuna_capslog.api.naming import script_module
-from varuna_capslog.base import supervisor
 from varuna_capslog.model.workload import load_workload
+from varuna_capslog.start import local_run
 
 TOY = """
 from torch import nn
@@ -45,12 +46,11 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     (tmp_path / "toy.yaml").write_text("workload: toy_of_api:workload\nrun_dir: here\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    plain = supervisor.Supervisor
 
-    def started(run_dir, command, num_workers, **options):
-        return plain(run_dir, [sys.executable, "-S", "-c", WORKER, *command[3:]], num_workers, **options)
+    def starter(config, *flags):
+        return contextlib.nullcontext([sys.executable, "-S", "-c", WORKER, str(config.run_dir)])
 
-    monkeypatch.setattr(supervisor, "Supervisor", started)
+    monkeypatch.setattr(local_run, "worker_starter", starter)
     import toy_of_api
 
     return toy_of_api
