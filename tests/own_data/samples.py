@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,15 @@ COUNT = 24
 class Points(Dataset[dict[str, Tensor]]):
     """A point for each number, its class, and its number."""
 
-    def __init__(self, count: int = COUNT, noise: float = 0.0, broken: int | None = None, longer: int | None = None):
-        self.count, self.noise, self.broken, self.longer = count, noise, broken, longer
+    def __init__(
+        self,
+        count: int = COUNT,
+        noise: float = 0.0,
+        broken: int | None = None,
+        longer: int | None = None,
+        slow: int | None = None,
+    ) -> None:
+        self.count, self.noise, self.broken, self.longer, self.slow = count, noise, broken, longer, slow
 
     def __len__(self) -> int:
         return self.count
@@ -26,6 +34,8 @@ class Points(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if index == self.broken:
             raise OSError(f"point-{index}.png is cut short")
+        if index == self.slow:
+            time.sleep(30)
         size = 5 if index == self.longer else 4
         x = torch.arange(size) * (index + 1) / 40
         x += self.noise * (torch.rand(size) + random.random() + float(np.random.rand()))  # noqa: NPY002

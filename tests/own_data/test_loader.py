@@ -19,7 +19,7 @@ from varuna_capslog.own_data.reading import SampleReader
 
 KEYS = {
     "dataset": "tests.own_data.samples:Points",
-    "arguments": {"noise": 0.1, "broken": 5},
+    "arguments": {"noise": 0.1, "broken": 5, "slow": 9},
     "val": None,
     "val_arguments": {},
     "collate": None,
@@ -65,7 +65,8 @@ def test_two_loader_processes_read_the_same_bits_and_end_with_a_parent_that_is_k
     parent = os.fork()
     if parent == 0:  # a process that has nothing to do but to be killed
         try:
-            found, _loader = read(2)
+            found, loader = read(2)
+            _busy = [loader.begin("dataset", 0, [9]) for _ in range(2)]  # they sleep when their parent is killed
             data = pickle.dumps((found, children(os.getpid())))
             os.write(answer, struct.pack("<Q", len(data)) + data)
             signal.pause()
