@@ -31,11 +31,13 @@ def seats_of(capacities: Sequence[int], host: str | None = None) -> list[Seat]:
     return [Seat(f"m{number}", host or f"h{number}", size) for number, size in enumerate(capacities)]
 
 
-def placer_of(profile: Profile, state: int, redundancy: int = 0, planner: str = "budget") -> Placer:
+def placer_of(
+    profile: Profile, state: int, redundancy: int = 0, planner: str = "budget", link: Link | None = None
+) -> Placer:
     """Every layer has so many bytes of state, which lie beside training as snapshots."""
     sizes = [state] * profile.num_layers
     candidates = Candidates(profile, sizes, RUN.settled(), planner, beside=sizes)
-    budgeted = Budgeted.of(candidates, RUN, HostMemory(), Link())
+    budgeted = Budgeted.of(candidates, RUN, HostMemory(), link or Link())
     return Placer(candidates, Elastic.model_validate({"redundancy": redundancy}), budgeted=budgeted)
 
 
@@ -93,6 +95,22 @@ def test_fewer_devices_run_layers_again_where_cuts_alone_would_wait() -> None:
     assert roomy.step_seconds <= plan.step_seconds
     assert placer.propose(seats_of([1000])) is None
     assert "does not fit 1 device(s)" in str(placer(seats_of([1000])))
+
+
+def test_what_leaves_for_the_host_is_part_of_a_proposal() -> None:
+    """Where somebody says what copies to the host tier cost."""
+    profile = timed(random.Random(3), 5)
+    seats = seats_of([int(0.7 * kept_peak(profile, 3_000))] * 2)
+    placer, without = placer_of(profile, 3_000, link=Link(host_bandwidth=1e12)), placer_of(profile, 3_000)
+    plan, stays = placer.propose(seats), without.propose(seats)
+    assert plan is not None
+    assert stays is not None
+    assert any(stage.offloads for stage in plan.stages)
+    assert not any(stage.offloads for stage in stays.stages)
+    layout = placer(seats, Plan.from_json(json.loads(json.dumps(plan.to_json()))))
+    assert isinstance(layout, MemberLayout)
+    assert layout.plan == plan
+    assert max(most_of(profile, plan, layout, placer, seats)) <= seats[0].capacity
 
 
 def test_what_one_member_has_searched_another_need_not() -> None:
