@@ -44,8 +44,9 @@ class PlanFlags(InferenceFlags, ModelFlags):
     planner: Annotated[
         str | None,
         option(
-            "varuna, mcap-bf, mcap-bo, capslog, capslog-tb, exact or throughput; budget, dawnpiper and vpipe also "
-            "choose which layers run again or are offloaded.",
+            "varuna, mcap-bf, mcap-bo, capslog, capslog-tb, exact, throughput, gpipe or gpipe-size; budget, dawnpiper "
+            "and vpipe also choose which layers run again or are offloaded; pipedream, piper and graphpipe the "
+            "replicas of every stage.",
             "pipeline.planner, or exact",
         ),
     ] = None

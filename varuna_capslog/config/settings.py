@@ -47,9 +47,10 @@ class Pipeline(Section):
     """Copies of the whole pipeline that share each minibatch; devices * replicas workers run."""
 
     planner: str = defaults.PLANNER
-    """Which planner chooses the cuts: varuna, mcap-bf, mcap-bo, capslog, capslog-tb, exact or throughput; budget,
-    dawnpiper or vpipe, which also choose layers that run again or are offloaded; or joint, which shares all devices out
-    among pipelines of any length and cuts, as many as train.accumulation_blocks allow."""
+    """Which planner chooses the cuts: varuna, mcap-bf, mcap-bo, capslog, capslog-tb, exact, throughput, gpipe or
+    gpipe-size; budget, dawnpiper or vpipe, which also choose layers that run again or are offloaded; pipedream, piper
+    or graphpipe, which give stages replicas (docs/planners.md); or joint, which shares all devices out among pipelines
+    of any length and cuts, as many as train.accumulation_blocks allow."""
 
     cuts: list[Annotated[int, Field(ge=0)]] | None = None
     """First layer of each stage, beginning with 0; null means that the planner chooses."""

@@ -14,8 +14,10 @@ from varuna_capslog.planners.budget import budget_stages
 from varuna_capslog.planners.capslog import capslog_cuts, capslog_tb_cuts
 from varuna_capslog.planners.dawnpiper import dawnpiper_stages
 from varuna_capslog.planners.exact import exact_cuts
+from varuna_capslog.planners.gpipe import seconds_balanced_cuts, size_balanced_cuts
 from varuna_capslog.planners.layerwise import Layerwise, StageChoice
 from varuna_capslog.planners.mcap import mcap_bf_cuts, mcap_bo_cuts
+from varuna_capslog.planners.replicas import REPLICATED
 from varuna_capslog.planners.seconds import LayerSeconds, Link
 from varuna_capslog.planners.throughput import fastest_cuts
 from varuna_capslog.planners.varuna import varuna_cuts
@@ -24,6 +26,7 @@ from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 
 __all__ = [
+    "BALANCED",
     "BUDGET",
     "DEFAULT_MICROBATCHES_PER_STAGE",
     "EVERY_PLANNER",
@@ -31,6 +34,7 @@ __all__ = [
     "LAYERWISE",
     "PLANNERS",
     "PLANNER_NAMES",
+    "REPLICATED",
     "Planner",
     "find_cuts",
     "with_microbatches",
@@ -52,7 +56,15 @@ PLANNERS: dict[str, Planner] = {
 }
 
 PLANNER_NAMES = (*PLANNERS, "throughput")
-"""Every planner of `find_cuts`: those of the table, which look at bytes alone, and those that need seconds too."""
+"""The planners of `find_cuts` that an elastic run may ask too: those of the table, which look at bytes alone, and those
+that need seconds.
+"""
+
+BALANCED: dict[str, Callable[[Profile, int], list[int]]] = {
+    "gpipe": seconds_balanced_cuts,
+    "gpipe-size": size_balanced_cuts,
+}
+"""Planners of `find_cuts` that balance one column of the profile over the stages, whatever these hold."""
 
 BUDGET = "budget"
 """The planner of the shortest step that fits, whatever stages do with what they save."""
@@ -64,8 +76,8 @@ LAYERWISE: dict[str, Callable[[Layerwise], list[StageChoice]]] = {
 }
 """Planners of one pipeline that choose, beside its cuts, which layers run again or leave for the host tier."""
 
-EVERY_PLANNER = (*PLANNER_NAMES, *LAYERWISE)
-"""Every planner of one pipeline."""
+EVERY_PLANNER = (*PLANNER_NAMES, *BALANCED, *LAYERWISE, *REPLICATED)
+"""Every planner but `JOINT`."""
 
 JOINT = "joint"
 """The planner that chooses pipelines of different length together (`joint`); the others plan one pipeline."""
@@ -95,6 +107,8 @@ def find_cuts(
 
     Raises CapslogError naming the first layer whose seconds (or bytes that cross a cut) the profile lacks.
     """
+    if planner in BALANCED:
+        return BALANCED[planner](profile, devices)
     if planner != "throughput":
         return PLANNERS[planner](costs, devices, usable)
     seconds = LayerSeconds.of_profile(profile, link)

@@ -41,6 +41,7 @@ from varuna_capslog.start.layerwise_start import (
     plan_layerwise,
     with_schedule_of,
 )
+from varuna_capslog.start.replicated_start import asks_replicated, check_replicated, plan_replicated, with_units_of
 from varuna_capslog.training.constants import check_folder
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
     plan = _plan(config, profile, given, memo=memo)
     check_folder(config, plan.model, grains_of(plan.stages))
     # the plans of an elastic run may each have another schedule
-    settled = config if config.elastic.enabled else with_schedule_of(config, plan)
+    settled = config if config.elastic.enabled else with_units_of(with_schedule_of(config, plan), plan)
     files.write_text(config.run_dir / "config.yaml", dump_config(settled))
     if profile is not None:
         write_profile(config.run_dir / "profile.json", profile)
@@ -157,6 +158,9 @@ def _plan(
         link = host_link(config, link)
         plan = plan_layerwise(config, profile, link)
         plan = with_stage_bytes(_judged(plan, with_schedule_of(config, plan), profile, memo))
+    elif asks_replicated(config):
+        plan = plan_replicated(config, profile, link)
+        plan = _judged(plan, with_units_of(config, plan), profile, memo)
     elif pipeline.planner == JOINT and cuts is None:
         from varuna_capslog.start.joint_start import plan_devices
 
@@ -208,6 +212,7 @@ def _checked_plan(config: Config) -> Plan | None:
     from varuna_capslog.engine.layout import layout_of
 
     check_layerwise(config)
+    check_replicated(config)
     plan = given_plan(config)
     if plan is None:
         return None

@@ -1,0 +1,180 @@
+"""GraphPipe's search against every stage graph of its search space, and the tree that it searches."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+
+from tests.planners.replicas.graphs import draw_costs, draw_tree, slowest, splits
+from varuna_capslog.planners.replicas.costs import GraphCosts
+from varuna_capslog.planners.replicas.graphpipe import StageGraphs, graphpipe_stages
+from varuna_capslog.planners.replicas.series_parallel import Parallel, Series, Tree, layers_of, tree_of
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.plans.parts import PlanStage, ranges_of
+from varuna_capslog.plans.rules import check_graph
+
+Sets = list[frozenset[int]]
+
+
+def every_series(parts: Sequence[Tree]) -> Iterator[Sets]:
+    """Every way to make stages of parts in series: Algorithm 2 without values and states."""
+    if not parts:
+        yield []
+        return
+    for begin in range(len(parts)):
+        own = together(parts[begin:])
+        yield from ([*rest, own] for rest in every_series(parts[:begin]))
+    for place, part in enumerate(parts):
+        if not isinstance(part, Parallel):
+            continue
+        behind = together(parts[place + 1 :])
+        for number, branch in enumerate(part.parts):
+            line = branch.parts if isinstance(branch, Series) else (branch,)
+            for cut in range(len(line) + 1):
+                if behind and cut < len(line):  # a join with the end of a branch
+                    for beside in every_parallel(without(part, number, line[:cut])):
+                        own = behind | together(line[cut:])
+                        yield from ([*rest, *beside, own] for rest in every_series(parts[:place]))
+                if cut and place == len(parts) - 1:  # a fork with the begin of a branch
+                    for beside in every_parallel(without(part, number, line[cut:])):
+                        for begin in range(place - 1, -1, -1):
+                            if isinstance(parts[begin], Parallel):
+                                break
+                            own = together(parts[begin:place]) | together(line[:cut])
+                            yield from ([*rest, own, *beside] for rest in every_series(parts[:begin]))
+    if isinstance(parts[-1], Parallel):
+        for beside in every_parallel(parts[-1].parts):
+            yield from ([*rest, *beside] for rest in every_series(parts[:-1]))
+
+
+def every_parallel(branches: Sequence[Tree]) -> Iterator[Sets]:
+    if not branches:
+        yield []
+        return
+    for begin in range(len(branches)):
+        own = together(branches[begin:])
+        yield from ([*rest, own] for rest in every_parallel(branches[:begin]))
+    last = branches[-1]
+    if isinstance(last, Series):
+        for alone in every_series(last.parts):
+            yield from ([*rest, *alone] for rest in every_parallel(branches[:-1]))
+
+
+def together(parts: Sequence[Tree]) -> frozenset[int]:
+    return frozenset(layer for part in parts for layer in layers_of(part))
+
+
+def without(part: Parallel, number: int, line: Sequence[Tree]) -> list[Tree]:
+    own: list[Tree] = []
+    if len(line) == 1:
+        own = list(line[0].parts) if isinstance(line[0], Parallel) else [line[0]]
+    elif line:
+        own = [Series(tuple(line))]
+    return [*part.parts[:number], *own, *part.parts[number + 1 :]]
+
+
+@pytest.mark.parametrize("link", [Link(), Link(3.0, 0.1)])
+def test_no_stage_graph_of_its_search_space_has_a_faster_slowest_stage(link: Link) -> None:
+    dice = random.Random(str(link))
+    nothing = branched = 0
+    for _ in range(500):
+        layers, devices = dice.randrange(1, 8), dice.randrange(1, 5)
+        edges, _ = draw_tree(dice, layers)
+        costs = draw_costs(dice, edges, layers, devices, True, link)
+        tree = tree_of(layers, edges)
+        parts = tree.parts if isinstance(tree, Series) else (tree,)
+        ways = {frozenset(sets) for sets in every_series(parts) if len(sets) <= devices}
+        best = min(
+            slowest(costs, list(zip(sets, replicas, strict=True)))
+            for sets in map(list, ways)
+            for replicas in splits(devices, len(sets))
+        )
+        found = graphpipe_stages(costs)
+        if math.isinf(best):
+            nothing += 1
+            assert found == []
+            continue
+        values = []
+        for stages in found:
+            check_graph([PlanStage(tuple(ranges_of(one.layers)), (0,)) for one in stages], 1, edges)
+            assert sorted(layer for one in stages for layer in one.layers) == list(range(layers))
+            assert sum(one.replicas for one in stages) <= devices
+            values.append(slowest(costs, [(frozenset(one.layers), one.replicas) for one in stages]))
+        branched += any(len(one.layers) < layers for one in found[0]) and isinstance(tree, (Series, Parallel))
+        assert best * (1 - 1e-9) <= min(values) <= best * 1.0101
+        # and what a given limit allows is found whenever it is there
+        assert StageGraphs(costs, tree, best * (1 + 1e-9)).found()
+        assert not StageGraphs(costs, tree, best * (1 - 1e-6)).found()
+    assert nothing > 20
+    assert branched > 60
+
+
+def test_a_join_shares_the_stage_of_a_branchs_end_and_the_depth_is_that_of_a_branch() -> None:
+    """The case study of Sec. 3.7.4: eight blocks in two branches, a join of no work, eight devices. The way from one
+    branch to the loss has five stages (the paper says four, and forgets the one with the join), that of a line eight.
+    """
+    edges = [(at, at + 1, 1) for branch in (0, 4) for at in range(branch, branch + 3)] + [(3, 8, 1), (7, 8, 1)]
+    own = (1.0,) * 8 + (0.0,)
+    # with the memory of one block a stage cannot be more, and replicas do not help
+    costs = GraphCosts(own, (6,) * 8 + (0,), (1,) * 8 + (0,), (9,) * 9, (0,) * 10, tuple(edges), 8, 16, usable=11)
+    stages = graphpipe_stages(costs)[0]
+    assert sorted(one.layers for one in stages) == [*((layer,) for layer in range(7)), (7, 8)]
+    assert {one.replicas for one in stages} == {1}
+    # a line of the same blocks has eight in flight, for which the memory is too small
+    line = replace(costs, edges=tuple((layer, layer + 1, 1) for layer in range(8)))
+    assert graphpipe_stages(line) == []
+    assert graphpipe_stages(replace(line, usable=14)) != []
+
+
+def nested(tree: Tree) -> object:
+    if isinstance(tree, int):
+        return tree
+    return type(tree).__name__[0], *(nested(part) for part in tree.parts)
+
+
+@pytest.mark.parametrize(
+    ("edges", "expected"),
+    [
+        ([(0, 1), (1, 2), (0, 2)], ("S", 0, 1, 2)),
+        ([(0, 2), (1, 2)], ("S", ("P", 0, 1), 2)),
+        ([(0, 2), (0, 3), (1, 2), (1, 3)], ("S", ("P", 0, 1), ("P", 2, 3))),
+        ([], ("P", 0, 1)),
+        ([(0, 1), (0, 3), (1, 2), (3, 4), (2, 5), (4, 5)], ("S", 0, ("P", ("S", 1, 2), ("S", 3, 4)), 5)),
+        # a decoder that needs the end of its encoder beside its own begin: nothing to do at the same time but the begin
+        ([(0, 1), (1, 3), (2, 3), (1, 4), (3, 4)], ("S", ("P", ("S", 0, 1), 2), 3, 4)),
+        # an N is a branch by itself, between layers that all ways pass
+        ([(0, 1), (0, 2), (1, 3), (2, 3), (2, 4), (3, 5), (4, 5)], ("S", 0, 1, 2, 3, 4, 5)),
+    ],
+)
+def test_the_tree_says_what_is_in_series_and_what_in_parallel(edges: list[tuple[int, int]], expected: object) -> None:
+    layers = 1 + max((one for edge in edges for one in edge), default=1)
+    assert nested(tree_of(layers, edges)) == expected
+
+
+def test_the_tree_of_a_series_parallel_graph_has_its_ways_and_no_others() -> None:
+    dice = random.Random(5)
+    for _ in range(200):
+        layers = dice.randrange(1, 12)
+        edges, _ = draw_tree(dice, layers)
+        ways = {(a, b) for a, b in edges}
+        for middle, first, last in itertools.product(range(layers), repeat=3):
+            if (first, middle) in ways and (middle, last) in ways:
+                ways.add((first, last))
+        said: set[tuple[int, int]] = set()
+        collect(tree_of(layers, edges), said)
+        assert said == ways
+
+
+def collect(tree: Tree, said: set[tuple[int, int]]) -> None:
+    if isinstance(tree, int):
+        return
+    for part in tree.parts:
+        collect(part, said)
+    if isinstance(tree, Series):
+        for one, other in itertools.combinations(tree.parts, 2):
+            said |= set(itertools.product(layers_of(one), layers_of(other)))

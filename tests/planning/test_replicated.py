@@ -1,0 +1,168 @@
+"""Plans of planners that give stages replicas and branches: what they say, what they take, and who is the fastest."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.memory.machine import Model, profile_of
+from tests.planners.replicas.graphs import draw_tree
+from varuna_capslog import cli
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.planners import REPLICATED
+from varuna_capslog.planners.replicas.costs import ReplicatedStage
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.ranks import fold_plan
+from varuna_capslog.planning.replicated import plan_of_stages
+from varuna_capslog.planning.search import plan
+from varuna_capslog.planning.simulation import simulate_plan
+from varuna_capslog.plans.parts import PlanStage, Units
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.record import LayerProfile, Profile, TensorRecord, write_profile
+from varuna_capslog.schedules import RunShape
+
+RUN = RunShape(12, "1f1b", False)
+
+
+def profile_of_graph(edges: list[tuple[int, int]], seconds: list[float], size: int = 10, weights: int = 50) -> Profile:
+    """Layers of so many seconds, a third of them forward; every layer writes one tensor."""
+    rows = [
+        LayerProfile(f"layer{at}", 1, 0 if at else None, 100, 10, 1, size, weights, took / 3, 2 * took / 3)
+        for at, took in enumerate(seconds)
+    ]
+    readers = {at: sorted(other for one, other in edges if one == at) for at in range(len(rows))}
+    tensors = [TensorRecord(f"t{at}", size, True, at, tuple(row or [len(rows)])) for at, row in readers.items()]
+    return Profile(tuple(rows), tensors=tuple(tensors), source="estimated", conditions={"device": "cuda"})
+
+
+def towers(lengths: list[int], join: float = 0.0) -> Profile:
+    """Branches of layers of one second, and a join."""
+    edges, count = list[tuple[int, int]](), 0
+    ends = []
+    for length in lengths:
+        edges += [(at, at + 1) for at in range(count, count + length - 1)]
+        count += length
+        ends.append(count - 1)
+    return profile_of_graph([*edges, *((end, count) for end in ends)], [1.0] * count + [join], weights=10**5)
+
+
+def test_replicas_take_turns_at_the_blocks_and_the_stage_before_them_keeps_them_busy() -> None:
+    """1 : 3 over four devices. The schedule's own limits, two and one, would let two of three replicas wait."""
+    profile = profile_of_graph([(0, 1)], [1.0, 3.0], 1)
+    heavy = dataclasses.replace(profile.layers[0], parameter_bytes=10**6)
+    profile = dataclasses.replace(profile, layers=(heavy, profile.layers[1]))
+    found = plan(profile, 4, "pipedream", run=RUN, link=Link(1000.0))
+    alone, *others = found.stages
+    assert [(one.layers, one.blocks) for one in others] == [(((1, 2),), tuple(range(at, 12, 3))) for at in range(3)]
+    assert (alone.blocks, alone.in_flight, found.units.blocks, found.schedule) == (None, 6, 12, "1f1b")
+    step = simulate_plan(profile, found).step_seconds
+    # 12 microbatches of a second, the way to the loss and back, and what the last replica is late
+    assert step <= 12 + 3 + 3
+    starved = dataclasses.replace(found, stages=(dataclasses.replace(alone, in_flight=2), *others), actions=None)
+    assert simulate_plan(profile, starved).step_seconds > 1.2 * step
+    assert Plan.from_json(json.loads(json.dumps(found.to_json()))).stages == found.stages
+
+
+def test_graphpipe_is_never_slower_than_the_planners_that_see_no_branches() -> None:
+    dice = random.Random(2)
+    faster = 0
+    for _ in range(40):
+        layers = dice.randrange(3, 11)
+        edges, last = draw_tree(dice, layers)
+        edges += [(one, layers) for one in last]
+        profile = profile_of_graph(edges, [float(dice.randrange(1, 6)) for _ in range(layers)] + [0.0], 30)
+        devices, link = dice.randrange(2, 6), Link(dice.choice([10.0, 100.0]))
+        steps = {}
+        for name in REPLICATED:
+            found = plan(profile, devices, name, run=RUN, link=link)
+            found.check_graph(profile.edges)
+            assert found.planner == name
+            steps[name] = simulate_plan(profile, found, link=link).step_seconds
+            assert steps[name] == found.step_seconds
+        assert steps["graphpipe"] <= min(steps.values()) * (1 + 1e-9)
+        assert found.bound_seconds is not None
+        assert found.bound_seconds <= steps["graphpipe"]
+        faster += steps["graphpipe"] < 0.99 * steps["pipedream"]
+    assert faster > 8
+
+
+def test_towers_begin_together_and_the_step_is_that_of_the_shorter_way() -> None:
+    """Two towers of two layers: direct routes fill three stages instead of four; replicas are too dear."""
+    profile, link = towers([2, 2]), Link(10000.0)
+    found = {name: plan(profile, 4, name, run=RUN, link=link) for name in ("pipedream", "graphpipe")}
+    assert {name: one.routes for name, one in found.items()} == {"pipedream": "relay", "graphpipe": "direct"}
+    assert [one.layers for one in found["graphpipe"].stages] == [((0, 1),), ((1, 2),), ((2, 3),), ((3, 5),)]
+    free = {name: simulate_plan(profile, one).step_seconds for name, one in found.items()}
+    assert free["graphpipe"] == pytest.approx(12 + 2)
+    assert free["pipedream"] == pytest.approx(12 + 3)
+
+
+def test_lopsided_towers_share_a_stage_where_ranks_are_few() -> None:
+    """Towers of four and two seconds on three devices: a third of all is half of one tower, or a part of both."""
+    one = profile_of_graph([(0, 1), (1, 4), (2, 3), (3, 4)], [2.0, 1.0, 2.0, 1.0, 0.0], 1, 10**6)
+    found = plan(one, 3, "graphpipe", run=RUN, link=Link(100.0))
+    assert sorted(stage.layers for stage in found.stages) == [((0, 1),), ((1, 2), (3, 5)), ((2, 3),)]
+
+
+def test_a_plan_holds_what_the_fold_finds_and_one_that_does_not_fit_says_so() -> None:
+    rows = profile_of(Model.random(random.Random(5), 8, True, 100), "cuda")
+    known = {"forward_seconds": 1.0, "backward_seconds": 2.0, "parameter_bytes": 100}
+    layers = [dataclasses.replace(row, **known) for row in rows.layers]
+    profile = dataclasses.replace(rows, layers=tuple(layers))
+    free = plan(profile, 4, "pipedream", run=RUN, link=Link(1000.0))
+    assert (free.fits, free.memory_model) == (True, "ranks")
+    assert [one.bytes for one in free.ranks] == [one.peak_bytes for one in fold_plan(profile, free, RUN)]
+    assert free.peak_bytes is not None
+    for share, fits in ((1.0, True), (0.1, False)):
+        limited = plan(profile, 4, "pipedream", capacity=int(free.peak_bytes * share), run=RUN, link=Link(1000.0))
+        assert limited.fits is fits
+        assert (limited.shortfall is None) == fits
+    assert "does not fit: rank" in limited.notes[0]
+
+
+def test_calls_of_a_table_in_flight_follow_the_longest_way_where_nothing_has_replicas() -> None:
+    """The limits are the schedule's own then, so that the file says nothing of them."""
+    profile = towers([2, 1])
+    frame = Plan(4, (PlanStage(((0, 4),), (0,)),), Units(8, 1, 1), "1f1b", routes="direct")
+    parts = [ReplicatedStage((0,)), ReplicatedStage((1,)), ReplicatedStage((2, 3))]
+    made = plan_of_stages(frame, parts, 1, profile.edges)
+    assert ([one.in_flight for one in made.stages], made.actions) == ([None] * 3, None)
+    parts[1] = ReplicatedStage((1,), 2)
+    made = plan_of_stages(frame, parts, 8, profile.edges)
+    # Table 3.2 for calls of 1, 2 and 1: 1; 1 - 1 + 2 x 2 = 4 on two replicas (rounded up); 4 + 2
+    assert [one.in_flight for one in made.stages] == [6, 2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("planner", "change", "sentence"),
+    [
+        ("graphpipe", "tensors", "the profile has no tensors, by which planner 'graphpipe' knows which layers read"),
+        ("piper", "tensors", "the profile has no tensors, by which planner 'piper' knows which layers read"),
+        ("pipedream", "seconds", "the profile has no forward_seconds for layers[0] (layer0)"),
+        ("graphpipe", "seconds", "the profile has no forward_seconds for layers[0] (layer0)"),
+        ("grafpipe", "", "unknown planner 'grafpipe'; did you mean 'graphpipe'?"),
+        ("pipdream", "", "unknown planner 'pipdream'; did you mean 'pipedream'?"),
+    ],
+)
+def test_what_a_profile_lacks_is_said_by_the_name_of_its_field(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], planner: str, change: str, sentence: str
+) -> None:
+    profile = towers([2, 1])
+    if change == "tensors":
+        profile = dataclasses.replace(profile, tensors=())
+    if change == "seconds":
+        bare = [dataclasses.replace(row, forward_seconds=None) for row in profile.layers]
+        profile = dataclasses.replace(profile, layers=tuple(bare))
+    path = tmp_path / "profile.json"
+    write_profile(path, profile)
+    assert cli._run(["plan", "--profile", str(path), "--devices", "2", "--planner", planner]) == 2
+    assert sentence in " ".join(capsys.readouterr().err.split())
+
+
+def test_other_memory_models_are_refused() -> None:
+    with pytest.raises(CapslogError, match="memory is 'gpipe', but stages of planner 'piper' have several replicas"):
+        plan(towers([2, 1]), 2, "piper", "gpipe", run=RUN)

@@ -1,0 +1,56 @@
+"""`pipeline.planner=pipedream`, `piper` and `graphpipe`: what a run takes from their plans, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.start.test_given_plan import command
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.reading import load_config
+from varuna_capslog.engine.layout import layout_of
+from varuna_capslog.profiling.rehearsal import rehearse_plan
+from varuna_capslog.start.prepare import plan_run, prepare_run, profile_run
+from varuna_capslog.start.replicated_start import with_units_of
+
+SETTINGS = ("pipeline.devices=3", "profile.source=estimated")
+
+
+def test_the_planner_chooses_the_blocks_of_the_run_where_the_config_leaves_them_null(tmp_path: Path) -> None:
+    """They are a constant of the run, and stand in the config of its folder, by which its workers go."""
+    words = command(tmp_path, "run", "pipeline.planner=pipedream", "train.accumulation_blocks=null", *SETTINGS)
+    words.append("pipeline.devices=4")  # a quarter of the four microbatches each is what no line of stages reaches
+    plan = prepare_run(load_config(Path(words[1]), words[2:]), show=False)
+    assert (plan.planner, plan.num_ranks, plan.schedule) == ("pipedream", 4, "1f1b")
+    assert plan.units.blocks == 4
+    written = load_config(tmp_path / "run" / "config.yaml", [])
+    assert (written.num_blocks, written.pipeline.schedule) == (plan.units.blocks, "1f1b")
+    assert layout_of(plan, written).num_blocks == plan.units.blocks
+
+
+def test_a_plan_has_the_bytes_that_its_ranks_programs_take(tmp_path: Path) -> None:
+    words = command(tmp_path, "run", "pipeline.planner=graphpipe", *SETTINGS, "pipeline.capacity=1MiB")
+    config = load_config(Path(words[1]), words[2:])
+    plan = plan_run(config, profile_run(config, show=False))
+    assert (plan.fits, plan.memory_model, plan.planner, plan.units.blocks) == (True, "ranks", "graphpipe", 4)
+    assert [one.bytes for one in plan.ranks] == rehearse_plan(with_units_of(config, plan), plan)
+
+
+@pytest.mark.parametrize(
+    ("planner", "word", "sentence"),
+    [
+        ("graphpipe", "pipeline.replicas=2", "pipeline.replicas=2: it gives every stage replicas of its own"),
+        ("piper", "pipeline.stages_per_rank=2", "pipeline.stages_per_rank=2: it plans one stage per rank"),
+        ("pipedream", "elastic.enabled=true", "elastic.enabled=true: after a membership change"),
+        ("gpipe", "elastic.enabled=true", "elastic.enabled=true: it knows no capacities to keep to"),
+        ("pipedream", "pipeline.memory=gpipe", "memory is 'gpipe', but stages of planner 'pipedream' have several"),
+    ],
+)
+def test_what_does_not_go_with_replicas_is_refused_before_a_profile(
+    tmp_path: Path, planner: str, word: str, sentence: str
+) -> None:
+    words = command(tmp_path, planner, f"pipeline.planner={planner}", *SETTINGS, word)
+    with pytest.raises(CapslogError, match=sentence):
+        prepare_run(load_config(Path(words[1]), words[2:]), show=False)
+    assert not (tmp_path / planner).exists()

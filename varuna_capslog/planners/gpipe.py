@@ -1,0 +1,67 @@
+"""torchgpipe's balance: consecutive layers in blocks whose sums differ by at most the largest element.
+
+Kim et al., "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models", 2020, balances the layers of GPipe
+(Huang et al., 2019) by seconds (`gpipe`) or by bytes (`gpipe-size`) with the block partition of Bárány and Grinberg,
+"Block Partitions of Sequences", 2015. Neither knows schedules, transfers or capacities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from varuna_capslog.profiles.record import Profile
+
+__all__ = ["block_partition", "seconds_balanced_cuts", "size_balanced_cuts"]
+
+_LEAST = 1e-9
+"""Share of the largest element that every element has at least, so that no block of layers sums to nothing."""
+
+
+def seconds_balanced_cuts(profile: Profile, devices: int) -> list[int]:
+    """Return the first layer of each stage, balanced by forward and backward seconds (`balance_by_time`).
+
+    Raises CapslogError naming the first layer without seconds.
+    """
+    pairs = zip(profile.column("forward_seconds"), profile.column("backward_seconds"), strict=True)
+    return block_partition([forward + backward for forward, backward in pairs], devices)
+
+
+def size_balanced_cuts(profile: Profile, devices: int) -> list[int]:
+    """Return the first layer of each stage, balanced by what forward keeps of one microbatch and by parameters,
+    gradients and moments (`balance_by_size`).
+
+    Raises CapslogError naming the first layer without these bytes.
+    """
+    pairs = zip(profile.column("saved_bytes"), profile.column("static_bytes"), strict=True)
+    return block_partition([saved + static for saved, static in pairs], devices)
+
+
+def block_partition(sequence: Sequence[float], blocks: int) -> list[int]:
+    """Return the first element of each of so many blocks of consecutive elements, none of them empty.
+
+    sequence: numbers of at least 0, as many as blocks or more.
+
+    The sums of two blocks differ by at most the largest element. Each step is one of the proof: B_p is a block of the
+    largest sum M, B_q of those of the smallest sum m the one closest to it. While M > m + 1 (in units of the largest
+    element) the block next to B_q on the side of B_p gives it the element beside it.
+    """
+    largest = max(sequence) or 1.0
+    units = [max(one / largest, _LEAST) for one in sequence]
+    bounds = [len(units) * block // blocks for block in range(blocks + 1)]
+
+    def size(block: int) -> float:
+        return sum(units[bounds[block] : bounds[block + 1]])
+
+    while True:
+        most, p = max((size(block), block) for block in range(blocks))
+        giver = None
+        while giver != p:
+            least, _, q = min((size(block), abs(block - p), block) for block in range(blocks))
+            if most <= least + 1.0:
+                return bounds[:-1]
+            if p < q:
+                giver = q - 1
+                bounds[q] -= 1
+            else:
+                giver = q + 1
+                bounds[q + 1] += 1

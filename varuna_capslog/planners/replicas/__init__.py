@@ -1,0 +1,52 @@
+"""Planners that give each stage devices of its own number: `pipedream`, `piper` and `graphpipe`, and their names.
+
+They answer with stages, of which `planning/replicated` makes plans, plays them and judges them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.planners.replicas.costs import GraphCosts, ReplicatedStage, check_tensors
+from varuna_capslog.planners.replicas.graphpipe import graphpipe_stages
+from varuna_capslog.planners.replicas.pipedream import pipedream_stages
+from varuna_capslog.planners.replicas.piper import piper_stages
+
+__all__ = ["NEEDS_TENSORS", "REPLICATED", "GraphCosts", "ReplicatedStage", "check_tensors"]
+
+_FEW_DOWNSETS = 400
+"""Up to so many `graphpipe` weighs Piper's stages too, which may hold parts of several branches."""
+
+
+def _pipedream(costs: GraphCosts) -> list[list[ReplicatedStage]]:
+    found = pipedream_stages(costs)
+    return [] if found is None else [found]
+
+
+def _piper(costs: GraphCosts) -> list[list[ReplicatedStage]]:
+    found = piper_stages(costs)
+    return [] if found is None else [found]
+
+
+def _graphpipe(costs: GraphCosts) -> list[list[ReplicatedStage]]:
+    """GraphPipe's stage graphs, and those of the other two: cuts of the chain, and stages across branches, which the
+    paper excludes and lopsided branches need.
+    """
+    found = graphpipe_stages(costs) + _pipedream(costs)
+    try:
+        across = piper_stages(costs, _FEW_DOWNSETS)
+    except CapslogError:
+        return found
+    return found if across is None else [*found, across]
+
+
+REPLICATED: dict[str, Callable[[GraphCosts], list[list[ReplicatedStage]]]] = {
+    "pipedream": _pipedream,
+    "piper": _piper,
+    "graphpipe": _graphpipe,
+}
+"""name -> the stages that may be the planner's answer, the likeliest first; [] where none fit."""
+
+NEEDS_TENSORS = ("piper", "graphpipe")
+"""Those that plan a graph; the others take the layers as a line."""

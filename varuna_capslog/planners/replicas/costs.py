@@ -1,0 +1,146 @@
+"""What planners ask that give stages several devices, and what they answer: `pipedream`, `piper`, `graphpipe`.
+
+The layers of a model are a graph, the devices are alike, and a stage of r replicas shares the microbatches of a step
+out among r devices. All stages keep what their forwards save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.profiles.record import Profile
+
+__all__ = ["GraphCosts", "ReplicatedStage", "check_tensors"]
+
+Floats = NDArray[np.float64]
+Amount = TypeVar("Amount", float, Floats)
+
+
+@dataclass(frozen=True)
+class ReplicatedStage:
+    """Layers in rising order on so many devices, of which each takes `grain` microbatches per call."""
+
+    layers: tuple[int, ...]
+    replicas: int = 1
+    grain: int = 1
+
+
+@dataclass(frozen=True)
+class GraphCosts:
+    """A model of L layers, and the devices that it is planned for.
+
+    seconds: [L] forward and backward of one microbatch.
+    static, saved, parameters: [L] bytes: parameters, gradients and moments; what a microbatch in flight holds; what is
+        exchanged between replicas. All 0 where nothing asks for them.
+    cuts: [L + 1] bytes that cross the cut before each layer, in the forward direction; 0 at both ends.
+    edges: (layer that writes, layer that reads, bytes), each pair once; the last layer stands for the loss.
+    devices: how many. usable: bytes that each of them may hold; None: no limit.
+    microbatches: of a step. blocks: accumulation blocks that the step must have; None: the plan chooses.
+    """
+
+    seconds: tuple[float, ...]
+    static: tuple[int, ...]
+    saved: tuple[int, ...]
+    parameters: tuple[int, ...]
+    cuts: tuple[int, ...]
+    edges: tuple[tuple[int, int, int], ...]
+    devices: int
+    microbatches: int
+    usable: int | None = None
+    blocks: int | None = None
+    link: Link = field(default_factory=Link)
+
+    @classmethod
+    def of_profile(
+        cls,
+        profile: Profile,
+        devices: int,
+        microbatches: int,
+        usable: int | None = None,
+        blocks: int | None = None,
+        link: Link | None = None,
+    ) -> GraphCosts:
+        """The numbers of a profile. Raises CapslogError naming the first layer that lacks what is needed: its seconds,
+        its bytes where devices have a limit, those that travel where the link has a bandwidth.
+        """
+        link = link or Link()
+        timed = link.seconds(1) != link.seconds(0)
+
+        def column(name: str, needed: bool) -> tuple[int, ...]:
+            values = profile.column(name) if needed else [getattr(layer, name) or 0 for layer in profile.layers]
+            return tuple(values)
+
+        pairs = zip(profile.column("forward_seconds"), profile.column("backward_seconds"), strict=True)
+        last = profile.num_layers - 1
+        sizes = dict.fromkeys(profile.edges, 0)
+        for tensor in profile.tensors:
+            for reader in tensor.readers:
+                if tensor.writer is not None and tensor.writer < min(reader, last):
+                    sizes[tensor.writer, min(reader, last)] += tensor.bytes
+        return cls(
+            tuple(forward + backward for forward, backward in pairs),
+            column("static_bytes", usable is not None),
+            column("saved_bytes", usable is not None),
+            column("parameter_bytes", timed),
+            (0, *column("boundary_bytes", timed and devices > 1 and last > 0)[:-1], 0),
+            tuple((writer, reader, size) for (writer, reader), size in sizes.items()),
+            devices,
+            microbatches,
+            usable,
+            blocks,
+            link,
+        )
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return len(self.seconds)
+
+    @property
+    def most_replicas(self) -> int:
+        """Replicas of a stage: a block is the least that one takes."""
+        return min(self.devices, self.blocks or self.microbatches)
+
+    def share(self, replicas: int) -> float:
+        """The part of a step's microbatches that the busiest of so many replicas takes."""
+        blocks = self.blocks or self.microbatches
+        return -(-blocks // replicas) / blocks
+
+    def exchange_seconds(self, parameter_bytes: Amount, replicas: int) -> Amount:
+        """What the exchange of gradients at the end of a step adds per microbatch: each replica sends its own to all
+        others, as `planning/simulation` counts it. One number for each of `parameter_bytes`.
+        """
+        wire = parameter_bytes / (self.link.bandwidth or float("inf")) + self.link.latency_seconds
+        return (replicas - 1) * wire / self.microbatches
+
+    def holds(self, static: float, saved: float, in_flight: int) -> bool:
+        """Whether a device can hold a stage with so many microbatches in flight."""
+        return self.usable is None or static + in_flight * saved <= self.usable
+
+    @cached_property
+    def sums(self) -> dict[str, Floats]:
+        """name -> [L + 1] running sums of seconds, static, saved, parameters."""
+        names = ("seconds", "static", "saved", "parameters")
+        return {name: np.concatenate([[0.0], np.cumsum(np.asarray(getattr(self, name), float))]) for name in names}
+
+    def total(self, name: str, layers: Iterable[int]) -> float:
+        """The sum of seconds, static, saved or parameters over some layers."""
+        column: Sequence[float] = getattr(self, name)
+        return sum(column[layer] for layer in layers)
+
+
+def check_tensors(profile: Profile, planner: str) -> None:
+    """Raises CapslogError for a profile that does not know the graph of the layers."""
+    if not profile.tensors:
+        raise CapslogError(
+            f"the profile has no tensors, by which planner {planner!r} knows which layers read from which; profile "
+            "again, as capslog profile writes them, or choose planner pipedream"
+        )

@@ -1,0 +1,317 @@
+"""GraphPipe's planner: stages of a series-parallel graph with replicas, so that the slowest is as fast as can be.
+
+Jeon et al., "GraphPipe: Improving Performance and Scalability of DNN Training with Graph Pipeline Parallelism", ASPLOS
+2025, Sec. 5 (Algorithm 2), 6 (Algorithm 3) and Table 3.2 of the thesis that prints it. For a limit t of the time per
+microbatch a dynamic program finds stages that keep it, and bisection finds the least t.
+
+    state: a part of the tree, and the stages behind it (i microbatches in flight, calls of a at a time)
+    value: every (devices, i, a) of its first stages of which none is better in all three
+    transitions: the part as one stage; in series, what is behind and then what is before; in parallel, the branches,
+    of which neighbours may share one stage
+
+A stage takes the fewest replicas with which it keeps t and fits. More of them would never help the stages before it,
+since i and a only grow with them.
+
+Where we deviate from the printed text:
+
+- Algorithm 2 keeps what a series split finds only inside its loop over parallel splits, so that it is lost; here both
+  are kept.
+- Its two halves of a parallel split "share the same source and sink nodes", which some stage must hold. Here fork and
+  join are layers in series with the branches, and a stage may also hold a join together with the end of one branch, or
+  a fork with the begin of one, as the published plan of the case study does.
+- A stage of r replicas works on r microbatches at once, and Table 3.2 takes r for the size of its calls: the paper
+  parts each microbatch among the replicas of its stage, the contract gives each of them whole ones.
+- The time per microbatch leaves out transfers, and how the pipeline fills. So several stage graphs come back, those of
+  larger limits t too, and `planning/replicated` plays them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from varuna_capslog.planners.replicas.costs import GraphCosts, ReplicatedStage
+from varuna_capslog.planners.replicas.series_parallel import Parallel, Series, Tree, layers_of, tree_of
+from varuna_capslog.schedules.in_flight import table_3_2
+
+__all__ = ["LONGER", "StageGraphs", "graphpipe_stages"]
+
+LONGER = (1.0, 1.1, 1.3, 1.7)
+"""Limits of the time per microbatch, in parts of the least, whose stage graphs are played."""
+
+_PRECISION = 0.01
+"""Where the bisection of the limit ends, as a part of it."""
+
+
+class _State(NamedTuple):
+    """Stages behind a part: microbatches in flight in the first of them, and the largest call on the way to the loss;
+    0, 0 behind the last layer.
+    """
+
+    in_flight: int
+    at_once: int
+
+
+class _Found(NamedTuple):
+    """Some stages: their devices, what `_State` says of the first of them, and themselves as a linked list."""
+
+    devices: int
+    in_flight: int
+    at_once: int
+    stages: object
+
+    @property
+    def state(self) -> _State:
+        return _State(self.in_flight, self.at_once)
+
+
+_BEHIND_ALL = _State(0, 0)
+
+
+def graphpipe_stages(costs: GraphCosts) -> list[list[ReplicatedStage]]:
+    """Return stage graphs, the one of the least time per microbatch with the fewest in flight first; [] where none fit.
+
+    Each is in an order in which a stage stands behind those that it reads from.
+    """
+    tree = tree_of(costs.num_layers, ((writer, reader) for writer, reader, _ in costs.edges))
+    least = _least_limit(costs, tree)
+    if least is None:
+        return []
+    found: dict[tuple[ReplicatedStage, ...], None] = {}
+    for longer in LONGER:
+        for one in StageGraphs(costs, tree, least * longer).found():
+            found[tuple(one)] = None
+    return [list(one) for one in found]
+
+
+def _least_limit(costs: GraphCosts, tree: Tree) -> float | None:
+    """Algorithm 2, lines 2 to 11: the least time per microbatch that some stages keep; None where none fit."""
+    whole = sum(costs.seconds)
+    below, enough = whole / costs.devices, whole / costs.devices
+    while not StageGraphs(costs, tree, enough).found():
+        if enough > 2 * whole + costs.exchange_seconds(float(sum(costs.parameters)), costs.devices):
+            return None
+        below, enough = enough, 1.5 * enough
+    while enough > below * (1 + _PRECISION):
+        middle = (below + enough) / 2
+        if StageGraphs(costs, tree, middle).found():
+            enough = middle
+        else:
+            below = middle
+    return enough
+
+
+class StageGraphs:
+    """The stage graphs in which no stage takes longer than `limit` seconds per microbatch."""
+
+    def __init__(self, costs: GraphCosts, tree: Tree, limit: float) -> None:
+        self.costs, self.tree, self.limit = costs, tree, limit
+        self._in_series: dict[tuple[Series, int, int, _State], list[_Found]] = {}
+        self._beside: dict[tuple[tuple[Tree, ...], _State], list[_Found]] = {}
+        self._stage = functools.cache(self._one_stage)
+        self._signature = functools.cache(self._signature_of)
+        self._alike: dict[object, Tree] = {}
+
+    def found(self) -> list[list[ReplicatedStage]]:
+        """By rising microbatches in flight in the first stages (PICKBETTER), then devices."""
+        tree = self.tree if isinstance(self.tree, Series) else Series((self.tree,))
+        rows = self._series(tree, 0, len(tree.parts), _BEHIND_ALL)
+        ranked = sorted(rows, key=lambda one: (one.in_flight, one.at_once, one.devices))
+        return [list(_listed(one.stages)) for one in ranked if one.devices <= self.costs.devices]
+
+    # -- the three kinds of parts
+
+    def _one_stage(self, layers: tuple[int, ...], behind: _State) -> _Found | None:
+        """Lines 24 to 28: the layers as one stage, with the fewest replicas; None where it is too slow or too large."""
+        costs = self.costs
+        seconds = costs.total("seconds", layers)
+        static, saved = costs.total("static", layers), costs.total("saved", layers)
+        parameters = costs.total("parameters", layers)
+        for replicas in range(max(1, int(seconds / self.limit)), costs.most_replicas + 1):
+            exchange = costs.exchange_seconds(parameters, replicas)
+            if seconds * costs.share(replicas) + exchange > self.limit * (1 + 1e-12):
+                continue
+            # Algorithm 3, line 5
+            in_flight = replicas
+            if behind.in_flight:
+                in_flight = table_3_2(1, replicas, 1, behind.at_once, behind.in_flight)
+            if costs.holds(static, saved, -(-in_flight // replicas)):
+                stage = ReplicatedStage(layers, replicas)
+                return _Found(replicas, in_flight, max(replicas, behind.at_once), (stage, None))
+        return None
+
+    def _series(self, tree: Series, first: int, end: int, behind: _State) -> list[_Found]:
+        """Parts first .. end-1 of a series."""
+        if first == end:
+            return [_Found(0, behind.in_flight, behind.at_once, None)]
+        key = tree, first, end, behind
+        if key not in self._in_series:
+            self._in_series[key] = _best(self._of_series(tree, first, end, behind), self.costs.devices)
+        return self._in_series[key]
+
+    def _of_series(self, tree: Series, first: int, end: int, behind: _State) -> Iterator[_Found]:
+        layers: tuple[int, ...] = ()
+        for begin in range(end - 1, first - 1, -1):
+            part = tree.parts[begin]
+            if isinstance(part, Parallel):
+                yield from self._with_an_end(tree, first, begin, layers, behind)
+                if begin == end - 1:
+                    for one in self._parallel(part.parts, behind):
+                        yield from self._before(tree, first, begin, one)
+                    yield from self._with_a_begin(tree, first, begin, behind)
+            layers = (*_layers(part), *layers)
+            stage = self._stage(layers, behind)
+            if stage is not None:
+                yield from self._before(tree, first, begin, stage)
+            elif self.costs.total("seconds", layers) > self.limit * self.costs.devices:
+                return
+
+    def _before(self, tree: Series, first: int, end: int, found: _Found) -> Iterator[_Found]:
+        """Lines 31 to 37: all that stands before some stages, and they."""
+        for one in self._series(tree, first, end, found.state):
+            yield _Found(one.devices + found.devices, one.in_flight, one.at_once, (one.stages, found.stages))
+
+    def _with_an_end(
+        self, tree: Series, first: int, place: int, layers: tuple[int, ...], behind: _State
+    ) -> Iterator[_Found]:
+        """The layers behind parallel branches, and the end of one of these, as one stage."""
+        part = tree.parts[place]
+        if not layers or not isinstance(part, Parallel):
+            return
+        for number, parts in self._different(part):
+            for begin in range(len(parts)):
+                own = tuple(sorted((*layers, *(one for tail in parts[begin:] for one in _layers(tail)))))
+                stage = self._stage(own, behind)
+                if stage is None:
+                    continue
+                left = _replaced(part, number, parts[:begin])
+                for beside in self._parallel(left, stage.state):
+                    both = beside._replace(devices=beside.devices + stage.devices, stages=(beside.stages, stage.stages))
+                    yield from self._before(tree, first, place, both)
+
+    def _with_a_begin(self, tree: Series, first: int, place: int, behind: _State) -> Iterator[_Found]:
+        """The layers before parallel branches, and the begin of one of these, as one stage."""
+        part = tree.parts[place]
+        if place == first or not isinstance(part, Parallel) or isinstance(tree.parts[place - 1], Parallel):
+            return
+        for number, parts in self._different(part):
+            for end in range(1, len(parts) + 1):
+                head = [one for one in parts[:end] for one in _layers(one)]
+                for beside in self._parallel(_replaced(part, number, parts[end:]), behind):
+                    layers: tuple[int, ...] = tuple(head)
+                    for begin in range(place - 1, first - 1, -1):
+                        if isinstance(tree.parts[begin], Parallel):
+                            break
+                        layers = tuple(sorted((*_layers(tree.parts[begin]), *layers)))
+                        stage = self._stage(layers, beside.state)
+                        if stage is None:
+                            break
+                        both = stage._replace(
+                            devices=beside.devices + stage.devices, stages=(stage.stages, beside.stages)
+                        )
+                        yield from self._before(tree, first, begin, both)
+
+    def _parallel(self, branches: tuple[Tree, ...], behind: _State) -> list[_Found]:
+        """Lines 38 to 44: branches beside one another; those that are neighbours may share one stage."""
+        key = branches, behind
+        if key not in self._beside:
+            best = [[_Found(0, behind.in_flight, behind.at_once, None)]]
+            for end in range(1, len(branches) + 1):
+                best.append(_best(self._of_branches(branches, end, behind, best), self.costs.devices))
+            self._beside[key] = best[-1]
+        return self._beside[key]
+
+    def _of_branches(
+        self, branches: tuple[Tree, ...], end: int, behind: _State, best: Sequence[list[_Found]]
+    ) -> Iterator[_Found]:
+        last = branches[end - 1]
+        if isinstance(last, Series):
+            first = self._alike.setdefault(self._signature(last), last)
+            assert isinstance(first, Series), "of the same signature"
+            alone = self._series(first, 0, len(first.parts), behind)
+            if first != last:
+                moved = dict(zip(_in_order(first), _in_order(last), strict=True))
+                alone = [one._replace(stages=_Moved(moved, one.stages)) for one in alone]
+            yield from (_joined(one, other) for one in best[end - 1] for other in alone)
+        layers: tuple[int, ...] = ()
+        for begin in range(end - 1, -1, -1):
+            layers = tuple(sorted((*_layers(branches[begin]), *layers)))
+            stage = self._stage(layers, behind)
+            if stage is None:
+                return
+            yield from (_joined(one, stage) for one in best[begin])
+
+    # -- parts that are alike
+
+    def _different(self, part: Parallel) -> list[tuple[int, tuple[Tree, ...]]]:
+        """The last of the branches that are alike, each with its number and the parts that are in series."""
+        last = {self._signature(one): number for number, one in enumerate(part.parts)}
+        branches = [(number, part.parts[number]) for number in last.values()]
+        return [(number, one.parts if isinstance(one, Series) else (one,)) for number, one in branches]
+
+    def _signature_of(self, tree: Tree) -> object:
+        """What two parts have in common whose stages cost the same."""
+        if isinstance(tree, int):
+            costs = self.costs
+            return costs.seconds[tree], costs.static[tree], costs.saved[tree], costs.parameters[tree]
+        return type(tree).__name__, tuple(self._signature(one) for one in tree.parts)
+
+
+class _Moved(NamedTuple):
+    """Stages of a branch, for the layers of another one that is alike."""
+
+    layer_of: dict[int, int]
+    stages: object
+
+
+@functools.lru_cache(maxsize=4096)
+def _in_order(tree: Tree) -> tuple[int, ...]:
+    """All layers, part by part."""
+    return (tree,) if isinstance(tree, int) else tuple(layer for part in tree.parts for layer in _in_order(part))
+
+
+@functools.lru_cache(maxsize=4096)
+def _layers(tree: Tree) -> tuple[int, ...]:
+    return layers_of(tree)
+
+
+def _joined(one: _Found, other: _Found) -> _Found:
+    """Stages beside one another: what stands before them waits for the slower to answer."""
+    return _Found(
+        one.devices + other.devices,
+        max(one.in_flight, other.in_flight),
+        max(one.at_once, other.at_once),
+        (one.stages, other.stages),
+    )
+
+
+def _best(rows: Iterable[_Found], devices: int) -> list[_Found]:
+    """Those that no other one is as good as in devices, microbatches in flight and calls."""
+    found: list[_Found] = []
+    for one in sorted(rows, key=lambda one: one[:3]):
+        if one.devices > devices:
+            break
+        if not any(other.in_flight <= one.in_flight and other.at_once <= one.at_once for other in found):
+            found.append(one)
+    return found
+
+
+def _replaced(part: Parallel, number: int, parts: tuple[Tree, ...]) -> tuple[Tree, ...]:
+    """The branches with other parts of one of them."""
+    alone = parts[0] if len(parts) == 1 else Series(parts)
+    own = alone.parts if isinstance(alone, Parallel) else (alone,) if parts else ()
+    return (*part.parts[:number], *own, *part.parts[number + 1 :])
+
+
+def _listed(stages: object) -> Iterator[ReplicatedStage]:
+    """The stages of a linked list, in order."""
+    if isinstance(stages, ReplicatedStage):
+        yield stages
+    elif isinstance(stages, _Moved):
+        for one in _listed(stages.stages):
+            yield replace(one, layers=tuple(sorted(stages.layer_of[layer] for layer in one.layers)))
+    elif isinstance(stages, tuple):
+        for one in stages:
+            yield from _listed(one)

@@ -1,0 +1,265 @@
+"""The plan of a planner that gives stages replicas, and perhaps branches: `pipedream`, `piper`, `graphpipe`.
+
+A replica takes whole accumulation blocks in turn, so that replicas work at the same time. Plans of a graph that is no
+line have direct routes, those of `pipedream` send everything from stage to stage, as its pipelines do. Where a planner
+has several answers, they are played, and the one with the shortest step that fits is the plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from varuna_capslog.base import fields
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.memory import AUTO
+from varuna_capslog.memory.inflight import RANKS
+from varuna_capslog.planners import with_microbatches
+from varuna_capslog.planners.replicas import NEEDS_TENSORS, REPLICATED, GraphCosts, ReplicatedStage, check_tensors
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.ranks import judged
+from varuna_capslog.planning.simulation import with_step_seconds
+from varuna_capslog.planning.verdict import capacities_of_devices, usable_bytes
+from varuna_capslog.plans.parts import PlanRank, PlanStage, Units, ranges_of
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules import RunShape
+from varuna_capslog.schedules.in_flight import table_3_2
+
+__all__ = ["check_ranks_memory", "judged_replicated_plan", "plan_of_stages", "replicated_plan", "stage_limits"]
+
+_SAME = 1e-9
+"""Relative difference of two steps that are told apart."""
+
+
+def replicated_plan(
+    profile: Profile,
+    devices: int,
+    planner: str,
+    capacity: int | Sequence[int] | None,
+    run: RunShape,
+    link: Link | None = None,
+    blocks: int | None = None,
+) -> Plan:
+    """The plan of a planner of `REPLICATED`, not judged yet.
+
+    Args:
+        capacity: bytes of every device, or one number per device, of which the planners take the smallest; None: no
+            limit.
+        run: of the whole step. Whatever its schedule and recomputation, these planners plan 1f1b and keep everything.
+            Where its number of microbatches is not known, `DEFAULT_MICROBATCHES_PER_STAGE` per device are planned for.
+        blocks: accumulation blocks that the step must have; None: as many as the replicas need.
+
+    Raises CapslogError naming the seconds, bytes or tensors that the profile lacks, and for graphs that a
+    planner cannot search.
+    """
+    devices = fields.whole(devices, "devices", minimum=1)
+    if planner in NEEDS_TENSORS:
+        check_tensors(profile, planner)
+    begun = time.perf_counter()
+    limits, usable = capacities_of_devices(capacity, devices), usable_bytes(profile, capacity, devices)
+    shape = dataclasses.replace(with_microbatches(run, devices), schedule="1f1b")
+    least = None if usable is None else min(usable)
+    costs = GraphCosts.of_profile(profile, devices, shape.microbatches, least, blocks, link)
+    answers = REPLICATED[planner](costs)
+    if not answers:  # the plan says what it lacks
+        unlimited = dataclasses.replace(costs, usable=None)
+        answers = REPLICATED[planner](unlimited)[:1]
+    line = profile.edges == [(layer, layer + 1) for layer in range(profile.num_layers - 1)]
+    routes = "relay" if line or planner not in NEEDS_TENSORS else "direct"
+    capacities = tuple(PlanRank(capacity_bytes=size) for size in limits) if limits else (PlanRank(),) * devices
+    search = _Played(profile, shape, link, capacities, planner, routes, costs)
+    for stages in sorted(answers, key=search.bound):
+        search.weigh(stages)
+    found = search.answer()
+    if run.num_microbatches is None:
+        note = f"the microbatches of a step are not known: {shape.microbatches} are planned for"
+        found = dataclasses.replace(found, notes=(*found.notes, note))
+    return dataclasses.replace(found, search_seconds=time.perf_counter() - begun)
+
+
+def judged_replicated_plan(
+    profile: Profile,
+    devices: int,
+    planner: str,
+    memory: str,
+    capacity: int | Sequence[int] | None,
+    run: RunShape,
+    link: Link | None = None,
+) -> Plan:
+    """`replicated_plan`, and whether it fits. memory: "auto" or "ranks"; see `check_ranks_memory`."""
+    check_ranks_memory(planner, memory)
+    blocks = run.num_blocks if run.num_blocks > 1 else None
+    found = replicated_plan(profile, devices, planner, capacity, run, link, blocks)
+    return judged(profile, found, with_microbatches(run, devices))
+
+
+def check_ranks_memory(planner: str, memory: str) -> None:
+    """Raises CapslogError for a memory model that does not know stages with replicas."""
+    if memory not in (AUTO, RANKS):
+        raise CapslogError(
+            f"memory is {memory!r}, but stages of planner {planner!r} have several replicas, whose bytes only memory "
+            f"model {RANKS!r} knows; choose {RANKS} or auto"
+        )
+
+
+@dataclass(frozen=True)
+class _PlayedPlan:
+    """A plan, what it lacks (0: it fits, as far as is known) and its step."""
+
+    lack: int
+    step: float
+    plan: Plan
+
+
+class _Played:
+    """The best of the plans that were weighed."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        run: RunShape,
+        link: Link | None,
+        ranks: tuple[PlanRank, ...],
+        planner: str,
+        routes: str,
+        costs: GraphCosts,
+    ) -> None:
+        self.profile, self.run, self.link, self.costs = profile, run, link, costs
+        self.frame = Plan(
+            profile.num_layers,
+            (PlanStage(((0, profile.num_layers),), (0,)),),
+            Units(run.microbatches, run.microbatch_size, 1),
+            run.schedule,
+            routes=routes,
+            ranks=ranks,
+            planner=planner,
+            model=profile.model,
+            profile_digest=profile.digest,
+        )
+        self.best: _PlayedPlan | None = None
+
+    def bound(self, stages: Sequence[ReplicatedStage]) -> float:
+        """Seconds of a step below which no plan of these stages is: those of the busiest device."""
+        costs = self.costs
+        longest = max(costs.total("seconds", one.layers) * costs.share(one.replicas) for one in stages)
+        return longest * costs.microbatches
+
+    def weigh(self, stages: Sequence[ReplicatedStage]) -> None:
+        """Play the stages with as many blocks as keep replicas busy and as few as they can have, and keep the best."""
+        best = self.best
+        if best is not None and not best.lack and self.bound(stages) >= best.step * (1 - _SAME):
+            return
+        most = max(one.replicas for one in stages)
+        every = self.run.microbatches
+        counts = [one for one in range(most, every + 1) if every % one == 0] if most > 1 else [1]
+        counts = [self.costs.blocks] if self.costs.blocks else counts
+        limited = self.costs.usable is not None
+        for blocks in counts[::-1] if limited else dict.fromkeys((counts[-1], counts[0])):
+            fits = False
+            for routes in self.routes_of(stages):
+                frame = dataclasses.replace(self.frame, routes=routes)
+                one = self._weighed(plan_of_stages(frame, stages, blocks, self.profile.known_edges))
+                fits |= not one.lack
+                if self.best is None or (one.lack, one.step * (1 + _SAME)) < (self.best.lack, self.best.step):
+                    self.best = one
+            if limited and fits:
+                return  # fewer blocks fit as well, and are not faster
+
+    def routes_of(self, stages: Sequence[ReplicatedStage]) -> tuple[str, ...]:
+        """Those to try: a line of ranges may also relay, which sends gradients of several readers together."""
+        own = self.frame.routes
+        line = [layer for one in stages for layer in one.layers] == list(range(self.costs.num_layers))
+        return (own, "relay") if own == "direct" and line and self.frame.planner == "graphpipe" else (own,)
+
+    def _weighed(self, plan: Plan) -> _PlayedPlan:
+        lack = 0
+        if self.costs.usable is not None:
+            verdict = judged(self.profile, plan, self.run)
+            lack = verdict.shortfall.bytes if verdict.shortfall is not None else int(verdict.fits is False)
+        played = with_step_seconds(self.profile, plan, self.run, self.link)
+        assert played.step_seconds is not None, "the profile has seconds, and tensors where they are needed"
+        return _PlayedPlan(lack, played.step_seconds, played)
+
+    def answer(self) -> Plan:
+        """The best plan; that of `graphpipe` says a bound."""
+        assert self.best is not None, "without a limit some stages always fit"
+        plan, step = self.best.plan, self.best.step
+        if plan.planner != "graphpipe" or self.best.lack:
+            return plan
+        bound = sum(self.costs.seconds) * self.costs.microbatches / self.costs.devices
+        return dataclasses.replace(
+            plan,
+            bound_seconds=min(bound, step),
+            proven=step <= bound * (1 + _SAME),
+            search_space=f"any stages on {self.costs.devices} devices, all kept",
+        )
+
+
+def plan_of_stages(
+    frame: Plan, stages: Sequence[ReplicatedStage], blocks: int, edges: Sequence[tuple[int, int]] | None
+) -> Plan:
+    """The plan with these stages in the place of its own.
+
+    Ranks are counted stage by stage; replica k of r takes the blocks k, k + r, k + 2 r, ...
+
+    edges: of the graph of the layers, for direct routes.
+    """
+    units, rows, rank = dataclasses.replace(frame.units, blocks=blocks), list[PlanStage](), 0
+    limits = stage_limits(stages, units, frame.routes, edges)
+    for one, limit in zip(stages, limits, strict=True):
+        for number in range(one.replicas):
+            served = None if one.replicas == 1 else tuple(range(number, blocks, one.replicas))
+            pieces = tuple(ranges_of(one.layers))
+            rows.append(PlanStage(pieces, (rank,), served, grain=one.grain, in_flight=limit))
+            rank += 1
+    ranks, actions = frame.ranks or (PlanRank(),) * rank, None
+    if rank > len(stages):
+        actions = tuple(_one_by_one(number, one, units) for number, one in enumerate(rows))
+    return dataclasses.replace(frame, stages=tuple(rows), units=units, ranks=ranks, actions=actions)
+
+
+def _one_by_one(number: int, stage: PlanStage, units: Units) -> tuple[str, ...]:
+    """The list of a stage under 1F1B: as many forwards as it may have in flight, then a backward and a forward in turn.
+
+    Schedules are made as if all calls took equally long; those of replicas take longer, by as much as there are more.
+    """
+    blocks = units.blocks if stage.blocks is None else len(stage.blocks)
+    calls = (blocks or 1) * units.of_block // stage.grain
+    ahead = min(stage.in_flight or calls, calls)
+    names = [f"{number}F{call}" for call in range(ahead)]
+    for call in range(calls):
+        names.append(f"{number}B{call}")
+        names += [f"{number}F{call + ahead}"] if call + ahead < calls else []
+    return tuple(names)
+
+
+def stage_limits(
+    stages: Sequence[ReplicatedStage], units: Units, routes: str, edges: Sequence[tuple[int, int]] | None
+) -> list[int | None]:
+    """Calls that each replica of a stage may have in flight, so that none behind it waits; None: those of the schedule,
+    where no stage has replicas.
+
+    A stage of r replicas takes a block on each of them at a time; Table 3.2 takes that for one call of all.
+    """
+    if all(one.replicas == 1 for one in stages):
+        return [None] * len(stages)
+    sizes = [one.grain if one.replicas == 1 else one.replicas * units.of_block for one in stages]
+    behind: list[set[int]] = [set() for _ in stages]
+    if routes == "relay":
+        for number in range(len(stages) - 1):
+            behind[number].add(number + 1)
+    else:
+        stage_of = {layer: number for number, one in enumerate(stages) for layer in one.layers}
+        for writer, reader in edges or ():
+            if stage_of[writer] != stage_of[reader]:
+                behind[stage_of[writer]].add(stage_of[reader])
+    found, at_once = [0] * len(stages), list(sizes)
+    for number in reversed(range(len(stages))):
+        size, others = sizes[number], behind[number]
+        needed = [table_3_2(1, size, 1, at_once[other], found[other]) for other in others]
+        found[number] = -(-max(needed, default=size) // size) * size
+        at_once[number] = max([size, *(at_once[other] for other in others)])
+    return [-(-in_flight // (one.replicas * one.grain)) for in_flight, one in zip(found, stages, strict=True)]
