@@ -50,9 +50,11 @@ def check_replicated(config: Config) -> None:
 
 
 def plan_replicated(config: Config, profile: Profile, link: Link | None = None) -> Plan:
-    """The planner's plan, not judged yet; it chooses the accumulation blocks where the config leaves them null."""
+    """The planner's plan, not judged yet; it chooses the accumulation blocks where the config has one, which is
+    what null means for one pipeline.
+    """
     pipeline, run = config.pipeline, RunShape.of_config(config)
-    blocks = config.train.accumulation_blocks
+    blocks = config.num_blocks if config.num_blocks > 1 else None
     return replicated_plan(profile, pipeline.devices, pipeline.planner, pipeline.capacity, run, link, blocks)
 
 
