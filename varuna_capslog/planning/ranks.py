@@ -13,6 +13,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.fold import RankFold, fold
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.memory.inflight import RANKS
+from varuna_capslog.memory.range_bytes import RangeBytes
 from varuna_capslog.planning.verdict import HostMemory, judge_ranks, predictable
 from varuna_capslog.plans.parts import PlanRank, Units, scheduled
 from varuna_capslog.plans.plan import Plan
@@ -41,7 +42,8 @@ def fold_plan(profile: Profile, plan: Plan, run: RunShape) -> list[RankFold]:
     units = Units(plan.units.per_step or run.num_microbatches, None, plan.units.blocks or run.num_blocks)
     name = plan.schedule or run.schedule
     shape = dataclasses.replace(run, schedule=name, num_microbatches=units.per_step, num_blocks=units.blocks or 1)
-    return fold(profile, plan.stages, units, _actions(profile, plan, units, shape), shape, plan.routes)
+    ranges = RangeBytes(profile, RANKS, shape.recomputes)  # says first what the profile lacks
+    return fold(ranges, plan.stages, units, _actions(profile, plan, units, shape), shape, plan.routes)
 
 
 def judged(

@@ -142,10 +142,18 @@ class _Played:
         self.best: _PlayedPlan | None = None
 
     def bound(self, stages: Sequence[ReplicatedStage]) -> float:
-        """Seconds of a step below which no plan of these stages is: those of the busiest device."""
-        costs = self.costs
-        longest = max(costs.total("seconds", one.layers) * costs.share(one.replicas) for one in stages)
-        return longest * costs.microbatches
+        """Seconds of a step below which no plan of these stages is: those of some device, and of one microbatch on its
+        way there and back.
+        """
+        costs, edges = self.costs, self.profile.edges
+        stage_of = {layer: number for number, one in enumerate(stages) for layer in one.layers}
+        links = {(stage_of[writer], stage_of[reader]) for writer, reader in edges}
+        own = [costs.total("seconds", one.layers) for one in stages]
+        before, found = [0.0] * len(stages), 0.0
+        for number, one in enumerate(stages):
+            before[number] = max((before[a] + own[a] for a, b in links if b == number != a), default=0.0)
+            found = max(found, before[number] + own[number] * costs.share(one.replicas) * costs.microbatches)
+        return found
 
     def weigh(self, stages: Sequence[ReplicatedStage]) -> None:
         """Play the stages with as many blocks as keep replicas busy and as few as they can have, and keep the best."""
@@ -176,7 +184,7 @@ class _Played:
 
     def _weighed(self, plan: Plan) -> _PlayedPlan:
         lack = 0
-        if self.costs.usable is not None:
+        if self.costs.usable is not None and self.profile.observations:  # without them the fold has no bytes
             verdict = judged(self.profile, plan, self.run)
             lack = verdict.shortfall.bytes if verdict.shortfall is not None else int(verdict.fits is False)
         played = with_step_seconds(self.profile, plan, self.run, self.link)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.planners.replicas.graphs import draw_costs, draw_tree, slowest, splits
 from varuna_capslog.planners.replicas.costs import GraphCosts
-from varuna_capslog.planners.replicas.graphpipe import StageGraphs, graphpipe_stages
+from varuna_capslog.planners.replicas.graphpipe import CostedTree, StageGraphs, graphpipe_stages
 from varuna_capslog.planners.replicas.series_parallel import Parallel, Series, Tree, layers_of, tree_of
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.plans.parts import PlanStage, ranges_of
@@ -108,8 +108,8 @@ def test_no_stage_graph_of_its_search_space_has_a_faster_slowest_stage(link: Lin
         branched += any(len(one.layers) < layers for one in found[0]) and isinstance(tree, (Series, Parallel))
         assert best * (1 - 1e-9) <= min(values) <= best * 1.0101
         # and what a given limit allows is found whenever it is there
-        assert StageGraphs(costs, tree, best * (1 + 1e-9)).found()
-        assert not StageGraphs(costs, tree, best * (1 - 1e-6)).found()
+        assert StageGraphs(CostedTree(costs, tree), best * (1 + 1e-9)).found()
+        assert not StageGraphs(CostedTree(costs, tree), best * (1 - 1e-6)).found()
     assert nothing > 20
     assert branched > 60
 

@@ -28,6 +28,7 @@ Where we deviate from the printed text:
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -36,13 +37,19 @@ from varuna_capslog.planners.replicas.costs import GraphCosts, ReplicatedStage
 from varuna_capslog.planners.replicas.series_parallel import Parallel, Series, Tree, layers_of, tree_of
 from varuna_capslog.schedules.in_flight import table_3_2
 
-__all__ = ["LONGER", "StageGraphs", "graphpipe_stages"]
+__all__ = ["LONGER", "CostedTree", "StageGraphs", "graphpipe_stages"]
 
 LONGER = (1.0, 1.1, 1.3, 1.7)
 """Limits of the time per microbatch, in parts of the least, whose stage graphs are played."""
 
 _PRECISION = 0.01
 """Where the bisection of the limit ends, as a part of it."""
+
+
+Sums = tuple[float, float, float, float]
+"""Seconds, static, saved and parameter bytes of some layers."""
+
+_NOTHING: Sums = (0.0, 0.0, 0.0, 0.0)
 
 
 class _State(NamedTuple):
@@ -75,71 +82,120 @@ def graphpipe_stages(costs: GraphCosts) -> list[list[ReplicatedStage]]:
 
     Each is in an order in which a stage stands behind those that it reads from.
     """
-    tree = tree_of(costs.num_layers, ((writer, reader) for writer, reader, _ in costs.edges))
-    least = _least_limit(costs, tree)
+    tree = CostedTree(costs, tree_of(costs.num_layers, ((writer, reader) for writer, reader, _ in costs.edges)))
+    least = _least_limit(tree)
     if least is None:
         return []
     found: dict[tuple[ReplicatedStage, ...], None] = {}
     for longer in LONGER:
-        for one in StageGraphs(costs, tree, least * longer).found():
+        for one in StageGraphs(tree, least * longer).found():
             found[tuple(one)] = None
     return [list(one) for one in found]
 
 
-def _least_limit(costs: GraphCosts, tree: Tree) -> float | None:
+def _least_limit(tree: CostedTree) -> float | None:
     """Algorithm 2, lines 2 to 11: the least time per microbatch that some stages keep; None where none fit."""
+    costs = tree.costs
     whole = sum(costs.seconds)
     below, enough = whole / costs.devices, whole / costs.devices
-    while not StageGraphs(costs, tree, enough).found():
+    while (reached := StageGraphs(tree, enough).least()) is None:
         if enough > 2 * whole + costs.exchange_seconds(float(sum(costs.parameters)), costs.devices):
             return None
         below, enough = enough, 1.5 * enough
-    while enough > below * (1 + _PRECISION):
-        middle = (below + enough) / 2
-        if StageGraphs(costs, tree, middle).found():
-            enough = middle
-        else:
+    while reached > below * (1 + _PRECISION):
+        middle = (below + reached) / 2
+        better = StageGraphs(tree, middle).least()
+        if better is None:
             below = middle
-    return enough
+        else:
+            reached = better
+    return reached
+
+
+class CostedTree:
+    """A tree with what its parts cost, and which of them are alike."""
+
+    def __init__(self, costs: GraphCosts, tree: Tree) -> None:
+        self.costs, self.root = costs, tree
+        self.sums = functools.cache(self._sums)
+        self.signature = functools.cache(self._signature)
+        self._first: dict[object, Tree] = {}
+
+    def alike(self, tree: Tree) -> Tree:
+        """The first part that was asked for of those that cost the same, layer by layer."""
+        return self._first.setdefault(self.signature(tree), tree)
+
+    def different(self, part: Parallel) -> list[tuple[int, tuple[Tree, ...]]]:
+        """The last of the branches that are alike, each with its number and the parts that are in series."""
+        last = {self.signature(one): number for number, one in enumerate(part.parts)}
+        branches = [(number, part.parts[number]) for number in last.values()]
+        return [(number, one.parts if isinstance(one, Series) else (one,)) for number, one in branches]
+
+    def _sums(self, tree: Tree) -> Sums:
+        if isinstance(tree, int):
+            costs = self.costs
+            return costs.seconds[tree], costs.static[tree], costs.saved[tree], costs.parameters[tree]
+        return functools.reduce(_sum, (self.sums(part) for part in tree.parts), _NOTHING)
+
+    def _signature(self, tree: Tree) -> object:
+        if isinstance(tree, int):
+            return self.sums(tree)
+        return type(tree).__name__, tuple(self.signature(one) for one in tree.parts)
 
 
 class StageGraphs:
     """The stage graphs in which no stage takes longer than `limit` seconds per microbatch."""
 
-    def __init__(self, costs: GraphCosts, tree: Tree, limit: float) -> None:
-        self.costs, self.tree, self.limit = costs, tree, limit
+    def __init__(self, tree: CostedTree, limit: float) -> None:
+        self.tree, self.costs, self.limit = tree, tree.costs, limit
         self._in_series: dict[tuple[Series, int, int, _State], list[_Found]] = {}
         self._beside: dict[tuple[tuple[Tree, ...], _State], list[_Found]] = {}
-        self._stage = functools.cache(self._one_stage)
-        self._signature = functools.cache(self._signature_of)
-        self._alike: dict[object, Tree] = {}
+        self._replicas = functools.cache(self._fewest_replicas)
 
     def found(self) -> list[list[ReplicatedStage]]:
         """By rising microbatches in flight in the first stages (PICKBETTER), then devices."""
-        tree = self.tree if isinstance(self.tree, Series) else Series((self.tree,))
-        rows = self._series(tree, 0, len(tree.parts), _BEHIND_ALL)
-        ranked = sorted(rows, key=lambda one: (one.in_flight, one.at_once, one.devices))
-        return [list(_listed(one.stages)) for one in ranked if one.devices <= self.costs.devices]
+        ranked = sorted(self._whole(), key=lambda one: (one.in_flight, one.at_once, one.devices))
+        return [list(_listed(one.stages)) for one in ranked]
+
+    def least(self) -> float | None:
+        """The time per microbatch of the slowest stage, in the stage graph in which it is shortest; None without any."""
+        return min((self._slowest(one.stages) for one in self._whole()), default=None)
+
+    def _whole(self) -> list[_Found]:
+        root = self.tree.root
+        tree = root if isinstance(root, Series) else Series((root,))
+        return self._series(tree, 0, len(tree.parts), _BEHIND_ALL)
+
+    def _slowest(self, stages: object) -> float:
+        if isinstance(stages, _Stage):
+            return self._seconds(functools.reduce(_sum, map(self.tree.sums, stages.parts)), stages.replicas)
+        if isinstance(stages, _Moved):
+            return self._slowest(stages.stages)
+        return max(map(self._slowest, stages), default=0.0) if isinstance(stages, tuple) else 0.0
+
+    def _seconds(self, sums: Sums, replicas: int) -> float:
+        """ESTIMATETPS: of the busiest replica, with its part of the exchange of gradients."""
+        return sums[0] * self.costs.share(replicas) + self.costs.exchange_seconds(sums[3], replicas)
 
     # -- the three kinds of parts
 
-    def _one_stage(self, layers: tuple[int, ...], behind: _State) -> _Found | None:
-        """Lines 24 to 28: the layers as one stage, with the fewest replicas; None where it is too slow or too large."""
-        costs = self.costs
-        seconds = costs.total("seconds", layers)
-        static, saved = costs.total("static", layers), costs.total("saved", layers)
-        parameters = costs.total("parameters", layers)
+    def _stage(self, parts: tuple[Tree, ...], sums: Sums, behind: _State) -> _Found | None:
+        """Lines 24 to 28: the parts as one stage; None where it is too slow or too large."""
+        found = self._replicas(sums, behind)
+        return None if found is None else _Found(*found, _Stage(parts, found[0]))
+
+    def _fewest_replicas(self, sums: Sums, behind: _State) -> tuple[int, int, int] | None:
+        """The fewest replicas with which a stage keeps the limit and fits, and its state."""
+        costs, (seconds, static, saved, _) = self.costs, sums
         for replicas in range(max(1, int(seconds / self.limit)), costs.most_replicas + 1):
-            exchange = costs.exchange_seconds(parameters, replicas)
-            if seconds * costs.share(replicas) + exchange > self.limit * (1 + 1e-12):
+            if self._seconds(sums, replicas) > self.limit * (1 + 1e-12):
                 continue
             # Algorithm 3, line 5
             in_flight = replicas
             if behind.in_flight:
                 in_flight = table_3_2(1, replicas, 1, behind.at_once, behind.in_flight)
             if costs.holds(static, saved, -(-in_flight // replicas)):
-                stage = ReplicatedStage(layers, replicas)
-                return _Found(replicas, in_flight, max(replicas, behind.at_once), (stage, None))
+                return replicas, in_flight, max(replicas, behind.at_once)
         return None
 
     def _series(self, tree: Series, first: int, end: int, behind: _State) -> list[_Found]:
@@ -152,20 +208,21 @@ class StageGraphs:
         return self._in_series[key]
 
     def _of_series(self, tree: Series, first: int, end: int, behind: _State) -> Iterator[_Found]:
-        layers: tuple[int, ...] = ()
+        sums = _NOTHING
         for begin in range(end - 1, first - 1, -1):
             part = tree.parts[begin]
             if isinstance(part, Parallel):
-                yield from self._with_an_end(tree, first, begin, layers, behind)
                 if begin == end - 1:
                     for one in self._parallel(part.parts, behind):
                         yield from self._before(tree, first, begin, one)
                     yield from self._with_a_begin(tree, first, begin, behind)
-            layers = (*_layers(part), *layers)
-            stage = self._stage(layers, behind)
+                else:
+                    yield from self._with_an_end(tree, first, begin, end, behind)
+            sums = _sum(sums, self.tree.sums(part))
+            stage = self._stage(tree.parts[begin:end], sums, behind)
             if stage is not None:
                 yield from self._before(tree, first, begin, stage)
-            elif self.costs.total("seconds", layers) > self.limit * self.costs.devices:
+            elif sums[0] > self.limit * self.costs.devices:
                 return
 
     def _before(self, tree: Series, first: int, end: int, found: _Found) -> Iterator[_Found]:
@@ -173,17 +230,16 @@ class StageGraphs:
         for one in self._series(tree, first, end, found.state):
             yield _Found(one.devices + found.devices, one.in_flight, one.at_once, (one.stages, found.stages))
 
-    def _with_an_end(
-        self, tree: Series, first: int, place: int, layers: tuple[int, ...], behind: _State
-    ) -> Iterator[_Found]:
-        """The layers behind parallel branches, and the end of one of these, as one stage."""
-        part = tree.parts[place]
-        if not layers or not isinstance(part, Parallel):
-            return
-        for number, parts in self._different(part):
-            for begin in range(len(parts)):
-                own = tuple(sorted((*layers, *(one for tail in parts[begin:] for one in _layers(tail)))))
-                stage = self._stage(own, behind)
+    def _with_an_end(self, tree: Series, first: int, place: int, end: int, behind: _State) -> Iterator[_Found]:
+        """What is in series behind parallel branches, and the end of one of these, as one stage."""
+        part, after = tree.parts[place], tree.parts[place + 1 : end]
+        assert isinstance(part, Parallel)
+        tail = functools.reduce(_sum, map(self.tree.sums, after), _NOTHING)
+        for number, parts in self.tree.different(part):
+            sums = tail
+            for begin in range(len(parts) - 1, -1, -1):
+                sums = _sum(sums, self.tree.sums(parts[begin]))
+                stage = self._stage((*parts[begin:], *after), sums, behind)
                 if stage is None:
                     continue
                 left = _replaced(part, number, parts[:begin])
@@ -192,20 +248,21 @@ class StageGraphs:
                     yield from self._before(tree, first, place, both)
 
     def _with_a_begin(self, tree: Series, first: int, place: int, behind: _State) -> Iterator[_Found]:
-        """The layers before parallel branches, and the begin of one of these, as one stage."""
+        """What is in series before parallel branches, and the begin of one of these, as one stage."""
         part = tree.parts[place]
         if place == first or not isinstance(part, Parallel) or isinstance(tree.parts[place - 1], Parallel):
             return
-        for number, parts in self._different(part):
+        for number, parts in self.tree.different(part):
+            head = _NOTHING
             for end in range(1, len(parts) + 1):
-                head = [one for one in parts[:end] for one in _layers(one)]
+                head = _sum(head, self.tree.sums(parts[end - 1]))
                 for beside in self._parallel(_replaced(part, number, parts[end:]), behind):
-                    layers: tuple[int, ...] = tuple(head)
+                    sums = head
                     for begin in range(place - 1, first - 1, -1):
                         if isinstance(tree.parts[begin], Parallel):
                             break
-                        layers = tuple(sorted((*_layers(tree.parts[begin]), *layers)))
-                        stage = self._stage(layers, beside.state)
+                        sums = _sum(sums, self.tree.sums(tree.parts[begin]))
+                        stage = self._stage((*tree.parts[begin:place], *parts[:end]), sums, beside.state)
                         if stage is None:
                             break
                         both = stage._replace(
@@ -228,35 +285,27 @@ class StageGraphs:
     ) -> Iterator[_Found]:
         last = branches[end - 1]
         if isinstance(last, Series):
-            first = self._alike.setdefault(self._signature(last), last)
+            first = self.tree.alike(last)
             assert isinstance(first, Series), "of the same signature"
             alone = self._series(first, 0, len(first.parts), behind)
             if first != last:
                 moved = dict(zip(_in_order(first), _in_order(last), strict=True))
                 alone = [one._replace(stages=_Moved(moved, one.stages)) for one in alone]
             yield from (_joined(one, other) for one in best[end - 1] for other in alone)
-        layers: tuple[int, ...] = ()
+        sums = _NOTHING
         for begin in range(end - 1, -1, -1):
-            layers = tuple(sorted((*_layers(branches[begin]), *layers)))
-            stage = self._stage(layers, behind)
+            sums = _sum(sums, self.tree.sums(branches[begin]))
+            stage = self._stage(branches[begin:end], sums, behind)
             if stage is None:
                 return
             yield from (_joined(one, stage) for one in best[begin])
 
-    # -- parts that are alike
 
-    def _different(self, part: Parallel) -> list[tuple[int, tuple[Tree, ...]]]:
-        """The last of the branches that are alike, each with its number and the parts that are in series."""
-        last = {self._signature(one): number for number, one in enumerate(part.parts)}
-        branches = [(number, part.parts[number]) for number in last.values()]
-        return [(number, one.parts if isinstance(one, Series) else (one,)) for number, one in branches]
+class _Stage(NamedTuple):
+    """Parts of the tree as one stage."""
 
-    def _signature_of(self, tree: Tree) -> object:
-        """What two parts have in common whose stages cost the same."""
-        if isinstance(tree, int):
-            costs = self.costs
-            return costs.seconds[tree], costs.static[tree], costs.saved[tree], costs.parameters[tree]
-        return type(tree).__name__, tuple(self._signature(one) for one in tree.parts)
+    parts: tuple[Tree, ...]
+    replicas: int
 
 
 class _Moved(NamedTuple):
@@ -272,9 +321,8 @@ def _in_order(tree: Tree) -> tuple[int, ...]:
     return (tree,) if isinstance(tree, int) else tuple(layer for part in tree.parts for layer in _in_order(part))
 
 
-@functools.lru_cache(maxsize=4096)
-def _layers(tree: Tree) -> tuple[int, ...]:
-    return layers_of(tree)
+def _sum(one: Sums, other: Sums) -> Sums:
+    return one[0] + other[0], one[1] + other[1], one[2] + other[2], one[3] + other[3]
 
 
 def _joined(one: _Found, other: _Found) -> _Found:
@@ -290,7 +338,7 @@ def _joined(one: _Found, other: _Found) -> _Found:
 def _best(rows: Iterable[_Found], devices: int) -> list[_Found]:
     """Those that no other one is as good as in devices, microbatches in flight and calls."""
     found: list[_Found] = []
-    for one in sorted(rows, key=lambda one: one[:3]):
+    for one in sorted(rows, key=operator.itemgetter(0, 1, 2)):
         if one.devices > devices:
             break
         if not any(other.in_flight <= one.in_flight and other.at_once <= one.at_once for other in found):
@@ -307,8 +355,9 @@ def _replaced(part: Parallel, number: int, parts: tuple[Tree, ...]) -> tuple[Tre
 
 def _listed(stages: object) -> Iterator[ReplicatedStage]:
     """The stages of a linked list, in order."""
-    if isinstance(stages, ReplicatedStage):
-        yield stages
+    if isinstance(stages, _Stage):
+        layers = sorted(layer for part in stages.parts for layer in layers_of(part))
+        yield ReplicatedStage(tuple(layers), stages.replicas)
     elif isinstance(stages, _Moved):
         for one in _listed(stages.stages):
             yield replace(one, layers=tuple(sorted(stages.layer_of[layer] for layer in one.layers)))
