@@ -102,12 +102,12 @@ def best(model: Callable[[int], Profile], minibatch: int, devices: int, planner:
         if least >= found.step:
             break
         run = run_of(minibatch, samples)
-        begun = time.perf_counter()
+        begun = time.process_time()
         try:
             plan = replicated_plan(profile, devices, planner, CAPACITY, run, LINK)
         except CapslogError:
             return Answer(float("inf"), 0, 0, 0, 0.0, None)
-        spent += time.perf_counter() - begun
+        spent += time.process_time() - begun
         assert plan.step_seconds is not None
         if plan.step_seconds < found.step and fits(profile, plan):
             depth = max(plan.stage_graph(profile.edges).depths)
@@ -152,12 +152,12 @@ def best_line_of_piper(model: Callable[[int], Profile], minibatch: int, devices:
             break
         run = run_of(minibatch, samples)
         costs = GraphCosts.of_profile(profile, devices, run.microbatches, CAPACITY, None, LINK)
-        begun = time.perf_counter()
+        begun = time.process_time()
         try:
             answers = REPLICATED["piper"](costs)
         except CapslogError:
             return found
-        spent += time.perf_counter() - begun
+        spent += time.process_time() - begun
         if not answers:
             continue
         line, stages = as_line(profile, answers[0])
@@ -183,9 +183,19 @@ def show(answer: Answer) -> str:
 
 def steps_and_searches(piper: bool) -> None:
     """Every model and number of devices."""
-    print(
-        "| model | devices | graphpipe | pipedream | piper | speed-up | search | printed | pipedream | printed | piper | printed |"
+    names = (
+        "graphpipe",
+        "pipedream",
+        "piper",
+        "speed-up",
+        "search",
+        "printed",
+        "pipedream",
+        "printed",
+        "piper",
+        "printed",
     )
+    print("| model | devices |", " | ".join(names), "|")
     print("|---|---|---|---|---|---|---|---|---|---|---|---|")
     for name, model in MODELS.items():
         for devices, minibatch in MINIBATCH[name].items():

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from tests.engine import cases
+from tests.engine.models import GRAPHS
 from tests.engine.pool import WorkerPool
 from tests.training.test_run import assert_same, losses
 from varuna_capslog.base import files
+from varuna_capslog.planners.replicas.costs import ReplicatedStage
+from varuna_capslog.planning.replicated import plan_of_stages
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training.checkpoint import open_checkpoint
 
@@ -83,4 +86,16 @@ def test_direct_plans_train_evaluate_and_go_on_as_one_stage_does(
 def test_a_run_of_relays_goes_on_under_a_direct_plan(pool: WorkerPool, alone: Path, tmp_path: Path) -> None:
     assert train(pool, tmp_path, RELAY, stop_after=2)["step"] == 2
     assert train(pool, tmp_path, CROSSED, train={"max_steps": 6})["resumed"] == 2
+    assert losses(tmp_path) == losses(alone)
+
+
+def test_stages_with_replicas_in_the_lists_that_planners_give_them_train_as_one_rank(
+    pool: WorkerPool, tmp_path: Path, alone: Path
+) -> None:
+    """Two replicas of the second half of a tower; the stages before them run ahead as far as their lists say."""
+    frame = Plan.from_json(RELAY | {"routes": "direct", "schedule": "1f1b"})
+    parts = [ReplicatedStage((0, 1)), ReplicatedStage((2, 3), 2), ReplicatedStage((4, 5, 6, 7))]
+    made = plan_of_stages(frame, parts, 2, GRAPHS["towers"].build_chain().edges)
+    assert made.actions is not None
+    train(pool, tmp_path, made.to_json(), train={"max_steps": 6})
     assert losses(tmp_path) == losses(alone)

@@ -141,13 +141,15 @@ class _Played:
         )
         self.best: _PlayedPlan | None = None
 
-    def bound(self, stages: Sequence[ReplicatedStage]) -> float:
+    def bound(self, stages: Sequence[ReplicatedStage], routes: str = "direct") -> float:
         """Seconds of a step below which no plan of these stages is: those of some device, and of one microbatch on its
         way there and back.
         """
-        costs, edges = self.costs, self.profile.edges
+        costs = self.costs
         stage_of = {layer: number for number, one in enumerate(stages) for layer in one.layers}
-        links = {(stage_of[writer], stage_of[reader]) for writer, reader in edges}
+        links = {(stage_of[writer], stage_of[reader]) for writer, reader in self.profile.edges}
+        if routes == "relay":
+            links = {(number, number + 1) for number in range(len(stages) - 1)}
         own = [costs.total("seconds", one.layers) for one in stages]
         before, found = [0.0] * len(stages), 0.0
         for number, one in enumerate(stages):
@@ -168,6 +170,8 @@ class _Played:
         for blocks in counts[::-1] if limited else dict.fromkeys((counts[-1], counts[0])):
             fits = False
             for routes in self.routes_of(stages):
+                if fits and self.best is not None and self.bound(stages, routes) >= self.best.step * (1 - _SAME):
+                    continue
                 frame = dataclasses.replace(self.frame, routes=routes)
                 one = self._weighed(plan_of_stages(frame, stages, blocks, self.profile.known_edges))
                 fits |= not one.lack
@@ -221,7 +225,7 @@ def plan_of_stages(
         for number in range(one.replicas):
             served = None if one.replicas == 1 else tuple(range(number, blocks, one.replicas))
             pieces = tuple(ranges_of(one.layers))
-            rows.append(PlanStage(pieces, (rank,), served, grain=one.grain, in_flight=limit))
+            rows.append(PlanStage(pieces, (rank,), served, in_flight=limit))
             rank += 1
     ranks, actions = frame.ranks or (PlanRank(),) * rank, None
     if rank > len(stages):
@@ -235,7 +239,7 @@ def _one_by_one(number: int, stage: PlanStage, units: Units) -> tuple[str, ...]:
     Schedules are made as if all calls took equally long; those of replicas take longer, by as much as there are more.
     """
     blocks = units.blocks if stage.blocks is None else len(stage.blocks)
-    calls = (blocks or 1) * units.of_block // stage.grain
+    calls = (blocks or 1) * units.of_block
     ahead = min(stage.in_flight or calls, calls)
     names = [f"{number}F{call}" for call in range(ahead)]
     for call in range(calls):
@@ -254,7 +258,7 @@ def stage_limits(
     """
     if all(one.replicas == 1 for one in stages):
         return [None] * len(stages)
-    sizes = [one.grain if one.replicas == 1 else one.replicas * units.of_block for one in stages]
+    sizes = [1 if one.replicas == 1 else one.replicas * units.of_block for one in stages]
     behind: list[set[int]] = [set() for _ in stages]
     if routes == "relay":
         for number in range(len(stages) - 1):
@@ -270,4 +274,4 @@ def stage_limits(
         needed = [table_3_2(1, size, 1, at_once[other], found[other]) for other in others]
         found[number] = -(-max(needed, default=size) // size) * size
         at_once[number] = max([size, *(at_once[other] for other in others)])
-    return [-(-in_flight // (one.replicas * one.grain)) for in_flight, one in zip(found, stages, strict=True)]
+    return [-(-in_flight // one.replicas) for in_flight, one in zip(found, stages, strict=True)]

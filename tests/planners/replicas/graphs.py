@@ -89,7 +89,7 @@ def slowest(costs: GraphCosts, stages: Sequence[Stage]) -> float:
         if number not in state:
             size, others = stages[number][1], [of(other) for other in behind[number]]
             in_flight, at_once = max((one[0] for one in others), default=0), max((one[1] for one in others), default=0)
-            needed = table_3_2(1, size, 1, at_once, in_flight) if others else size
+            needed = min(table_3_2(1, size, 1, at_once, in_flight), costs.microbatches) if others else size
             state[number] = needed, max(size, at_once)
         return state[number]
 

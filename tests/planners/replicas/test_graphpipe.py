@@ -13,7 +13,17 @@ import pytest
 from tests.planners.replicas.graphs import draw_costs, draw_tree, slowest, splits
 from varuna_capslog.planners.replicas.costs import GraphCosts
 from varuna_capslog.planners.replicas.graphpipe import CostedTree, StageGraphs, graphpipe_stages
-from varuna_capslog.planners.replicas.series_parallel import Parallel, Series, Tree, layers_of, tree_of
+from varuna_capslog.planners.replicas.piper import downsets
+from varuna_capslog.planners.replicas.series_parallel import (
+    Group,
+    Parallel,
+    Series,
+    Tree,
+    coarsened,
+    downset_count,
+    layers_of,
+    tree_of,
+)
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.plans.parts import PlanStage, ranges_of
 from varuna_capslog.plans.rules import check_graph
@@ -132,7 +142,7 @@ def test_a_join_shares_the_stage_of_a_branchs_end_and_the_depth_is_that_of_a_bra
 
 
 def nested(tree: Tree) -> object:
-    if isinstance(tree, int):
+    if not isinstance(tree, Series | Parallel):
         return tree
     return type(tree).__name__[0], *(nested(part) for part in tree.parts)
 
@@ -168,13 +178,31 @@ def test_the_tree_of_a_series_parallel_graph_has_its_ways_and_no_others() -> Non
         said: set[tuple[int, int]] = set()
         collect(tree_of(layers, edges), said)
         assert said == ways
+        triples = tuple((one, other, 0) for one, other in edges)
+        assert downset_count(tree_of(layers, edges)) == len(downsets(layers, triples, 10_000))
 
 
 def collect(tree: Tree, said: set[tuple[int, int]]) -> None:
-    if isinstance(tree, int):
+    if not isinstance(tree, Series | Parallel):
         return
     for part in tree.parts:
         collect(part, said)
     if isinstance(tree, Series):
         for one, other in itertools.combinations(tree.parts, 2):
             said |= set(itertools.product(layers_of(one), layers_of(other)))
+
+
+def test_long_series_are_searched_in_groups_of_their_smallest_layers() -> None:
+    """A chain of 100 layers took 42 s, one of 390 ended in a recursion error."""
+    tree = coarsened(tree_of(6, [(at, at + 1) for at in range(5)]), [5.0, 1.0, 1.0, 5.0, 1.5, 5.0], 4)
+    assert tree == Series((0, Group((1, 2)), Group((3, 4)), 5))
+    towers = [(at, at + 1) for at in range(200) if at != 99] + [(99, 200)]
+    found = coarsened(tree_of(201, towers), [1.0] * 201, 8)
+    assert isinstance(found, Series)
+    assert [len(layers_of(part)) for part in found.parts] == [200, 1]
+    assert isinstance(found.parts[0], Parallel)
+    assert [len(one.parts) for one in found.parts[0].parts if isinstance(one, Series)] == [8, 8]
+    costs = GraphCosts((1.0,) * 390, *((0,) * 390,) * 3, (0,) * 391, tuple((at, at + 1, 1) for at in range(389)), 4, 8)
+    stages = graphpipe_stages(costs)[0]
+    assert [layer for one in stages for layer in one.layers] == list(range(390))
+    assert slowest(costs, [(frozenset(one.layers), one.replicas) for one in stages]) == pytest.approx(390 / 4, rel=0.01)

@@ -12,6 +12,7 @@ from varuna_capslog.planners.replicas.costs import GraphCosts, ReplicatedStage, 
 from varuna_capslog.planners.replicas.graphpipe import graphpipe_stages
 from varuna_capslog.planners.replicas.pipedream import pipedream_stages
 from varuna_capslog.planners.replicas.piper import piper_stages
+from varuna_capslog.planners.replicas.series_parallel import downset_count, tree_of
 
 __all__ = ["NEEDS_TENSORS", "REPLICATED", "GraphCosts", "ReplicatedStage", "check_tensors"]
 
@@ -34,6 +35,8 @@ def _graphpipe(costs: GraphCosts) -> list[list[ReplicatedStage]]:
     paper excludes and lopsided branches need.
     """
     found = graphpipe_stages(costs) + _pipedream(costs)
+    if downset_count(tree_of(costs.num_layers, ((one, other) for one, other, _ in costs.edges))) > _FEW_DOWNSETS:
+        return found
     try:
         across = piper_stages(costs, _FEW_DOWNSETS)
     except CapslogError:

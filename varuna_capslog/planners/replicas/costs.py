@@ -26,11 +26,10 @@ Amount = TypeVar("Amount", float, Floats)
 
 @dataclass(frozen=True)
 class ReplicatedStage:
-    """Layers in rising order on so many devices, of which each takes `grain` microbatches per call."""
+    """Layers in rising order on so many devices."""
 
     layers: tuple[int, ...]
     replicas: int = 1
-    grain: int = 1
 
 
 @dataclass(frozen=True)

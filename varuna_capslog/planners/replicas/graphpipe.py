@@ -28,19 +28,34 @@ Where we deviate from the printed text:
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from varuna_capslog.planners.replicas.costs import GraphCosts, ReplicatedStage
-from varuna_capslog.planners.replicas.series_parallel import Parallel, Series, Tree, layers_of, tree_of
+from varuna_capslog.planners.replicas.series_parallel import (
+    Group,
+    Parallel,
+    Series,
+    Tree,
+    coarsened,
+    layers_of,
+    tree_of,
+)
 from varuna_capslog.schedules.in_flight import table_3_2
 
 __all__ = ["LONGER", "CostedTree", "StageGraphs", "graphpipe_stages"]
 
-LONGER = (1.0, 1.1, 1.3, 1.7)
+LONGER = (1.0, 1.15, 1.5)
 """Limits of the time per microbatch, in parts of the least, whose stage graphs are played."""
+
+_MOST_IN_SERIES = 32
+"""Parts of a series that are told apart; of longer ones, neighbouring layers are joined to groups, as the paper joins
+small operators.
+"""
 
 _PRECISION = 0.01
 """Where the bisection of the limit ends, as a part of it."""
@@ -82,7 +97,8 @@ def graphpipe_stages(costs: GraphCosts) -> list[list[ReplicatedStage]]:
 
     Each is in an order in which a stage stands behind those that it reads from.
     """
-    tree = CostedTree(costs, tree_of(costs.num_layers, ((writer, reader) for writer, reader, _ in costs.edges)))
+    whole = tree_of(costs.num_layers, ((writer, reader) for writer, reader, _ in costs.edges))
+    tree = CostedTree(costs, coarsened(whole, costs.seconds, _MOST_IN_SERIES))
     least = _least_limit(tree)
     if least is None:
         return []
@@ -118,6 +134,7 @@ class CostedTree:
     def __init__(self, costs: GraphCosts, tree: Tree) -> None:
         self.costs, self.root = costs, tree
         self.sums = functools.cache(self._sums)
+        self.running = functools.cache(self._running)
         self.signature = functools.cache(self._signature)
         self._first: dict[object, Tree] = {}
 
@@ -132,14 +149,19 @@ class CostedTree:
         return [(number, one.parts if isinstance(one, Series) else (one,)) for number, one in branches]
 
     def _sums(self, tree: Tree) -> Sums:
-        if isinstance(tree, int):
-            costs = self.costs
-            return costs.seconds[tree], costs.static[tree], costs.saved[tree], costs.parameters[tree]
+        if isinstance(tree, int | Group):
+            names = ("seconds", "static", "saved", "parameters")
+            seconds, *others = (self.costs.total(name, layers_of(tree)) for name in names)
+            return seconds, others[0], others[1], others[2]
         return functools.reduce(_sum, (self.sums(part) for part in tree.parts), _NOTHING)
 
+    def _running(self, parts: tuple[Tree, ...]) -> tuple[float, ...]:
+        """Running sums of the seconds of parts, beginning with 0."""
+        return tuple(itertools.accumulate((self.sums(part)[0] for part in parts), initial=0.0))
+
     def _signature(self, tree: Tree) -> object:
-        if isinstance(tree, int):
-            return self.sums(tree)
+        if isinstance(tree, int | Group):
+            return self.sums(tree), len(layers_of(tree))
         return type(tree).__name__, tuple(self.signature(one) for one in tree.parts)
 
 
@@ -158,7 +180,7 @@ class StageGraphs:
         return [list(_listed(one.stages)) for one in ranked]
 
     def least(self) -> float | None:
-        """The time per microbatch of the slowest stage, in the stage graph in which it is shortest; None without any."""
+        """The least time per microbatch of the slowest stage of a stage graph; None without any."""
         return min((self._slowest(one.stages) for one in self._whole()), default=None)
 
     def _whole(self) -> list[_Found]:
@@ -194,9 +216,14 @@ class StageGraphs:
             in_flight = replicas
             if behind.in_flight:
                 in_flight = table_3_2(1, replicas, 1, behind.at_once, behind.in_flight)
+                in_flight = min(in_flight, costs.microbatches)  # there are no more in a step
             if costs.holds(static, saved, -(-in_flight // replicas)):
                 return replicas, in_flight, max(replicas, behind.at_once)
         return None
+
+    def _least_devices(self, seconds: float) -> int:
+        """Devices without which so much work takes longer than the limit, however it is shared."""
+        return math.ceil(seconds / self.limit * (1 - 1e-9))
 
     def _series(self, tree: Series, first: int, end: int, behind: _State) -> list[_Found]:
         """Parts first .. end-1 of a series."""
@@ -227,6 +254,9 @@ class StageGraphs:
 
     def _before(self, tree: Series, first: int, end: int, found: _Found) -> Iterator[_Found]:
         """Lines 31 to 37: all that stands before some stages, and they."""
+        running = self.tree.running(tree.parts)
+        if found.devices + self._least_devices(running[end] - running[first]) > self.costs.devices:
+            return
         for one in self._series(tree, first, end, found.state):
             yield _Found(one.devices + found.devices, one.in_flight, one.at_once, (one.stages, found.stages))
 
@@ -243,6 +273,8 @@ class StageGraphs:
                 if stage is None:
                     continue
                 left = _replaced(part, number, parts[:begin])
+                if stage.devices + self._least_devices(self.tree.running(left)[-1]) > self.costs.devices:
+                    continue
                 for beside in self._parallel(left, stage.state):
                     both = beside._replace(devices=beside.devices + stage.devices, stages=(beside.stages, stage.stages))
                     yield from self._before(tree, first, place, both)
@@ -274,9 +306,10 @@ class StageGraphs:
         """Lines 38 to 44: branches beside one another; those that are neighbours may share one stage."""
         key = branches, behind
         if key not in self._beside:
-            best = [[_Found(0, behind.in_flight, behind.at_once, None)]]
+            best, running = [[_Found(0, behind.in_flight, behind.at_once, None)]], self.tree.running(branches)
             for end in range(1, len(branches) + 1):
-                best.append(_best(self._of_branches(branches, end, behind, best), self.costs.devices))
+                later = self._least_devices(running[-1] - running[end])
+                best.append(_best(self._of_branches(branches, end, behind, best), self.costs.devices - later))
             self._beside[key] = best[-1]
         return self._beside[key]
 
@@ -318,7 +351,9 @@ class _Moved(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _in_order(tree: Tree) -> tuple[int, ...]:
     """All layers, part by part."""
-    return (tree,) if isinstance(tree, int) else tuple(layer for part in tree.parts for layer in _in_order(part))
+    if isinstance(tree, int | Group):
+        return layers_of(tree)
+    return tuple(layer for part in tree.parts for layer in _in_order(part))
 
 
 def _sum(one: Sums, other: Sums) -> Sums:

@@ -8,10 +8,18 @@ of the chain, as one branch, which is the conversion that the paper speaks of.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Parallel", "Series", "Tree", "layers_of", "tree_of"]
+__all__ = ["Group", "Parallel", "Series", "Tree", "coarsened", "downset_count", "layers_of", "tree_of"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers one behind the other that are not told apart."""
+
+    layers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -28,15 +36,23 @@ class Parallel:
     parts: tuple[Tree, ...]
 
 
-Tree = int | Series | Parallel
-"""A layer, or parts."""
+Tree = int | Group | Series | Parallel
+"""A layer, several of them, or parts."""
 
 
 def layers_of(tree: Tree) -> tuple[int, ...]:
     """All layers, rising."""
-    if isinstance(tree, int):
-        return (tree,)
+    if isinstance(tree, int | Group):
+        return (tree,) if isinstance(tree, int) else tree.layers
     return tuple(sorted(layer for part in tree.parts for layer in layers_of(part)))
+
+
+def downset_count(tree: Tree) -> int:
+    """Sets of layers that hold, with a layer, all that need it, the empty one included."""
+    if isinstance(tree, int | Group):
+        return 2
+    counts = [downset_count(part) for part in tree.parts]
+    return math.prod(counts) if isinstance(tree, Parallel) else 1 + sum(count - 1 for count in counts)
 
 
 def tree_of(num_layers: int, edges: Iterable[tuple[int, int]]) -> Tree:
@@ -52,6 +68,32 @@ def tree_of(num_layers: int, edges: Iterable[tuple[int, int]]) -> Tree:
         for other in _bits(needed):
             related[other] |= 1 << layer
     return _decomposed((1 << num_layers) - 1, related)
+
+
+def coarsened(tree: Tree, seconds: Sequence[float], most: int) -> Tree:
+    """The tree with at most so many parts in a series, as far as neighbouring layers can be joined for that: those that
+    take least together first.
+
+    seconds: of each layer.
+    """
+    if isinstance(tree, Parallel):
+        return Parallel(tuple(coarsened(part, seconds, most) for part in tree.parts))
+    if not isinstance(tree, Series):
+        return tree
+    parts = [coarsened(part, seconds, most) for part in tree.parts]
+    took = [sum(seconds[layer] for layer in layers_of(part)) for part in parts]
+    while len(parts) > most:
+        pairs = [place for place in range(len(parts) - 1) if not any(map(_has_parts, parts[place : place + 2]))]
+        if not pairs:
+            break
+        place = min(pairs, key=lambda place: took[place] + took[place + 1])
+        parts[place : place + 2] = [Group((*layers_of(parts[place]), *layers_of(parts[place + 1])))]
+        took[place : place + 2] = [took[place] + took[place + 1]]
+    return Series(tuple(parts)) if len(parts) > 1 else parts[0]
+
+
+def _has_parts(tree: Tree) -> bool:
+    return isinstance(tree, Series | Parallel)
 
 
 def _decomposed(layers: int, related: Sequence[int]) -> Tree:
