@@ -15,9 +15,9 @@ from varuna_capslog.planners.replicas.costs import GraphCosts
 from varuna_capslog.planners.replicas.graphpipe import CostedTree, StageGraphs, graphpipe_stages
 from varuna_capslog.planners.replicas.piper import downsets
 from varuna_capslog.planners.replicas.series_parallel import (
-    Group,
     Parallel,
     Series,
+    Together,
     Tree,
     coarsened,
     downset_count,
@@ -43,6 +43,10 @@ def every_series(parts: Sequence[Tree]) -> Iterator[Sets]:
         if not isinstance(part, Parallel):
             continue
         behind = together(parts[place + 1 :])
+        for begin in range(1, len(part.parts) - 1) if behind else ():  # a join with the last few branches
+            own = behind | together(part.parts[begin:])
+            for beside in every_parallel(part.parts[:begin]):
+                yield from ([*rest, *beside, own] for rest in every_series(parts[:place]))
         for number, branch in enumerate(part.parts):
             line = branch.parts if isinstance(branch, Series) else (branch,)
             for cut in range(len(line) + 1):
@@ -195,7 +199,7 @@ def collect(tree: Tree, said: set[tuple[int, int]]) -> None:
 def test_long_series_are_searched_in_groups_of_their_smallest_layers() -> None:
     """A chain of 100 layers took 42 s, one of 390 ended in a recursion error."""
     tree = coarsened(tree_of(6, [(at, at + 1) for at in range(5)]), [5.0, 1.0, 1.0, 5.0, 1.5, 5.0], 4)
-    assert tree == Series((0, Group((1, 2)), Group((3, 4)), 5))
+    assert tree == Series((0, Together((1, 2)), Together((3, 4)), 5))
     towers = [(at, at + 1) for at in range(200) if at != 99] + [(99, 200)]
     found = coarsened(tree_of(201, towers), [1.0] * 201, 8)
     assert isinstance(found, Series)

@@ -17,8 +17,8 @@ Where we deviate from the printed text:
 - Algorithm 2 keeps what a series split finds only inside its loop over parallel splits, so that it is lost; here both
   are kept.
 - Its two halves of a parallel split "share the same source and sink nodes", which some stage must hold. Here fork and
-  join are layers in series with the branches, and a stage may also hold a join together with the end of one branch, or
-  a fork with the begin of one, as the published plan of the case study does.
+  join are layers in series with the branches, and a stage may also hold a join together with the end of one branch (as
+  the published plan of the case study does) or with the last few branches, or a fork with the begin of one.
 - A stage of r replicas works on r microbatches at once, and Table 3.2 takes r for the size of its calls: the paper
   parts each microbatch among the replicas of its stage, the contract gives each of them whole ones.
 - The time per microbatch leaves out transfers, and how the pipeline fills. So several stage graphs come back, those of
@@ -37,9 +37,9 @@ from typing import NamedTuple
 
 from varuna_capslog.planners.replicas.costs import GraphCosts, ReplicatedStage
 from varuna_capslog.planners.replicas.series_parallel import (
-    Group,
     Parallel,
     Series,
+    Together,
     Tree,
     coarsened,
     layers_of,
@@ -149,7 +149,7 @@ class CostedTree:
         return [(number, one.parts if isinstance(one, Series) else (one,)) for number, one in branches]
 
     def _sums(self, tree: Tree) -> Sums:
-        if isinstance(tree, int | Group):
+        if isinstance(tree, int | Together):
             names = ("seconds", "static", "saved", "parameters")
             seconds, *others = (self.costs.total(name, layers_of(tree)) for name in names)
             return seconds, others[0], others[1], others[2]
@@ -160,7 +160,7 @@ class CostedTree:
         return tuple(itertools.accumulate((self.sums(part)[0] for part in parts), initial=0.0))
 
     def _signature(self, tree: Tree) -> object:
-        if isinstance(tree, int | Group):
+        if isinstance(tree, int | Together):
             return self.sums(tree), len(layers_of(tree))
         return type(tree).__name__, tuple(self.signature(one) for one in tree.parts)
 
@@ -189,7 +189,7 @@ class StageGraphs:
         return self._series(tree, 0, len(tree.parts), _BEHIND_ALL)
 
     def _slowest(self, stages: object) -> float:
-        if isinstance(stages, _Stage):
+        if isinstance(stages, _TreeStage):
             return self._seconds(functools.reduce(_sum, map(self.tree.sums, stages.parts)), stages.replicas)
         if isinstance(stages, _Moved):
             return self._slowest(stages.stages)
@@ -204,7 +204,7 @@ class StageGraphs:
     def _stage(self, parts: tuple[Tree, ...], sums: Sums, behind: _State) -> _Found | None:
         """Lines 24 to 28: the parts as one stage; None where it is too slow or too large."""
         found = self._replicas(sums, behind)
-        return None if found is None else _Found(*found, _Stage(parts, found[0]))
+        return None if found is None else _Found(*found, _TreeStage(parts, found[0]))
 
     def _fewest_replicas(self, sums: Sums, behind: _State) -> tuple[int, int, int] | None:
         """The fewest replicas with which a stage keeps the limit and fits, and its state."""
@@ -261,23 +261,28 @@ class StageGraphs:
             yield _Found(one.devices + found.devices, one.in_flight, one.at_once, (one.stages, found.stages))
 
     def _with_an_end(self, tree: Series, first: int, place: int, end: int, behind: _State) -> Iterator[_Found]:
-        """What is in series behind parallel branches, and the end of one of these, as one stage."""
+        """What is in series behind parallel branches, and the end of one of these or the last few, as one stage."""
         part, after = tree.parts[place], tree.parts[place + 1 : end]
         assert isinstance(part, Parallel)
         tail = functools.reduce(_sum, map(self.tree.sums, after), _NOTHING)
+        for own, left in self._ends(part):
+            sums = functools.reduce(_sum, map(self.tree.sums, own), tail)
+            stage = self._stage((*own, *after), sums, behind)
+            if stage is None:
+                continue
+            if stage.devices + self._least_devices(self.tree.running(left)[-1]) > self.costs.devices:
+                continue
+            for beside in self._parallel(left, stage.state):
+                both = beside._replace(devices=beside.devices + stage.devices, stages=(beside.stages, stage.stages))
+                yield from self._before(tree, first, place, both)
+
+    def _ends(self, part: Parallel) -> Iterator[tuple[tuple[Tree, ...], tuple[Tree, ...]]]:
+        """What may share a stage with a join, and the branches that are left then."""
         for number, parts in self.tree.different(part):
-            sums = tail
             for begin in range(len(parts) - 1, -1, -1):
-                sums = _sum(sums, self.tree.sums(parts[begin]))
-                stage = self._stage((*parts[begin:], *after), sums, behind)
-                if stage is None:
-                    continue
-                left = _replaced(part, number, parts[:begin])
-                if stage.devices + self._least_devices(self.tree.running(left)[-1]) > self.costs.devices:
-                    continue
-                for beside in self._parallel(left, stage.state):
-                    both = beside._replace(devices=beside.devices + stage.devices, stages=(beside.stages, stage.stages))
-                    yield from self._before(tree, first, place, both)
+                yield parts[begin:], _replaced(part, number, parts[:begin])
+        for begin in range(len(part.parts) - 2, 0, -1):
+            yield part.parts[begin:], part.parts[:begin]
 
     def _with_a_begin(self, tree: Series, first: int, place: int, behind: _State) -> Iterator[_Found]:
         """What is in series before parallel branches, and the begin of one of these, as one stage."""
@@ -334,7 +339,7 @@ class StageGraphs:
             yield from (_joined(one, stage) for one in best[begin])
 
 
-class _Stage(NamedTuple):
+class _TreeStage(NamedTuple):
     """Parts of the tree as one stage."""
 
     parts: tuple[Tree, ...]
@@ -351,7 +356,7 @@ class _Moved(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _in_order(tree: Tree) -> tuple[int, ...]:
     """All layers, part by part."""
-    if isinstance(tree, int | Group):
+    if isinstance(tree, int | Together):
         return layers_of(tree)
     return tuple(layer for part in tree.parts for layer in _in_order(part))
 
@@ -390,7 +395,7 @@ def _replaced(part: Parallel, number: int, parts: tuple[Tree, ...]) -> tuple[Tre
 
 def _listed(stages: object) -> Iterator[ReplicatedStage]:
     """The stages of a linked list, in order."""
-    if isinstance(stages, _Stage):
+    if isinstance(stages, _TreeStage):
         layers = sorted(layer for part in stages.parts for layer in layers_of(part))
         yield ReplicatedStage(tuple(layers), stages.replicas)
     elif isinstance(stages, _Moved):

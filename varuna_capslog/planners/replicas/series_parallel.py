@@ -12,11 +12,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Group", "Parallel", "Series", "Tree", "coarsened", "downset_count", "layers_of", "tree_of"]
+__all__ = ["Parallel", "Series", "Together", "Tree", "coarsened", "downset_count", "layers_of", "tree_of"]
 
 
 @dataclass(frozen=True)
-class Group:
+class Together:
     """Layers one behind the other that are not told apart."""
 
     layers: tuple[int, ...]
@@ -36,20 +36,20 @@ class Parallel:
     parts: tuple[Tree, ...]
 
 
-Tree = int | Group | Series | Parallel
+Tree = int | Together | Series | Parallel
 """A layer, several of them, or parts."""
 
 
 def layers_of(tree: Tree) -> tuple[int, ...]:
     """All layers, rising."""
-    if isinstance(tree, int | Group):
+    if isinstance(tree, int | Together):
         return (tree,) if isinstance(tree, int) else tree.layers
     return tuple(sorted(layer for part in tree.parts for layer in layers_of(part)))
 
 
 def downset_count(tree: Tree) -> int:
     """Sets of layers that hold, with a layer, all that need it, the empty one included."""
-    if isinstance(tree, int | Group):
+    if isinstance(tree, int | Together):
         return 2
     counts = [downset_count(part) for part in tree.parts]
     return math.prod(counts) if isinstance(tree, Parallel) else 1 + sum(count - 1 for count in counts)
@@ -87,7 +87,7 @@ def coarsened(tree: Tree, seconds: Sequence[float], most: int) -> Tree:
         if not pairs:
             break
         place = min(pairs, key=lambda place: took[place] + took[place + 1])
-        parts[place : place + 2] = [Group((*layers_of(parts[place]), *layers_of(parts[place + 1])))]
+        parts[place : place + 2] = [Together((*layers_of(parts[place]), *layers_of(parts[place + 1])))]
         took[place : place + 2] = [took[place] + took[place + 1]]
     return Series(tuple(parts)) if len(parts) > 1 else parts[0]
 
