@@ -168,6 +168,11 @@ def test_what_cannot_be_trained_is_said_before_a_worker_starts(
         DatasetWorkload(given).hand_over()
 
 
+def test_the_engine_that_must_know_targets_beforehand_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CapslogError, match="engine=varuna takes targets that are known before"):
+        DatasetWorkload(config(tmp_path, engine="varuna"))
+
+
 def test_samples_of_another_size_are_named(tmp_path: Path) -> None:
     source = DatasetWorkload(config(tmp_path, {"arguments": {"longer": 9}})).train_data()
     with pytest.raises(CapslogError, match=r"\[8, 9\] of the data set do not collate"):
@@ -213,3 +218,15 @@ def test_a_loss_gets_the_outputs_as_the_model_names_them(tmp_path: Path) -> None
     found = workload.loss(chain.run({"input": batch["input"]}), batch, {"microbatches": 4.0})
     assert normalisers == {"microbatches": 1.0}
     assert 0 < float(found["loss"].detach()) < 1
+
+
+def test_the_text_of_the_report_is_what_the_trained_model_makes(whole: Path) -> None:
+    workload = DatasetWorkload(config(whole, {"sample": "tests.own_data.samples:told"}))
+    trained = workload.build_chain()
+    with torch.no_grad():
+        total = sum(parameter.fill_(0.25).sum() for parameter in trained.named_parameters().values())
+    assert workload.sample_text(lambda: trained) == f"training: False, sum {float(total):.4f}"
+    assert DatasetWorkload(config(whole)).sample_text(lambda: pytest.fail("nobody asked for a text")) is None
+    broken = DatasetWorkload(config(whole, {"sample": "tests.own_data.samples:stream"}))
+    with pytest.raises(CapslogError, match=r"data\.sample failed"):
+        broken.sample_text(lambda: trained)

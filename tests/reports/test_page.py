@@ -247,6 +247,9 @@ def test_an_earlier_report_is_replaced(small: Path) -> None:
     assert left == (PICTURES - {"scores.png"}) | {"index.html", "notes.txt"}
     assert "evaluations.jsonl is missing" in page.texts["evaluation"]
     assert "predictions/ is missing" in page.texts["predictions"]
+    (small / "predictions").mkdir()
+    (small / "predictions" / "sample.txt").write_text("Once <upon>\na time", encoding="utf-8")
+    assert "<pre>Once &lt;upon&gt;\na time</pre>" in write_report(small).read_text(encoding="utf-8")
 
 
 # -- less than everything ----------------------------------------------------------------------------------------------

@@ -47,6 +47,11 @@ class DatasetWorkload(ModelWorkload):
         keys = section(DataSection, config.data, "data")
         if settings.inputs:
             raise CapslogError("model.inputs is set, but the data says the shapes of the inputs; leave it out")
+        if config.engine != "capslog":
+            raise CapslogError(
+                f"engine={config.engine} takes targets that are known before the samples are read, which those of own "
+                "data are not; set engine=capslog"
+            )
         super().__init__(settings, config.train.microbatch_size, self._model_on_data, config.run_dir)
         self._keys: dict[str, Any] = keys.model_dump(mode="json")
         self._seed = config.train.seed

@@ -137,6 +137,7 @@ p { max-width: 46rem; margin: .7rem 0; }
 figure { margin: 1.2rem 0 1.6rem; }
 figure img { display: block; width: 100%; height: auto; }
 figcaption { margin-top: .5rem; max-width: 46rem; font-size: .88rem; line-height: 1.45; color: #5c6873; }
+pre { max-width: 46rem; white-space: pre-wrap; overflow-wrap: anywhere; }
 .wide { overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; font-size: .9rem; line-height: 1.4; font-variant-numeric: tabular-nums; }
 th, td { padding: .32rem .8rem; border-bottom: 1px solid #e3e7ea; text-align: right; vertical-align: top; }
