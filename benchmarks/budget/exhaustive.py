@@ -1,7 +1,8 @@
 """Planner `budget` beside every plan of random small chains, folded and played by the same simulator.
 
-Of each chain (3 or 4 layers, 1 to 3 devices, random seconds and bytes, 2 to 5 microbatches) every cut list with every
-choice of intervals that recompute is one plan, under one schedule or each of three. Prints a row for README.md.
+Of each chain (3 to 7 layers, 1 to 4 devices, random seconds and bytes, 2 to 5 microbatches) every cut list with every
+choice of intervals that recompute is one plan, under one of three schedules. With `--offload` the chains have 3 or 4
+layers and the intervals every kind. Prints a row for README.md.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.planners.test_budget import timed
 from tests.planning.test_fastest import every_plan
+from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.layerwise import judged_layerwise_plan
+from varuna_capslog.plans.parts import INTERVAL_KINDS
 from varuna_capslog.schedules import RunShape
 
 SHAPES = ((3, 2), (4, 2), (4, 3), (3, 3), (4, 1))
+LONGER = ((5, 2), (5, 3), (6, 1), (6, 2), (6, 3), (7, 2))
 PARTS = (0.5, 0.65, 0.8, 0.95, 2.0)
 
 
@@ -27,23 +31,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chains", type=int, default=100)
     parser.add_argument("--first", type=int, default=0, help="seed of the first chain")
+    parser.add_argument("--longer", action="store_true", help="chains of 5 to 7 layers only")
+    parser.add_argument("--offload", action="store_true", help="copies to the host too, at a random bandwidth")
     given = parser.parse_args()
+    kinds = INTERVAL_KINDS if given.offload else ("recompute",)
     ratios: list[float] = []
     gaps: list[float] = []
     missed = above = proven = wrong = 0
     begun = time.perf_counter()
     for seed in range(given.first, given.first + given.chains):
         draw = random.Random(seed)
-        size, devices = draw.choice(SHAPES)
+        size, devices = draw.choice(LONGER if given.longer else SHAPES)
         profile, name = timed(draw, size), draw.choice(["1f1b", "varuna", "gpipe"])
         run = RunShape(draw.choice([2, 3, 5]), name, microbatch_size=1, num_blocks=1)
-        everything = every_plan(profile, devices, run)
-        kept = judged_layerwise_plan(profile, devices, "budget", "auto", None, run)
+        link = Link(host_bandwidth=draw.choice([1e3, 1e4, 1e5])) if given.offload else None
+        everything = every_plan(profile, devices, run, kinds, link)
+        kept = judged_layerwise_plan(profile, devices, "budget", "auto", None, run, link)
         most = max(one.bytes or 0 for one in kept.ranks)
         for part in PARTS:
             capacity = int(most * part)
             fitting = [step for step, peak in everything if peak <= capacity]
-            found = judged_layerwise_plan(profile, devices, "budget", "auto", capacity, run)
+            found = judged_layerwise_plan(profile, devices, "budget", "auto", capacity, run, link)
             if not fitting:
                 continue
             if not found.fits or found.step_seconds is None or found.bound_seconds is None:

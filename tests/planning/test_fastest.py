@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -22,17 +23,19 @@ from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 
 
-def every_plan(profile: Profile, devices: int, run: RunShape) -> list[tuple[float, int]]:
-    """The step and the peak of every cut list with every choice of intervals that recompute."""
+def every_plan(
+    profile: Profile, devices: int, run: RunShape, kinds: Sequence[str] = ("recompute",), link: Link | None = None
+) -> list[tuple[float, int]]:
+    """The step and the peak of every cut list with every choice of intervals of these kinds."""
     found, size = [], profile.num_layers
     for cuts in all_cuts(size, devices):
         bounds = list(itertools.pairwise((*cuts, size)))
         memory: tuple[Intervals, ...]
-        for memory in itertools.product(*(choices(first, end, ("recompute",)) for first, end in bounds)):
+        for memory in itertools.product(*(choices(first, end, kinds) for first, end in bounds)):
             stages = [PlanStage((own,), (rank,), memory=memory[rank]) for rank, own in enumerate(bounds)]
             one = Plan(size, tuple(stages), Units(run.num_microbatches, 1, 1), run.schedule)
             peak = max(rank.peak_bytes for rank in fold_plan(profile, one, run))
-            found.append((simulate_plan(profile, one, run=run).step_seconds, peak))
+            found.append((simulate_plan(profile, one, run=run, link=link).step_seconds, peak))
     return found
 
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from varuna_capslog.memory.costs import NEVER, Bytes, StageCosts
 from varuna_capslog.planners.exact import exact_cuts
 from varuna_capslog.planners.intervals import EXACT_LAYERS, Handling, IntervalFronts
-from varuna_capslog.planners.layerwise import Layerwise, Question, StageChoice
+from varuna_capslog.planners.layerwise import Intervals, Layerwise, Question, StageChoice
 from varuna_capslog.planners.throughput import fastest_cuts, least_step
 from varuna_capslog.plans.parts import INTERVAL_KINDS, MemoryInterval
 from varuna_capslog.schedules import Action, RunShape, backwards_at_once, make_schedule
@@ -96,6 +96,15 @@ class BudgetSearch:
             return None
         cuts = exact_cuts(places, chain.stages, usable)
         return places.stages(cuts, [0] * chain.stages)
+
+    def cheapest(self, chain: Layerwise, stage: int, first: int, end: int, size: float) -> Intervals | None:
+        """The cheapest intervals of layers first .. end-1 as this stage that take at most `size` bytes, by what the
+        stage alone needs; None where there are none, or where such stages were left out.
+        """
+        if chain.seconds(first, end) > self.longest:
+            return None
+        found = self._places(chain).fronts[stage].cheapest(first, end, chain.in_flight[stage], size)
+        return None if found is None else found.intervals
 
     def bound_seconds(self, chain: Layerwise) -> float:
         """No step of a plan of any cuts and intervals is shorter, under the schedule of this chain; infinite where no

@@ -24,6 +24,7 @@ from varuna_capslog.planners.budget import BudgetSearch, kept_bound, kept_cuts
 from varuna_capslog.planners.intervals import EXACT_LAYERS
 from varuna_capslog.planners.layerwise import Intervals, Layerwise, StageChoice
 from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.nearby import Cheapest, improved, weighings
 from varuna_capslog.planning.ranks import judged
 from varuna_capslog.planning.simulation import with_step_seconds
 from varuna_capslog.planning.verdict import HostMemory, predictable
@@ -74,6 +75,7 @@ def fastest_plan(
     search.weigh_cuts()
     if not all_fit:
         search.weigh_intervals()
+        search.weigh_nearby()
     return search.answer()
 
 
@@ -115,7 +117,11 @@ class _Candidates:
         self.end = None if limit_seconds is None else time.perf_counter() + limit_seconds
         self.best: _Weighed | None = None
         self.bound = 0.0
+        self._update = _least_update(profile, chain.stages)
         self._seen: dict[tuple[str, tuple[tuple[int, Intervals], ...]], bool] = {}
+        self._fastest: dict[str, _Weighed] = {}
+        """By schedule, of the plans that fit."""
+        self._searches: list[BudgetSearch] = []
 
     @property
     def is_over(self) -> bool:
@@ -144,6 +150,8 @@ class _Candidates:
         one = _Weighed(lack, played.step_seconds, verdict.peak_bytes or 0, played, tuple(stages))
         if self.best is None or _better(one, self.best):
             self.best = one
+        if not lack and (schedule not in self._fastest or _better(one, self._fastest[schedule])):
+            self._fastest[schedule] = one
         self._seen[key] = not lack
         return not lack
 
@@ -207,8 +215,33 @@ class _Candidates:
             if again > longest:
                 self._search(BudgetSearch(self.chain, again))
 
+    def weigh_nearby(self) -> None:
+        """Plans near the best one of every schedule, unless that cannot be shorter."""
+        most = weighings(self.chain)
+        for number, one in enumerate(sorted(self._fastest.values(), key=lambda one: one.step)):
+            assert self.best is not None, "one fits"
+            if self.is_over or self.best.step <= (self.bound + self._update) * (1 + _SAME):
+                return
+            name = one.plan.schedule
+            assert name is not None, "every plan has one"
+
+            def weigh(stages: Sequence[StageChoice], name: str = name) -> float:
+                if self.is_over or not self.weigh(stages, name):
+                    return np.inf
+                return self._fastest[name].step
+
+            improved(self.chains[name], one.stages, one.step, weigh, self._cheapest(name), most // (number + 1))
+
+    def _cheapest(self, schedule: str) -> Cheapest:
+        def cheapest(stage: int, first: int, end: int, size: float) -> Intervals | None:
+            found = (one.cheapest(self.chains[schedule], stage, first, end, size) for one in reversed(self._searches))
+            return next((one for one in found if one is not None), None)
+
+        return cheapest
+
     def _search(self, search: BudgetSearch) -> None:
         """Search under every schedule, and weigh what is found under all others as well."""
+        self._searches.append(search)
         bounds = []
         for name, own in list(self.chains.items()):
             try:
@@ -231,7 +264,7 @@ class _Candidates:
         """The best plan, with the bound and whether it is proven."""
         assert self.best is not None, "some plan was weighed"
         chain, best = self.chain, self.best
-        bound = self.bound + _least_update(self.profile, chain.stages)
+        bound = self.bound + self._update
         if best.lack and self.is_over:
             note = "the search has ended by pipeline.search_seconds; with more time it may find a plan that fits"
             return dataclasses.replace(best.plan, step_seconds=None, notes=(note,))

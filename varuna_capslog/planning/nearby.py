@@ -1,0 +1,211 @@
+"""Plans near those that a search has found: other intervals on one stage, a cut one layer further, all by their play.
+
+A search counts what runs again as a part of the backward, and bytes by what a stage needs alone. The play knows that an
+R may run while its rank waits, and the fold of a rank that less is there than the search counts. So what was found is
+changed stage by stage as long as the played step gets shorter. Small chains have so few plans that all of them are
+weighed, but for those that a bound rules out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from varuna_capslog.planners.layerwise import Intervals, Layerwise, StageChoice
+from varuna_capslog.plans.parts import INTERVAL_KINDS, MemoryInterval
+from varuna_capslog.schedules import backwards_at_once, make_schedule
+
+__all__ = ["improved", "weighings"]
+
+_ALL_LISTS = 100
+"""Ranges with at most so many lists of intervals have all of them looked at."""
+_ALL_PLANS = 2000
+"""Chains with at most so many plans have all of them weighed that a bound does not rule out."""
+_PARTS = (1.0, 1.03, 1.1, 1.25, 1.5, 2.0)
+"""Longer ranges: the cheapest intervals for so many times the bytes that the device has."""
+
+Weigh = Callable[[Sequence[StageChoice]], float]
+"""The played step of a plan that fits, infinite for one that does not."""
+Cheapest = Callable[[int, int, int, float], Intervals | None]
+"""(stage, first, end, bytes) -> the cheapest intervals by the search."""
+
+
+def weighings(chain: Layerwise) -> int:
+    """How many plans may be weighed: fewer where a play takes longer, so that it takes about a third of a second."""
+    assert chain.question is not None, "made by Layerwise.of_profile"
+    return max(12, min(2000, 4000 // (chain.question.run.microbatches * chain.stages)))
+
+
+def improved(
+    chain: Layerwise, stages: Sequence[StageChoice], step: float, weigh: Weigh, cheapest: Cheapest, most: int
+) -> None:
+    """Weighs plans near the given one, which takes `step` seconds, and near each that is shorter than all before.
+
+    chain: under the schedule of the plan. most: plans to weigh.
+    """
+    ways = _Ways(chain, cheapest)
+    if ways.all_plans() <= _ALL_PLANS:
+        _weigh_all(chain, ways, step, weigh)
+        return
+    best, here, left = step, tuple(stages), most
+    while left > 0:
+        found = None
+        for near in _neighbours(here, ways):
+            if left == 0 or found is not None:
+                break
+            if ways.least_step(near) >= best:
+                continue
+            left -= 1
+            taken = weigh(near)
+            if taken < best * (1 - 1e-9):
+                found, best = near, taken
+        if found is None:
+            return
+        here = found
+
+
+def _weigh_all(chain: Layerwise, ways: _Ways, step: float, weigh: Weigh) -> None:
+    size, best = chain.num_layers, step
+    for cuts in itertools.combinations(range(1, size), chain.stages - 1):
+        bounds = list(itertools.pairwise((0, *cuts, size)))
+        rows = [ways.of(stage, *bound) for stage, bound in enumerate(bounds)]
+        for stages in itertools.product(*rows):
+            if ways.least_step(stages) < best:
+                best = min(best, weigh(stages))
+
+
+def _neighbours(stages: Sequence[StageChoice], ways: _Ways) -> Iterator[tuple[StageChoice, ...]]:
+    """Plans that differ in the intervals of one stage or in one cut, those of the slowest stages first."""
+    order = sorted(range(len(stages)), key=lambda stage: -stages[stage].seconds)
+    for stage in order:
+        one = stages[stage]
+        for other in ways.of(stage, one.first, one.end):
+            if other.intervals != one.intervals:
+                yield (*stages[:stage], other, *stages[stage + 1 :])
+        for left, right in ((stage - 1, stage), (stage, stage + 1)):
+            if left < 0 or right == len(stages):
+                continue
+            # the slow stage gives a layer away
+            cut = stages[right].first + (1 if left != stage else -1)
+            if not stages[left].first < cut < stages[right].end:
+                continue
+            fronts = ways.of(left, stages[left].first, cut)[:2], ways.of(right, cut, stages[right].end)[:2]
+            for both in itertools.product(*fronts):
+                yield (*stages[:left], *both, *stages[right + 1 :])
+
+
+@dataclass(frozen=True)
+class _Way:
+    """Intervals of a range; again: seconds that run again, of which `ahead` may run while the rank waits."""
+
+    intervals: Intervals
+    again: float
+    ahead: float
+    moved: int
+
+    @property
+    def key(self) -> tuple[float, float, int]:
+        return self.again, self.again - self.ahead, self.moved
+
+
+class _Ways:
+    """The intervals with which a range fits as a stage, without those that are worse in all ways than another."""
+
+    def __init__(self, chain: Layerwise, cheapest: Cheapest) -> None:
+        self._chain, self._cheapest = chain, cheapest
+        self._found: dict[tuple[int, int, int], list[StageChoice]] = {}
+        self._in_backward: dict[tuple[int, int, Intervals], float] = {}
+        offloads = any(chain.moved) and chain.host_bandwidth is not None
+        self._kinds = [kind for kind in INTERVAL_KINDS if offloads or not MemoryInterval(0, 1, kind).offloads]
+        counts = [1]  # lists of intervals for so many layers
+        while counts[-1] <= _ALL_LISTS:
+            counts.append(len(self._kinds) * sum(counts) + counts[-1])
+        self._short = len(counts) - 2
+        assert chain.question is not None, "made by Layerwise.of_profile"
+        run = chain.question.run
+        rows = make_schedule(run.schedule, chain.stages, run.microbatches, recompute=False, k=run.k)
+        self._at_once = [len(backwards_at_once(row)) == run.microbatches for row in rows]
+
+    def of(self, stage: int, first: int, end: int) -> list[StageChoice]:
+        """By rising seconds."""
+        key = stage, first, end
+        if key not in self._found:
+            self._found[key] = self._fitting(*key)
+        return self._found[key]
+
+    def all_plans(self) -> float:
+        """An upper bound of the plans of all cuts; infinite for long chains."""
+        size, stages = self._chain.num_layers, self._chain.stages
+        if size - stages + 1 > self._short:
+            return math.inf
+        count = 0
+        for cuts in itertools.combinations(range(1, size), stages - 1):
+            bounds = itertools.pairwise((0, *cuts, size))
+            count += math.prod(len(self.of(stage, *bound)) for stage, bound in enumerate(bounds))
+            if count > _ALL_PLANS:
+                break
+        return count
+
+    def least_step(self, stages: Sequence[StageChoice]) -> float:
+        """No step of these stages is shorter: the calls of the slowest one."""
+        assert self._chain.question is not None, "made by Layerwise.of_profile"
+        calls = self._chain.question.run.microbatches
+        slowest = max(
+            self._chain.seconds(one.first, one.end) + self._in_backward.get((one.first, one.end, one.intervals), 0.0)
+            for one in stages
+        )
+        return calls * slowest
+
+    def _fitting(self, stage: int, first: int, end: int) -> list[StageChoice]:
+        chain = self._chain
+        ways = sorted((self._way(stage, end, one) for one in self._lists(stage, first, end)), key=lambda one: one.key)
+        kept: list[_Way] = []
+        for way in ways:
+            if any(all(a <= b for a, b in zip(one.key, way.key, strict=True)) for one in kept):
+                continue
+            if chain.peak(stage, first, end, way.intervals) <= chain.usable[stage]:
+                kept.append(way)
+        own = chain.seconds(first, end)
+        for way in kept:
+            self._in_backward[first, end, way.intervals] = way.again - way.ahead
+        return [StageChoice(first, end, way.intervals, own + way.again, 0) for way in kept]
+
+    def _way(self, stage: int, end: int, intervals: Intervals) -> _Way:
+        at_once = self._at_once[stage]  # then the last segment keeps its graph, and the others run in the backward
+        runs = [one for one in intervals if one.recomputes and not (at_once and one.end == end)]
+        again = [sum(self._chain.forward[one.first : one.end]) for one in runs]
+        moved = sum(self._chain.moved[at] for one in intervals if one.offloads for at in range(one.first, one.end))
+        return _Way(intervals, sum(again), again[-1] if again and not at_once else 0.0, moved)
+
+    def _lists(self, stage: int, first: int, end: int) -> set[Intervals]:
+        if end - first <= self._short:
+            return set(_every_list(first, end, self._kinds))
+        found: set[Intervals] = {(), (MemoryInterval(first, end, "recompute"),)}
+        for part in _PARTS:
+            one = self._cheapest(stage, first, end, part * self._chain.usable[stage])
+            if one is not None:
+                found.add(one)
+                for at, interval in enumerate(one):  # the same with one interval less, or a layer shorter
+                    found.add(one[:at] + one[at + 1 :])
+                    if interval.end - interval.first > 1:
+                        for short in (
+                            replace(interval, first=interval.first + 1),
+                            replace(interval, end=interval.end - 1),
+                        ):
+                            found.add((*one[:at], short, *one[at + 1 :]))
+        return found
+
+
+def _every_list(first: int, end: int, kinds: Sequence[str]) -> Iterator[Intervals]:
+    """Every list of intervals of these kinds for layers first .. end-1."""
+    if first == end:
+        yield ()
+        return
+    for middle in range(first + 1, end + 1):
+        for rest in _every_list(middle, end, kinds):
+            for kind in kinds:
+                yield (MemoryInterval(first, middle, kind), *rest)
+            if middle == first + 1:  # a layer that is kept
+                yield rest
