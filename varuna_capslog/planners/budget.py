@@ -29,7 +29,7 @@ from varuna_capslog.schedules.shape import ALWAYS_RECOMPUTE
 
 __all__ = ["LABELS", "BudgetSearch", "budget_stages", "kept_bound", "kept_cuts"]
 
-LABELS = 16
+LABELS = 32
 """Choices per first layer and cut that are kept in chains of more than `intervals.EXACT_LAYERS` layers."""
 _ROUNDS = 8
 """Searches with more left free, at most."""

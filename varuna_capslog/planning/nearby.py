@@ -33,9 +33,9 @@ Cheapest = Callable[[int, int, int, float], Intervals | None]
 
 
 def weighings(chain: Layerwise) -> int:
-    """How many plans may be weighed: fewer where a play takes longer, so that it takes about a third of a second."""
+    """How many plans may be weighed: fewer where a play takes longer, so that all take about a third of a second."""
     assert chain.question is not None, "made by Layerwise.of_profile"
-    return max(12, min(2000, 4000 // (chain.question.run.microbatches * chain.stages)))
+    return max(8, min(2000, 2000 // (chain.question.run.microbatches * chain.stages)))
 
 
 def improved(
