@@ -19,7 +19,7 @@ from varuna_capslog.schedules import backwards_at_once, make_schedule
 
 __all__ = ["improved", "weighings"]
 
-_ALL_LISTS = 100
+_ALL_LISTS = 500
 """Ranges with at most so many lists of intervals have all of them looked at."""
 _ALL_PLANS = 2000
 """Chains with at most so many plans have all of them weighed that a bound does not rule out."""

@@ -330,7 +330,7 @@ def test_a_lost_worker_is_replaced_by_a_new_member_on_its_device_until_that_is_h
     run = start(tmp_path, 2, all="wait=go leave=0", do={"3": "kill=9", "4": "kill=9"}, elastic={"replace_lost": True})
     os.kill(run.seen("h-2")["pid"], signal.SIGKILL)
     # h-2, and two in its place that do not live long enough to take part
-    wait_until(lambda: any("stays empty" in line for line in run.lines))
+    wait_until(lambda: any("stays empty" in line for line in run.lines) and len(run.told("dead")) >= 3)
     assert run.told("dead") == ["h-2", "h-3", "h-4"]
     assert [run.seen(member)["environment"]["CAPSLOG_LOCAL_RANK"] for member in ("h-2", "h-3", "h-4")] == ["1"] * 3
     run.client.compare_and_set(0, EMPTY.successor(["h-1"]))

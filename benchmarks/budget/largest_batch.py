@@ -1,0 +1,226 @@
+"""The largest batch of GPipe's, vPipe's, DawnPiper's and our planner: DawnPiper's Table 1, estimated.
+
+BERT 340 M, GPT-2 770 M, T5 780 M and AmoebaNet-D 28 M on 4 and 8 devices of 40 GB, as many microbatches as stages. Each
+model is estimated for microbatches of 1, 2, 4 ... samples; profiles in between are interpolated field by field. All
+methods are judged by the same fold. Prints README.md's table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "plan_any_model"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import models
+import torch
+from amoebanet import AmoebaNetD, Imaged
+from common import write_json
+from torch import nn
+
+import varuna_capslog as capslog
+from varuna_capslog.base.gpus import GPUS
+from varuna_capslog.planners.dawnpiper import dawnpiper_stages
+from varuna_capslog.planners.layerwise import Layerwise
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planners.vpipe import vpipe_stages
+from varuna_capslog.planning.largest import largest
+from varuna_capslog.planning.layerwise import judged_layerwise_plan
+from varuna_capslog.planning.verdict import usable_bytes
+from varuna_capslog.plans.parts import MemoryInterval
+from varuna_capslog.profiles.record import Profile, read_profile, write_profile
+from varuna_capslog.schedules import RunShape
+
+KIND = "a100-40gb"
+CAPACITY = GPUS[KIND].memory_bytes
+LINK = Link(bandwidth=2e10, host_bandwidth=2e10)
+"""PCIe 4 x16, of which about 20 GB/s are reached."""
+
+
+def gpt2_large() -> nn.Module:
+    """774 million parameters."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(n_embd=1280, n_layer=36, n_head=20, use_cache=False))
+
+
+def amoebanet() -> nn.Module:
+    """27.9 million parameters."""
+    return Imaged(AmoebaNetD(18, 120))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], list[str], int]] = {
+    "BERT": (models.bert_large, ["input_ids=int64[{},512]:30522", "labels=int64[{},512]:30522"], 256),
+    "GPT-2": (gpt2_large, ["input_ids=int64[{},1024]:50257", "labels=int64[{},1024]:50257"], 64),
+    "T5": (models.t5_large, ["input_ids=int64[{},512]:32128", "labels=int64[{},128]:32128"], 512),
+    "AmoebaNet": (amoebanet, ["images=float32[{},3,224,224]", "labels=int64[{}]:1000"], 2048),
+}
+"""Model, the inputs for so many samples, and the largest microbatch that is estimated. The paper does not say how long
+its sequences are."""
+
+
+def profiles_of(name: str, folder: Path) -> dict[int, Profile]:
+    """A profile for each power of two up to the largest microbatch; kept in `folder`."""
+    build, inputs, most = MODELS[name]
+    found, size = {}, 1
+    while size <= most:
+        path = folder / f"{name}-{size}.json"
+        if not path.exists():
+            begun = time.perf_counter()
+            with torch.device("meta"):
+                model = build()
+            sample = [text.format(size) for text in inputs]
+            write_profile(path, capslog.estimate(model, sample, device=f"cuda:{KIND}"))
+            sys.stderr.write(f"{path.name}: {time.perf_counter() - begun:.0f} s\n")
+        found[size] = read_profile(path)
+        size *= 2
+    return found
+
+
+def between(low: Any, high: Any, part: float) -> Any:
+    """Every number of one JSON value moved towards the other by `part`."""
+    if isinstance(low, dict):
+        return {name: between(value, high[name], part) for name, value in low.items() if name in high}
+    if isinstance(low, list):
+        assert len(low) == len(high)
+        return [between(one, other, part) for one, other in zip(low, high, strict=True)]
+    if isinstance(low, bool) or not isinstance(low, int | float) or low == high:
+        return low
+    moved = low + part * (high - low)
+    return round(moved) if isinstance(low, int) else moved
+
+
+def profile_at(profiles: dict[int, Profile], size: int) -> Profile:
+    """The profile of microbatches of `size` samples."""
+    if size in profiles:
+        return profiles[size]
+    low = max(one for one in profiles if one < size)
+    values = profiles[low].to_json(), profiles[2 * low].to_json()
+    return Profile.from_json(between(*values, (size - low) / low))
+
+
+def even_bounds(chain: Layerwise, stages: int) -> list[int]:
+    """Bounds of the stages whose slowest is fastest, as torchgpipe's balance by time."""
+    size = chain.num_layers
+
+    @cache
+    def best(first: int, left: int) -> tuple[float, tuple[int, ...]]:
+        if left == 1:
+            return chain.seconds(first, size), (size,)
+        found = (
+            (max(chain.seconds(first, end), (rest := best(end, left - 1))[0]), (end, *rest[1]))
+            for end in range(first + 1, size - left + 2)
+        )
+        return min(found, key=lambda one: one[0])
+
+    return [0, *best(0, stages)[1]]
+
+
+class Methods:
+    """Whether a method trains microbatches of a size on so many devices."""
+
+    def __init__(self, profiles: dict[int, Profile], stages: int) -> None:
+        self.profiles, self.stages = profiles, stages
+
+    def chain(self, size: int, schedule: str, limited: bool = True) -> Layerwise:
+        """What planners ask of a profile; unlimited: as if the devices had any memory."""
+        profile = profile_at(self.profiles, size)
+        run = RunShape(self.stages, schedule, True, microbatch_size=size, num_blocks=1)
+        usable = usable_bytes(profile, CAPACITY, self.stages) if limited else None
+        return Layerwise.of_profile(profile, run, self.stages, usable, LINK)
+
+    def holds(self, size: int, schedule: str, bounds: Sequence[int], recompute: bool) -> bool:
+        """Whether stages that keep everything, or nothing but their inputs, fit."""
+        chain = self.chain(size, schedule)
+        for stage in range(self.stages):
+            first, end = bounds[stage : stage + 2]
+            again = (MemoryInterval(first, end, "recompute"),) if recompute else ()
+            if chain.peak(stage, first, end, again) > chain.usable[stage]:
+                return False
+        return True
+
+    def gpipe(self, size: int) -> bool:
+        """Balanced seconds, everything kept, gpipe's schedule."""
+        return self.holds(size, "gpipe", even_bounds(self.chain(size, "gpipe"), self.stages), False)
+
+    def gpipe_r(self, size: int) -> bool:
+        """The same, all recomputed."""
+        return self.holds(size, "gpipe", even_bounds(self.chain(size, "gpipe"), self.stages), True)
+
+    def vpipe(self, size: int) -> bool:
+        """vPipe's cuts for any memory, which balance seconds, everything kept."""
+        found = vpipe_stages(self.chain(size, "1f1b", limited=False))
+        return self.holds(size, "1f1b", [0, *(one.end for one in found)], False)
+
+    def dawnpiper(self, size: int) -> bool:
+        """DawnPiper's walk where nothing can be treated."""
+        chain, none = self.chain(size, "1f1b"), [0] * len(self.chain(size, "1f1b").forward)
+        return not any(one.lack for one in dawnpiper_stages(dataclasses.replace(chain, freed=none, moved=none)))
+
+    def vpipe_sr(self, size: int) -> bool:
+        """vPipe with swaps and recomputation."""
+        return not any(one.lack for one in vpipe_stages(self.chain(size, "1f1b")))
+
+    def dawnpiper_sr(self, size: int) -> bool:
+        """DawnPiper with swaps and recomputation."""
+        return not any(one.lack for one in dawnpiper_stages(self.chain(size, "1f1b")))
+
+    def budget(self, size: int) -> bool:
+        """Ours, under 1F1B, with all kinds of intervals."""
+        run = RunShape(self.stages, "1f1b", True, microbatch_size=size, num_blocks=1)
+        profile = profile_at(self.profiles, size)
+        return bool(judged_layerwise_plan(profile, self.stages, "budget", "auto", CAPACITY, run, LINK, 10).fits)
+
+
+ROWS = (
+    ("nothing", ("gpipe", "vpipe", "dawnpiper")),
+    ("recomputed, or both", ("gpipe_r", "vpipe_sr", "dawnpiper_sr", "budget")),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--devices", default="4,8")
+    parser.add_argument("--profiles", type=Path, help="a folder that keeps the estimates; default: none is kept")
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    given = parser.parse_args()
+    results: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = given.profiles or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in given.models.split(","):
+            profiles = profiles_of(name, folder)
+            for stages in map(int, given.devices.split(",")):
+                methods = Methods(profiles, stages)
+                for treated, rows in ROWS:
+                    for method in rows:
+                        begun = time.perf_counter()
+                        size = largest(range(1, max(profiles) + 1), getattr(methods, method)) or 0
+                        seconds = time.perf_counter() - begun
+                        results.append(
+                            {"model": name, "devices": stages, "treated": treated, "method": method}
+                            | {"batch": stages * size, "most": size == max(profiles), "seconds": seconds}
+                        )
+                        sys.stderr.write(f"{results[-1]}\n")
+    found = {(one["devices"], one["method"], one["model"]): one["batch"] for one in results}
+    print(f"| devices | treated | method | {' | '.join(given.models.split(','))} |\n|{'---|' * (3 + len(MODELS))}")
+    for stages in map(int, given.devices.split(",")):
+        for treated, rows in ROWS:
+            for method in rows:
+                batches = (str(found[stages, method, name]) for name in given.models.split(","))
+                print(f"| {stages} | {treated} | {method.partition('_')[0]} | {' | '.join(batches)} |")
+    write_json(given.json, {"rows": results})
+
+
+if __name__ == "__main__":
+    main()
