@@ -34,6 +34,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import section
 from varuna_capslog.config.settings import Config
 from varuna_capslog.model.chain import Chain, TensorSpec
+from varuna_capslog.model.state_file import read_state_file
 from varuna_capslog.model.workload import DataSource, Evaluator, Workload
 
 __all__ = ["DetrWorkload"]
@@ -74,7 +75,7 @@ class DetrWorkload(Workload):
         """
         chain = build_chain(self.model, self.num_classes)
         if self.model.weights is not None:
-            found, skipped = weights.from_reference(chain, weights.read_reference(self.model.weights))
+            found, skipped = weights.from_reference(chain, read_state_file(self.model.weights))
             if not found:
                 raise CapslogError(
                     f"model.weights={self.model.weights} fits no part of this model ({skipped[0]}); "
@@ -162,7 +163,7 @@ class DetrWorkload(Workload):
         """Weights of a file in Facebook's DETR layout by address, and what was skipped and why."""
         with torch.device("meta"):
             chain = build_chain(self.model, self.num_classes)
-        return weights.from_reference(chain, weights.read_reference(path))
+        return weights.from_reference(chain, read_state_file(path))
 
     @torch.no_grad()
     def predict(self, chain: Chain, images: Sequence[Path], out: Path) -> list[Path]:

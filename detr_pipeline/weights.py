@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 
 from detr_pipeline.chain import units_of
-from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.chain import Chain
 
 __all__ = [
     "from_reference",
     "load_into",
-    "read_reference",
     "reference_names",
     "to_reference",
     "write_reference",
@@ -102,29 +100,6 @@ def _normalised(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], bool]:
     elif any(name.startswith("detr.") for name in state):
         state = {name.removeprefix("detr."): tensor for name, tensor in state.items()}
     return {name: tensor for name, tensor in state.items() if not name.endswith(_COUNTER)}, bare
-
-
-def read_reference(path: Path | str) -> dict[str, Tensor]:
-    """The state dict of a file `{"model": state dict, ...}` or of a bare state dict.
-
-    Raises:
-        CapslogError: missing, unreadable, holds other objects than tensors and plain values, or no state dict.
-    """
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise CapslogError(
-            f"weights file {str(path)!r} cannot be read: {error.strerror or error}; check the path"
-        ) from None
-    except Exception as error:  # the unpickler trips over foreign bytes in many ways
-        raise CapslogError(
-            f"weights file {str(path)!r} is no torch file or holds more than tensors (a training checkpoint with its "
-            f"options), torch says {type(error).__name__}; save only {{'model': state_dict}} and give that file"
-        ) from error
-    state = content.get("model", content) if isinstance(content, Mapping) else None
-    if not isinstance(state, Mapping) or not state or not all(isinstance(value, Tensor) for value in state.values()):
-        raise CapslogError(f"weights file {str(path)!r} holds no state dict; expected {{'model': {{name: tensor}}}}")
-    return dict(state)
 
 
 def write_reference(chain: Chain, path: Path | str) -> None:

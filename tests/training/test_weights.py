@@ -94,7 +94,8 @@ def test_a_sequential_models_numbers_are_its_own(tmp_path: Path) -> None:
 
 
 def test_detr_has_facebooks_names_and_no_other_model_has(tmp_path: Path) -> None:
-    from detr_pipeline.weights import read_reference, to_reference
+    from detr_pipeline.weights import to_reference
+    from varuna_capslog.model.state_file import read_state_file
 
     chain = tiny_chain()
 
@@ -106,7 +107,7 @@ def test_detr_has_facebooks_names_and_no_other_model_has(tmp_path: Path) -> None
         build_chain = loss = profile_inputs = None  # type: ignore[assignment]
 
     write_weights(Detr(), chain, tmp_path / "detr.pth", "detr")
-    found = read_reference(tmp_path / "detr.pth")
+    found = read_state_file(tmp_path / "detr.pth")
     assert found.keys() == to_reference(chain).keys()
     assert all(torch.equal(found[name], one) for name, one in to_reference(chain).items())
     with pytest.raises(CapslogError, match="the model 'a:model' is no DETR, whose original layout this form is"):

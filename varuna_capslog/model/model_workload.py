@@ -25,6 +25,7 @@ from varuna_capslog.config.settings import Section
 from varuna_capslog.model.capture import Kept, Varying
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.input_spec import INPUT_GRAMMAR, SEED, InputSpec, parse_input
+from varuna_capslog.model.state_file import read_state_file
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import DataSource, Minibatch, Workload, call_function
 
@@ -278,12 +279,7 @@ class ModelWorkload(Workload):
 
     def import_weights(self, path: Path) -> tuple[dict[str, Tensor], list[str]]:
         """A state dict of the model itself, as torch.save or safetensors wrote it."""
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            state = load_file(path)
-        else:
-            state = torch.load(path, map_location="cpu", weights_only=True)
+        state = read_state_file(path)
         found: dict[str, Tensor] = {}
         for address in self.build_chain().named_parameters():
             own = next((name for name in _endings(address) if name in state), None)
