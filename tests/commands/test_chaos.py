@@ -40,22 +40,27 @@ def test_a_run_on_two_machines_comes_through_a_kill_a_cut_and_a_loss_inside_appl
 
 def test_every_generation_may_run_a_plan_that_its_founder_drew(tmp_path):
     """Stages of any kind, direct routes and orders among them, through a kill and a notice: all that the verdict asks
-    holds for them, too.
+    holds for them, too. How many generations a run has depends on the machine's speed, so up to three runs draw.
     """
-    folder = tmp_path / "run"
-    words = ["chaos", "model.towers=true", "train.accumulation_blocks=4", "pipeline.schedule=zb-h1", "--plans"]
-    words += ["--network", "loopback", "--faults", "2", "--seed", "5"]
-    words += ["--mean", "50ms", "--kinds", "kill,notice", "-o", str(folder), "--json"]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    assert (found["outcome"], found["faults"], found["plans"]) == ("passed", 2, True)
-    log = [json.loads(line) for line in (folder / "chaos" / "log.jsonl").open()]
-    carried = [entry["record"]["plan"] for entry in log if entry["kind"] == "generation" and "plan" in entry["record"]]
-    assert len(carried) >= 3
-    assert len({json.dumps(plan) for plan in carried}) == len(carried)
-    assert {plan["routes"] for plan in carried} == {"relay", "direct"}
-    assert {plan["actions"] is None for plan in carried} == {True, False}
+    drawn = []
+    for seed in ("5", "6", "7"):
+        folder = tmp_path / seed
+        words = ["chaos", "model.towers=true", "train.accumulation_blocks=4", "pipeline.schedule=zb-h1", "--plans"]
+        words += ["--network", "loopback", "--faults", "2", "--seed", seed]
+        words += ["--mean", "50ms", "--kinds", "kill,notice", "-o", str(folder), "--json"]
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0, done.output
+        found = json.loads(done.stdout)
+        assert (found["outcome"], found["faults"], found["plans"]) == ("passed", 2, True)
+        log = [json.loads(line) for line in (folder / "chaos" / "log.jsonl").open()]
+        records = [entry["record"] for entry in log if entry["kind"] == "generation"]
+        carried = [record["plan"] for record in records if "plan" in record]
+        assert len(carried) >= 3
+        assert len({json.dumps(plan) for plan in carried}) == len(carried)
+        drawn += carried
+        if len({plan["routes"] for plan in drawn}) == len({plan["actions"] is None for plan in drawn}) == 2:
+            return
+    raise AssertionError("one of the kinds of plan was never drawn")
 
 
 def test_a_run_loses_a_server_of_its_store_together_with_a_worker_and_goes_on(tmp_path):

@@ -220,6 +220,14 @@ def test_groups_of_calls_of_any_sizes_keep_their_limits() -> None:
         schedule_of("kfkb", graph, in_flight=[3, 5, 2], k=1)
 
 
+def test_limits_know_the_stages_behind_on_other_routes() -> None:
+    """Stages 0 and 1 are both three stages from the loss, each on its own route, yet 0 hands on to 1."""
+    graph = StageGraph((0, 1, 2, 3), ((1, 2, 3),) * 4 + ((0, 1, 2),) * 4, grains=(1, 1, 2, 1))
+    validate(schedule_of("1f1b", graph), graph)
+    limits = in_flight_microbatches(graph)
+    assert limits[0] > limits[1] > limits[2] > limits[3]
+
+
 def test_gpipe_keeps_no_limit() -> None:
     """All its forwards come first, so that a smaller limit would wait for ever."""
     with pytest.raises(CapslogError, match="stage 1 takes 3 microbatches and may have 2 in flight, but gpipe"):

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 __all__ = ["in_flight_microbatches", "table_3_2"]
 
+from graphlib import CycleError, TopologicalSorter
+
 from varuna_capslog.schedules.stage_graph import StageGraph
 
 
@@ -21,13 +23,26 @@ def in_flight_microbatches(graph: StageGraph) -> list[int]:
     behind: dict[int, set[int]] = {}
     for one, other in graph.edges:
         behind.setdefault(one, set()).add(other)
-    for stage in sorted(range(len(found)), key=lambda stage: graph.depths[stage]):
+    for stage in _last_first(graph, behind):
         if graph.depths[stage]:
             grain, others = graph.grains[stage], behind.get(stage, ())
             needed = [table_3_2(1, grain, 1, at_once[other], found[other]) for other in others]
             found[stage] = -(-max(needed, default=grain) // grain) * grain
             at_once[stage] = max([grain, *(at_once[other] for other in others)])
     return found
+
+
+def _last_first(graph: StageGraph, behind: dict[int, set[int]]) -> list[int]:
+    """All stages, each after those that take what it makes.
+
+    Depths alone do not tell that: they are counted along single routes, and of two stages of one depth on different
+    routes one may take what the other makes.
+    """
+    order = TopologicalSorter({stage: sorted(behind.get(stage, ())) for stage in range(len(graph.ranks))})
+    try:
+        return list(order.static_order())
+    except CycleError:  # routes that pass the same stages in opposite directions
+        return sorted(range(len(graph.ranks)), key=lambda stage: graph.depths[stage])
 
 
 def table_3_2(k_x: int, b_x: int, k_y: int, b_y: int, i_y: int) -> int:
