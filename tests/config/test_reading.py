@@ -37,8 +37,8 @@ def test_defaults_follow_the_reference_training(tmp_path):
     config = load_config(write(tmp_path, ""))
     assert (config.train.lr, config.train.weight_decay, config.train.clip_norm) == (1e-4, 1e-4, 0.1)
     assert (config.pipeline.planner, config.pipeline.schedule, config.pipeline.stage_inputs) == (
-        "exact",
-        "varuna",
+        "budget",
+        "auto",
         "host",
     )
     assert config.pipeline.recompute is True

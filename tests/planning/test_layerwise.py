@@ -12,6 +12,7 @@ import pytest
 from tests.memory.machine import Model, profile_of
 from varuna_capslog import cli
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.units import format_bytes
 from varuna_capslog.planners import LAYERWISE
 from varuna_capslog.planners.layerwise import Layerwise
 from varuna_capslog.planners.seconds import Link
@@ -120,7 +121,16 @@ def test_what_does_not_fit_names_the_rank_and_what_it_lacks(name: str) -> None:
     assert found.shortfall is not None
     assert found.shortfall.bytes == (found.peak_bytes or 0) - 1000
     assert len(found.notes) == 1
-    assert found.notes[0].startswith("does not fit: rank")
+    assert found.notes[0].startswith("nothing fits: rank")
+    assert "since layer 6 (layer6) alone needs 69.38 KiB; with " in found.notes[0]
+    size = found.notes[0].split("; with ")[1].split(" on every device")[0]
+    assert size == format_bytes(found.peak_bytes or 0)
+    again = plan(profile_on("cuda"), 3, name, capacity=80_000, run=RUN)
+    if again.fits is False and again.shortfall is not None:
+        enough = again.shortfall.devices_that_fit
+        assert enough is not None
+        assert f"; {enough} device(s) of 78.12 KiB would do with planner exact; with " in again.notes[0]
+        assert plan(profile_on("cuda"), enough, "exact", capacity=80_000, run=RunShape(8, "varuna")).fits
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -192,4 +202,4 @@ def test_the_command_writes_a_plan_that_is_read_again(
     assert written.num_microbatches == 8
     words[words.index("--capacity") + 1] = "1000"
     assert cli._run(words) == 3
-    assert "does not fit: rank" in capsys.readouterr().err
+    assert "nothing fits: rank" in capsys.readouterr().err

@@ -102,18 +102,19 @@ def test_a_profile_of_peaks_alone_is_always_rehearsed() -> None:
     rows = tuple(dataclasses.replace(row, action_bytes=None) for row in profile.observations)
     measured = dataclasses.replace(profile, observations=rows)
     assert judged(measured, plan_with(9, 9), RUN, lambda: [8, 9]).fits is True
+    enough = [2 * one.peak_bytes for one in fold_plan(profile, plan_with(), RUN)]
 
     def cannot() -> list[int]:
         raise CapslogError("layers 0 to 1 cannot run on fake tensors")
 
-    found = judged(measured, plan_with(1 << 40, 1 << 40), RUN, cannot)
+    found = judged(measured, plan_with(*enough), RUN, cannot)
     assert found.fits is True
     assert found.notes[-1].endswith("not confirmed by a rehearsal: layers 0 to 1 cannot run on fake tensors")
     estimate = dataclasses.replace(profile, source="estimated")
     with pytest.raises(CapslogError, match="cannot run on fake tensors"):
-        judged(estimate, plan_with(1 << 40, 1 << 40), RUN, cannot)
+        judged(estimate, plan_with(*enough), RUN, cannot)
     # what was measured on CUDA counts more than a rehearsal, which knows no kernel's workspace
-    assert judged(profile_of(MODEL, "cuda"), plan_with(1 << 40, 1 << 40), RUN, cannot).notes == ()
+    assert judged(profile_of(MODEL, "cuda"), plan_with(*enough), RUN, cannot).notes == ()
 
 
 def test_what_cannot_be_said_is_null_and_says_why() -> None:

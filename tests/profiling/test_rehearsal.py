@@ -181,7 +181,7 @@ def test_a_config_is_rehearsed_at_the_largest_or_at_given_shapes() -> None:
         "workload": "tests.engine.workload:workload",
         "device": "cpu",
         "train": {"minibatch_size": 4, "microbatch_size": 2},
-        "pipeline": {"devices": 2},
+        "pipeline": {"devices": 2, "planner": "exact"},
     }
     config = section(Config, values, "")
     shapes = {"x": [2, 3, 4, 6], "sizes": [2, 2]}

@@ -112,7 +112,7 @@ def plan(
     minibatch_size: int | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> ModelPlan:
-    """Cuts a model into one pipeline stage per device, so that the largest stage is as small as possible.
+    """Cuts a model into one pipeline stage per device, for the shortest step within the capacity.
 
     The costs are estimated (`capslog.estimate`); nothing of the model is run or changed, and no device is needed.
 
@@ -122,7 +122,8 @@ def plan(
         devices: how many stages.
         capacity: memory of each device: `"16GiB"`, a number of bytes, or a list with one for each device. Default: no
             limit, or what a kind of GPU named by `device` has.
-        planner: default `exact`, the smallest peak; `throughput` and others plan for time (docs/planning.md).
+        planner: default `budget`, the shortest step that fits, where it can plan the run, else `exact`, the smallest
+            peak; others stand in docs/planners.md.
         device: what the costs are for; see `capslog.estimate`.
         minibatch_size: samples of one step; default: one microbatch (the sample's batch) for each device.
         settings: further keys of a config, such as `{"pipeline.schedule": "1f1b"}`.

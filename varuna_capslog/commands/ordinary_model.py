@@ -198,6 +198,7 @@ def say_assumptions(config: Config) -> None:
     """One line on standard error: what an estimate assumed."""
     from varuna_capslog.base.gpus import gpu_of
     from varuna_capslog.base.units import format_bytes
+    from varuna_capslog.planners import LAYERWISE
 
     device, train = config.profile.device or "cpu", config.train
     capacity = config.pipeline.capacity
@@ -209,9 +210,10 @@ def say_assumptions(config: Config) -> None:
     else:
         where = "this machine's cpu (--device cuda:KIND plans for GPUs)"
     limit = "without a limit of memory" if capacity is None else "within its capacity"
+    again = "where memory asks for it" if config.pipeline.planner in LAYERWISE else "by every stage"
     typer.echo(
         f"capslog: estimated for {where}, {limit}: {train.precision}, AdamW, microbatches of {train.microbatch_size}, "
-        "activations recomputed; --measure runs the layers here instead",
+        f"activations recomputed {again}; --measure runs the layers here instead",
         err=True,
     )
 

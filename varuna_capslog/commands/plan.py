@@ -47,7 +47,7 @@ class PlanFlags(InferenceFlags, ModelFlags):
             "varuna, mcap-bf, mcap-bo, capslog, capslog-tb, exact, throughput, gpipe or gpipe-size; budget, dawnpiper "
             "and vpipe also choose which layers run again or are offloaded; pipedream, piper and graphpipe the "
             "replicas of every stage.",
-            "pipeline.planner, or exact",
+            "pipeline.planner, or budget where it can plan the run, else exact",
         ),
     ] = None
     memory: Annotated[
@@ -150,17 +150,13 @@ def plan(given: PlanFlags) -> None:
     if given.pareto or given.joint:
         request = dataclasses.replace(request, run=request.run.settled())
     if given.pareto:
-        plan_front(request, _planner(settings, given), given.output, given.as_json)
+        plan_front(
+            request, given.planner or (settings.pipeline.planner if settings else "exact"), given.output, given.as_json
+        )
     elif given.joint:
         plan_jointly(request, given.speeds, given.blocks or shared.blocks_of(settings), given.output, given.as_json)
     else:
         _plan_one(request, settings, given)
-
-
-def _planner(config: Config | None, given: PlanFlags) -> str:
-    from varuna_capslog.config import defaults
-
-    return given.planner or (defaults.PLANNER if config is None else config.pipeline.planner)
 
 
 def _plan_one(request: PlanRequest, config: Config | None, given: PlanFlags) -> None:

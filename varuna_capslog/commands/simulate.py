@@ -155,7 +155,11 @@ def _run(settings: Config | None, costs: Profile, given: StepFlags) -> RunShape:
     """How a step is run: as the flags say, else the config, else as the profile was taken."""
     from varuna_capslog.schedules import RunShape
 
-    run = RunShape.of_conditions(costs.conditions) if settings is None else RunShape.of_config(settings).unsized()
+    run = (
+        RunShape.of_conditions(costs.conditions)
+        if settings is None
+        else RunShape.of_config(settings).unsized().settled()
+    )
     flags = {name: getattr(given, name) for name in ("schedule", "recompute", "stage_inputs")}
     return dataclasses.replace(run, **{name: value for name, value in flags.items() if value is not None})
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["MEMORY", "PLANNER", "SCHEDULE"]
+__all__ = ["FASTEST", "MEMORY", "PLANNER", "SCHEDULE", "SMALLEST"]
 
-PLANNER: Final = "exact"
-"""`pipeline.planner`."""
+PLANNER: Final = "default"
+"""`pipeline.planner`: FASTEST for every run that it can plan, else SMALLEST."""
+FASTEST: Final = "budget"
+"""The planner of the shortest step that fits."""
+SMALLEST: Final = "exact"
+"""The planner of the smallest peak, which needs no seconds."""
 MEMORY: Final = "auto"
 """`pipeline.memory`."""
 SCHEDULE: Final = "auto"

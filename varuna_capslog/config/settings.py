@@ -50,7 +50,8 @@ class Pipeline(Section):
     """Which planner chooses the cuts: varuna, mcap-bf, mcap-bo, capslog, capslog-tb, exact, throughput, gpipe or
     gpipe-size; budget, dawnpiper or vpipe, which also choose layers that run again or are offloaded; pipedream, piper
     or graphpipe, which give stages replicas (docs/planners.md); or joint, which shares all devices out among pipelines
-    of any length and cuts, as many as train.accumulation_blocks allow."""
+    of any length and cuts, as many as train.accumulation_blocks allow. default: budget where it can plan the run and
+    neither recompute nor stage_inputs is given, else exact."""
 
     cuts: list[Annotated[int, Field(ge=0)]] | None = None
     """First layer of each stage, beginning with 0; null means that the planner chooses."""
@@ -83,7 +84,8 @@ class Pipeline(Section):
 
     capacity: Annotated[int | list[int] | None, BeforeValidator(_capacity)] = None
     """Memory of each device: a size such as 16GiB, a list with one per device, or null: that of the GPU whose kind
-    profile.device names, else no limit."""
+    profile.device names, else with planner budget what the device has (of a CPU's memory an equal part for every rank),
+    else no limit."""
 
     host_tier: str = "memory"
     """Where a plan's memory intervals offload to: memory (the host's, pinned for CUDA), or a folder for files that are
@@ -111,6 +113,17 @@ class Pipeline(Section):
     verify_every: int = Field(100, ge=0)
     """Steps between comparisons of the parameters that several ranks hold; 0 means never."""
 
+    _is_default: bool = PrivateAttr(default=False)
+
+    @property
+    def planner_is_default(self) -> bool:
+        """Whether the config leaves it open who plans."""
+        return self._is_default
+
+    def settle_planner(self, name: str) -> None:
+        """Give the planner that the config leaves open its name."""
+        self.planner, self._is_default = name, True
+
     @property
     def rounds(self) -> int:
         """How often the stages go round the devices of a pipeline."""
@@ -120,8 +133,6 @@ class Pipeline(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> Pipeline:
-        if self.schedule == "auto" and (self.planner != "budget" or self.cuts is not None or self.plan is not None):
-            self.schedule = "varuna"
         cuts = self.cuts
         if cuts is not None and self.plan is not None:
             raise ValueError(
@@ -287,6 +298,29 @@ class Config(Section):
                 f"multiple of pipeline.replicas={replicas}; set it to null or to such a number"
             )
         return self
+
+    @model_validator(mode="after")
+    def _settle_planner(self) -> Config:
+        pipeline = self.pipeline
+        if pipeline.planner == defaults.PLANNER:
+            pipeline.settle_planner(self._default_planner())
+        given = pipeline.cuts is not None or pipeline.plan is not None
+        if pipeline.schedule == "auto" and (pipeline.planner != defaults.FASTEST or given):
+            pipeline.schedule = "varuna"
+        return self
+
+    def _default_planner(self) -> str:
+        """The planner of a run whose config names none."""
+        pipeline = self.pipeline
+        others = [
+            self.engine != "capslog",
+            pipeline.replicas > 1 or pipeline.rounds > 1 or pipeline.schedule == "1f1b-star",
+            pipeline.cuts is not None or pipeline.plan is not None,
+            pipeline.memory not in ("auto", "ranks"),
+            not {"recompute", "stage_inputs"}.isdisjoint(pipeline.model_fields_set),
+            self.elastic.enabled and self.num_blocks > 1,  # several pipelines after a change
+        ]
+        return defaults.SMALLEST if any(others) else defaults.FASTEST
 
     @model_validator(mode="after")
     def _capacity_of_kind(self) -> Config:

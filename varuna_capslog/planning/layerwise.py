@@ -10,21 +10,24 @@ import time
 from collections.abc import Sequence
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.memory import AUTO
+from varuna_capslog.base.units import format_bytes
+from varuna_capslog.memory import AUTO, resolve
+from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.memory.inflight import RANKS
 from varuna_capslog.planners import LAYERWISE, with_microbatches
+from varuna_capslog.planners.exact import fewest_devices
 from varuna_capslog.planners.layerwise import Layerwise, StageChoice
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.fastest import SCHEDULES_TRIED, fastest_plan
 from varuna_capslog.planning.ranks import judged
-from varuna_capslog.planning.verdict import HostMemory, capacities_of_devices, check_devices, usable_bytes
+from varuna_capslog.planning.verdict import HostMemory, capacities_of_devices, check_devices, judge_ranks, usable_bytes
 from varuna_capslog.plans.parts import PlanRank, PlanStage, Units
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.schedules.shape import AUTO_SCHEDULE
 
-__all__ = ["check_memory", "judged_layerwise_plan", "layerwise_plan", "with_stage_bytes"]
+__all__ = ["check_memory", "judged_layerwise_plan", "layerwise_plan", "saying_what_fits", "with_stage_bytes"]
 
 
 def layerwise_plan(
@@ -102,7 +105,7 @@ def judged_layerwise_plan(
     check_memory(planner, memory)
     found = layerwise_plan(profile, devices, planner, capacity, run, link, None, limit_seconds)
     run = dataclasses.replace(run, schedule=found.schedule or run.schedule)
-    return with_stage_bytes(judged(profile, found, with_microbatches(run, devices)))
+    return saying_what_fits(profile, with_stage_bytes(judged(profile, found, with_microbatches(run, devices))), run)
 
 
 def check_memory(planner: str, memory: str) -> None:
@@ -115,6 +118,26 @@ def check_memory(planner: str, memory: str) -> None:
 
 
 def with_stage_bytes(plan: Plan) -> Plan:
-    """A plan of one stage per rank, whose stages hold what their ranks do."""
+    """A judged plan of one stage per rank, whose stages hold what their ranks do."""
     stages = [dataclasses.replace(stage, bytes=plan.ranks[stage.rank].bytes) for stage in plan.stages]
     return dataclasses.replace(plan, stages=tuple(stages))
+
+
+def saying_what_fits(profile: Profile, plan: Plan, run: RunShape) -> Plan:
+    """A judged plan; where it lacks memory, its note says how many devices, or how much on each, would do."""
+    sizes = [one.bytes for one in plan.ranks]
+    if plan.fits is not False or plan.shortfall is None or None in sizes:
+        return plan
+    headroom = Headroom.of(profile)
+    verdict = judge_ranks(plan, [size or 0 for size in sizes], headroom)
+    if verdict is None or verdict.fits:  # what lacks is in the host tier
+        return plan
+    least = min(verdict.capacities)
+    costs = resolve(AUTO, profile, dataclasses.replace(run, schedule="varuna"))[1]
+    enough, count = fewest_devices(costs, headroom.usable(least)), profile.num_layers
+    alone = [headroom.reserved(costs.stage_bytes(layer, layer + 1, layer, count)) for layer in range(count)]
+    largest = max(range(count), key=lambda layer: alone[layer])
+    why = f"layer {largest} ({profile.layers[largest].name}) alone needs {format_bytes(alone[largest])}"
+    sentence = verdict.sentence(enough, why if alone[largest] > least else None)
+    note = f"{sentence}; with {format_bytes(max(verdict.needed))} on every device this plan fits"
+    return dataclasses.replace(plan, notes=(note,), shortfall=verdict.shortfall(enough))

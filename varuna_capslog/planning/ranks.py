@@ -23,6 +23,10 @@ from varuna_capslog.schedules import RunShape, Schedule, from_strings
 
 __all__ = ["fold_plan", "judged", "with_rank_bytes", "within_tier"]
 
+_CERTAIN = 0.1
+"""A rank that needs no more than this part of its device by the fold is not rehearsed, which may take seconds: the
+fold's errors are a few percent (`benchmarks/fold`)."""
+
 
 def fold_plan(profile: Profile, plan: Plan, run: RunShape) -> list[RankFold]:
     """The bytes of every rank at every position of its list.
@@ -78,6 +82,8 @@ def judged(
     if rehearse is None or all(one.capacity_bytes is None for one in found.ranks):
         return found
     estimated = profile.source == "estimated"
+    if _far_below(found, headroom):
+        return found
     told = all(row.action_bytes is not None for row in profile.observations)
     if told and not (found.fits and (estimated or on_cpu)):
         return found
@@ -90,6 +96,12 @@ def judged(
         return dataclasses.replace(found, notes=(*found.notes, note))
     found = with_rank_bytes(plan, sizes, host, headroom, shared, " when its own program is rehearsed")
     return tier.lacks(found, host)
+
+
+def _far_below(plan: Plan, headroom: Headroom) -> bool:
+    """Whether every rank needs so little of its device that no error of the fold could make it too much."""
+    needs = [(headroom.reserved(one.bytes or 0), one.capacity_bytes) for one in plan.ranks]
+    return all(limit is None or need <= _CERTAIN * limit for need, limit in needs)
 
 
 def _by_rehearsal_alone(profile: Profile, plan: Plan, rehearse: Callable[[], Sequence[int]] | None, lack: str) -> Plan:

@@ -126,10 +126,13 @@ class MemoryVerdict:
             return Shortfall(None, self.lacking, devices_that_fit, rank=self.worst)
         return Shortfall(self.worst, self.lacking, devices_that_fit)
 
-    def sentence(self, devices_that_fit: int | None) -> str:
-        """What is missing and what would do, for a plan that does not fit."""
+    def sentence(self, devices_that_fit: int | None, why: str | None = None) -> str:
+        """What is missing and what would do, for a plan that does not fit.
+
+        why: no number of devices would do; default: a stage has a layer.
+        """
         if devices_that_fit is None:
-            why = "since each stage holds at least one layer"
+            why = f"since {why or 'each stage holds at least one layer'}"
             return f"nothing fits: {self.lack}, and no number of devices would do, {why}"
         size = format_bytes(min(self.capacities))
         return f"does not fit: {self.lack}; {devices_that_fit} device(s) of {size} would do with planner exact"

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config import defaults
+from varuna_capslog.memory.inference import is_for_inference
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.layerwise import judged_layerwise_plan
 from varuna_capslog.planning.search import plan as search
@@ -17,8 +18,15 @@ from varuna_capslog.planning.simulation import with_step_seconds
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import SCHEDULES, RunShape
+from varuna_capslog.start.default_planner import default_planner
 
 __all__ = ["microbatches_of", "plan_of_profile", "run_of_profile"]
+
+
+_WITHOUT_TIME = (
+    "planned for the smallest peak by planner exact, since the profile has not the seconds and runs of its layers; "
+    "profile again with capslog profile for the shortest step that fits"
+)
 
 
 def run_of_profile(profile: Profile, memory: str) -> RunShape:
@@ -58,8 +66,14 @@ def plan_of_profile(
     memory = memory or defaults.MEMORY
     count = None if minibatch is None else microbatches_of(profile, minibatch)
     run = dataclasses.replace(run_of_profile(profile, memory), num_microbatches=count)
-    if planner == "budget":
+    notes: tuple[str, ...] = ()
+    if planner is None or planner == defaults.PLANNER:
+        planner = default_planner(profile, memory)
+        if planner == defaults.SMALLEST and not is_for_inference(profile) and memory == defaults.MEMORY:
+            notes = (_WITHOUT_TIME,)
+    if planner == defaults.FASTEST:
         found = judged_layerwise_plan(profile, devices, planner, memory, capacity, run, link, limit_seconds)
     else:
-        found = search(profile, devices, planner or defaults.PLANNER, memory, capacity, run, link)
+        found = search(profile, devices, planner, memory, capacity, run, link)
+    found = dataclasses.replace(found, notes=(*found.notes, *notes))
     return with_step_seconds(profile, found, run.settled(), link)

@@ -20,7 +20,7 @@ from varuna_capslog.memory import AUTO, MEMORY_MODELS
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import BUDGET, EVERY_PLANNER, JOINT
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.layerwise import with_stage_bytes
+from varuna_capslog.planning.layerwise import saying_what_fits, with_stage_bytes
 from varuna_capslog.planning.limits import with_limits
 from varuna_capslog.planning.ranks import judged, within_tier
 from varuna_capslog.planning.search import plan as search
@@ -33,6 +33,7 @@ from varuna_capslog.plans.rules import check_actions
 from varuna_capslog.profiles.record import write_profile
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.start import ENGINES
+from varuna_capslog.start.default_planner import with_default_capacity, with_planner_for
 from varuna_capslog.start.given_plan import given_plan
 from varuna_capslog.start.layerwise_start import (
     asks_layerwise,
@@ -67,6 +68,7 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
     ENGINES[config.engine].check()
     _hand_over(config)
     given = _checked_plan(config)
+    config = with_default_capacity(config)
     memo = estimate_memo(config)
     profile = profile_run(config, show, memo) if _needs_profile(config, given) else None
     if given is not None and profile is not None:
@@ -123,6 +125,8 @@ def plan_run(config: Config, profile: Profile | None, link: Link | None = None, 
     for planners that need seconds. A given plan is judged by the profile, where there is one, and so are given cuts of
     several stages per device. `memo` is that of the estimate, where the profile is one.
     """
+    if profile is not None:
+        config = with_default_capacity(with_planner_for(config, profile))
     return _plan(config, profile, _checked_plan(config), link, memo)
 
 
@@ -158,6 +162,7 @@ def _plan(
         link = host_link(config, link)
         plan = plan_layerwise(config, profile, link)
         plan = with_stage_bytes(_judged(plan, with_schedule_of(config, plan), profile, memo))
+        plan = saying_what_fits(profile, plan, run)
     elif asks_replicated(config):
         plan = plan_replicated(config, profile, link)
         plan = _judged(plan, with_units_of(config, plan), profile, memo)

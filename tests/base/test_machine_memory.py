@@ -1,0 +1,25 @@
+"""The memory of a machine, and of a container with less."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from varuna_capslog.base import machine_memory
+from varuna_capslog.base.machine_memory import granted_bytes
+
+WHOLE = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize(
+    ("told", "granted"), [("max\n", WHOLE), (f"{1 << 30}\n", 1 << 30), (f"{1 << 60}\n", WHOLE), (None, WHOLE)]
+)
+def test_a_container_may_grant_less(
+    told: str | None, granted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if told is not None:
+        (tmp_path / "memory.max").write_text(told)
+    monkeypatch.setattr(machine_memory, "_GROUP_LIMITS", (tmp_path / "memory.max",))
+    assert granted_bytes() == granted

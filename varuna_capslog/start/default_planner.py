@@ -1,0 +1,70 @@
+"""What is planned for where nobody says it: the planner, as far as the profile decides it, and the memory to keep to.
+
+What a config decides stands in `config/settings`. Nothing here imports pydantic, and planning for a profile no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.machine_memory import granted_bytes
+from varuna_capslog.config import defaults
+from varuna_capslog.memory import AUTO, resolve
+from varuna_capslog.memory.inference import is_for_inference
+from varuna_capslog.memory.inflight import RANKS
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules import DEFAULT_RUN, RunShape
+
+if TYPE_CHECKING:
+    from varuna_capslog.config.settings import Config
+
+__all__ = ["default_planner", "with_default_capacity", "with_planner_for"]
+
+
+def default_planner(profile: Profile, memory: str) -> str:
+    """The planner for a profile where none is named: that of the shortest step, if the profile can feed it."""
+    timed = all(None not in (layer.forward_seconds, layer.backward_seconds) for layer in profile.layers)
+    if not timed or memory not in (AUTO, RANKS) or is_for_inference(profile):
+        return defaults.SMALLEST
+    try:
+        resolve(RANKS, profile, DEFAULT_RUN)
+    except CapslogError:
+        return defaults.SMALLEST
+    return defaults.FASTEST
+
+
+def with_planner_for(config: Config, profile: Profile) -> Config:
+    """The config with a default planner that the profile can feed; the same config where it names one itself."""
+    pipeline = config.pipeline
+    if not pipeline.planner_is_default or default_planner(profile, pipeline.memory) == defaults.FASTEST:
+        return config
+    found = {"planner": defaults.SMALLEST, "schedule": RunShape.of_config(config).settled().schedule}
+    return config.model_copy(update={"pipeline": pipeline.model_copy(update=found)})
+
+
+def with_default_capacity(config: Config) -> Config:
+    """The config with the memory of this machine's devices, where planner `budget` is to keep to what nobody says.
+
+    That is all of a GPU's, and on a CPU an equal part of the machine's, or of its container's, for every rank. The
+    same config where there is a capacity, and for devices that are not here.
+    """
+    pipeline, device = config.pipeline, config.profile.device or config.device
+    given = pipeline.capacity is not None or pipeline.cuts is not None or pipeline.plan is not None
+    if given or pipeline.planner != defaults.FASTEST:
+        return config
+    if device not in ("auto", "cpu", "cuda"):
+        return config
+    size = None if device == "cpu" else _gpu_bytes()
+    if size is None and device != "cuda":
+        size = granted_bytes() // config.world_size
+    return config.model_copy(update={"pipeline": pipeline.model_copy(update={"capacity": size})})
+
+
+def _gpu_bytes() -> int | None:
+    """Of the smallest GPU here; None without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    return min(torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count()))
