@@ -67,8 +67,8 @@ class Pipeline(Section):
     schedule: Literal["gpipe", "1f1b", "1f1b-star", "interleaved", "kfkb", "zb-h1", "varuna", "auto"] = (
         defaults.SCHEDULE
     )
-    """Order of forward and backward passes. auto: with planner budget the one of gpipe, 1f1b, zb-h1 and varuna with the
-    fastest plan, else varuna."""
+    """Order of forward and backward passes. auto: with planner budget the one of gpipe, 1f1b, 1f1b-star, zb-h1 and
+    varuna with the fastest plan (with --bandwidth, of interleaved too), else varuna."""
 
     stages_per_rank: int | None = Field(None, gt=0)
     """Stages of every rank, which the stages go round; null: 2 for the schedule interleaved, else 1."""

@@ -97,13 +97,17 @@ class BudgetSearch:
         cuts = exact_cuts(places, chain.stages, usable)
         return places.stages(cuts, [0] * chain.stages)
 
-    def cheapest(self, chain: Layerwise, stage: int, first: int, end: int, size: float) -> Intervals | None:
+    def cheapest(
+        self, chain: Layerwise, stage: int, first: int, end: int, size: float, in_flight: int | None = None
+    ) -> Intervals | None:
         """The cheapest intervals of layers first .. end-1 as this stage that take at most `size` bytes, by what the
         stage alone needs; None where there are none, or where such stages were left out.
+
+        in_flight: calls; default: as the schedule of this chain has them.
         """
         if chain.seconds(first, end) > self.longest:
             return None
-        found = self._places(chain).fronts[stage].cheapest(first, end, chain.in_flight[stage], size)
+        found = self._places(chain).fronts[stage].cheapest(first, end, in_flight or chain.in_flight[stage], size)
         return None if found is None else found.intervals
 
     def bound_seconds(self, chain: Layerwise) -> float:

@@ -34,6 +34,7 @@ class StageChoice:
 
     seconds: of one microbatch, forward and backward, with what the intervals cost.
     lack: bytes by which the stage exceeds its device; 0 where it fits.
+    in_flight: most calls in flight; None: the schedule's own limit.
     """
 
     first: int
@@ -41,6 +42,7 @@ class StageChoice:
     intervals: Intervals
     seconds: float
     lack: int
+    in_flight: int | None = None
 
 
 @dataclass(frozen=True)

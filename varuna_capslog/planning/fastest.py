@@ -28,6 +28,7 @@ from varuna_capslog.planning.nearby import Cheapest, improved, weighings
 from varuna_capslog.planning.ranks import judged
 from varuna_capslog.planning.simulation import with_step_seconds
 from varuna_capslog.planning.verdict import HostMemory, predictable
+from varuna_capslog.planning.wider import LOOPED, STARRED, WIDER, limited, looped
 from varuna_capslog.plans.parts import MemoryInterval
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.conditions import UPDATE_RATE
@@ -66,6 +67,7 @@ def fastest_plan(
         chain: of a run of one pipeline, its number of microbatches known. Whether that run recomputes matters for the
             cuts of `throughput` and `exact` alone.
         schedules: to choose from; those that the profile does not know enough for are left out if there are others.
+            Those of `wider.WIDER` are no part of the search space: some plans of them are weighed beside it.
         limit_seconds: when to end the search. It is looked at between its parts, and some plan is always weighed.
 
     Raises CapslogError where the profile does not tell the halves of split backwards, which the schedule has.
@@ -76,6 +78,7 @@ def fastest_plan(
     if not all_fit:
         search.weigh_intervals()
         search.weigh_nearby()
+    search.weigh_wider(all_fit)
     return search.answer()
 
 
@@ -113,12 +116,17 @@ class _Candidates:
         assert chain.question is not None, "made by Layerwise.of_profile"
         self.profile, self.chain, self.plan_of, self.link, self.tier = profile, chain, plan_of, link, tier
         self.run, self.seconds = chain.question.run, chain.question.seconds
-        self.chains = {name: chain.under(name) for name in schedules}
+        self.schedules = schedules
+        self.chains = {name: chain.under(name) for name in schedules if name not in WIDER} or {
+            "1f1b": chain.under("1f1b")
+        }
         self.end = None if limit_seconds is None else time.perf_counter() + limit_seconds
         self.best: _Weighed | None = None
+        self._asked: _Weighed | None = None
+        """The best of those under a schedule that is asked for."""
         self.bound = 0.0
         self._update = _least_update(profile, chain.stages)
-        self._seen: dict[tuple[str, tuple[tuple[int, Intervals], ...]], bool] = {}
+        self._seen: dict[tuple[str, tuple[tuple[int, Intervals, int | None], ...]], bool] = {}
         self._fastest: dict[str, _Weighed] = {}
         """By schedule, of the plans that fit."""
         self._searches: list[BudgetSearch] = []
@@ -135,7 +143,7 @@ class _Candidates:
 
     def weigh(self, stages: Sequence[StageChoice], schedule: str) -> bool:
         """Fold and play a plan, and keep it where it is the best; whether it fits."""
-        key = schedule, tuple((one.first, one.intervals) for one in stages)
+        key = schedule, tuple((one.first, one.intervals, one.in_flight) for one in stages)
         if key in self._seen:
             return self._seen[key]
         run = dataclasses.replace(self.run, schedule=schedule)
@@ -150,6 +158,8 @@ class _Candidates:
         one = _Weighed(lack, played.step_seconds, verdict.peak_bytes or 0, played, tuple(stages))
         if self.best is None or _better(one, self.best):
             self.best = one
+        if schedule in self.schedules and (self._asked is None or _better(one, self._asked)):
+            self._asked = one
         if not lack and (schedule not in self._fastest or _better(one, self._fastest[schedule])):
             self._fastest[schedule] = one
         self._seen[key] = not lack
@@ -232,6 +242,37 @@ class _Candidates:
 
             improved(self.chains[name], one.stages, one.step, weigh, self._cheapest(name), most // (number + 1))
 
+    def weigh_wider(self, all_fit: bool) -> None:
+        """Limits in flight of their own, and several stages on each device, where such schedules are asked for.
+
+        all_fit: stages that keep everything fit under every schedule.
+        """
+        begun, costs = self._asked is not None, self._costs("1f1b", False)
+        if STARRED in self.schedules and not (begun and (self.is_over or (all_fit and not any(self.chain.transfer)))):
+            self._weigh_limited()
+        if LOOPED in self.schedules and costs is not None and not (begun and self.is_over):
+            run = dataclasses.replace(self.run, schedule=LOOPED)
+
+            def judge(stages: Sequence[StageChoice]) -> Plan:
+                return judged(self.profile, self.plan_of(stages, run), run, tier=self.tier)
+
+            for stages in looped(self.chain, costs, judge):
+                self.weigh(stages, LOOPED)
+
+    def _weigh_limited(self) -> None:
+        own = self.chains["1f1b"] if "1f1b" in self.chains else self.chain.under("1f1b")
+        base = self._fastest.get("1f1b") or self.best
+        assert base is not None, "some plan was weighed"
+
+        def cheapest(stage: int, first: int, end: int, size: float, in_flight: int) -> Intervals | None:
+            found = (one.cheapest(own, stage, first, end, size, in_flight) for one in reversed(self._searches))
+            return next((one for one in found if one is not None), None)
+
+        for number, stages in enumerate(limited(self.profile, own, base.stages, self.plan_of, cheapest, self.link)):
+            fits = self.weigh(stages, STARRED)
+            if (fits and number) or self.is_over:
+                return
+
     def _cheapest(self, schedule: str) -> Cheapest:
         def cheapest(stage: int, first: int, end: int, size: float) -> Intervals | None:
             found = (one.cheapest(self.chains[schedule], stage, first, end, size) for one in reversed(self._searches))
@@ -262,9 +303,9 @@ class _Candidates:
 
     def answer(self) -> Plan:
         """The best plan, with the bound and whether it is proven."""
-        assert self.best is not None, "some plan was weighed"
-        chain, best = self.chain, self.best
-        bound = self.bound + self._update
+        assert self._asked is not None, "some plan was weighed"
+        chain, best = self.chain, self._asked
+        bound = self._bound_with(best.plan.schedule) + self._update
         if best.lack and self.is_over:
             note = "the search has ended by pipeline.search_seconds; with more time it may find a plan that fits"
             return dataclasses.replace(best.plan, step_seconds=None, notes=(note,))
@@ -273,15 +314,25 @@ class _Candidates:
         kinds = (
             "keep, recompute, offload" if any(chain.moved) and chain.host_bandwidth is not None else "keep, recompute"
         )
+        beside = f"; and {best.plan.schedule}" if best.plan.schedule in WIDER else ""
         return dataclasses.replace(
             best.plan,
             bound_seconds=min(bound, best.step),
             proven=best.step <= bound * (1 + _SAME),
             search_space=(
                 f"one range of layers on each of {chain.stages} devices, memory intervals ({kinds}), "
-                f"{' or '.join(self.chains)} with its limits in flight"
+                f"{' or '.join(self.chains)} with its limits in flight{beside}"
             ),
         )
+
+    def _bound_with(self, schedule: str | None) -> float:
+        """The bound of the search space, or one that holds for plans of this schedule too."""
+        if schedule == LOOPED:
+            own = self.seconds.forward[-1] + self.seconds.backward[-1]
+            return min(self.bound, float(own) * self.run.microbatches / self.chain.stages)
+        if schedule == STARRED and (costs := self._costs("1f1b", False)) is not None:
+            return min(self.bound, kept_bound(self.chain.under("gpipe"), costs))
+        return self.bound
 
     def _alike(self, cuts: Sequence[int], kind: str | None) -> list[StageChoice]:
         """Stages of which each is one interval."""

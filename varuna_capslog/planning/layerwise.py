@@ -21,6 +21,7 @@ from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.fastest import SCHEDULES_TRIED, fastest_plan
 from varuna_capslog.planning.ranks import judged
 from varuna_capslog.planning.verdict import HostMemory, capacities_of_devices, check_devices, judge_ranks, usable_bytes
+from varuna_capslog.planning.wider import LOOPED, ROUNDS, WIDER
 from varuna_capslog.plans.parts import PlanRank, PlanStage, Units
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
@@ -39,6 +40,7 @@ def layerwise_plan(
     link: Link | None = None,
     tier: HostMemory | None = None,
     limit_seconds: float | None = None,
+    loops: bool = True,
 ) -> Plan:
     """The plan of a planner of `LAYERWISE`, not judged yet.
 
@@ -50,6 +52,8 @@ def layerwise_plan(
         tier: where offloaded tensors wait; default: in the memory of the host. Where that is the device's own memory
             nothing is offloaded.
         limit_seconds: when `budget` is to end its search; default: when it has searched all that it does.
+        loops: whether `budget` may give a device several stages, where it chooses the schedule and `link` says what
+            messages cost, of which there are more then.
 
     Raises CapslogError naming the seconds or runs that the profile lacks, and for more devices than layers.
     """
@@ -58,8 +62,16 @@ def layerwise_plan(
     has_tier = not (tier or HostMemory()).is_device(profile)
     begun = time.perf_counter()
     chooses = planner == "budget" and run.schedule == AUTO_SCHEDULE
-    names = SCHEDULES_TRIED if chooses else (run.settled().schedule,)
-    shape = dataclasses.replace(with_microbatches(run, devices), schedule=names[0])
+    loops = loops and link is not None and (link.bandwidth is not None or link.latency_seconds > 0)
+    tried = (*SCHEDULES_TRIED, *(name for name in WIDER if loops or name != LOOPED))
+    names = tried if chooses else (run.settled().schedule,)
+    if names == (LOOPED,) and ROUNDS * devices > profile.num_layers:
+        raise CapslogError(
+            f"{devices} devices with {ROUNDS} stages each, but only {profile.num_layers} layers; every stage holds at "
+            "least one layer, so set devices lower, or choose schedule 1f1b"
+        )
+    first = "1f1b" if names[0] in WIDER else names[0]
+    shape = dataclasses.replace(with_microbatches(run, devices), schedule=first)
     chain = Layerwise.of_profile(profile, shape, devices, usable, link, has_tier)
     limits = [None] * devices if capacities is None else capacities
 
@@ -68,8 +80,14 @@ def layerwise_plan(
         return Plan(
             profile.num_layers,
             tuple(
-                PlanStage(((one.first, one.end),), (rank,), memory=one.intervals, seconds=one.seconds)
-                for rank, one in enumerate(stages)
+                PlanStage(
+                    ((one.first, one.end),),
+                    (number % devices,),
+                    memory=one.intervals,
+                    seconds=one.seconds,
+                    in_flight=one.in_flight,
+                )
+                for number, one in enumerate(stages)
             ),
             Units(count, shape.microbatch_size, None if count is None else shape.num_blocks),
             shape.schedule,
@@ -118,7 +136,9 @@ def check_memory(planner: str, memory: str) -> None:
 
 
 def with_stage_bytes(plan: Plan) -> Plan:
-    """A judged plan of one stage per rank, whose stages hold what their ranks do."""
+    """A judged plan; where each rank has one stage, that holds what the rank does."""
+    if len(plan.stages) > plan.num_ranks:
+        return plan
     stages = [dataclasses.replace(stage, bytes=plan.ranks[stage.rank].bytes) for stage in plan.stages]
     return dataclasses.replace(plan, stages=tuple(stages))
 

@@ -10,6 +10,7 @@ from varuna_capslog.planners import BUDGET, LAYERWISE
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.layerwise import check_memory, layerwise_plan
 from varuna_capslog.planning.verdict import HostMemory
+from varuna_capslog.planning.wider import LOOPED, ROUNDS
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
@@ -30,12 +31,16 @@ def check_layerwise(config: Config) -> None:
         return
     pipeline = config.pipeline
     check_memory(pipeline.planner, pipeline.memory)
+    goes_round = pipeline.planner == BUDGET and pipeline.schedule == LOOPED and not config.elastic.enabled
     rules = {
         f"engine={config.engine}": (config.engine == "varuna", "Varuna runs no memory intervals; set engine=capslog"),
         f"pipeline.replicas={pipeline.replicas}": (pipeline.replicas > 1, "it plans one pipeline; set replicas=1"),
-        f"pipeline.stages_per_rank={pipeline.rounds}": (pipeline.rounds > 1, "it plans one stage per rank; set 1"),
+        f"pipeline.stages_per_rank={pipeline.rounds}": (
+            pipeline.rounds > 1 and not (goes_round and pipeline.rounds == ROUNDS),
+            "it plans one stage per rank; set 1",
+        ),
         f"pipeline.schedule={pipeline.schedule}": (
-            RunShape.of_config(config).limits_by_plan,
+            pipeline.planner != BUDGET and RunShape.of_config(config).limits_by_plan,
             "the limits of that schedule follow from cuts that are known; choose 1f1b",
         ),
         "elastic.enabled=true": (

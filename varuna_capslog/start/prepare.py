@@ -68,11 +68,12 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
     ENGINES[config.engine].check()
     _hand_over(config)
     given = _checked_plan(config)
-    config = with_default_capacity(config)
     memo = estimate_memo(config)
     profile = profile_run(config, show, memo) if _needs_profile(config, given) else None
     if given is not None and profile is not None:
         _check_digest(given, profile, config)
+    if profile is not None:
+        config = with_default_capacity(with_planner_for(config, profile))
     plan = _plan(config, profile, given, memo=memo)
     check_folder(config, plan.model, grains_of(plan.stages))
     # the plans of an elastic run may each have another schedule
@@ -153,16 +154,16 @@ def _plan(
     )
     if given is not None and not given.short:
         plan = _judged(given, config, profile, memo)
-    elif given is None and (pipeline.rounds > 1 or run.limits_by_plan):
-        plan = _of_cuts(config, profile, link)
-        if run.limits_by_plan:
-            plan = with_limits(profile, plan, RunShape.of_config(config), link)
-        plan = _judged(plan, config, profile, memo)
     elif asks_layerwise(config):
         link = host_link(config, link)
         plan = plan_layerwise(config, profile, link)
         plan = with_stage_bytes(_judged(plan, with_schedule_of(config, plan), profile, memo))
         plan = saying_what_fits(profile, plan, run)
+    elif given is None and (pipeline.rounds > 1 or run.limits_by_plan):
+        plan = _of_cuts(config, profile, link)
+        if run.limits_by_plan:
+            plan = with_limits(profile, plan, RunShape.of_config(config), link)
+        plan = _judged(plan, config, profile, memo)
     elif asks_replicated(config):
         plan = plan_replicated(config, profile, link)
         plan = _judged(plan, with_units_of(config, plan), profile, memo)

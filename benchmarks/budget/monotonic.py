@@ -1,0 +1,85 @@
+"""Steps of planner `budget` over rising budgets: more memory never gives a slower plan where plans are proven, and else
+none that is slower by more than the printed gap. The paper's six models on 8 devices. Prints README.md's table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from common import write_json
+
+from varuna_capslog.base.units import format_bytes
+from varuna_capslog.config.reading import load_config
+from varuna_capslog.planning.search import plan
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.profiling.estimate import estimate_config
+from varuna_capslog.schedules import RunShape
+
+ROOT = Path(__file__).parents[2]
+DEVICES = 8
+SAME = 1e-9
+
+
+def budgets(profile: Profile, run: RunShape, count: int) -> list[int]:
+    """From the largest device of the plan of the smallest peak to 1.1 times that of the plan that keeps everything."""
+    least = plan(profile, DEVICES, "exact", run=RunShape(run.microbatches, "varuna", True, num_blocks=1)).peak_bytes
+    most = max(one.bytes or 0 for one in plan(profile, DEVICES, "budget", run=run).ranks)
+    low, high = 0.9 * float(least or 1), 1.1 * 1.3 * most
+    return [int(low * (high / low) ** (number / (count - 1))) for number in range(count)]
+
+
+def steps_of(model: str, profile: Profile, run: RunShape, count: int) -> dict[str, Any]:
+    """Every plan that is slower than one for less memory: by how much, and whether that is within its gap."""
+    rows: list[dict[str, Any]] = []
+    for capacity in budgets(profile, run, count):
+        one = plan(profile, DEVICES, "budget", capacity=capacity, run=run)
+        if one.fits and one.step_seconds is not None and one.bound_seconds is not None:
+            gap = one.step_seconds / one.bound_seconds - 1
+            rows.append({"capacity": capacity, "step": one.step_seconds, "gap": gap, "proven": bool(one.proven)})
+    slower = []
+    for number, row in enumerate(rows):
+        best = min((one["step"] for one in rows[:number]), default=row["step"])
+        if row["step"] > best * (1 + SAME):
+            more = row["step"] / best - 1
+            slower.append({**row, "more": more, "within": more <= row["gap"] + SAME and not row["proven"]})
+    worst = max((one["more"] for one in slower), default=0.0)
+    gaps = sorted(one["gap"] for one in rows)
+    cells = (
+        model,
+        f"{format_bytes(rows[0]['capacity'])} to {format_bytes(rows[-1]['capacity'])}",
+        f"{len(rows)} of {count}",
+        sum(one["proven"] for one in rows),
+        f"{100 * gaps[len(gaps) // 2]:.2f} %",
+        len(slower),
+        f"{100 * worst:.2f} %",
+        sum(not one["within"] for one in slower),
+    )
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+    return {"model": model, "rows": rows, "slower": slower}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--budgets", type=int, default=50, help="per model")
+    parser.add_argument("--microbatches", type=int, default=32)
+    parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    arguments = parser.parse_args()
+    print("| model | budgets | fit | proven | gap, median | slower than with less | by at most | beyond the gap |")
+    print("|---|---|---|---|---|---|---|---|")
+    found = []
+    for path in sorted((ROOT / "configs/paper").glob("*.yaml")):
+        profile = estimate_config(load_config(path, ["pipeline.schedule=1f1b"]))
+        run = RunShape(arguments.microbatches, arguments.schedule, True, num_blocks=1)
+        found.append(steps_of(path.stem, profile, run, arguments.budgets))
+    write_json(arguments.json, {"models": found})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Plans beyond cuts, intervals and the limits of a schedule: limits that follow from the stages' seconds, and several
+stages on each device.
+
+Both begin with stages that a search has found. `limited` gives them the limits of schedule `1f1b-star`: fewer calls in
+flight where stages have time to spare, so that less has to run again, and more where links are slow. `looped` cuts the
+chain into several times as many stages as there are devices, which go round them (`interleaved`); ranks that do not
+fit have their stages run again. Whether such plans are faster only their play tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from varuna_capslog.memory.costs import StageCosts
+from varuna_capslog.planners.layerwise import Intervals, Layerwise, StageChoice
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planners.throughput import fastest_cuts
+from varuna_capslog.planning.limits import with_limits
+from varuna_capslog.plans.parts import MemoryInterval
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules import RunShape
+
+__all__ = ["LOOPED", "ROUNDS", "STARRED", "WIDER", "limited", "looped"]
+
+STARRED = "1f1b-star"
+"""The schedule of `limited`."""
+LOOPED = "interleaved"
+"""The schedule of `looped`."""
+WIDER = (STARRED, LOOPED)
+ROUNDS = 2
+"""Stages of every device under LOOPED, as `pipeline.stages_per_rank` has it where it is not set."""
+_PARTS = (1.0, 0.97, 0.92, 0.85)
+"""Intervals are chosen for so much of a device, since messages on their way need some of it too."""
+
+Cheapest = Callable[[int, int, int, float, int], Intervals | None]
+"""(stage, first, end, bytes, calls in flight) -> the cheapest intervals by the search."""
+
+
+def limited(
+    profile: Profile,
+    chain: Layerwise,
+    stages: Sequence[StageChoice],
+    plan_of: Callable[[Sequence[StageChoice], RunShape], Plan],
+    cheapest: Cheapest,
+    link: Link | None,
+) -> Iterator[tuple[StageChoice, ...]]:
+    """The stages with limits of their own: as they are, and with the cheapest intervals for these limits. Last as they
+    are with no more in flight than the chain's schedule has, so that what fits there fits here.
+
+    Intervals change the seconds from which limits follow, so each choice has the limits of its own intervals.
+    """
+    assert chain.question is not None, "made by Layerwise.of_profile"
+    run = replace(chain.question.run, schedule=STARRED)
+
+    def with_own_limits(some: Sequence[StageChoice]) -> tuple[StageChoice, ...]:
+        bare = [replace(one, in_flight=None) for one in some]
+        found = with_limits(profile, plan_of(bare, run), run, link)
+        return tuple(replace(one, in_flight=stage.in_flight) for one, stage in zip(bare, found.stages, strict=True))
+
+    first = with_own_limits(stages)
+    yield first
+    for part in _PARTS:
+        here = first
+        for _ in range(2):
+            changed = []
+            for number, one in enumerate(here):
+                size = part * chain.usable[number]
+                intervals = cheapest(number, one.first, one.end, size, one.in_flight or 1)
+                changed.append(one if intervals is None else _treated(chain, one, intervals))
+            here = with_own_limits(changed)
+        yield here
+    most = zip(first, chain.in_flight, strict=True)
+    yield tuple(replace(one, in_flight=min(one.in_flight or limit, limit)) for one, limit in most)
+
+
+def looped(
+    chain: Layerwise, costs: StageCosts, judge: Callable[[Sequence[StageChoice]], Plan]
+) -> Iterator[tuple[StageChoice, ...]]:
+    """Stages that go round the devices: of every rank all keep everything where that fits, and else those run again
+    that must, the first ones first. Where not even that fits, all that could run again does.
+
+    costs: of stages that keep everything. judge: the plan of such stages, with the bytes of its ranks.
+    """
+    assert chain.question is not None, "made by Layerwise.of_profile"
+    devices, count = chain.stages, ROUNDS * chain.stages
+    if count > chain.num_layers:
+        return
+    run = replace(chain.question.run, schedule="1f1b", recompute=False)
+    found = fastest_cuts(costs, chain.question.seconds, run, count, width=64)
+    if found is None:
+        return
+    bounds = list(zip(found.cuts, [*found.cuts[1:], chain.num_layers], strict=True))
+    kept = [StageChoice(first, end, (), chain.seconds(first, end), 0) for first, end in bounds]
+    again = [_treated(chain, one, (MemoryInterval(one.first, one.end, "recompute"),)) for one in kept]
+    here, treated = list(kept), 0
+    while True:
+        verdict = judge(here)
+        lacking = [rank for rank, one in enumerate(verdict.ranks) if (one.bytes or 0) > chain.usable[rank]]
+        if not lacking or treated == ROUNDS:
+            yield tuple(here)
+            return
+        for rank in lacking:
+            for number in range(rank, rank + (treated + 1) * devices, devices):
+                here[number] = again[number]
+        treated += 1
+
+
+def _treated(chain: Layerwise, one: StageChoice, intervals: Intervals) -> StageChoice:
+    """The stage with other intervals; its seconds count all that runs again."""
+    more = sum(sum(chain.forward[part.first : part.end]) for part in intervals if part.recomputes)
+    return replace(one, intervals=intervals, seconds=chain.seconds(one.first, one.end) + more)
