@@ -108,7 +108,7 @@ class Budgeted:
             left = [max(0, headroom.usable(size or _NO_LIMIT) - more) for size, more in zip(own, kept, strict=False)]
             limits = [max(1, headroom.reserved(size)) for size in left]
         found = layerwise_plan(
-            self._held, len(own), BUDGET, limits, self._run, self._link, self._tier, self._limit_seconds, False
+            self._held, len(own), BUDGET, limits, self._run, self._link, self._tier, self._limit_seconds
         )
         run = dataclasses.replace(self._run, schedule=found.schedule or self._run.schedule)
         verdict = judged(self._held, found, run, tier=self._tier)

@@ -40,7 +40,6 @@ def layerwise_plan(
     link: Link | None = None,
     tier: HostMemory | None = None,
     limit_seconds: float | None = None,
-    loops: bool = True,
 ) -> Plan:
     """The plan of a planner of `LAYERWISE`, not judged yet.
 
@@ -48,12 +47,11 @@ def layerwise_plan(
         capacity: bytes of every device, or one number per device; None: no limit, so that nothing is treated.
         run: of one pipeline, whose schedule `budget` chooses where it is `AUTO_SCHEDULE`. Where its number of
             microbatches is not known, the search counts `DEFAULT_MICROBATCHES_PER_STAGE` per stage.
-        link: also to the host tier; without a host_bandwidth copies take no time.
+        link: also to the host tier; without a host_bandwidth copies take no time. Only where it says what messages cost
+            may `budget`, where it chooses the schedule, give a device several stages, which send more of them.
         tier: where offloaded tensors wait; default: in the memory of the host. Where that is the device's own memory
             nothing is offloaded.
         limit_seconds: when `budget` is to end its search; default: when it has searched all that it does.
-        loops: whether `budget` may give a device several stages, where it chooses the schedule and `link` says what
-            messages cost, of which there are more then.
 
     Raises CapslogError naming the seconds or runs that the profile lacks, and for more devices than layers.
     """
@@ -62,7 +60,7 @@ def layerwise_plan(
     has_tier = not (tier or HostMemory()).is_device(profile)
     begun = time.perf_counter()
     chooses = planner == "budget" and run.schedule == AUTO_SCHEDULE
-    loops = loops and link is not None and (link.bandwidth is not None or link.latency_seconds > 0)
+    loops = link is not None and (link.bandwidth is not None or link.latency_seconds > 0)
     tried = (*SCHEDULES_TRIED, *(name for name in WIDER if loops or name != LOOPED))
     names = tried if chooses else (run.settled().schedule,)
     if names == (LOOPED,) and ROUNDS * devices > profile.num_layers:
