@@ -67,9 +67,11 @@ def nothing() -> int:
 SPECS = ["tokens=int64[2,5]:11", "labels=int64[2,5]:11", "scale=float32[5,1]:=0.5"]
 
 
-def configured(**model: Any) -> ModelWorkload:
+def configured(run_dir: Path | None = None, **model: Any) -> ModelWorkload:
     train = {"minibatch_size": 4, "microbatch_size": 2}
     values = {"workload": "varuna_capslog.model_workload:workload", "model": model, "train": train}
+    if run_dir is not None:
+        values["run_dir"] = str(run_dir)
     found = load_workload(section(Config, values, ""))
     assert isinstance(found, ModelWorkload)
     return found
@@ -98,6 +100,8 @@ def test_input_specs_are_read() -> None:
         ("x=float32[2,1..4]", "does not rise from at least 2"),
         ("x=float32[2,4..]", "at least one size"),
         ("x=float32[2,4..6..8]", "at least one size"),
+        ("x=float32[2,6/4]", "do not rise"),
+        ("x=float32[2,4/]", "at least one size"),
         ("x=float32[2]:7", "integer dtypes only"),
         ("x=int64[2]:0.5", "whole number"),
     ],
@@ -217,6 +221,61 @@ def test_lengths_of_a_range_are_those_of_the_specs_and_one_capture_runs_them() -
         assert loaded["scale"].shape == (loaded["tokens"].shape[1], 1)
         assert torch.isfinite(chain.run(loaded)["loss"])
     assert len(lengths) > 2
+
+
+class Tabled(nn.Module):
+    """Its code makes a table of the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.tensor([[float(at % 3)] for at in range(int(x.shape[1]))])
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def tabled() -> nn.Module:
+    return Tabled()
+
+
+@pytest.mark.parametrize(("length", "lengths"), [("3..9", [3, 5, 7, 9]), ("4/6/9", [4, 6, 9])])
+def test_lengths_that_the_model_fixes_are_captured_one_by_one(
+    length: str, lengths: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def made() -> ModelWorkload:
+        return configured(factory=f"{HERE}:tabled", inputs=[f"x=float32[2,{length},8]"], samples=32, run_dir=tmp_path)
+
+    first, again = made(), made()
+    first.hand_over()
+    told = [record.getMessage() for record in caplog.records]
+    assert sum("It is captured for each of 4 sizes instead" in one for one in told) == (length == "3..9")
+    caplog.clear()
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "captured").iterdir()}
+    again.build_training_chain()
+    chain = again.build_chain()
+    assert not caplog.records, "read, and not captured here"
+    assert written == {path: path.stat().st_mtime_ns for path in (tmp_path / "captured").iterdir()}
+    assert again.profile_inputs(2)["x"].shape == (2, lengths[-1], 8)
+    assert [one["x"].shape[1] for one in again.sampled_inputs(2, 9)] == lengths
+    minibatch = again.minibatch([[at, at + 1] for at in range(0, 32, 2)], 0)
+    seen = set()
+    for number in range(16):
+        loaded = again.load(minibatch, number)
+        seen.add(loaded["x"].shape[1])
+        (out,) = chain.run(loaded).values()
+        assert out.shape == loaded["x"].shape
+    assert seen == set(lengths)
+    with pytest.raises(CapslogError, match=r"was captured for .* of shape \[2, 9, 8\] but got \[2, 8, 8\]"):
+        chain.run({"x": torch.zeros(2, 8, 8)})
+
+
+def test_values_of_sizes_that_change_go_together() -> None:
+    inputs = ["tokens=int64[2,3/4]:11", "labels=int64[2,3/4/5]:11", "scale=float32[5,1]"]
+    with pytest.raises(CapslogError, match="the sizes that change have 2 and 3 values"):
+        configured(factory=f"{HERE}:scorer", inputs=inputs).build_chain()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.capture import Kept, capture_layers
+from varuna_capslog.model.capture import Kept, OneOf, capture_layers
 from varuna_capslog.model.factories import Factories, LayerFactory
 from varuna_capslog.model.hollow import hollow_parameter, replace_parameters
 from varuna_capslog.model.layer import Layer
@@ -165,7 +165,7 @@ class Chain:
         cls,
         model: nn.Module,
         cut_points: Sequence[str] | None,
-        example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
+        example_inputs: Mapping[str, Any] | Sequence[Any] | OneOf | None = None,
         *,
         outputs: Sequence[str] | None = None,
         name: str | None = None,

@@ -9,7 +9,9 @@ no way to train on real data: for that, write a `Workload`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
+import logging
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config, section
 from varuna_capslog.config.settings import Section
-from varuna_capslog.model.capture import Kept, Varying
+from varuna_capslog.model.capture import FixedSize, Kept, OneOf, Varying
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.input_spec import INPUT_GRAMMAR, SEED, InputSpec, parse_input
 from varuna_capslog.model.state_file import read_state_file
@@ -39,6 +41,7 @@ __all__ = [
     "workload",
 ]
 
+_log = logging.getLogger(__name__)
 _BUCKETS = 4
 """Different sizes that microbatches of made-up data have where sizes change."""
 
@@ -198,19 +201,54 @@ class ModelWorkload(Workload):
         if isinstance(made, Chain):
             chain = made
         else:
-            inputs = {spec.name: self._example(spec) for spec in self._specs}
-            example = {**inputs, **self._constants}
             self._check_names(made)
-            cuts = self._settings.cut_points
-            chain = Chain.from_module(made, cuts, example, name=self.name, evaluates=evaluates, kept=self._kept)
-            if any(isinstance(layer.module, torch.fx.GraphModule) for layer in chain.layers):
-                self._captured_size = None if 0 in self._specs[0].least else self._size
+            chain = self._from_module(made, evaluates)
         if len(chain.inputs) == len(self._specs) == 1:  # one input needs no name: that of an nn.Sequential is ours
             self._specs = (dataclasses.replace(self._specs[0], name=chain.inputs[0]),)
         names = [spec.name for spec in self._specs]
         if set(chain.inputs) != set(names):
             raise CapslogError(f"the inputs {names} are not the model's {list(chain.inputs)}; give one spec for each")
         return self._finished(chain)
+
+    def _from_module(self, model: nn.Module, evaluates: bool) -> Chain:
+        """One capture for all sizes where torch can leave those open that change, else one for each of them."""
+        capture = functools.partial(
+            Chain.from_module, model, self._settings.cut_points, name=self.name, evaluates=evaluates, kept=self._kept
+        )
+        fixed: FixedSize | None = None
+        if not any(spec.choices for spec in self._specs):
+            try:
+                chain = capture(self._examples(1.0, varying=True))
+            except FixedSize as error:
+                fixed = error
+            else:
+                if any(isinstance(layer.module, torch.fx.GraphModule) for layer in chain.layers):
+                    self._captured_size = None if 0 in self._specs[0].least else self._size
+                return chain
+        if fixed is not None and any(spec.least.get(0) for spec in self._specs):
+            raise fixed  # the batch does not change from microbatch to microbatch
+        parts = self._bucket_parts()
+        if fixed is not None and (self._kept is None or self._kept.writes):
+            _log.warning("%s: %s. It is captured for each of %d sizes instead", self.name, fixed, len(parts))
+        self._captured_size = self._size
+        return capture(OneOf([self._examples(part) for part in reversed(parts)]))
+
+    def _examples(self, part: float, varying: bool = False) -> dict[str, Any]:
+        """Example inputs with the sizes that change at a part of their ranges, or varying."""
+        made = {spec.name: spec.make(self._shape(spec, self._size, part), 0) for spec in self._specs}
+        least = {spec.name: tuple(spec.least) for spec in self._specs if spec.least and varying}
+        return {**made, **{name: Varying(made[name], open_) for name, open_ in least.items()}, **self._constants}
+
+    def _bucket_parts(self) -> list[float]:
+        """Where the made-up data stands in the ranges of the sizes that change, rising."""
+        counts = {len(values) for spec in self._specs for values in spec.choices.values()}
+        if len(counts) > 1:
+            raise CapslogError(
+                f"{self.name}: the sizes that change have {' and '.join(map(str, sorted(counts)))} values, but the "
+                "first ones of all go together, and so on; give as many for each"
+            )
+        count = counts.pop() if counts else _BUCKETS if any(spec.least for spec in self._specs) else 1
+        return [1.0] if count == 1 else [at / (count - 1) for at in range(count)]
 
     def _ready(self, model: nn.Module | Chain) -> None:
         """What is done with a model, and its input specs, before it is captured: nothing."""
@@ -242,8 +280,7 @@ class ModelWorkload(Workload):
     def sampled_inputs(self, microbatch_size: int, count: int, seed: int = 0) -> list[dict[str, TensorSpec]]:
         """One of each length of the made-up data, which are equally frequent; one in all where no size changes."""
         self.profile_inputs(microbatch_size)
-        parts = [at / (_BUCKETS - 1) for at in range(_BUCKETS)] if any(spec.least for spec in self._specs) else [1.0]
-        return [self._input_specs(microbatch_size, part) for part in parts]
+        return [self._input_specs(microbatch_size, part) for part in self._bucket_parts()]
 
     def profile_targets(self, microbatch_size: int) -> tuple[Any, dict[str, float]]:
         """No targets: labels are inputs of the model."""
@@ -292,12 +329,9 @@ class ModelWorkload(Workload):
         return {spec.name: TensorSpec(self._shape(spec, size, part), spec.dtype) for spec in self._specs}
 
     def _part(self, samples: Sequence[int]) -> float:
-        """Where a microbatch stands in the ranges of the sizes that change: one of _BUCKETS lengths."""
-        return zlib.crc32(f"{SEED} {samples[0]}".encode()) % _BUCKETS / (_BUCKETS - 1)
-
-    def _example(self, spec: InputSpec) -> Any:
-        made = spec.make(self._shape(spec, self._size), 0)
-        return Varying(made, tuple(spec.least)) if spec.least else made
+        """Where a microbatch stands in the ranges of the sizes that change."""
+        parts = self._bucket_parts()
+        return parts[zlib.crc32(f"{SEED} {samples[0]}".encode()) % len(parts)]
 
     def _has_batch(self, spec: InputSpec) -> bool:
         return spec.shape[0] == self._specs[0].shape[0]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 
-from varuna_capslog.model.capture.runtime import ByMode, CapturedGraph, Guard, SequentialSlice
+from varuna_capslog.model.capture.runtime import ByMode, ByShape, CapturedGraph, Guard, SequentialSlice
 from varuna_capslog.model.layer import Layer
 
 __all__ = ["layer_signature", "run_signature"]
@@ -84,10 +84,12 @@ class _Description:
             *((name, self._tensor(one)) for name, one in module._buffers.items()),
         ]
         hooks = [(name, self.value(list(vars(module)[name].values()))) for name in _HOOKS if vars(module)[name]]
-        if isinstance(module, fx.GraphModule) and type(module).__mro__[1] in (fx.GraphModule, CapturedGraph):
+        if isinstance(module, fx.GraphModule) and type(module).__mro__[1] in (fx.GraphModule, CapturedGraph, ByShape):
             # the names of what it holds are those of the whole model
             parts = [self.module(part) for part in module._modules.values() if part is not None]
-            own: object = (fx.GraphModule, tuple(one for _, one in held), tuple(parts), tuple(self._graph(module)))
+            graphs = module.graphs if isinstance(module, ByShape) else (module.graph,)
+            told = tuple(one for graph in graphs for one in self._graph(module, graph))
+            own: object = (fx.GraphModule, tuple(one for _, one in held), tuple(parts), told)
         else:
             children = [(name, None if part is None else self.module(part)) for name, part in module._modules.items()]
             if isinstance(module, SequentialSlice) or type(module) is nn.Module:
@@ -147,12 +149,12 @@ class _Description:
             else:
                 yield key, self.value(value)
 
-    def _graph(self, module: fx.GraphModule) -> Iterator[object]:
-        if type(module.graph._codegen) is not fx.graph.CodeGen:
+    def _graph(self, module: fx.GraphModule, graph: fx.Graph) -> Iterator[object]:
+        if type(graph._codegen) is not fx.graph.CodeGen:
             yield _Same(module)
             return
         numbers: dict[fx.Node, int] = {}
-        for node in module.graph.nodes:
+        for node in graph.nodes:
             target: object = None
             if node.op == "call_module":
                 target = self.module(module.get_submodule(str(node.target)))

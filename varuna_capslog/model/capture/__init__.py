@@ -17,19 +17,22 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.capture.by_shape import OneOf, by_shape
 from varuna_capslog.model.capture.collapse import collapse_modules
 from varuna_capslog.model.capture.export import Captured, OutputName, export_model
 from varuna_capslog.model.capture.forks import forked_modules
 from varuna_capslog.model.capture.kept import CaptureRequest, Kept
 from varuna_capslog.model.capture.modes import merge_modes
-from varuna_capslog.model.capture.runtime import SequentialSlice, Varying
+from varuna_capslog.model.capture.runtime import FixedSize, SequentialSlice, Varying
 from varuna_capslog.model.capture.sizes import localise_sizes
 from varuna_capslog.model.capture.split import split_graph
 from varuna_capslog.model.capture.text import CapturedLayers
 from varuna_capslog.model.layer import Layer
 
 __all__ = [
+    "FixedSize",
     "Kept",
+    "OneOf",
     "Varying",
     "automatic_cut_points",
     "capture_layers",
@@ -42,7 +45,7 @@ __all__ = [
 def capture_layers(
     model: nn.Module,
     cut_points: Sequence[str] | None,
-    example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
+    example_inputs: Mapping[str, Any] | Sequence[Any] | OneOf | None = None,
     outputs: Sequence[str] | None = None,
     evaluates: bool = True,
     kept: Kept | None = None,
@@ -63,7 +66,8 @@ def capture_layers(
             less those that never run, what follows the last block (norm and head), and modules outside the blocks that
             read one tensor side by side, such as the branches of an Inception block (`forks`).
         example_inputs: a dict of keyword arguments or a tuple of positional ones. Entries that are not tensors
-            (`use_cache=False`) are fixed in the captured model. A `Varying` tensor leaves some of its sizes open.
+            (`use_cache=False`) are fixed in the captured model. A `Varying` tensor leaves some of its sizes open. For
+            `OneOf` several examples the model is captured once for the shapes of each.
         evaluates: False captures training mode only; the layers then refuse to run in eval mode.
         kept: where captures of the same model may lie, and are to be kept if it `writes`: then that of training mode
             only too.
@@ -71,6 +75,7 @@ def capture_layers(
             the model's result: `logits`, `loss`, `0.1`; a single bare tensor is named `output`.
 
     Raises:
+        FixedSize: the model's code fixes a size that an example leaves open.
         CapslogError: an unknown cut point (the nearest name is suggested), a model whose Python branches on tensor
             values (the module is named), a module that changes a buffer in its forward, a missing example.
     """
@@ -84,6 +89,9 @@ def capture_layers(
     _check_names(model, cut_points)
     if isinstance(model, nn.Sequential) and not any("." in cut for cut in cut_points):
         return _sequential_layers(model, cut_points), ("x",), ("x",)
+    if isinstance(example_inputs, OneOf):
+        some = [capture_layers(model, asked, example, outputs, evaluates, kept) for example in example_inputs.examples]
+        return by_shape(some, type(model).__name__)
     if example_inputs is None:
         raise CapslogError(
             f"{type(model).__name__} is not an nn.Sequential cut between its children, so capturing it needs "
@@ -95,8 +103,11 @@ def capture_layers(
     if "use_cache" in inspect.signature(model.forward).parameters:
         keywords.setdefault("use_cache", False)  # a Hugging Face decoder's key-value cache is no part of training
     request = CaptureRequest(model, asked, (arguments, keywords), outputs, evaluates)
-    if kept is not None and (found := kept.read(request)) is not None:
-        return found
+    if kept is not None:
+        if (refusal := kept.refusal(request)) is not None:
+            raise refusal
+        if (found := kept.read(request)) is not None:
+            return found
     training = [(module, module.training) for module in model.modules()]
     alone: Captured | None = None
     try:
@@ -118,6 +129,10 @@ def capture_layers(
                 train_only = f"in eval mode it cannot be captured ({error})"
             else:
                 train_only = merge_modes(captured, in_eval, model)
+    except FixedSize as error:
+        if kept is not None and kept.writes:
+            kept.refuse(request, error)
+        raise
     finally:
         for module, mode in training:
             module.training = mode

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.finite import FiniteValues
-from varuna_capslog.model.capture.runtime import CapturedGraph, Region, Varying, names_of
+from varuna_capslog.model.capture.runtime import CapturedGraph, FixedSize, Region, Varying, names_of
 from varuna_capslog.model.hollow import on_host
 
 __all__ = [
@@ -138,7 +138,7 @@ def _check_open(program: Any, varies: Mapping[str, Any]) -> None:
         for dimension in varies.get(node.name) or ():
             size = node.meta["val"].shape[dimension]
             if not is_open(size) or not str(size).isidentifier():
-                raise CapslogError(
+                raise FixedSize(
                     f"size {dimension} of the input {node.name!r} cannot change: the model's code, or an example of "
                     f"size 1, fixes it to {size}; give an example of at least 2 there, or one size only"
                 )
@@ -160,7 +160,7 @@ def _conditions(program: Any, inputs: Mapping[str, fx.Node]) -> tuple[str, ...]:
         try:
             names = names_of(text)
         except (SyntaxError, ValueError) as error:
-            raise CapslogError(
+            raise FixedSize(
                 f"the sizes of the inputs cannot change: the model's code asks whether {text}; give one size only"
             ) from error
         if names and one != other:

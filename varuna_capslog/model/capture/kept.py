@@ -13,7 +13,7 @@ import logging
 import pickle
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from varuna_capslog.base.files import whole_file, write_failure
-from varuna_capslog.model.capture.runtime import Varying
+from varuna_capslog.base.files import whole_file, write_failure, write_text
+from varuna_capslog.model.capture.runtime import FixedSize, Varying
 from varuna_capslog.model.capture.text import CapturedLayers, NotText, from_text, to_text
 from varuna_capslog.model.sources import class_name, code_digest, module_settings
 
@@ -126,6 +126,18 @@ class Kept:
             _log.warning("the kept capture %s is damaged (%s): the model is captured here", path, error)
         return None
 
+    def refusal(self, request: CaptureRequest) -> FixedSize | None:
+        """Why sizes that the request leaves open cannot change, where that is known."""
+        try:
+            return FixedSize(self._path(request, ".txt").read_text())
+        except OSError:
+            return None
+
+    def refuse(self, request: CaptureRequest, error: FixedSize) -> None:
+        """Keeps that a request cannot be captured, so that no other process tries."""
+        for evaluates in (True, False):  # the sizes of inputs do not depend on the modes that are asked for
+            write_text(self._path(replace(request, evaluates=evaluates), ".txt"), str(error))
+
     def write(self, request: CaptureRequest, captured: CapturedLayers) -> None:
         """Keeps what was captured; where it has no text form the log says so, and every process captures it."""
         try:
@@ -141,8 +153,8 @@ class Kept:
         except OSError as error:
             raise write_failure(f"{path} cannot be written", error) from error
 
-    def _path(self, request: CaptureRequest) -> Path:
-        return self._folder / f"{request.digest(self._code)[:32]}.pt"
+    def _path(self, request: CaptureRequest, kind: str = ".pt") -> Path:
+        return self._folder / f"{request.digest(self._code)[:32]}{kind}"
 
 
 def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:

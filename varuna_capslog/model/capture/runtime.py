@@ -18,11 +18,26 @@ from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
 
-__all__ = ["ByMode", "CapturedGraph", "Guard", "Region", "SequentialSlice", "Sizes", "Varying", "names_of"]
+__all__ = [
+    "ByMode",
+    "ByShape",
+    "CapturedGraph",
+    "FixedSize",
+    "Guard",
+    "Region",
+    "SequentialSlice",
+    "Sizes",
+    "Varying",
+    "names_of",
+]
 
 
 Sizes = tuple[int | tuple[str, int, int | None], ...]
 """Sizes of a tensor: numbers, and (name, least, most or None) of those that may change; equal names are equal sizes."""
+
+
+class FixedSize(CapslogError):
+    """A size that an example leaves open is fixed by the model's code."""
 
 
 class Varying:
@@ -99,6 +114,15 @@ class Guard(nn.Module):
                     "for these sizes; leave them out of the data or give one size only"
                 )
 
+    def takes(self, shapes: Sequence[Sequence[int]]) -> bool:
+        """Whether the layer was captured for inputs of these shapes."""
+        changing: dict[str, int] = {}
+        fits = len(shapes) == len(self.shapes) and all(
+            tuple(sizes) == captured or self._takes(sizes, captured, changing)
+            for sizes, captured in zip(shapes, self.shapes, strict=True)
+        )
+        return fits and all(_holds(text, changing) for text in self.conditions)
+
     @staticmethod
     def _takes(sizes: Sequence[int], captured: Sizes, changing: dict[str, int]) -> bool:
         """Whether these sizes are among those captured; `changing`: what each name has stood for in this call."""
@@ -145,6 +169,42 @@ def _size_text(size: int | tuple[str, int, int | None]) -> str:
         return str(size)
     name, least, most = size
     return f"{name} (from {least}{'' if most is None else f' to {most}'})" if name.isidentifier() else name
+
+
+class ByShape(CapturedGraph):
+    """A captured layer with a graph for each of several shapes, all on what it holds; its own one is the first."""
+
+    _graphs: tuple[fx.Graph, ...]
+    _codes: tuple[Callable[..., Any], ...]
+    _guards: tuple[str, ...]
+
+    def take_graphs(self, graphs: Sequence[fx.Graph], guards: Sequence[str]) -> None:
+        """Give the layer its graphs, the first one's code is there already, and the names of their guards."""
+        others = [type(fx.GraphModule(self, graph)).forward for graph in graphs[1:]]
+        self._graphs, self._guards = tuple(graphs), tuple(guards)
+        self._codes = type(self).forward, *others
+        type(self).forward = _run_chosen
+
+    @property
+    def graphs(self) -> tuple[fx.Graph, ...]:
+        """The graphs of all shapes."""
+        return self._graphs
+
+    def chosen(self, shapes: Sequence[Sequence[int]]) -> Callable[..., Any]:
+        """The code that was captured for inputs of these shapes; the first one, which refuses them, where none was."""
+        guards = [self.get_submodule(name) for name in self._guards]
+        numbers = (number for number, one in enumerate(guards) if isinstance(one, Guard) and one.takes(shapes))
+        return self._codes[next(numbers, 0)]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ByShape:
+        memo |= {id(graph): graph for graph in self._graphs}
+        copied = super().__deepcopy__(memo)
+        assert isinstance(copied, ByShape)
+        return copied
+
+
+def _run_chosen(self: ByShape, *values: Tensor) -> Any:
+    return self.chosen([value.shape for value in values])(self, *values)
 
 
 class ByMode(nn.Module):
