@@ -30,7 +30,7 @@ class Fixed(nn.Module):
         table = torch.tensor([[float(row * column % 7) for column in range(columns)] for row in range(rows)])
         hidden = self.blocks[0](image) + table
         hidden = F.dropout(self.norm(self.blocks[1](hidden)), 0.5, self.training)
-        return self.blocks[2](hidden).flatten(1).sum(1) * rows
+        return self.blocks[2](hidden).flatten(1).sum(1) * torch.tensor(float(rows))
 
 
 SIZES = ((2, 3, 6, 6), (2, 3, 6, 9), (2, 3, 4, 4))
