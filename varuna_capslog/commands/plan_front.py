@@ -126,8 +126,8 @@ def _of_budgets(request: PlanRequest, profile: Profile, run: RunShape, planner: 
     """Cuts and memory intervals, for budgets from all kept to all treated."""
     from varuna_capslog.memory.headroom import Headroom
     from varuna_capslog.planning.budget_front import budget_front
+    from varuna_capslog.planning.playing import with_step_seconds
     from varuna_capslog.planning.search import plan
-    from varuna_capslog.planning.simulation import with_step_seconds
 
     capacity = request.capacity
     if isinstance(capacity, list):

@@ -25,8 +25,8 @@ from varuna_capslog.planners.intervals import EXACT_LAYERS
 from varuna_capslog.planners.layerwise import Intervals, Layerwise, StageChoice
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.nearby import Cheapest, improved, weighings
+from varuna_capslog.planning.playing import with_step_seconds
 from varuna_capslog.planning.ranks import judged
-from varuna_capslog.planning.simulation import with_step_seconds
 from varuna_capslog.planning.verdict import HostMemory, predictable
 from varuna_capslog.planning.wider import LOOPED, STARRED, WIDER, limited, looped
 from varuna_capslog.plans.parts import MemoryInterval

@@ -19,8 +19,8 @@ from varuna_capslog.memory.inflight import RANKS
 from varuna_capslog.planners import with_microbatches
 from varuna_capslog.planners.replicas import NEEDS_TENSORS, REPLICATED, GraphCosts, ReplicatedStage, check_tensors
 from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.playing import with_step_seconds
 from varuna_capslog.planning.ranks import judged
-from varuna_capslog.planning.simulation import with_step_seconds
 from varuna_capslog.planning.verdict import capacities_of_devices, usable_bytes
 from varuna_capslog.plans.parts import PlanRank, PlanStage, Units, ranges_of
 from varuna_capslog.plans.plan import Plan

@@ -13,8 +13,8 @@ from varuna_capslog.config import defaults
 from varuna_capslog.memory.inference import is_for_inference
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.layerwise import judged_layerwise_plan
+from varuna_capslog.planning.playing import with_step_seconds
 from varuna_capslog.planning.search import plan as search
-from varuna_capslog.planning.simulation import with_step_seconds
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import SCHEDULES, RunShape
