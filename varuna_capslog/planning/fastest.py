@@ -130,6 +130,8 @@ class _Candidates:
         self._fastest: dict[str, _Weighed] = {}
         """By schedule, of the plans that fit."""
         self._searches: list[BudgetSearch] = []
+        self._kept: dict[str, float] = {}
+        """The bounds of schedules under which stages that keep everything fit and are as fast as these bounds."""
 
     @property
     def is_over(self) -> bool:
@@ -175,7 +177,7 @@ class _Candidates:
     def weigh_cuts(self) -> None:
         """The cuts of planners that treat all stages alike."""
         usable = None if min(self.chain.usable) >= NEVER - 1 else self.chain.usable
-        for name in list(self.chains):
+        for name in [name for name in self.chains if name not in self._kept]:
             run = dataclasses.replace(self.run, schedule=name)
             kinds: list[str | None] = ["recompute"] if run.recomputes else [None]
             if run.recomputes and run.stage_inputs == "host" and any(self.chain.moved):
@@ -202,6 +204,8 @@ class _Candidates:
             if name in self.chains:
                 fit.append(fits)
                 bounds.append(kept_bound(own, costs))
+                if fits and self._fastest[name].step <= (bounds[-1] + self._update) * (1 + _SAME):
+                    self._kept[name] = bounds[-1]
         self.bound = min(bounds)
         return all(fit)
 
@@ -234,6 +238,8 @@ class _Candidates:
                 return
             name = one.plan.schedule
             assert name is not None, "every plan has one"
+            if name in self._kept:
+                continue
 
             def weigh(stages: Sequence[StageChoice], name: str = name) -> float:
                 if self.is_over or not self.weigh(stages, name):
@@ -285,6 +291,9 @@ class _Candidates:
         self._searches.append(search)
         bounds = []
         for name, own in list(self.chains.items()):
+            if name in self._kept:
+                bounds.append(self._kept[name])
+                continue
             try:
                 found = search.stages(own)
                 bounds.append(search.bound_seconds(own))

@@ -7,6 +7,7 @@ same schedule which keep all that they save, whether or not that fits a device. 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 from varuna_capslog.base.errors import CapslogError
@@ -86,9 +87,9 @@ def against_keeping(profile: Profile, plan: Plan, run: RunShape, link: Link | No
     stages = tuple(dataclasses.replace(stage, memory=()) for stage in plan.stages)
     keeping = dataclasses.replace(plan, stages=stages, fits=None, shortfall=None)
     try:
-        step, kept = (
-            simulate_plan(profile, one, recompute=run.recompute, run=run, link=link) for one in (plan, keeping)
-        )
+        play = functools.partial(simulate_plan, profile, recompute=run.recompute, run=run, link=link)
+        step = play(plan)
+        kept = step if stages == plan.stages else play(keeping)
     except CapslogError:  # no seconds, or no tensors
         return None
     pairs = zip(_work(step, len(stages)), _work(kept, len(stages)), strict=True)
