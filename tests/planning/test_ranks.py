@@ -102,7 +102,7 @@ def test_a_profile_of_peaks_alone_is_always_rehearsed() -> None:
     rows = tuple(dataclasses.replace(row, action_bytes=None) for row in profile.observations)
     measured = dataclasses.replace(profile, observations=rows)
     assert judged(measured, plan_with(9, 9), RUN, lambda: [8, 9]).fits is True
-    enough = [2 * one.peak_bytes for one in fold_plan(profile, plan_with(), RUN)]
+    enough = [10 * one.peak_bytes for one in fold_plan(profile, plan_with(), RUN)]
 
     def cannot() -> list[int]:
         raise CapslogError("layers 0 to 1 cannot run on fake tensors")
@@ -111,8 +111,10 @@ def test_a_profile_of_peaks_alone_is_always_rehearsed() -> None:
     assert found.fits is True
     assert found.notes[-1].endswith("not confirmed by a rehearsal: layers 0 to 1 cannot run on fake tensors")
     estimate = dataclasses.replace(profile, source="estimated")
+    assert judged(profile, plan_with(*enough), RUN, cannot).notes == (), "far from full, it needs no rehearsal"
+    barely = [one.peak_bytes for one in fold_plan(profile, plan_with(), RUN)]
     with pytest.raises(CapslogError, match="cannot run on fake tensors"):
-        judged(estimate, plan_with(*enough), RUN, cannot)
+        judged(estimate, plan_with(*barely), RUN, cannot)
     # what was measured on CUDA counts more than a rehearsal, which knows no kernel's workspace
     assert judged(profile_of(MODEL, "cuda"), plan_with(*enough), RUN, cannot).notes == ()
 

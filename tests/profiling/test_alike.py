@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import random
+
 import pytest
 from torch import nn
 
@@ -9,10 +13,11 @@ from tests.profiling.workloads import Equal
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.model.chain import Chain, Layer
+from varuna_capslog.plans.parts import MemoryInterval, PlanStage
 from varuna_capslog.profiling.alike import ShortSteps
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimate import StageEstimator
-from varuna_capslog.profiling.rehearsal import rehearse, rehearse_layout
+from varuna_capslog.profiling.rehearsal import rank_peaks, rehearse, rehearse_layout
 
 
 @pytest.mark.parametrize(
@@ -62,3 +67,23 @@ def test_ranks_of_shared_parameters_are_like_no_other() -> None:
     assert short.doings(0) is None
     assert short.doings(3) is None
     assert short.doings(1) == short.doings(2) is not None
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_stages_that_treat_their_layers_each_in_its_own_way_have_the_peaks_of_whole_steps(seed: int) -> None:
+    draw = random.Random(seed)
+    estimator = StageEstimator(Equal(9), RunConditions(device="cuda", microbatch_size=64, recompute=True))
+    size = len(estimator.chain)
+    cuts = [0, *sorted(draw.sample(range(1, size), 3))]
+    stages = []
+    for rank, (first, end) in enumerate(itertools.pairwise([*cuts, size])):
+        middle = draw.randint(first, end)
+        memory = (MemoryInterval(middle, end, "recompute"),) if middle < end and draw.random() < 0.7 else ()
+        stages.append(PlanStage(((first, end),), (rank,), memory=memory, in_flight=draw.choice([None, 5])))
+    layout = Layout(tuple(stages))
+    options = EngineOptions(14, schedule=draw.choice(["1f1b", "varuna", "1f1b-star"]), clip_norm=1.0)
+    whole = rehearse_layout(estimator, layout, options)
+    assert rank_peaks(estimator, layout, options) == [rank.peak_bytes for rank in whole]
+    assert ShortSteps.know(layout, options)
+    moved = dataclasses.replace(stages[0], memory=(MemoryInterval(0, stages[0].end, "offload"),))
+    assert not ShortSteps.know(Layout((moved, *stages[1:])), options)

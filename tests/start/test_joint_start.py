@@ -67,7 +67,7 @@ def test_an_elastic_run_that_fits_without_its_snapshots_only_ends_with_3(
 
 def test_a_joint_plan_has_the_bytes_that_its_ranks_programs_take(tmp_path: Path) -> None:
     """The search goes by its model of one pipeline; what the plan holds was not looked at again before the run."""
-    words = command(tmp_path, "run", *JOINT, "pipeline.capacity=512KiB")
+    words = command(tmp_path, "run", *JOINT, "pipeline.capacity=100KiB")
     config = load_config(Path(words[1]), words[2:])
     plan = plan_run(config, profile_run(config, show=False))
     assert (plan.fits, plan.memory_model, plan.planner) == (True, "ranks", "joint")

@@ -30,7 +30,7 @@ def test_the_planner_chooses_the_blocks_of_the_run_where_the_config_leaves_them_
 
 
 def test_a_plan_has_the_bytes_that_its_ranks_programs_take(tmp_path: Path) -> None:
-    words = command(tmp_path, "run", "pipeline.planner=graphpipe", *SETTINGS, "pipeline.capacity=512KiB")
+    words = command(tmp_path, "run", "pipeline.planner=graphpipe", *SETTINGS, "pipeline.capacity=135KiB")
     config = load_config(Path(words[1]), words[2:])
     plan = plan_run(config, profile_run(config, show=False))
     assert (plan.fits, plan.memory_model, plan.planner, plan.units.blocks) == (True, "ranks", "graphpipe", 4)

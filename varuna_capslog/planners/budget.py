@@ -27,7 +27,7 @@ from varuna_capslog.plans.parts import INTERVAL_KINDS, MemoryInterval
 from varuna_capslog.schedules import Action, RunShape, backwards_at_once, make_schedule
 from varuna_capslog.schedules.shape import ALWAYS_RECOMPUTE
 
-__all__ = ["LABELS", "BudgetSearch", "budget_stages", "kept_bound", "kept_cuts"]
+__all__ = ["LABELS", "BudgetSearch", "budget_stages", "kept_bound", "kept_cuts", "of_cuts"]
 
 LABELS = 32
 """Choices per first layer and cut that are kept in chains of more than `intervals.EXACT_LAYERS` layers."""
@@ -56,7 +56,7 @@ def kept_bound(chain: Layerwise, costs: StageCosts) -> float:
 def kept_cuts(chain: Layerwise, costs: StageCosts) -> list[int]:
     """The cuts of the shortest step of stages that keep everything, whatever the memory."""
     assert chain.question is not None, "made by Layerwise.of_profile"
-    found = fastest_cuts(costs, chain.question.seconds, _of_cuts(chain.question.run), chain.stages, width=256)
+    found = fastest_cuts(costs, chain.question.seconds, of_cuts(chain.question.run), chain.stages, width=256)
     assert found is not None, "there is no limit"
     return list(found.cuts)
 
@@ -81,7 +81,7 @@ class BudgetSearch:
         Raises CapslogError where the profile does not tell the halves of split backwards, which the schedule has.
         """
         places, left = self._places(chain), np.zeros(chain.stages, dtype=np.int64)
-        seconds, run = places.question.seconds, _of_cuts(places.question.run)
+        seconds, run = places.question.seconds, of_cuts(places.question.run)
         for _ in range(_ROUNDS):
             usable = [min(NEVER - 1, size) - more for size, more in zip(chain.usable, left.tolist(), strict=True)]
             extra = [places.extra(stage, size) for stage, size in enumerate(usable)]
@@ -184,7 +184,7 @@ class BudgetSearch:
         return self._fronts[key]
 
 
-def _of_cuts(run: RunShape) -> RunShape:
+def of_cuts(run: RunShape) -> RunShape:
     """The run by which cuts are searched: what runs again is in the seconds of the intervals."""
     name = "1f1b" if run.schedule in ALWAYS_RECOMPUTE else run.schedule
     return replace(run, schedule=name, recompute=False)

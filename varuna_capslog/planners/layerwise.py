@@ -15,10 +15,9 @@ from varuna_capslog.memory.fold import fold
 from varuna_capslog.memory.inflight import RANKS
 from varuna_capslog.memory.range_bytes import RangeBytes
 from varuna_capslog.planners.seconds import LayerSeconds, Link
-from varuna_capslog.plans.parts import MemoryInterval, PlanStage, Units, scheduled
-from varuna_capslog.plans.rules import stage_graph
+from varuna_capslog.plans.parts import MemoryInterval, PlanStage, Units
 from varuna_capslog.profiles.record import Profile
-from varuna_capslog.schedules import RunShape, Schedule, in_flight_limits
+from varuna_capslog.schedules import Action, RunShape, Schedule, StageGraph, in_flight_limits, schedule_of
 
 __all__ = ["Choice", "Intervals", "Layerwise", "Question", "StageChoice"]
 
@@ -204,7 +203,11 @@ class Layerwise:
 
 
 class _Peaks:
-    """The bytes of one stage of a pipeline, by the fold of its rank; the other stages keep everything."""
+    """The bytes of one stage of a pipeline, by the fold of its rank; the other stages keep everything.
+
+    A rank's bytes depend on its own list, and by what is on its way on those of its two neighbours: only these are
+    folded.
+    """
 
     def __init__(self, ranges: RangeBytes, run: RunShape, devices: int) -> None:
         self._ranges, self._run, self._devices = ranges, run, devices
@@ -212,16 +215,24 @@ class _Peaks:
         self._lists: dict[tuple[int, bool, bool], Schedule] = {}
 
     def __call__(self, stage: int, first: int, end: int, intervals: Intervals) -> int:
-        behind = self._devices - stage - 1
-        cuts = [*range(stage), first, *range(end, end + behind)]
+        own = PlanStage(((first, end),), (stage,), memory=intervals)
+        key = stage, own.recomputes(self._run), own.offloads
+        if key not in self._lists:
+            self._lists[key] = self._near(*key)
+        before, after = stage > 0, stage < self._devices - 1
+        cuts = [*([0] if before else []), first, *([end] if after else [])]
         ends = [*cuts[1:], self._ranges.num_layers]
         stages = [PlanStage(((cut, until),), (rank,)) for rank, (cut, until) in enumerate(zip(cuts, ends, strict=True))]
-        stages[stage] = replace(stages[stage], memory=intervals)
-        key = stage, stages[stage].recomputes(self._run), stages[stage].offloads
-        if key not in self._lists:
-            graph = stage_graph(stages, self._units)
-            self._lists[key] = scheduled(self._run.schedule, stages, graph, self._run)
-        return fold(self._ranges, stages, self._units, self._lists[key], self._run, only=stage)[0].peak_bytes
+        stages[before] = replace(own, ranks=(int(before),))
+        return fold(self._ranges, stages, self._units, self._lists[key], self._run, only=int(before))[0].peak_bytes
+
+    def _near(self, stage: int, recomputes: bool, offloads: bool) -> Schedule:
+        """The lists of the stage's rank and its neighbours, counted from the first of them."""
+        run, own = self._run, [number == stage for number in range(self._devices)]
+        graph = StageGraph.line(self._devices, run.microbatches)
+        again, moved = ([one and does for one in own] for does in (recomputes, offloads))
+        schedule, low = schedule_of(run.schedule, graph, again, offload=moved, k=run.k), max(0, stage - 1)
+        return [[Action(one.stage - low, one.kind, one.microbatch) for one in row] for row in schedule[low : stage + 2]]
 
 
 def _input(ranges: RangeBytes, layer: int) -> int:

@@ -23,7 +23,7 @@ from varuna_capslog.schedules import RunShape, Schedule, from_strings
 
 __all__ = ["fold_plan", "judged", "with_rank_bytes", "within_tier"]
 
-_CERTAIN = 0.1
+_CERTAIN = 0.8
 """A rank that needs no more than this part of its device by the fold is not rehearsed, which may take seconds: the
 fold's errors are a few percent (`benchmarks/fold`)."""
 
@@ -82,10 +82,8 @@ def judged(
     if rehearse is None or all(one.capacity_bytes is None for one in found.ranks):
         return found
     estimated = profile.source == "estimated"
-    if _far_below(found, headroom):
-        return found
     told = all(row.action_bytes is not None for row in profile.observations)
-    if told and not (found.fits and (estimated or on_cpu)):
+    if told and (_far_below(found, headroom) or not (found.fits and (estimated or on_cpu))):
         return found
     try:
         sizes = rehearse()

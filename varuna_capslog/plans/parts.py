@@ -6,7 +6,6 @@ in common is checked in `plans/rules.py`.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -378,21 +377,14 @@ def scheduled(name: str, stages: Sequence[PlanStage], graph: StageGraph, run: Ru
     graph: the stages in this order, and the way of every unit through them.
     run: says what stages do whose memory is None.
     """
-    again, moved = tuple(stage.recomputes(run) for stage in stages), tuple(stage.offloads for stage in stages)
-    found = _scheduled(name, graph, again, tuple(stage.in_flight for stage in stages), moved, run.k)
-    return [list(row) for row in found]
-
-
-@functools.lru_cache(maxsize=32)  # a search weighs many plans whose lists are the same
-def _scheduled(
-    name: str,
-    graph: StageGraph,
-    again: tuple[bool, ...],
-    in_flight: tuple[int | None, ...],
-    moved: tuple[bool, ...],
-    k: int,
-) -> Schedule:
-    return schedule_of(name, graph, again, in_flight, moved, k)
+    return schedule_of(
+        name,
+        graph,
+        [stage.recomputes(run) for stage in stages],
+        [stage.in_flight for stage in stages],
+        [stage.offloads for stage in stages],
+        run.k,
+    )
 
 
 def set_field(record: Any, name: str, value: Any) -> None:

@@ -16,7 +16,7 @@ from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.statistics import tracking_modules
 from varuna_capslog.model.chain import Chain
-from varuna_capslog.schedules import schedule_of
+from varuna_capslog.plans.parts import scheduled
 from varuna_capslog.schedules.actions import Action
 from varuna_capslog.schedules.lower import Instruction, Recv, lower
 
@@ -41,6 +41,14 @@ class ShortSteps:
     def __init__(self, chain: Chain, layout: Layout, options: EngineOptions, inputs_wait: bool) -> None:
         self._chain, self._layout, self._options, self._inputs_wait = chain, layout, options, inputs_wait
         self._programs = cache(self._lowered)
+
+    @staticmethod
+    def know(layout: Layout, options: EngineOptions) -> bool:
+        """Whether a layout and its step are such a pipeline: nothing is offloaded, and no list is given."""
+        one_each = [stage.rank for stage in layout.stages] == list(range(len(layout.stages)))
+        plain = all(stage.grain == 1 and not stage.offloads for stage in layout.stages)
+        given = options.actions is not None or layout.direct
+        return one_each and plain and not given and options.num_blocks == layout.num_blocks == 1
 
     def microbatches(self, rank: int) -> int:
         """The fewest whose step takes the rank through the same moments as the whole step.
@@ -71,8 +79,8 @@ class ShortSteps:
 
     def _lowered(self, microbatches: int) -> list[list[Instruction]]:
         graph = self._layout.graph(microbatches, self._chain.edges)
-        options, stages = self._options, self._layout.stages
-        rows = schedule_of(options.schedule, graph, [options.recompute] * len(stages), k=options.k)
+        options = self._options
+        rows = scheduled(options.schedule, self._layout.stages, graph, options)
         return lower(rows, None, graph).programs
 
     def _moments(self, rank: int, microbatches: int) -> frozenset[object]:

@@ -77,7 +77,7 @@ class Memo:
         runs, halves: results of runs by key.
         alive: what the keys name by identity, so that no identity comes twice.
         recipes: for the operators of runs that are not known yet.
-        estimators: of configs, by their text.
+        estimators: of configs, by their text and conditions.
         speeds: of those, by device and kind of GPU; a CPU's is measured once, so that their seconds can be compared.
     """
 
@@ -148,9 +148,12 @@ class StageEstimator:
         """
         from varuna_capslog.config.reading import dump_config  # imports pydantic, which costs of workloads do without
 
-        memo, text = memo or Memo(), dump_config(config)
+        memo, conditions = memo or Memo(), conditions_of_run(config, {})
+        # who plans, and for how much memory, decides nothing of what a stage costs
+        anyhow = {"planner": "", "schedule": "varuna", "capacity": None, "search_seconds": None}
+        pipeline = config.pipeline.model_copy(update=anyhow)
+        text = dump_config(config.model_copy(update={"pipeline": pipeline})) + repr(conditions)
         if text not in memo.estimators:
-            conditions = conditions_of_run(config, {})
             kind = conditions.device, conditions.gpu
             if kind not in memo.speeds:
                 memo.speeds[kind] = speed_of(*kind)

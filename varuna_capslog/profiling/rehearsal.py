@@ -35,7 +35,7 @@ from varuna_capslog.profiling.skeleton import with_real_layers
 from varuna_capslog.profiling.trim import KnownShapes
 from varuna_capslog.schedules.lower import Instruction
 
-__all__ = ["RankRehearsal", "rehearse", "rehearse_config", "rehearse_layout", "rehearse_plan"]
+__all__ = ["RankRehearsal", "rank_peaks", "rehearse", "rehearse_config", "rehearse_layout", "rehearse_plan"]
 
 _CPU = torch.device("cpu")
 
@@ -65,17 +65,23 @@ def rehearse(estimator: StageEstimator, cuts: Sequence[int], schedule: str, num_
     """
     estimator.chain.check_cuts(cuts)
     options = _options(estimator, num_microbatches, schedule)
-    layout = Layout.pipelines(cuts, len(estimator.chain))
+    return rank_peaks(estimator, Layout.pipelines(cuts, len(estimator.chain)), options)
+
+
+def rank_peaks(estimator: StageEstimator, layout: Layout, options: EngineOptions) -> list[int]:
+    """Peak bytes of every rank; of ranks that are alike one is rehearsed, with no more microbatches than show it."""
     conditions = estimator.conditions
-    if not Quirks(conditions.device).has("host staging") or options.num_blocks > 1:
+    if not Quirks(conditions.device).has("host staging") or not ShortSteps.know(layout, options):
         return [rank.peak_bytes for rank in rehearse_layout(estimator, layout, options)]
+    waits = any(stage.memory is not None for stage in layout.stages)
     short = ShortSteps(
-        estimator.chain, layout, options, not (conditions.recompute and conditions.stage_inputs == "host")
+        estimator.chain, layout, options, waits or not (conditions.recompute and conditions.stage_inputs == "host")
     )
     alike: dict[object, list[int]] = {}
     for rank, stage in enumerate(layout.stages):
         doings = short.doings(rank)
-        key = rank if doings is None else (doings, estimator.run_key(stage.first, stage.end))
+        treated = [(one.first - stage.first, one.end - stage.first, one.kind) for one in stage.memory or ()]
+        key = rank if doings is None else (doings, estimator.run_key(stage.first, stage.end), tuple(treated))
         alike.setdefault(key, []).append(rank)
     found = [0] * layout.world_size
     for ranks in alike.values():
@@ -146,7 +152,7 @@ def rehearse_plan(
         together = math.lcm(*(stage.grain for stage in layout.stages))
         count = blocks * min(count // blocks, together * (3 * len(layout.stages) + 2))
     options = _options(estimator, count, config.pipeline.schedule, blocks, plan.actions)
-    return [rank.peak_bytes for rank in rehearse_layout(estimator, layout, options)]
+    return rank_peaks(estimator, layout, options)
 
 
 def rehearse_config(

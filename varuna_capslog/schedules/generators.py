@@ -34,6 +34,7 @@ from __future__ import annotations
 __all__ = ["SCHEDULES", "in_flight_limits", "make_schedule", "schedule_of"]
 
 import difflib
+import functools
 import math
 from collections.abc import Sequence
 from itertools import groupby, zip_longest
@@ -106,17 +107,31 @@ def schedule_of(
     limits = [limit if given is None else given for limit, given in zip_longest(limits, in_flight)]
     again = [recompute or always] * len(limits) if isinstance(recompute, bool) else list(recompute)
     if always:
-        return insert_offload(list_schedule(graph, limits, recompute=again), offload)
+        return insert_offload(_listed(graph, tuple(limits), tuple(again)), offload)
     if name == "kfkb":
         schedule = _in_groups(graph, [max(1, most // size) for most, size in zip(limits, together, strict=True)], k)
     elif name == "zb-h1":
         kept = [min(depth, limit) for depth, limit in zip(depths, limits, strict=True)]
         delays = [limit - here for limit, here in zip(limits, kept, strict=True)]
-        schedule = split_backwards(list_schedule(graph, kept), delays)
+        schedule = split_backwards(_listed(graph, tuple(kept)), delays)
     else:
         looped = interleaved(graph) if name == "interleaved" and not own else None
-        schedule = looped or list_schedule(graph, limits, forwards_first=name == "gpipe")
+        schedule = looped or _listed(graph, tuple(limits), forwards_first=name == "gpipe")
     return insert_offload(insert_recompute(schedule, again), offload)
+
+
+def _listed(
+    graph: StageGraph, limits: tuple[int, ...], recompute: tuple[bool, ...] = (), forwards_first: bool = False
+) -> Schedule:
+    """`list_schedule`; a search asks for the same lists again and again."""
+    return [list(row) for row in _known_lists(graph, limits, recompute, forwards_first)]
+
+
+@functools.lru_cache(maxsize=32)
+def _known_lists(
+    graph: StageGraph, limits: tuple[int, ...], recompute: tuple[bool, ...], forwards_first: bool
+) -> Schedule:
+    return list_schedule(graph, limits, recompute=recompute, forwards_first=forwards_first)
 
 
 def in_flight_limits(name: str, num_stages: int, num_microbatches: int, k: int = DEFAULT_K) -> list[int]:
