@@ -86,7 +86,7 @@ def test_a_step_is_played_drawn_and_traced(
     value = json.loads((out / "simulation.json").read_text())
     assert value["step_seconds"] == trace["otherData"]["step_seconds"]
     assert value["peak_bytes"] == max(json.loads(plan.read_text())["stage_bytes"])
-    link = {"bandwidth": 2**30, "latency_seconds": 0.0001, "copy_bandwidth": None}
+    link = {"bandwidth": 2**30, "latency_seconds": 0.0001, "copy_bandwidth": None, "node_devices": None}
     assert value["link"] == {**link, "shared": False, "host_bandwidth": None, "copies_beside": None}
     (sent,) = [event for event in trace["traceEvents"] if event["name"] == "activation 0" and event["pid"] == 0]
     assert sent["args"] == {"from_stage": 0, "to_stage": 1, "microbatch": 0}

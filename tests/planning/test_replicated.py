@@ -13,7 +13,6 @@ from tests.memory.machine import Model, profile_of
 from tests.planners.replicas.graphs import draw_tree
 from varuna_capslog import cli
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.planners import REPLICATED
 from varuna_capslog.planners.replicas.costs import ReplicatedStage
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.ranks import fold_plan
@@ -77,7 +76,7 @@ def test_graphpipe_is_never_slower_than_the_planners_that_see_no_branches() -> N
         profile = profile_of_graph(edges, [float(dice.randrange(1, 6)) for _ in range(layers)] + [0.0], 30)
         devices, link = dice.randrange(2, 6), Link(dice.choice([10.0, 100.0]))
         steps = {}
-        for name in REPLICATED:
+        for name in ("pipedream", "piper", "graphpipe"):
             found = plan(profile, devices, name, run=RUN, link=link)
             found.check_graph(profile.edges)
             assert found.planner == name
@@ -106,6 +105,21 @@ def test_lopsided_towers_share_a_stage_where_ranks_are_few() -> None:
     one = profile_of_graph([(0, 1), (1, 4), (2, 3), (3, 4)], [2.0, 1.0, 2.0, 1.0, 0.0], 1, 10**6)
     found = plan(one, 3, "graphpipe", run=RUN, link=Link(100.0))
     assert sorted(stage.layers for stage in found.stages) == [((0, 1),), ((1, 2), (3, 5)), ((2, 3),)]
+
+
+def test_capture_fills_its_nodes_and_holds_less_than_cuts_for_speed() -> None:
+    """Two nodes of two devices; the first layer holds the most, so that the first node shares it out."""
+    profile = profile_of_graph([(0, 1), (1, 2), (2, 3)], [1.0] * 4)
+    rows = [dataclasses.replace(row, saved_bytes=size) for row, size in zip(profile.layers, (90, 9, 1, 1), strict=True)]
+    profile = dataclasses.replace(profile, layers=tuple(rows))
+    found = plan(profile, 4, "capture", run=RUN, link=Link(node_devices=2))
+    placed = [(one.layers, one.rank) for one in found.stages]
+    # replicas of the last stage have one call in flight; as two stages the former would have two
+    assert placed == [(((0, 1),), 0), (((0, 1),), 1), (((1, 4),), 2), (((1, 4),), 3)]
+    assert (found.planner, found.num_ranks, found.schedule) == ("capture", 4, "1f1b")
+    assert found.step_seconds == pytest.approx(simulate_plan(profile, found).step_seconds)
+    alone = plan(profile, 4, "capture", run=RUN, link=Link(node_devices=1))  # no replicas then
+    assert [one.layers for one in alone.stages] == [((at, at + 1),) for at in range(4)]
 
 
 def test_a_plan_holds_what_the_fold_finds_and_one_that_does_not_fit_says_so() -> None:
@@ -143,6 +157,8 @@ def test_calls_of_a_table_in_flight_follow_the_longest_way_where_nothing_has_rep
         ("graphpipe", "tensors", "the profile has no tensors, by which planner 'graphpipe' knows which layers read"),
         ("piper", "tensors", "the profile has no tensors, by which planner 'piper' knows which layers read"),
         ("pipedream", "seconds", "the profile has no forward_seconds for layers[0] (layer0)"),
+        ("capture", "saved", "the profile has no saved_bytes for layers[0] (layer0)"),
+        ("capture", "nodes", "2 devices are no whole number of nodes with 3; choose a node size (--node-devices"),
         ("graphpipe", "seconds", "the profile has no forward_seconds for layers[0] (layer0)"),
         ("grafpipe", "", "unknown planner 'grafpipe'; did you mean 'graphpipe'?"),
         ("pipdream", "", "unknown planner 'pipdream'; did you mean 'pipedream'?"),
@@ -157,9 +173,13 @@ def test_what_a_profile_lacks_is_said_by_the_name_of_its_field(
     if change == "seconds":
         bare = [dataclasses.replace(row, forward_seconds=None) for row in profile.layers]
         profile = dataclasses.replace(profile, layers=tuple(bare))
+    if change == "saved":
+        bare = [dataclasses.replace(row, saved_bytes=None) for row in profile.layers]
+        profile = dataclasses.replace(profile, layers=tuple(bare))
     path = tmp_path / "profile.json"
     write_profile(path, profile)
-    assert cli._run(["plan", "--profile", str(path), "--devices", "2", "--planner", planner]) == 2
+    words = ["plan", "--profile", str(path), "--devices", "2", "--planner", planner]
+    assert cli._run([*words, *(["--node-devices", "3"] if change == "nodes" else [])]) == 2
     assert sentence in " ".join(capsys.readouterr().err.split())
 
 

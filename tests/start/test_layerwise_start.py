@@ -12,7 +12,7 @@ from varuna_capslog.config.reading import Config, load_config
 from varuna_capslog.planners import LAYERWISE
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.profiling.rehearsal import rehearse_plan
-from varuna_capslog.start.layerwise_start import host_link
+from varuna_capslog.start.layerwise_start import configured_link
 from varuna_capslog.start.prepare import plan_run, prepare_run, profile_run
 
 SETTINGS = ("pipeline.devices=2", "profile.source=estimated", "pipeline.schedule=gpipe", "pipeline.recompute=false")
@@ -59,5 +59,5 @@ def test_what_cannot_be_one_pipeline_with_intervals_is_refused_before_a_profile(
 
 def test_the_bandwidth_of_the_host_tier_is_the_links_own_or_the_configs(tmp_path: Path) -> None:
     config = config_of(tmp_path, "vpipe", "pipeline.host_bandwidth=1GiB")
-    assert host_link(config, None).host_bandwidth == 1 << 30
-    assert host_link(config, Link(host_bandwidth=5.0)).host_bandwidth == 5.0
+    assert configured_link(config, None).host_bandwidth == 1 << 30
+    assert configured_link(config, Link(host_bandwidth=5.0)).host_bandwidth == 5.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from tests.engine.models import GRAPHS
 from tests.engine.pool import WorkerPool
 from tests.training.test_run import assert_same, losses
 from varuna_capslog.base import files
-from varuna_capslog.planners.replicas.costs import ReplicatedStage
+from varuna_capslog.planners.replicas.capture import capture_stages
+from varuna_capslog.planners.replicas.costs import GraphCosts, ReplicatedStage
+from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.replicated import plan_of_stages
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training.checkpoint import open_checkpoint
@@ -97,5 +100,20 @@ def test_stages_with_replicas_in_the_lists_that_planners_give_them_train_as_one_
     parts = [ReplicatedStage((0, 1)), ReplicatedStage((2, 3), 2), ReplicatedStage((4, 5, 6, 7))]
     made = plan_of_stages(frame, parts, 2, GRAPHS["towers"].build_chain().edges)
     assert made.actions is not None
+    train(pool, tmp_path, made.to_json(), train={"max_steps": 6})
+    assert losses(tmp_path) == losses(alone)
+
+
+def test_stages_that_capture_places_on_two_nodes_train_as_one_rank(
+    pool: WorkerPool, tmp_path: Path, alone: Path
+) -> None:
+    """The first layer holds the most: it has a node of two devices, the others a device each."""
+    saved = (90, 1, 1, 1, 1, 1, 1, 1)
+    costs = GraphCosts((1.0,) * 8, (1,) * 8, saved, (1,) * 8, (0,) * 9, (), 4, 4, None, 2, Link(node_devices=2))
+    costs = dataclasses.replace(costs, isolated=(30,) * 8, added=(None, *[20] * 7))
+    parts = capture_stages(costs)
+    assert [(len(one.layers), one.replicas) for one in parts] == [(1, 2), (3, 1), (4, 1)]
+    frame = Plan.from_json(RELAY | {"schedule": "1f1b"})
+    made = plan_of_stages(frame, parts, 2, None)
     train(pool, tmp_path, made.to_json(), train={"max_steps": 6})
     assert losses(tmp_path) == losses(alone)

@@ -42,6 +42,7 @@ class CompareFlags:
     capacity: Annotated[
         str | None, option("Memory of each device: 16GiB, or one size per device.", "CONFIG's, or no limit")
     ] = None
+    node_devices: shared.NodeDevices = None
     schedule: Annotated[str | None, option("Such as 1f1b; see pipeline.schedule.", "CONFIG's, or varuna")] = None
     microbatches: Annotated[int | None, option("Of one pipeline and step.", "CONFIG's, or 4 per device", min=1)] = None
     bandwidth: shared.Bandwidth = None
@@ -78,11 +79,13 @@ def compare(given: CompareFlags) -> None:
     if devices is None:
         raise CapslogError("--profile without a CONFIG needs --devices N, the number of devices to plan for")
     names = None if given.planners is None else [name.strip() for name in given.planners.split(",")]
-    link = shared.link_of(given.bandwidth, given.latency, host_bandwidth=given.host_bandwidth)
+    link = shared.link_of(
+        given.bandwidth, given.latency, host_bandwidth=given.host_bandwidth, node_devices=given.node_devices
+    )
     if settings is not None:
-        from varuna_capslog.start.layerwise_start import host_link
+        from varuna_capslog.start.layerwise_start import configured_link
 
-        link = host_link(settings, link)
+        link = configured_link(settings, link)
     with _progress() as progress:
         rows = ask(
             costs, devices, names=names, run=run, memory=memory or AUTO, capacity=limit, link=link, progress=progress

@@ -26,6 +26,7 @@ from varuna_capslog.commands.shared import option
 if TYPE_CHECKING:
     from varuna_capslog.commands.plan_time import PlanRequest
     from varuna_capslog.config.settings import Config
+    from varuna_capslog.planners.seconds import Link
 
 __all__ = ["plan"]
 
@@ -45,8 +46,8 @@ class PlanFlags(InferenceFlags, ModelFlags):
         str | None,
         option(
             "varuna, mcap-bf, mcap-bo, capslog, capslog-tb, exact, throughput, gpipe or gpipe-size; budget, dawnpiper "
-            "and vpipe also choose which layers run again or are offloaded; pipedream, piper and graphpipe the "
-            "replicas of every stage.",
+            "and vpipe also choose which layers run again or are offloaded; pipedream, piper, graphpipe and "
+            "capture the replicas of every stage.",
             "pipeline.planner, or budget where it can plan the run, else exact",
         ),
     ] = None
@@ -61,6 +62,7 @@ class PlanFlags(InferenceFlags, ModelFlags):
             "pipeline.capacity, or that of a --device cuda:KIND, or no limit",
         ),
     ] = None
+    node_devices: shared.NodeDevices = None
     minibatch: Annotated[
         int | None,
         option(
@@ -123,7 +125,7 @@ def plan(given: PlanFlags) -> None:
         given = dataclasses.replace(given, estimate=True)
     if given.search_seconds is not None and given.search_seconds <= 0:
         raise CapslogError(f"--search-seconds is {given.search_seconds:g}; give a number above 0, or leave it out")
-    names = ("devices", "planner", "memory", "capacity", "search_seconds")
+    names = ("devices", "planner", "memory", "capacity", "search_seconds", "node_devices")
     pipeline = {name: value for name in names if (value := getattr(given, name)) is not None}
     settings = None
     if given.config is not None:
@@ -225,11 +227,17 @@ def _maximize(config: Config, given: PlanFlags, what: str) -> None:
 
     if config.pipeline.planner == JOINT:
         raise CapslogError(f"--maximize plans for one pipeline and its copies; choose another planner than {JOINT}")
-    link = shared.link_of(given.bandwidth, given.latency, host_bandwidth=given.host_bandwidth)
+    link = _link(given)
     keeps_samples = given.config is not None or given.minibatch is not None
     found = plan_largest(what, config, keeps_samples, link, given.output, given.as_json)
     if given.model is not None:
         say_assumptions(found)
+
+
+def _link(given: PlanFlags) -> Link:
+    return shared.link_of(
+        given.bandwidth, given.latency, host_bandwidth=given.host_bandwidth, node_devices=given.node_devices
+    )
 
 
 def _request(config: Config | None, given: PlanFlags) -> PlanRequest:
@@ -241,10 +249,10 @@ def _request(config: Config | None, given: PlanFlags) -> PlanRequest:
     from varuna_capslog.schedules import RunShape
     from varuna_capslog.start.of_profile import run_of_profile
 
-    link = shared.link_of(given.bandwidth, given.latency, host_bandwidth=given.host_bandwidth)
+    link = _link(given)
     read = [read_profile(path) for path in given.profile or ()]
     if config is not None:
-        from varuna_capslog.start.layerwise_start import host_link
+        from varuna_capslog.start.layerwise_start import configured_link
         from varuna_capslog.start.prepare import estimate_memo, profile_run
 
         pipeline, memo = config.pipeline, estimate_memo(config)
@@ -255,7 +263,7 @@ def _request(config: Config | None, given: PlanFlags) -> PlanRequest:
             pipeline.memory,
             pipeline.capacity,
             config.train.minibatch_size,
-            host_link(config, link),
+            configured_link(config, link),
             memo,
         )
     assert given.devices is not None, "needed without a config"

@@ -29,6 +29,7 @@ __all__ = [
     "HostName",
     "Latency",
     "Machines",
+    "NodeDevices",
     "OptionalConfigFile",
     "Overrides",
     "ProfileFile",
@@ -70,6 +71,9 @@ Overrides = Annotated[
 RunDirectory = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run.", show_default=False)]
 ProfileFile = Annotated[Path | None, option("Profile of the model.", "that of CONFIG, taken now", "--profile")]
 Devices = Annotated[int | None, option("Devices to plan for.", "pipeline.devices of CONFIG", min=1)]
+NodeDevices = Annotated[
+    int | None, option("Of each node, for planner capture.", "pipeline.node_devices, or all on one node", min=1)
+]
 Bandwidth = Annotated[str | None, option("Of every link, such as 1GiB/s.", "bytes take no time")]
 Latency = Annotated[str, option("Of every message, such as 0.1ms.")]
 HostBandwidth = Annotated[
@@ -155,9 +159,13 @@ def blocks_of(config: Config | None) -> int | None:
 
 
 def link_of(
-    bandwidth: str | None, latency: str, copy_bandwidth: str | None = None, host_bandwidth: str | None = None
+    bandwidth: str | None,
+    latency: str,
+    copy_bandwidth: str | None = None,
+    host_bandwidth: str | None = None,
+    node_devices: int | None = None,
 ) -> Link:
-    """The link that --bandwidth, --latency, --copy-bandwidth and --host-bandwidth describe."""
+    """The link that --bandwidth, --latency, --copy-bandwidth, --host-bandwidth and --node-devices describe."""
     from varuna_capslog.base import units
     from varuna_capslog.planners.seconds import Link
 
@@ -166,6 +174,7 @@ def link_of(
         units.parse_seconds(latency, "--latency"),
         None if copy_bandwidth is None else units.parse_rate(copy_bandwidth, "--copy-bandwidth"),
         host_bandwidth=None if host_bandwidth is None else units.parse_rate(host_bandwidth, "--host-bandwidth"),
+        node_devices=node_devices,
     )
 
 

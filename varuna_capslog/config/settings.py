@@ -43,15 +43,19 @@ class Pipeline(Section):
     devices: int = Field(2, gt=0)
     """Devices (ranks) of one pipeline."""
 
+    node_devices: int | None = Field(None, gt=0)
+    """Devices of each node, which planner capture fills one after the other; a divisor of devices. null: one node has
+    all."""
+
     replicas: int = Field(1, gt=0)
     """Copies of the whole pipeline that share each minibatch; devices * replicas workers run."""
 
     planner: str = defaults.PLANNER
     """Which planner chooses the cuts: varuna, mcap-bf, mcap-bo, capslog, capslog-tb, exact, throughput, gpipe or
-    gpipe-size; budget, dawnpiper or vpipe, which also choose layers that run again or are offloaded; pipedream, piper
-    or graphpipe, which give stages replicas (docs/planners.md); or joint, which shares all devices out among pipelines
-    of any length and cuts, as many as train.accumulation_blocks allow. default: budget where it can plan the run and
-    neither recompute nor stage_inputs is given, else exact."""
+    gpipe-size; budget, dawnpiper or vpipe, which also choose layers that run again or are offloaded; pipedream, piper,
+    graphpipe or capture, which give stages replicas (docs/planners.md); or joint, which shares all devices out among
+    pipelines of any length and cuts, as many as train.accumulation_blocks allow. default: budget where it can
+    plan the run and neither recompute nor stage_inputs is given, else exact."""
 
     cuts: list[Annotated[int, Field(ge=0)]] | None = None
     """First layer of each stage, beginning with 0; null means that the planner chooses."""
@@ -150,6 +154,11 @@ class Pipeline(Section):
                     f"pipeline.cuts={cuts} gives {len(cuts) // self.devices} stages per device, but "
                     f"pipeline.stages_per_rank is {self.stages_per_rank}; leave one of them out"
                 )
+        if self.node_devices is not None and self.devices % self.node_devices:
+            raise ValueError(
+                f"pipeline.node_devices={self.node_devices} does not divide pipeline.devices={self.devices}; all nodes "
+                "must have the same number of devices"
+            )
         if isinstance(self.capacity, list) and len(self.capacity) != self.devices:
             raise ValueError(
                 f"pipeline.capacity lists {len(self.capacity)} sizes for pipeline.devices={self.devices}; "

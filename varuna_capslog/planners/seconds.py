@@ -44,6 +44,9 @@ class Link:
         meanwhile (gloo: into host memory and the socket); `latency_seconds` is then the rank's own time too. None:
         sending costs the rank nothing.
 
+    node_devices: devices of each node, for planner `capture`, to which links within and between nodes are alike; None:
+        one node has all.
+
     Only a simulated step (`planning/simulation`) knows the rest:
 
     shared: both directions between two ranks share one link, on which messages go one after the other.
@@ -58,6 +61,7 @@ class Link:
     shared: bool = False
     host_bandwidth: float | None = None
     copies_beside: bool | None = None
+    node_devices: int | None = None
 
     def __post_init__(self) -> None:
         if self.bandwidth is not None and not 0 < self.bandwidth < float("inf"):

@@ -1,4 +1,5 @@
-"""The plan of a planner that gives stages replicas, and perhaps branches: `pipedream`, `piper`, `graphpipe`.
+"""The plan of a planner that gives stages replicas, and perhaps branches: `pipedream`, `piper`, `graphpipe`,
+`capture`.
 
 A replica takes whole accumulation blocks in turn, so that replicas work at the same time. Plans of a graph that is no
 line have direct routes, those of `pipedream` send everything from stage to stage, as its pipelines do. Where a planner
@@ -17,7 +18,14 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import AUTO
 from varuna_capslog.memory.inflight import RANKS
 from varuna_capslog.planners import with_microbatches
-from varuna_capslog.planners.replicas import NEEDS_TENSORS, REPLICATED, GraphCosts, ReplicatedStage, check_tensors
+from varuna_capslog.planners.replicas import (
+    COMPARES_PEAKS,
+    NEEDS_TENSORS,
+    REPLICATED,
+    GraphCosts,
+    ReplicatedStage,
+    check_tensors,
+)
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.playing import with_step_seconds
 from varuna_capslog.planning.ranks import judged
@@ -62,7 +70,7 @@ def replicated_plan(
     limits, usable = capacities_of_devices(capacity, devices), usable_bytes(profile, capacity, devices)
     shape = dataclasses.replace(with_microbatches(run, devices), schedule="1f1b")
     least = None if usable is None else min(usable)
-    costs = GraphCosts.of_profile(profile, devices, shape.microbatches, least, blocks, link)
+    costs = GraphCosts.of_profile(profile, devices, shape.microbatches, least, blocks, link, planner in COMPARES_PEAKS)
     answers = REPLICATED[planner](costs)
     if not answers:  # the plan says what it lacks
         unlimited = dataclasses.replace(costs, usable=None)

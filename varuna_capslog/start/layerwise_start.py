@@ -16,7 +16,7 @@ from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.schedules.shape import AUTO_SCHEDULE
 
-__all__ = ["asks_layerwise", "check_layerwise", "host_link", "plan_layerwise", "with_schedule_of"]
+__all__ = ["asks_layerwise", "check_layerwise", "configured_link", "plan_layerwise", "with_schedule_of"]
 
 
 def asks_layerwise(config: Config) -> bool:
@@ -53,11 +53,11 @@ def check_layerwise(config: Config) -> None:
             raise CapslogError(f"pipeline.planner={pipeline.planner} does not go with {key}: {why}")
 
 
-def host_link(config: Config, link: Link | None) -> Link:
-    """The link with the config's bandwidth of the host tier, where it has none of its own."""
-    link = link or Link()
-    given = config.pipeline.host_bandwidth
-    return dataclasses.replace(link, host_bandwidth=given) if link.host_bandwidth is None else link
+def configured_link(config: Config, link: Link | None) -> Link:
+    """The link with the config's bandwidth of the host tier and its devices per node, where it has none of its own."""
+    link, pipeline = link or Link(), config.pipeline
+    found = {name: getattr(pipeline, name) for name in ("host_bandwidth", "node_devices")}
+    return dataclasses.replace(link, **{name: given for name, given in found.items() if getattr(link, name) is None})
 
 
 def with_schedule_of(config: Config, plan: Plan) -> Config:

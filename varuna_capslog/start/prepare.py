@@ -38,7 +38,7 @@ from varuna_capslog.start.given_plan import given_plan
 from varuna_capslog.start.layerwise_start import (
     asks_layerwise,
     check_layerwise,
-    host_link,
+    configured_link,
     plan_layerwise,
     with_schedule_of,
 )
@@ -135,7 +135,7 @@ def _plan(
     config: Config, profile: Profile | None, given: Plan | None, link: Link | None = None, memo: Memo | None = None
 ) -> Plan:
     """`plan_run`; given: the plan that `pipeline.plan` names, read and checked."""
-    pipeline = config.pipeline
+    pipeline, link = config.pipeline, configured_link(config, link)
     if profile is None:
         return given or _of_cuts(config, None, link)
     cuts, capacity = pipeline.cuts, pipeline.capacity
@@ -155,7 +155,6 @@ def _plan(
     if given is not None and not given.short:
         plan = _judged(given, config, profile, memo)
     elif asks_layerwise(config):
-        link = host_link(config, link)
         plan = plan_layerwise(config, profile, link)
         plan = with_stage_bytes(_judged(plan, with_schedule_of(config, plan), profile, memo))
         plan = saying_what_fits(profile, plan, run)

@@ -1,4 +1,4 @@
-"""The plan that a run with planner `pipedream`, `piper` or `graphpipe` begins with: stages with replicas."""
+"""The plan that a run with planner `pipedream`, `piper`, `graphpipe` or `capture` begins with: stages with replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planners that give each stage devices of its own number: `pipedream`, `piper` and `graphpipe`, and their names.
+"""Planners that give each stage devices of its own number: `pipedream`, `piper`, `graphpipe`, `capture`.
 
 They answer with stages, of which `planning/replicated` makes plans, plays them and judges them.
 """
@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.planners.replicas.capture import capture_stages
 from varuna_capslog.planners.replicas.costs import GraphCosts, ReplicatedStage, check_tensors
 from varuna_capslog.planners.replicas.graphpipe import graphpipe_stages
 from varuna_capslog.planners.replicas.pipedream import pipedream_stages
 from varuna_capslog.planners.replicas.piper import piper_stages
 from varuna_capslog.planners.replicas.series_parallel import downset_count, tree_of
 
-__all__ = ["NEEDS_TENSORS", "REPLICATED", "GraphCosts", "ReplicatedStage", "check_tensors"]
+__all__ = ["COMPARES_PEAKS", "NEEDS_TENSORS", "REPLICATED", "GraphCosts", "ReplicatedStage", "check_tensors"]
 
 _FEW_DOWNSETS = 400
 """Up to so many `graphpipe` weighs Piper's stages too, which may hold parts of several branches."""
@@ -48,8 +49,12 @@ REPLICATED: dict[str, Callable[[GraphCosts], list[list[ReplicatedStage]]]] = {
     "pipedream": _pipedream,
     "piper": _piper,
     "graphpipe": _graphpipe,
+    "capture": lambda costs: [capture_stages(costs)],
 }
 """name -> the stages that may be the planner's answer, the likeliest first; [] where none fit."""
 
 NEEDS_TENSORS = ("piper", "graphpipe")
 """Those that plan a graph; the others take the layers as a line."""
+
+COMPARES_PEAKS = ("capture",)
+"""Those that look for the smallest peak, and need the bytes of layers whether or not the devices have a limit."""

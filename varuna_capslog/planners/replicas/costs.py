@@ -1,4 +1,5 @@
-"""What planners ask that give stages several devices, and what they answer: `pipedream`, `piper`, `graphpipe`.
+"""What planners ask that give stages several devices, and what they answer: `pipedream`, `piper`, `graphpipe`,
+`capture`.
 
 The layers of a model are a graph, the devices are alike, and a stage of r replicas shares the microbatches of a step
 out among r devices. All stages keep what their forwards save.
@@ -42,6 +43,7 @@ class GraphCosts:
     cuts: [L + 1] bytes that cross the cut before each layer, in the forward direction; 0 at both ends.
     edges: (layer that writes, layer that reads, bytes), each pair once; the last layer stands for the loss.
     devices: how many. usable: bytes that each of them may hold; None: no limit.
+    isolated, added: [L] bytes, M_i and M_a of CAPSlog; empty where nothing asks for them.
     microbatches: of a step. blocks: accumulation blocks that the step must have; None: the plan chooses.
     """
 
@@ -56,6 +58,8 @@ class GraphCosts:
     usable: int | None = None
     blocks: int | None = None
     link: Link = field(default_factory=Link)
+    isolated: tuple[int, ...] = ()
+    added: tuple[int | None, ...] = ()
 
     @classmethod
     def of_profile(
@@ -66,9 +70,10 @@ class GraphCosts:
         usable: int | None = None,
         blocks: int | None = None,
         link: Link | None = None,
+        peaks: bool = False,
     ) -> GraphCosts:
         """The numbers of a profile. Raises CapslogError naming the first layer that lacks what is needed: its seconds,
-        its bytes where devices have a limit, those that travel where the link has a bandwidth.
+        its bytes where devices have a limit or `peaks` are compared, those that travel where the link has a bandwidth.
         """
         link = link or Link()
         timed = link.seconds(1) != link.seconds(0)
@@ -87,7 +92,7 @@ class GraphCosts:
         return cls(
             tuple(forward + backward for forward, backward in pairs),
             column("static_bytes", usable is not None),
-            column("saved_bytes", usable is not None),
+            column("saved_bytes", usable is not None or peaks),
             column("parameter_bytes", timed),
             (0, *column("boundary_bytes", timed and devices > 1 and last > 0)[:-1], 0),
             tuple((writer, reader, size) for (writer, reader), size in sizes.items()),
@@ -96,6 +101,8 @@ class GraphCosts:
             usable,
             blocks,
             link,
+            tuple(profile.column("isolated_bytes")) if peaks else (),
+            tuple(profile.column("added_bytes")) if peaks else (),
         )
 
     @property

@@ -1,0 +1,120 @@
+"""CAPTURE's planner against its own Algorithm 4: every placement of every stage on every node, one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from tests.planners.replicas.graphs import draw_costs
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.planners.replicas.capture import DegreePeaks, capture_stages, merged
+from varuna_capslog.planners.replicas.costs import GraphCosts
+from varuna_capslog.planners.seconds import Link
+
+Placed = tuple[int, int, int]
+"""First layer, end, degree."""
+
+
+def draw(dice: random.Random, nodes: int, size: int, most: int) -> GraphCosts:
+    layers = dice.randrange(nodes * size.bit_count(), most + 1)
+    edges = [(one, one + 1) for one in range(layers - 1)]
+    costs = draw_costs(dice, edges, layers, nodes * size, False, Link(node_devices=size))
+    isolated = tuple(one + other + dice.randrange(9) for one, other in zip(costs.static, costs.saved, strict=True))
+    added = (None, *(dice.randrange(-2, 12) for _ in range(layers - 1)))
+    return dataclasses.replace(costs, isolated=isolated, added=added, microbatches=16)
+
+
+def every_placement(layers: int, nodes: int, size: int, first: int = 0, room: int = 0) -> Iterator[list[Placed]]:
+    """Algorithm 4: groups in order; the degrees, powers of two, of a node sum to its size."""
+    if first == layers:
+        if nodes == 0 and room == 0:
+            yield []
+        return
+    if room == 0:
+        if nodes == 0:
+            return
+        nodes, room = nodes - 1, size
+    degree = 1
+    while degree <= room:
+        for end in range(first + 1, layers + 1):
+            for rest in every_placement(layers, nodes, size, end, room - degree):
+                yield [(first, end, degree), *rest]
+        degree *= 2
+
+
+def predicted(costs: GraphCosts, placed: list[Placed], number: int, printed: bool) -> float:
+    """Bytes of a stage by the paper's predictor, or with the calls that 1F1B has in flight where it stands."""
+    first, end, degree = placed[number]
+    alone = costs.isolated[first] + sum(part or 0 for part in costs.added[first + 1 : end])
+    saved = sum(costs.saved[first:end])
+
+    def of(d: int, calls: int) -> int:
+        assert d
+        return alone + (calls - 1) * saved
+
+    if printed:
+        shares = {d: of(d, costs.microbatches // d) for d in (1, 2, 4)}
+        if degree <= 4:
+            return shares[degree]
+        b = (shares[4] - shares[2]) / (math.log(4) - math.log(2))
+        return shares[2] - b * math.log(2) + b * math.log(degree)
+    to_the_loss = sum(one[2] for one in placed[number:])
+    return of(degree, min(math.ceil(to_the_loss / degree), math.ceil(costs.microbatches / degree)))
+
+
+def devices_of(costs: GraphCosts, placed: list[Placed], printed: bool) -> list[float]:
+    """The bytes of every device, the largest first, as the tie-breaking rule compares them."""
+    rows = [[predicted(costs, placed, at, printed)] * one[2] for at, one in enumerate(placed)]
+    return sorted((size for row in rows for size in row), reverse=True)
+
+
+@pytest.mark.parametrize("printed", [False, True])
+def test_no_placement_has_a_smaller_peak_nor_smaller_ones_below_it(printed: bool) -> None:
+    dice = random.Random(7)
+    for nodes, size, most, draws in ((1, 1, 5, 20), (1, 4, 6, 150), (2, 2, 7, 150), (3, 2, 6, 80), (2, 3, 6, 80)):
+        for _ in range(draws):
+            costs = draw(dice, nodes, size, most)
+            best = min(devices_of(costs, one, printed) for one in every_placement(costs.num_layers, nodes, size))
+            found = capture_stages(costs, printed)
+            assert [layer for one in found for layer in one.layers] == list(range(costs.num_layers))
+            placed = [(one.layers[0], one.layers[-1] + 1, one.replicas) for one in found]
+            assert placed in list(every_placement(costs.num_layers, nodes, size))
+            assert devices_of(costs, placed, printed) == best
+
+
+def test_the_printed_logarithm_leaves_no_activations_at_eight_devices() -> None:
+    """Its own model, weights and activations / d, has 3 + 16 / d calls here: the logarithm through 2 and 4 is wrong."""
+    dice = random.Random(1)
+    costs = draw(dice, 1, 16, 5)
+    model, printed = DegreePeaks(costs), DegreePeaks(costs, printed=True)
+    saved = sum(costs.saved[0:2])
+    base = printed.of(0, 2, 1, 0) - 16 * saved
+    assert [printed.of(0, 2, d, 0) for d in (2, 4)] == [base + 8 * saved, base + 4 * saved]
+    assert printed.of(0, 2, 8, 0) == pytest.approx(base)
+    assert printed.of(0, 2, 16, 0) == pytest.approx(base - 4 * saved)
+    assert model.of(0, 2, 8, 100) == base + 2 * saved
+    placed = capture_stages(costs, printed=True)
+    rows = [(one.layers[0], one.layers[-1] + 1, one.replicas) for one in placed]
+    best = min(devices_of(costs, one, True) for one in every_placement(costs.num_layers, 1, 16))
+    assert devices_of(costs, rows, True) == pytest.approx(best)
+
+
+def test_the_merger_joins_the_neighbours_that_are_smallest_together() -> None:
+    costs = GraphCosts((1.0,) * 4, (0,) * 4, (0,) * 4, (0,) * 4, (0,) * 5, (), 2, 4)
+    costs = dataclasses.replace(costs, isolated=(9, 1, 1, 9), added=(None, 1, 1, 9))
+    assert merged(costs, 3) == [0, 1, 3, 4]  # 1 + 1; then 9 + 2, 1 + 1 + 9
+    assert merged(costs, 2) in ([0, 3, 4], [0, 1, 4])
+    assert merged(costs, 9) == [0, 1, 2, 3, 4]
+    assert [one.layers for one in capture_stages(costs, groups=2)] in ([(0, 1, 2), (3,)], [(0,), (1, 2, 3)])
+
+
+def test_nodes_that_do_not_fit_are_refused_in_a_sentence() -> None:
+    costs = draw(random.Random(3), 2, 3, 5)
+    with pytest.raises(CapslogError, match=r"6 devices are no whole number of nodes with 4; choose a node size"):
+        capture_stages(dataclasses.replace(costs, link=Link(node_devices=4)))
+    with pytest.raises(CapslogError, match=r"each of 3 nodes stages .* sum to 2, but 2 layers are too few"):
+        capture_stages(dataclasses.replace(costs, link=Link(node_devices=2)), groups=2)
