@@ -29,6 +29,20 @@ def test_the_planner_chooses_the_blocks_of_the_run_where_the_config_leaves_them_
     assert layout_of(plan, written).num_blocks == plan.units.blocks
 
 
+def test_auto_settles_the_run_as_the_planner_does_whose_plan_it_takes(tmp_path: Path) -> None:
+    words = command(tmp_path, "run", "pipeline.planner=auto", "train.accumulation_blocks=null", *SETTINGS)
+    words += ["pipeline.capacity=512KiB", "pipeline.devices=4"]
+    plan = prepare_run(load_config(Path(words[1]), words[2:]), show=False)
+    assert plan.fits
+    assert plan.bound_seconds is not None
+    assert f"planner auto has taken the plan of {plan.planner}, of " in plan.notes[-1]
+    written = load_config(tmp_path / "run" / "config.yaml", [])
+    assert (written.pipeline.planner, written.pipeline.schedule) == ("auto", plan.schedule)
+    assert written.num_blocks == (plan.units.blocks or 1)
+    assert layout_of(plan, written).num_blocks == written.num_blocks
+    assert [one.bytes for one in plan.ranks] == rehearse_plan(written, plan)
+
+
 def test_a_plan_has_the_bytes_that_its_ranks_programs_take(tmp_path: Path) -> None:
     words = command(tmp_path, "run", "pipeline.planner=graphpipe", *SETTINGS, "pipeline.capacity=135KiB")
     config = load_config(Path(words[1]), words[2:])
@@ -43,6 +57,10 @@ def test_a_plan_has_the_bytes_that_its_ranks_programs_take(tmp_path: Path) -> No
         ("graphpipe", "pipeline.replicas=2", "pipeline.replicas=2: it gives every stage replicas of its own"),
         ("piper", "pipeline.stages_per_rank=2", "pipeline.stages_per_rank=2: it plans one stage per rank"),
         ("pipedream", "elastic.enabled=true", "elastic.enabled=true: after a membership change"),
+        ("auto", "elastic.enabled=true", "elastic.enabled=true: which planner is fastest is not searched anew"),
+        ("auto", "pipeline.replicas=2", "pipeline.replicas=2: it gives every stage replicas of its own"),
+        ("auto", "pipeline.schedule=1f1b-star", "pipeline.schedule=1f1b-star: the limits of that schedule follow"),
+        ("capture", "elastic.enabled=true", "elastic.enabled=true: after a membership change"),
         ("gpipe", "elastic.enabled=true", "elastic.enabled=true: it knows no capacities to keep to"),
         ("pipedream", "pipeline.memory=gpipe", "memory is 'gpipe', but stages of planner 'pipedream' have several"),
     ],

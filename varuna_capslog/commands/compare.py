@@ -127,7 +127,7 @@ def _print(rows: Sequence[Row], profile: Profile, devices: int) -> None:
 
     def cells(row: Row) -> list[str]:
         if row.plan is None:
-            return [row.planner, *(["-"] * 5)]
+            return [row.planner, *(["-"] * 6)]
         return [
             row.planner,
             "unknown" if row.peak_bytes is None else format_bytes(row.peak_bytes),
@@ -135,9 +135,16 @@ def _print(rows: Sequence[Row], profile: Profile, devices: int) -> None:
             "unknown" if row.step_seconds is None else duration(row.step_seconds),
             "" if row.bubble_fraction is None else f"{100 * row.bubble_fraction:.1f} %",
             "" if row.search_seconds is None else duration(row.search_seconds),
+            _gap(row),
         ]
+
+    def _gap(row: Row) -> str:
+        """Whether no plan is faster, or how far the step is above a bound."""
+        if row.step_seconds is None or not row.bound_seconds or row.proven:
+            return "yes" if row.proven else ""
+        return f"within {(row.step_seconds / row.bound_seconds - 1) * 100:.1f} %"
 
     title = f"{profile.model or 'model'}: {profile.num_layers} layers on {devices} devices"
     reasons = [f"{row.planner}: {row.reason}" for row in rows if row.reason is not None]
-    headings = ("planner", "peak", "margin", "step", "bubble", "search")
+    headings = ("planner", "peak", "margin", "step", "bubble", "search", "proven")
     shared.print_table(title, headings, map(cells, rows), left=(0,), notes=reasons)

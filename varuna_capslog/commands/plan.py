@@ -47,7 +47,7 @@ class PlanFlags(InferenceFlags, ModelFlags):
         option(
             "varuna, mcap-bf, mcap-bo, capslog, capslog-tb, exact, throughput, gpipe or gpipe-size; budget, dawnpiper "
             "and vpipe also choose which layers run again or are offloaded; pipedream, piper, graphpipe and "
-            "capture the replicas of every stage.",
+            "capture the replicas of every stage; auto asks all of them and takes the fastest that fits.",
             "pipeline.planner, or budget where it can plan the run, else exact",
         ),
     ] = None
@@ -71,7 +71,10 @@ class PlanFlags(InferenceFlags, ModelFlags):
     ] = None
     search_seconds: Annotated[
         float | None,
-        option("When planner budget ends its search, with the best plan so far.", "pipeline.search_seconds, or never"),
+        option(
+            "When budget ends its search, with the best plan so far; auto asks no further planner then.",
+            "pipeline.search_seconds, or never",
+        ),
     ] = None
     bandwidth: shared.Bandwidth = None
     latency: shared.Latency = "0s"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["FASTEST", "MEMORY", "PLANNER", "SCHEDULE", "SMALLEST"]
+__all__ = ["ALL", "FASTEST", "MEMORY", "PLANNER", "SCHEDULE", "SMALLEST"]
 
 PLANNER: Final = "default"
 """`pipeline.planner`: FASTEST for every run that it can plan, else SMALLEST."""
 FASTEST: Final = "budget"
 """The planner of the shortest step that fits."""
+ALL: Final = "auto"
+"""The planner that asks all others."""
 SMALLEST: Final = "exact"
 """The planner of the smallest peak, which needs no seconds."""
 MEMORY: Final = "auto"

@@ -54,8 +54,9 @@ class Pipeline(Section):
     """Which planner chooses the cuts: varuna, mcap-bf, mcap-bo, capslog, capslog-tb, exact, throughput, gpipe or
     gpipe-size; budget, dawnpiper or vpipe, which also choose layers that run again or are offloaded; pipedream, piper,
     graphpipe or capture, which give stages replicas (docs/planners.md); or joint, which shares all devices out among
-    pipelines of any length and cuts, as many as train.accumulation_blocks allow. default: budget where it can
-    plan the run and neither recompute nor stage_inputs is given, else exact."""
+    pipelines of any length and cuts, as many as train.accumulation_blocks allow; or auto, which asks all of them and
+    takes the fastest plan that fits. default: budget where it can plan the run and neither recompute nor stage_inputs
+    is given, else exact."""
 
     cuts: list[Annotated[int, Field(ge=0)]] | None = None
     """First layer of each stage, beginning with 0; null means that the planner chooses."""
@@ -65,8 +66,8 @@ class Pipeline(Section):
     In an elastic run the planner decides anew for any other number of devices than the plan's."""
 
     search_seconds: float | None = Field(None, gt=0)
-    """When planner budget ends its search, with the best plan so far and its gap to the bound; null: when all is
-    searched."""
+    """When planner budget ends its search, with the best plan so far and its gap to the bound, and after which auto
+    asks no further planner; null: when all is searched."""
 
     schedule: Literal["gpipe", "1f1b", "1f1b-star", "interleaved", "kfkb", "zb-h1", "varuna", "auto"] = (
         defaults.SCHEDULE
@@ -314,7 +315,7 @@ class Config(Section):
         if pipeline.planner == defaults.PLANNER:
             pipeline.settle_planner(self._default_planner())
         given = pipeline.cuts is not None or pipeline.plan is not None
-        if pipeline.schedule == "auto" and (pipeline.planner != defaults.FASTEST or given):
+        if pipeline.schedule == "auto" and (pipeline.planner not in (defaults.FASTEST, defaults.ALL) or given):
             pipeline.schedule = "varuna"
         return self
 

@@ -26,6 +26,7 @@ from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 
 __all__ = [
+    "AUTOMATIC",
     "BALANCED",
     "BUDGET",
     "DEFAULT_MICROBATCHES_PER_STAGE",
@@ -77,10 +78,13 @@ LAYERWISE: dict[str, Callable[[Layerwise], list[StageChoice]]] = {
 """Planners of one pipeline that choose, beside its cuts, which layers run again or leave for the host tier."""
 
 EVERY_PLANNER = (*PLANNER_NAMES, *BALANCED, *LAYERWISE, *REPLICATED)
-"""Every planner but `JOINT`."""
+"""Every planner but `JOINT` and `AUTOMATIC`."""
 
 JOINT = "joint"
 """The planner that chooses pipelines of different length together (`joint`); the others plan one pipeline."""
+
+AUTOMATIC = "auto"
+"""Asks the others (`planning/automatic`) and takes the fastest plan that fits."""
 
 DEFAULT_MICROBATCHES_PER_STAGE = 4
 """What `throughput` plans for where the number of microbatches is not known."""

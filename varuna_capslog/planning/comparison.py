@@ -37,6 +37,8 @@ class Row:
         fit); None where the memory model or the capacity is missing.
     step_seconds, bubble_fraction: simulated; None where the profile has no seconds.
     search_seconds: measured here.
+    bound_seconds, proven: no plan of the planner's search space is faster than the bound, and the plan is that fast;
+        for planners that say none the work of the step, shared out evenly. None where the step is not known.
     reason: why something is missing, a sentence; None where nothing is.
     """
 
@@ -47,6 +49,8 @@ class Row:
     step_seconds: float | None = None
     bubble_fraction: float | None = None
     search_seconds: float | None = None
+    bound_seconds: float | None = None
+    proven: bool | None = None
     reason: str | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -109,6 +113,16 @@ def _row(profile: Profile, name: str, ask: Callable[[str], Plan], run: RunShape,
         step, bubble = simulated.step_seconds, simulated.bubble_fraction
     except CapslogError as error:
         reason = "; ".join(filter(None, (reason, str(error))))
+    bound, proven = _bound(profile, found, run, step)
     verdict = judge_plan(found, profile)
     margin = None if verdict is None else min(verdict.margins)
-    return Row(name, found, found.peak_bytes, margin, step, bubble, found.search_seconds, reason)
+    return Row(name, found, found.peak_bytes, margin, step, bubble, found.search_seconds, bound, proven, reason)
+
+
+def _bound(profile: Profile, plan: Plan, run: RunShape, step: float | None) -> tuple[float | None, bool | None]:
+    """The planner's own bound, and whether the plan is proven; else that of any stages on as many devices."""
+    if step is None or plan.bound_seconds is not None:
+        return plan.bound_seconds, plan.proven
+    seconds = sum((one.forward_seconds or 0.0) + (one.backward_seconds or 0.0) for one in profile.layers)
+    bound = seconds * (run.num_microbatches or 1) / plan.num_ranks
+    return bound, step <= bound * (1 + 1e-9)

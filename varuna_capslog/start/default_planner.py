@@ -44,14 +44,14 @@ def with_planner_for(config: Config, profile: Profile) -> Config:
 
 
 def with_default_capacity(config: Config) -> Config:
-    """The config with the memory of this machine's devices, where planner `budget` is to keep to what nobody says.
+    """The config with the memory of this machine's devices, where planner `budget` or `auto` has none to keep to.
 
     That is all of a GPU's, and on a CPU an equal part of the machine's, or of its container's, for every rank. The
     same config where there is a capacity, and for devices that are not here.
     """
     pipeline, device = config.pipeline, config.profile.device or config.device
     given = pipeline.capacity is not None or pipeline.cuts is not None or pipeline.plan is not None
-    if given or pipeline.planner != defaults.FASTEST:
+    if given or pipeline.planner not in (defaults.FASTEST, defaults.ALL):
         return config
     if device not in ("auto", "cpu", "cuda"):
         return config

@@ -12,6 +12,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config import defaults
 from varuna_capslog.memory.inference import is_for_inference
 from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.automatic import automatic_plan
 from varuna_capslog.planning.layerwise import judged_layerwise_plan
 from varuna_capslog.planning.playing import with_step_seconds
 from varuna_capslog.planning.search import plan as search
@@ -58,7 +59,7 @@ def plan_of_profile(
         planner, memory: default: those of a config without the keys.
         capacity: bytes of every device, or one number each; None: no limit.
         minibatch: samples of a step; None: not known, and not needed by every planner.
-        limit_seconds: when planner `budget` is to end its search.
+        limit_seconds: when planner `budget` is to end its search, and `auto` asks no further planner.
 
     Raises:
         CapslogError: as `planning.search.plan`; a minibatch that is no whole number of microbatches.
@@ -71,7 +72,9 @@ def plan_of_profile(
         planner = default_planner(profile, memory)
         if planner == defaults.SMALLEST and not is_for_inference(profile) and memory == defaults.MEMORY:
             notes = (_WITHOUT_TIME,)
-    if planner == defaults.FASTEST:
+    if planner == defaults.ALL:
+        found = automatic_plan(profile, devices, memory, capacity, run, link, limit_seconds)
+    elif planner == defaults.FASTEST:
         found = judged_layerwise_plan(profile, devices, planner, memory, capacity, run, link, limit_seconds)
     else:
         found = search(profile, devices, planner, memory, capacity, run, link)

@@ -18,7 +18,7 @@ from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.config.reading import Config, dump_config
 from varuna_capslog.memory import AUTO, MEMORY_MODELS
 from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.planners import BUDGET, EVERY_PLANNER, JOINT
+from varuna_capslog.planners import AUTOMATIC, BUDGET, EVERY_PLANNER, JOINT
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.layerwise import saying_what_fits, with_stage_bytes
 from varuna_capslog.planning.limits import with_limits
@@ -42,7 +42,15 @@ from varuna_capslog.start.layerwise_start import (
     plan_layerwise,
     with_schedule_of,
 )
-from varuna_capslog.start.replicated_start import asks_replicated, check_replicated, plan_replicated, with_units_of
+from varuna_capslog.start.replicated_start import (
+    asks_automatic,
+    asks_replicated,
+    check_automatic,
+    check_replicated,
+    plan_automatic,
+    plan_replicated,
+    with_units_of,
+)
 from varuna_capslog.training.constants import check_folder
 
 if TYPE_CHECKING:
@@ -63,7 +71,7 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
         CapslogError: the model, the profile or the plan is impossible, or the folder's checkpoints are of another run.
     """
     # Before the profile, which may take minutes.
-    fields.refuse_unknown([config.pipeline.planner], [*EVERY_PLANNER, JOINT], "planner")
+    fields.refuse_unknown([config.pipeline.planner], [*EVERY_PLANNER, JOINT, AUTOMATIC], "planner")
     fields.refuse_unknown([config.pipeline.memory], [AUTO, *MEMORY_MODELS], "memory model")
     ENGINES[config.engine].check()
     _hand_over(config)
@@ -163,6 +171,8 @@ def _plan(
         if run.limits_by_plan:
             plan = with_limits(profile, plan, RunShape.of_config(config), link)
         plan = _judged(plan, config, profile, memo)
+    elif asks_automatic(config):
+        plan, config = plan_automatic(config, profile, link, lambda one, own: _judged(one, own, profile, memo))
     elif asks_replicated(config):
         plan = plan_replicated(config, profile, link)
         plan = _judged(plan, with_units_of(config, plan), profile, memo)
@@ -193,8 +203,8 @@ def _plan(
 
 
 def _planner_of_one(config: Config) -> str:
-    """Who cuts one pipeline; joint plans are of several."""
-    return "exact" if config.pipeline.planner == JOINT else config.pipeline.planner
+    """Who cuts one pipeline; joint plans are of several, and auto is no planner by itself."""
+    return "exact" if config.pipeline.planner in (JOINT, AUTOMATIC) else config.pipeline.planner
 
 
 def _needs_profile(config: Config, given: Plan | None) -> bool:
@@ -218,6 +228,7 @@ def _checked_plan(config: Config) -> Plan | None:
 
     check_layerwise(config)
     check_replicated(config)
+    check_automatic(config)
     plan = given_plan(config)
     if plan is None:
         return None

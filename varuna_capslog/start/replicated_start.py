@@ -1,23 +1,59 @@
-"""The plan that a run with planner `pipedream`, `piper`, `graphpipe` or `capture` begins with: stages with replicas."""
+"""The plan that a run with planner `pipedream`, `piper`, `graphpipe`, `capture` or `auto` begins with."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Config
-from varuna_capslog.planners import BALANCED, REPLICATED
+from varuna_capslog.planners import AUTOMATIC, BALANCED, LAYERWISE, REPLICATED
 from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.automatic import automatic_plan
+from varuna_capslog.planning.layerwise import with_stage_bytes
 from varuna_capslog.planning.replicated import check_ranks_memory, replicated_plan
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 
-__all__ = ["asks_replicated", "check_replicated", "plan_replicated", "with_units_of"]
+__all__ = [
+    "asks_automatic",
+    "asks_replicated",
+    "check_automatic",
+    "check_replicated",
+    "plan_automatic",
+    "plan_replicated",
+    "with_units_of",
+]
 
 
 def asks_replicated(config: Config) -> bool:
     """Whether such a planner chooses the stages."""
     pipeline = config.pipeline
     return pipeline.planner in REPLICATED and pipeline.cuts is None and pipeline.plan is None
+
+
+def asks_automatic(config: Config) -> bool:
+    """Whether all planners are asked."""
+    pipeline = config.pipeline
+    return pipeline.planner == AUTOMATIC and pipeline.cuts is None and pipeline.plan is None
+
+
+def check_automatic(config: Config) -> None:
+    """Raises CapslogError for a run in which planners cannot be compared, by the key that says so."""
+    pipeline = config.pipeline
+    if pipeline.planner == AUTOMATIC and config.elastic.enabled:
+        raise CapslogError(
+            f"pipeline.planner={AUTOMATIC} does not go with elastic.enabled=true: which planner is fastest is not "
+            "searched anew at a change; choose planner budget, throughput or joint"
+        )
+    if not asks_automatic(config):
+        return
+    _refuse(config)
+    if RunShape.of_config(config).limits_by_plan:
+        raise CapslogError(
+            f"pipeline.planner={AUTOMATIC} does not go with pipeline.schedule={pipeline.schedule}: the limits of that "
+            "schedule follow from cuts that are known; choose 1f1b, or auto"
+        )
 
 
 def check_replicated(config: Config) -> None:
@@ -32,6 +68,12 @@ def check_replicated(config: Config) -> None:
     if not asks_replicated(config):
         return
     check_ranks_memory(pipeline.planner, pipeline.memory)
+    _refuse(config)
+
+
+def _refuse(config: Config) -> None:
+    """Raises CapslogError for what does not go with stages that have replicas of their own."""
+    pipeline = config.pipeline
     rules = {
         f"engine={config.engine}": (config.engine == "varuna", "Varuna runs equal pipelines; set engine=capslog"),
         f"pipeline.replicas={pipeline.replicas}": (
@@ -58,10 +100,27 @@ def plan_replicated(config: Config, profile: Profile, link: Link | None = None) 
     return replicated_plan(profile, pipeline.devices, pipeline.planner, pipeline.capacity, run, link, blocks)
 
 
+def plan_automatic(
+    config: Config, profile: Profile, link: Link | None, judge: Callable[[Plan, Config], Plan]
+) -> tuple[Plan, Config]:
+    """The fastest plan of all planners, and the config with the constants of the run that it chose.
+
+    judge: says whether a plan of the full form fits, by more than the planner knew.
+    """
+    pipeline, run = config.pipeline, RunShape.of_config(config)
+    limit = pipeline.search_seconds
+    plan = automatic_plan(profile, pipeline.devices, pipeline.memory, pipeline.capacity, run, link, limit)
+    config = with_units_of(config, plan)
+    if not plan.short and (judged := judge(plan, config)).fits is not None:
+        plan = with_stage_bytes(judged) if plan.planner in LAYERWISE else judged
+    return plan, config
+
+
 def with_units_of(config: Config, plan: Plan) -> Config:
-    """The config with the accumulation blocks and the schedule of its planner's plan."""
-    if not asks_replicated(config):
+    """The config with the accumulation blocks and the schedule of the plan, where a planner has chosen these."""
+    if not (asks_replicated(config) or asks_automatic(config)):
         return config
-    train = config.train.model_copy(update={"accumulation_blocks": plan.units.blocks})
-    pipeline = config.pipeline.model_copy(update={"schedule": plan.schedule, "recompute": False})
+    found = {"schedule": plan.schedule} | ({"recompute": False} if plan.planner in REPLICATED else {})
+    train = config.train.model_copy(update={"accumulation_blocks": plan.units.blocks or config.num_blocks})
+    pipeline = config.pipeline.model_copy(update=found)
     return config.model_copy(update={"train": train, "pipeline": pipeline})
