@@ -174,6 +174,8 @@ class _Played:
         every = self.run.microbatches
         counts = [one for one in range(most, every + 1) if every % one == 0] if most > 1 else [1]
         counts = [self.costs.blocks] if self.costs.blocks else counts
+        if self.frame.planner in COMPARES_PEAKS:
+            counts = counts[-1:]  # larger blocks have more in flight
         limited = self.costs.usable is not None
         for blocks in counts[::-1] if limited else dict.fromkeys((counts[-1], counts[0])):
             fits = False

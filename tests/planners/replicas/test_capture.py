@@ -12,8 +12,10 @@ import pytest
 from tests.planners.replicas.graphs import draw_costs
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.replicas.capture import DegreePeaks, capture_stages, merged
-from varuna_capslog.planners.replicas.costs import GraphCosts
+from varuna_capslog.planners.replicas.costs import GraphCosts, ReplicatedStage
 from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.replicated import stage_limits
+from varuna_capslog.plans.parts import Units
 
 Placed = tuple[int, int, int]
 """First layer, end, degree."""
@@ -62,8 +64,10 @@ def predicted(costs: GraphCosts, placed: list[Placed], number: int, printed: boo
             return shares[degree]
         b = (shares[4] - shares[2]) / (math.log(4) - math.log(2))
         return shares[2] - b * math.log(2) + b * math.log(degree)
-    to_the_loss = sum(one[2] for one in placed[number:])
-    return of(degree, min(math.ceil(to_the_loss / degree), math.ceil(costs.microbatches / degree)))
+    stages = [ReplicatedStage(tuple(range(*one[:2])), one[2]) for one in placed]
+    limits = stage_limits(stages, Units(costs.microbatches, 1, costs.microbatches), "relay", None)
+    limit = limits[number] or len(placed) - number
+    return of(degree, min(limit, math.ceil(costs.microbatches / degree)))
 
 
 def devices_of(costs: GraphCosts, placed: list[Placed], printed: bool) -> list[float]:

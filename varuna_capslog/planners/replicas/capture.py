@@ -10,14 +10,15 @@ left out and the others compared, again and again.
 
 Algorithm 4 enumerates the placements, which takes exponential time. The dynamic program here has the same answers: the
 peaks of the devices, in falling order, of the stages from layer l on are best whatever stands before, since all plans
-of a state have equally many. State: first layer, devices used from the end (which say the node). The layer merger is
+of a state have equally many. State: first layer, devices used from the end (which say the node), and what is in flight
+behind. The layer merger is
 as printed: while there are more groups than asked, the two neighbours with the smallest M_i together become one.
 
 Where we deviate, unless `printed` is asked:
 
 - The printed peak does not know where a stage stands: every sample of a step that a replica takes counts. Under 1F1B a
-  stage holds calls only until the loss has come back, so that with n devices from it to the loss, itself included,
-  ceil(n / d) calls are in flight on each of its devices. This program knows n, and takes that.
+  stage holds calls only until the loss has come back, as many as the limits of `schedules/in_flight` say for the stages
+  behind it, which are those of the plan.
 - For degrees above 4 the paper draws a logarithm a + b ln(d) through the predictions for 2 and 4. Its own model is
   a + b / d, and the logarithm gives the weights alone for 8 and less than these beyond. The number of calls gives every
   degree its own bytes here, so that nothing is fitted.
@@ -32,6 +33,7 @@ from dataclasses import dataclass
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.additive import AdditiveCosts
 from varuna_capslog.planners.replicas.costs import GraphCosts, ReplicatedStage
+from varuna_capslog.schedules.in_flight import table_3_2
 
 __all__ = ["MOST_GROUPS", "DegreePeaks", "capture_stages", "merged"]
 
@@ -55,15 +57,15 @@ class DegreePeaks:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_alone", AdditiveCosts.of_statistics(self.costs.isolated, self.costs.added))
 
-    def of(self, first: int, end: int, degree: int, behind: int) -> float:
-        """Bytes on each of `degree` devices, with so many devices `behind` the stage."""
+    def of(self, first: int, end: int, degree: int, in_flight: int) -> float:
+        """Bytes on each of `degree` devices, which have so many microbatches in flight together."""
         if self.printed and degree > _MEASURED:
-            two, four = self.of(first, end, 2, behind), self.of(first, end, _MEASURED, behind)
+            two, four = self.of(first, end, 2, in_flight), self.of(first, end, _MEASURED, in_flight)
             slope = (four - two) / math.log(2)
             return two + slope * math.log(degree / 2)
         calls = -(-self.costs.microbatches // degree)
         if not self.printed:
-            calls = min(calls, -(-(behind + degree) // degree))
+            calls = min(calls, -(-in_flight // degree))
         alone: AdditiveCosts = self._alone  # type: ignore[attr-defined]
         saved = self.costs.sums["saved"]
         return alone.stage_bytes(first, end) + (calls - 1) * float(saved[end] - saved[first])
@@ -82,7 +84,7 @@ def merged(costs: GraphCosts, groups: int) -> list[int]:
 def capture_stages(costs: GraphCosts, printed: bool = False, groups: int = MOST_GROUPS) -> list[ReplicatedStage]:
     """Return the stages in order, on all devices, node by node; whatever a device may hold, the smallest peak.
 
-    O(groups^2 x devices x log k), each step a comparison of at most `devices` numbers.
+    O(groups^2 x devices x log k) times the numbers in flight, each step a comparison of at most `devices` numbers.
 
     Raises CapslogError where the nodes are not alike, or the layers are too few for them.
     """
@@ -95,23 +97,18 @@ def capture_stages(costs: GraphCosts, printed: bool = False, groups: int = MOST_
     bounds, peaks = merged(costs, groups), DegreePeaks(costs, printed)
     count = len(bounds) - 1
     degrees = [1 << power for power in range(size.bit_length()) if 1 << power <= costs.most_replicas]
-    best: dict[tuple[int, int], tuple[list[float], int, int]] = {(count, 0): ([], 0, 0)}
+    best: dict[tuple[int, int], list[_Rest]] = {(count, 0): [_Rest([], 0, 0)]}
     for used in range(1, devices + 1):
         room = (used - 1) % size + 1  # of the devices counted, those on the node that the stage stands on
         for first in range(count):
-            found: tuple[list[float], int, int] | None = None
+            found: list[_Rest] = []
             for degree in (one for one in degrees if one <= room):
                 for end in range(first + 1, count + 1):
-                    rest = best.get((end, used - degree))
-                    if rest is None:
-                        continue
-                    peak = peaks.of(bounds[first], bounds[end], degree, used - degree)
-                    if found is not None and max([peak, *rest[0][:1]]) > found[0][0]:
-                        continue
-                    row = sorted([peak] * degree + rest[0], reverse=True)
-                    if found is None or row < found[0]:
-                        found = row, end, degree
-            if found is not None:
+                    for rest in best.get((end, used - degree), ()):
+                        in_flight, at_once = rest.before(degree)
+                        peak = peaks.of(bounds[first], bounds[end], degree, in_flight)
+                        _keep(found, rest, peak, in_flight, at_once, end, degree, printed)
+            if found:
                 best[first, used] = found
     if (0, devices) not in best:
         raise CapslogError(
@@ -119,9 +116,53 @@ def capture_stages(costs: GraphCosts, printed: bool = False, groups: int = MOST_
             f"{degrees[-1]}) sum to {size}, but {count} layers are too few for that; choose fewer devices, another "
             "node size, or planner pipedream"
         )
-    at, used, stages = 0, devices, list[ReplicatedStage]()
-    while at < count:
-        _, end, degree = best[at, used]
-        stages.append(ReplicatedStage(tuple(range(bounds[at], bounds[end])), degree))
-        at, used = end, used - degree
+    at, stages = min(best[0, devices], key=lambda one: one.row), list[ReplicatedStage]()
+    first = 0
+    while at.behind is not None:
+        stages.append(ReplicatedStage(tuple(range(bounds[first], bounds[at.end])), at.degree))
+        first, at = at.end, at.behind
     return stages
+
+
+@dataclass
+class _Rest:
+    """The stages from a layer on.
+
+    row: bytes of their devices, the largest first. in_flight, at_once: microbatches that the first of them has in
+        flight, and that the widest of them takes at once. end, degree, behind: the first of them, and those behind it.
+    """
+
+    row: list[float]
+    in_flight: int
+    at_once: int
+    end: int = 0
+    degree: int = 0
+    behind: _Rest | None = None
+
+    def before(self, degree: int) -> tuple[int, int]:
+        """What a stage of this degree before them has in flight, and the widest takes at once (`stage_limits`)."""
+        if not self.row:
+            return degree, degree
+        needed = table_3_2(1, degree, 1, self.at_once, self.in_flight)
+        return -(-needed // degree) * degree, max(degree, self.at_once)
+
+    def no_worse(self, row: list[float], in_flight: int, at_once: int) -> bool:
+        """Whether nothing before could make stages like these the better ones: limits grow with what is in flight."""
+        return self.at_once == at_once and self.in_flight <= in_flight and self.row <= row
+
+
+def _keep(
+    found: list[_Rest], rest: _Rest, peak: float, in_flight: int, at_once: int, end: int, degree: int, printed: bool
+) -> None:
+    """Add a stage before `rest`, unless one of `found` is no worse, and drop those that it makes superfluous."""
+    if printed:
+        in_flight = at_once = 1  # the printed peaks know nothing of them
+    top = max([peak, *rest.row[:1]])
+    if any(one.at_once == at_once and one.in_flight <= in_flight and one.row[0] < top for one in found):
+        return
+    row = sorted([peak] * degree + rest.row, reverse=True)
+    if any(one.no_worse(row, in_flight, at_once) for one in found):
+        return
+    made = _Rest(row, in_flight, at_once, end, degree, rest)
+    found[:] = [one for one in found if not made.no_worse(one.row, one.in_flight, one.at_once)]
+    found.append(made)
