@@ -109,7 +109,7 @@ def test_lopsided_towers_share_a_stage_where_ranks_are_few() -> None:
 
 def test_capture_fills_its_nodes_and_holds_less_than_cuts_for_speed() -> None:
     """Two nodes of two devices; the first layer holds the most, so that the first node shares it out."""
-    profile = profile_of_graph([(0, 1), (1, 2), (2, 3)], [1.0] * 4)
+    profile = profile_of_graph([(0, 1), (1, 2), (2, 3)], [1.0] * 4, weights=0)
     rows = [dataclasses.replace(row, saved_bytes=size) for row, size in zip(profile.layers, (90, 9, 1, 1), strict=True)]
     profile = dataclasses.replace(profile, layers=tuple(rows))
     found = plan(profile, 4, "capture", run=RUN, link=Link(node_devices=2))

@@ -79,6 +79,8 @@ def replicated_plan(
     routes = "relay" if line or planner not in NEEDS_TENSORS else "direct"
     capacities = tuple(PlanRank(capacity_bytes=size) for size in limits) if limits else (PlanRank(),) * devices
     search = _Played(profile, shape, link, capacities, planner, routes, costs)
+    if planner in COMPARES_PEAKS and not profile.observations:
+        answers = answers[:1]
     for stages in sorted(answers, key=search.bound):
         search.weigh(stages)
     found = search.answer()
@@ -115,11 +117,17 @@ def check_ranks_memory(planner: str, memory: str) -> None:
 
 @dataclass(frozen=True)
 class _PlayedPlan:
-    """A plan, what it lacks (0: it fits, as far as is known) and its step."""
+    """A plan, what it lacks (0: it fits, as far as is known), its step, and its peak where that is compared."""
 
     lack: int
     step: float
     plan: Plan
+    peak: int = 0
+
+    def beats(self, other: _PlayedPlan) -> bool:
+        """Whether it lacks less, or has a smaller peak, or is faster."""
+        own = (self.lack, self.peak, self.step * (1 + _SAME))
+        return own < (other.lack, other.peak, other.step)
 
 
 class _Played:
@@ -168,15 +176,13 @@ class _Played:
     def weigh(self, stages: Sequence[ReplicatedStage]) -> None:
         """Play the stages with as many blocks as keep replicas busy and as few as they can have, and keep the best."""
         best = self.best
-        if best is not None and not best.lack and self.bound(stages) >= best.step * (1 - _SAME):
+        if best is not None and not best.lack and not self.by_peak and self.bound(stages) >= best.step * (1 - _SAME):
             return
         most = max(one.replicas for one in stages)
         every = self.run.microbatches
         counts = [one for one in range(most, every + 1) if every % one == 0] if most > 1 else [1]
         counts = [self.costs.blocks] if self.costs.blocks else counts
-        if self.frame.planner in COMPARES_PEAKS:
-            counts = counts[-1:]  # larger blocks have more in flight
-        limited = self.costs.usable is not None
+        limited = self.costs.usable is not None or self.by_peak
         for blocks in counts[::-1] if limited else dict.fromkeys((counts[-1], counts[0])):
             fits = False
             for routes in self.routes_of(stages):
@@ -185,10 +191,15 @@ class _Played:
                 frame = dataclasses.replace(self.frame, routes=routes)
                 one = self._weighed(plan_of_stages(frame, stages, blocks, self.profile.known_edges))
                 fits |= not one.lack
-                if self.best is None or (one.lack, one.step * (1 + _SAME)) < (self.best.lack, self.best.step):
+                if self.best is None or one.beats(self.best):
                     self.best = one
-            if limited and fits:
+            if limited and fits and not self.by_peak:
                 return  # fewer blocks fit as well, and are not faster
+
+    @property
+    def by_peak(self) -> bool:
+        """The smallest peak is looked for, not the shortest step."""
+        return self.frame.planner in COMPARES_PEAKS
 
     def routes_of(self, stages: Sequence[ReplicatedStage]) -> tuple[str, ...]:
         """Those to try: a line of ranges may also relay, which sends gradients of several readers together."""
@@ -197,13 +208,15 @@ class _Played:
         return (own, "relay") if own == "direct" and line and self.frame.planner == "graphpipe" else (own,)
 
     def _weighed(self, plan: Plan) -> _PlayedPlan:
-        lack = 0
-        if self.costs.usable is not None and self.profile.observations:  # without them the fold has no bytes
+        lack = peak = 0
+        told = bool(self.profile.observations)  # without them the fold has no bytes
+        if told and (self.costs.usable is not None or self.by_peak):
             verdict = judged(self.profile, plan, self.run)
             lack = verdict.shortfall.bytes if verdict.shortfall is not None else int(verdict.fits is False)
+            peak = (verdict.peak_bytes or 0) if self.by_peak else 0
         played = with_step_seconds(self.profile, plan, self.run, self.link)
         assert played.step_seconds is not None, "the profile has seconds, and tensors where they are needed"
-        return _PlayedPlan(lack, played.step_seconds, played)
+        return _PlayedPlan(lack, played.step_seconds, played, peak)
 
     def answer(self) -> Plan:
         """The best plan; that of `graphpipe` says a bound."""

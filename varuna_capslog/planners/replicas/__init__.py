@@ -6,6 +6,7 @@ They answer with stages, of which `planning/replicated` makes plans, plays them 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.replicas.capture import capture_stages
@@ -45,11 +46,27 @@ def _graphpipe(costs: GraphCosts) -> list[list[ReplicatedStage]]:
     return found if across is None else [*found, across]
 
 
+def _capture(costs: GraphCosts) -> list[list[ReplicatedStage]]:
+    """For each number of blocks that a step may have: more of them wait for the exchange, fewer are larger."""
+    every = [one for one in range(costs.microbatches, 0, -1) if costs.microbatches % one == 0]
+    found: list[list[ReplicatedStage]] = []
+    for blocks in [costs.blocks] if costs.blocks else every:
+        try:
+            stages = capture_stages(replace(costs, blocks=blocks))
+        except CapslogError:
+            if not found:
+                raise
+            break  # fewer blocks than a stage needs replicas
+        if stages not in found:
+            found.append(stages)
+    return found
+
+
 REPLICATED: dict[str, Callable[[GraphCosts], list[list[ReplicatedStage]]]] = {
     "pipedream": _pipedream,
     "piper": _piper,
     "graphpipe": _graphpipe,
-    "capture": lambda costs: [capture_stages(costs)],
+    "capture": _capture,
 }
 """name -> the stages that may be the planner's answer, the likeliest first; [] where none fit."""
 

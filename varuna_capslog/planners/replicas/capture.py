@@ -19,6 +19,9 @@ Where we deviate, unless `printed` is asked:
 - The printed peak does not know where a stage stands: every sample of a step that a replica takes counts. Under 1F1B a
   stage holds calls only until the loss has come back, as many as the limits of `schedules/in_flight` say for the stages
   behind it, which are those of the plan.
+- Replicas keep the gradients of each of their blocks until the exchange, which the paper's all-reduce does not. With
+  `costs.blocks` blocks in a step a replica holds ceil(blocks / d) - 1 more gradients of its parameters, and takes as
+  many microbatches at once as a block has.
 - For degrees above 4 the paper draws a logarithm a + b ln(d) through the predictions for 2 and 4. Its own model is
   a + b / d, and the logarithm gives the weights alone for 8 and less than these beyond. The number of calls gives every
   degree its own bytes here, so that nothing is fitted.
@@ -63,12 +66,15 @@ class DegreePeaks:
             two, four = self.of(first, end, 2, in_flight), self.of(first, end, _MEASURED, in_flight)
             slope = (four - two) / math.log(2)
             return two + slope * math.log(degree / 2)
-        calls = -(-self.costs.microbatches // degree)
+        costs, blocks = self.costs, self.costs.blocks or self.costs.microbatches
+        calls, waiting = -(-blocks // degree) * (costs.microbatches // blocks), 0.0
         if not self.printed:
             calls = min(calls, -(-in_flight // degree))
+            weights = costs.sums["parameters"]
+            waiting = (-(-blocks // degree) - 1) * float(weights[end] - weights[first]) if degree > 1 else 0.0
         alone: AdditiveCosts = self._alone  # type: ignore[attr-defined]
-        saved = self.costs.sums["saved"]
-        return alone.stage_bytes(first, end) + (calls - 1) * float(saved[end] - saved[first])
+        saved = costs.sums["saved"]
+        return alone.stage_bytes(first, end) + (calls - 1) * float(saved[end] - saved[first]) + waiting
 
 
 def merged(costs: GraphCosts, groups: int) -> list[int]:
@@ -95,6 +101,7 @@ def capture_stages(costs: GraphCosts, printed: bool = False, groups: int = MOST_
             "pipeline.node_devices) that divides the devices"
         )
     bounds, peaks = merged(costs, groups), DegreePeaks(costs, printed)
+    of_block = costs.microbatches // (costs.blocks or costs.microbatches)
     count = len(bounds) - 1
     degrees = [1 << power for power in range(size.bit_length()) if 1 << power <= costs.most_replicas]
     best: dict[tuple[int, int], list[_Rest]] = {(count, 0): [_Rest([], 0, 0)]}
@@ -105,7 +112,7 @@ def capture_stages(costs: GraphCosts, printed: bool = False, groups: int = MOST_
             for degree in (one for one in degrees if one <= room):
                 for end in range(first + 1, count + 1):
                     for rest in best.get((end, used - degree), ()):
-                        in_flight, at_once = rest.before(degree)
+                        in_flight, at_once = rest.before(degree * of_block if degree > 1 else 1)
                         peak = peaks.of(bounds[first], bounds[end], degree, in_flight)
                         _keep(found, rest, peak, in_flight, at_once, end, degree, printed)
             if found:
@@ -139,12 +146,12 @@ class _Rest:
     degree: int = 0
     behind: _Rest | None = None
 
-    def before(self, degree: int) -> tuple[int, int]:
-        """What a stage of this degree before them has in flight, and the widest takes at once (`stage_limits`)."""
+    def before(self, size: int) -> tuple[int, int]:
+        """What a stage that takes so many at once has in flight before them, and the widest takes (`stage_limits`)."""
         if not self.row:
-            return degree, degree
-        needed = table_3_2(1, degree, 1, self.at_once, self.in_flight)
-        return -(-needed // degree) * degree, max(degree, self.at_once)
+            return size, size
+        needed = table_3_2(1, size, 1, self.at_once, self.in_flight)
+        return -(-needed // size) * size, max(size, self.at_once)
 
     def no_worse(self, row: list[float], in_flight: int, at_once: int) -> bool:
         """Whether nothing before could make stages like these the better ones: limits grow with what is in flight."""

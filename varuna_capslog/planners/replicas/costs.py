@@ -93,7 +93,7 @@ class GraphCosts:
             tuple(forward + backward for forward, backward in pairs),
             column("static_bytes", usable is not None),
             column("saved_bytes", usable is not None or peaks),
-            column("parameter_bytes", timed),
+            column("parameter_bytes", timed or peaks),
             (0, *column("boundary_bytes", timed and devices > 1 and last > 0)[:-1], 0),
             tuple((writer, reader, size) for (writer, reader), size in sizes.items()),
             devices,
