@@ -31,6 +31,7 @@ CONFIG: dict[str, Any] = {
         "lr": 1e-3,
         "seed": 3,
         "checkpoint_every": 1,
+        "checkpoint_background": False,  # the calls of faults are counted from the last whole one
         "evaluate_every": None,
     },
     # 13 layers; a trap lies on rank 0 and on rank 1
@@ -187,7 +188,8 @@ KILLED_AT_EVERY_FILE_OPERATION = """
 import datetime, os, pathlib, signal, sys, types
 import torch
 from tests.engine import models
-from varuna_capslog.training.checkpoint import latest_checkpoint, prune, save_checkpoint
+from varuna_capslog.training.checkpoint import latest_checkpoint, prune
+from varuna_capslog.training.saving import save_checkpoint
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import take_layers
 from varuna_capslog.engine.layout import Layout

@@ -233,7 +233,7 @@ def train_run(
     original = checkpoint.write_synced
 
     def write(path: Any, state: Any) -> Any:
-        if full_disk_at is not None and run.loop.step == full_disk_at and communicator.rank == 1:
+        if full_disk_at is not None and f"step-{full_disk_at:08d}" in str(path) and communicator.rank == 1:
             raise OSError(28, "No space left on device")
         return original(path, state)
 

@@ -231,6 +231,17 @@ def test_a_hint_copies_ahead_in_every_generation_and_changes_no_membership() -> 
     assert group.said(0, m.Prepare)[-1] == m.Prepare(2, hint, hinted=True)
 
 
+def test_a_checkpoint_that_was_written_beside_the_steps_counts_though_nobody_holds_its_boundary_any_more() -> None:
+    group = running(5)
+    assert 2 not in boundaries(group.states[0])
+    group.feed(0, m.Checkpointed(Stamp(2, 1)))
+    assert group.states[0].checkpoint == Stamp(2, 1)
+    group.feed(0, m.Checkpointed(Stamp(1, 1)))
+    assert group.states[0].checkpoint == Stamp(2, 1), "an older one"
+    group.feed(0, m.Checkpointed(Stamp(9, 1)))
+    assert group.states[0].checkpoint == Stamp(2, 1), "one that was not reached"
+
+
 def test_a_change_that_may_be_cut_off_waits_for_a_checkpoint_and_no_longer() -> None:
     group = running(1)
     group.feed(2, m.Wished(("leave", "m2"), urgent=True, save=True))

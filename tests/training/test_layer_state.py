@@ -28,9 +28,9 @@ from varuna_capslog.training.checkpoint import (
     from_checkpoint,
     load_layers,
     open_checkpoint,
-    save_checkpoint,
     to_checkpoint,
 )
+from varuna_capslog.training.saving import save_checkpoint
 
 CPU = torch.device("cpu")
 ONE, THREE_STAGES = Cuts((0,), (0,)), Cuts((0, 3, 9), (0, 0, 0))

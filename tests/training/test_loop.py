@@ -85,7 +85,8 @@ def test_a_driver_of_single_steps_writes_what_a_run_of_a_fixed_number_does(tmp_p
 
 
 def test_what_is_due_at_a_boundary_is_done_once(tmp_path: Path) -> None:
-    loop = loop_of(tmp_path, train={"checkpoint_every": 2, "evaluate_every": 3, "checkpoint_keep": 9})
+    settings = {"checkpoint_every": 2, "evaluate_every": 3, "checkpoint_keep": 9, "checkpoint_background": False}
+    loop = loop_of(tmp_path, train=settings)
     begin(loop, 1, 0)
     written = []
     assert not loop.boundaries.between(0, save=True), "there is nothing to save before the first step"
@@ -104,7 +105,7 @@ def test_what_is_due_at_a_boundary_is_done_once(tmp_path: Path) -> None:
 
 
 def test_a_generation_that_begins_with_a_saved_boundary_does_not_save_it_again(tmp_path: Path) -> None:
-    loop = loop_of(tmp_path, train={"checkpoint_every": 2})
+    loop = loop_of(tmp_path, train={"checkpoint_every": 2, "checkpoint_background": False})
     begin(loop, 1, 4, saved=True)
     assert not loop.boundaries.between(4)
     loop.end()

@@ -116,6 +116,11 @@ class Train(Section):
     checkpoint_every: int | None = Field(None, gt=0)
     """Steps between checkpoints; null writes one at each evaluation and at the end only."""
 
+    checkpoint_background: bool = True
+    """Training waits only while the state is copied; a thread writes the copy, which the host holds until then. The
+    checkpoint has its name at the first boundary after all ranks have written. False: training waits for the disk, as
+    it does before every evaluation and at the end of the run."""
+
     checkpoint_keep: int = Field(2, gt=0)
     """How many of the newest checkpoints stay on disk (the best one stays besides)."""
 

@@ -69,8 +69,10 @@ def step(job: Job, state: State, event: m.ProtocolEvent) -> Step:
         case m.Prepared():
             return _prepared(state, event)
         case m.Checkpointed():
-            # One from before a roll-back is void; what else lies on the lineage only grows.
-            newer = event.stamp > state.checkpoint and event.stamp in {stamp for _, stamp in state.held}
+            # One from before a roll-back is void; what else lies on the lineage only grows. One that was written beside
+            # the steps is of a boundary behind this one, of which nobody may hold a layer any more.
+            behind = event.stamp.step <= state.at.step and state.record.continues(event.stamp)
+            newer = event.stamp > state.checkpoint and (behind or event.stamp in {stamp for _, stamp in state.held})
             return (replace(state, checkpoint=event.stamp) if newer else state), ()
         case m.Farewell():
             if state.phase is Phase.SERVE:

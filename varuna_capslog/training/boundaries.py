@@ -6,7 +6,6 @@ All ranks of a generation come here together, and each of them knows the same ab
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,12 +17,13 @@ from varuna_capslog.base.scores import goodness
 from varuna_capslog.engine.interface import Engine
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.plans.parts import grains_of
-from varuna_capslog.training.checkpoint import prune, save_checkpoint
+from varuna_capslog.training.checkpoint import prune
 from varuna_capslog.training.constants import run_constants
 from varuna_capslog.training.feed import evaluation_groups
 from varuna_capslog.training.journal import Journal
 from varuna_capslog.training.layer_state import digest
 from varuna_capslog.training.run_setup import RunSetup
+from varuna_capslog.training.saving import Saving
 
 __all__ = ["Boundaries", "verify_copies"]
 
@@ -39,7 +39,10 @@ class Boundaries:
         self._setup, self._log = setup, log
         self._val: Any = None  # opened when it is first asked for
         self._engine: Engine  # of the generation that has begun
-        self._generation = self._base = self._saved = self._judged = 0
+        self._generation = self._base = self._judged = 0
+        self._saved = self._named = 0  # newest step whose checkpoint was begun, and one that has its name
+        self._saving: Saving | None = None  # under way
+        self._all_written = self._broken_off = False
         self._best: tuple[float, int] | None = None
         self.scores: Mapping[str, Any] | None = None
 
@@ -49,29 +52,51 @@ class Boundaries:
         Args:
             saved: this run's folder is known to hold the checkpoint of that step.
         """
+        self.end()
         self._engine, self._generation, self._base = engine, generation, base
-        self._saved = base if saved else self._saved if self._saved <= base else 0
+        self._saved = self._named = base if saved else self._named if self._named <= base else 0
         self._judged = self._judged if self._judged <= base else 0
         self._best = self._read_best() if base else None
 
-    def between(self, step: int, save: bool = False) -> bool:
+    def end(self) -> None:
+        """The generation is over: a checkpoint under way is given up; the next generation begins with its own."""
+        if self._saving is not None:
+            self._saving.give_up()
+            self._saving, self._saved, self._broken_off = None, self._named, True
+        self._all_written = False
+
+    def sealed(self, ballot: bytes) -> bytes:
+        """The ballot of a vote, with word of a checkpoint that this rank has written."""
+        return ballot if self._saving is None else self._saving.sealed(ballot)
+
+    def opened(self, ballots: Sequence[bytes]) -> tuple[bytes, ...]:
+        """The ballots as they were before `sealed`."""
+        plain, self._all_written = Saving.opened(ballots)
+        return plain
+
+    def between(self, step: int, save: bool = False) -> int | None:
         """All that is due between this step and the next.
 
         Args:
-            save: a checkpoint is due, whatever the settings say.
+            save: a checkpoint is due, whatever the settings say; training waits until it is whole.
 
         Returns:
-            Whether a checkpoint has been written.
+            The newest step whose checkpoint has become whole here.
+
+        Raises:
+            DiskFailed: on every rank, when any rank could not write.
         """
-        train, saved = self._setup.config.train, False
+        train = self._setup.config.train
         self._verify(step)
-        judges = _due(train.evaluate_every, step)
-        if judges or _due(train.checkpoint_every, step) or (save and step > 0):
-            self._agree(step)
-            saved = self.save_new(step)  # before the evaluation: one that fails or is broken off loses no step
-            if judges and self._judged < step:
+        whole = self._complete() if self._all_written else None
+        again = self._agree(step) if step == self._base > 0 else False
+        judges = _due(train.evaluate_every, step) and self._judged < step
+        if judges or again or _due(train.checkpoint_every, step) or (save and step > 0):
+            # whole before an evaluation: one that fails or is broken off loses no step
+            whole = self._save(step, train.checkpoint_background and not (save or judges)) or whole
+            if judges:
                 self._judge(step)
-        return saved
+        return whole
 
     def finish(self, step: int, judges: bool) -> None:
         """The last boundary: comparison, checkpoint and evaluation, as far as they were not made there.
@@ -80,31 +105,50 @@ class Boundaries:
             judges: False leaves the evaluation out.
         """
         self._verify(step)
-        self._agree(step)
+        if step == self._base:
+            self._agree(step)
         self.save_new(step)
         if self._setup.config.train.evaluate_every is not None and self._judged != step and judges:
             self._judge(step)
 
     def save_new(self, step: int) -> bool:
-        """Writes the checkpoint of this step if no later one is known; returns whether it was written.
+        """Makes this step's checkpoint whole if no later one is known; returns whether one became whole.
 
         Raises:
             DiskFailed: on every rank, when any rank could not write.
         """
+        return self._save(step, background=False) is not None
+
+    def _save(self, step: int, background: bool) -> int | None:
+        """Begins the step's checkpoint unless it was begun, after the one before it; returns as `between`."""
         if self._saved >= step:
-            return False
-        began, engine = time.monotonic(), self._engine
+            return None if background else self._complete()
+        whole = self._complete()
         extra = {
-            "constants": run_constants(self._setup.config, grains_of(engine.layout.stages)),
-            "cuts": engine.layout.layers_of_ways[0],
+            "constants": run_constants(self._setup.config, grains_of(self._engine.layout.stages)),
+            "cuts": self._engine.layout.layers_of_ways[0],
         }
-        save_checkpoint(self._setup.checkpoints, step, self._generation, engine, extra)
+        folder, number, engine = self._setup.checkpoints, self._generation, self._engine
+        self._saving = Saving(folder, step, number, engine, extra, background)
         self._saved = step
-        if self._log.writes:
+        return whole if background else self._complete()
+
+    def _complete(self) -> int | None:
+        """Waits for the checkpoint under way and gives it its name; returns its step, None where there is none."""
+        saving, self._saving, self._all_written = self._saving, None, False
+        if saving is None:
+            return None
+        self._named = saving.step
+
+        def tidy() -> None:
             spare = () if self._best is None else (self._best[1],)
             prune(self._setup.checkpoints, self._setup.config.train.checkpoint_keep, spare)
-            self._log.event("checkpoint", step=step, seconds=round(time.monotonic() - began, 3))
-        return True
+
+        saving.complete(tidy)
+        if self._log.writes:
+            seconds, stall = round(saving.seconds, 3), round(saving.stall_seconds, 3)
+            self._log.event("checkpoint", step=saving.step, seconds=seconds, stall_seconds=stall)
+        return saving.step
 
     def evaluate(self, engine: Engine) -> Mapping[str, Any] | None:
         """Runs the validation set through `engine`; the scores are the same on every rank.
@@ -152,14 +196,19 @@ class Boundaries:
         if _due(self._setup.config.pipeline.verify_every, step):
             verify_copies(self._engine)
 
-    def _agree(self, step: int) -> None:
+    def _agree(self, step: int) -> bool:
         """At the boundary with which a generation begins: a rank that joined has no record of earlier checkpoints and
         evaluations, so all take over what any of them knows.
+
+        Returns:
+            Whether the checkpoint that the generation before had begun is missing.
         """
-        if step == self._base:
-            known = self._engine.communicator.gather((self._saved, self._judged))
-            self._saved = max(saved for saved, _ in known)
-            self._judged = max(judged for _, judged in known)
+        known = self._engine.communicator.gather((self._named, self._judged, self._broken_off))
+        self._named = max(named for named, _, _ in known)
+        self._saved = max(self._saved, self._named)
+        self._judged = max(judged for _, judged, _ in known)
+        self._broken_off = False
+        return self._saved < step and any(broken_off for _, _, broken_off in known)
 
     def _judge(self, step: int) -> None:
         """Evaluates, and remembers the best step."""

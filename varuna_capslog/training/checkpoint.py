@@ -11,7 +11,6 @@ import hashlib
 import os
 import pickle
 import shutil
-import time
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,13 +21,12 @@ import torch
 from torch import Tensor
 
 from varuna_capslog.base import files
-from varuna_capslog.base.errors import CapslogError, DiskFailed
-from varuna_capslog.engine.interface import Engine
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.optimizer import StageOptimizer
 from varuna_capslog.engine.recipe import AVERAGE
 from varuna_capslog.model.chain import Chain
-from varuna_capslog.training.layer_state import LayerState, capture, flatten, install, model_state, plain_number
+from varuna_capslog.training.layer_state import LayerState, flatten, install, model_state, plain_number
 
 __all__ = [
     "Checkpoint",
@@ -42,7 +40,6 @@ __all__ = [
     "prune",
     "publish",
     "read_file",
-    "save_checkpoint",
     "to_checkpoint",
     "write_synced",
     "write_whole",
@@ -110,71 +107,6 @@ def read_file(path: Path, advice: str, digest: str | None = None, mapped: bool =
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         raise CapslogError(f"{path}: cannot be read ({error}); {advice}") from error
-
-
-def save_checkpoint(folder: Path, step: int, generation: int, engine: Engine, extra: Mapping[str, Any]) -> Path:
-    """Writes a checkpoint together with all ranks; every rank calls it at the same step boundary.
-
-    Args:
-        folder: the run's `checkpoints/`.
-        engine: of this rank; each layer is written by `layout.reporter` of it.
-        extra: further entries of the manifest (config digest, data position, ...).
-
-    Raises:
-        CapslogError: on every rank, when any rank could not write (full disk, no permission); nothing was replaced.
-    """
-    chain, communicator = engine.chain, engine.communicator
-    final = folder / f"step-{step:08d}"
-    partial = folder / f".partial-step-{step:08d}-g{generation}"
-
-    def write_layers() -> tuple[str | None, dict[str, Any]]:
-        entries: dict[str, Any] = {}
-        try:
-            partial.mkdir(parents=True, exist_ok=True)
-            for layer in engine.layers:
-                if engine.layout.reporter(layer.index) != communicator.rank:
-                    continue
-                file = f"layer-{layer.index:04d}.pt"
-                state = to_checkpoint(capture(layer, engine.optimizer, copy=False), chain, layer.index)
-                entries[layer.name] = {"file": file, **write_synced(partial / file, state)}
-        except OSError as error:
-            return f"{error.strerror or error}", entries
-        return None, entries
-
-    gathered = communicator.gather(communicator.together(write_layers))
-    problem: str | None = None
-    problems = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(gathered) if text]
-    if not problems and communicator.rank == 0:
-        try:
-            order = {name: entry for _, theirs in gathered for name, entry in theirs.items()}
-            shared = {use.name: [[index, name] for index, name in use.uses] for use in chain.shared}
-            files.write_json(
-                partial / "manifest.json",
-                {
-                    "format": FORMAT,
-                    "model": chain.name,
-                    "step": step,
-                    "generation": generation,
-                    "time": time.time(),
-                    "shared": shared,
-                    **extra,
-                    "layers": {layer.name: order[layer.name] for layer in chain.layers},
-                },
-            )
-            # `prune` removes what was replaced, should we not come to it
-            publish(partial, final, folder / f".partial-replaced-{step:08d}")
-        except (OSError, CapslogError) as error:  # the latter from the manifest
-            problem = f"{getattr(error, 'strerror', None) or error}"
-    if not problems:
-        problems = [f"rank 0: {text}" for text in communicator.gather(problem) if text]
-    if problems:
-        if communicator.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise DiskFailed(
-            f"the checkpoint of step {step} could not be written to {folder} ({'; '.join(problems)}); the previous "
-            "one is untouched: make room and resume"
-        )
-    return final
 
 
 def publish(partial: Path, final: Path, replaced: Path) -> None:
@@ -357,8 +289,16 @@ def _split_address(address: str, layer: str, name: str, checkpoint: Checkpoint) 
     return list(checkpoint.manifest["layers"])[first], inner
 
 
-def to_checkpoint(state: Mapping[str, Tensor], chain: Chain, index: int) -> dict[str, Any]:
-    """What a checkpoint's file of this layer holds: {"parameters", "buffers", "optimizer"}, on the CPU."""
+def to_checkpoint(state: Mapping[str, Tensor], chain: Chain, index: int, copy: bool = False) -> dict[str, Any]:
+    """What a checkpoint's file of this layer holds: {"parameters", "buffers", "optimizer"}, on the CPU.
+
+    Args:
+        copy: of tensors on the CPU too, which are otherwise those of `state`.
+    """
+
+    def host(tensor: Tensor) -> Tensor:
+        return tensor.detach().to("cpu", copy=copy)
+
     layer, shared = chain.layers[index], chain.shared_names(index)
     parameters: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
@@ -366,16 +306,16 @@ def to_checkpoint(state: Mapping[str, Tensor], chain: Chain, index: int) -> dict
     for key, tensor in state.items():
         kind, name = key.split("/", 1)
         if kind == "buffers":
-            buffers[name] = tensor.detach().cpu()
+            buffers[name] = host(tensor)
             continue
         name, _, moment = name.partition("/")
         if shared.get(name, f"{layer.name}.{name}") != f"{layer.name}.{name}":
             continue  # it belongs to an earlier layer
         if kind == "parameters":
-            parameters[name] = tensor.detach().cpu()
+            parameters[name] = host(tensor)
         else:
             kept = moments.setdefault(name, {})
-            kept[moment] = tensor.cpu() if kind == "optimizer" else plain_number(tensor)
+            kept[moment] = host(tensor) if kind == "optimizer" else plain_number(tensor)
     return {"parameters": parameters, "buffers": buffers, "optimizer": moments}
 
 

@@ -146,10 +146,12 @@ class TrainingLoop:
         if self.engine is not None:
             self.engine.forget()
         self.engine = self.minibatch = self.verdict = None
+        self.boundaries.end()
         self._feed.close()
 
     def close(self) -> None:
-        """Stops the loading threads and the progress bar."""
+        """Stops the loading threads, a checkpoint that is still written, and the progress bar."""
+        self.boundaries.end()
         self._feed.close()
         self.log.close()
 
@@ -190,9 +192,10 @@ class TrainingLoop:
         assert self.minibatch is not None
         limit, engine = self.setup.config.train.max_seconds, self.running
         late = limit is not None and time.monotonic() - self.run_began > limit
-        stops, sealed = late or self._stop_wished(), self._meter.sealed(ballot)
+        stops, sealed = late or self._stop_wished(), self.boundaries.sealed(self._meter.sealed(ballot))
         verdict = engine.vote(step, self.minibatch, stops, sealed, self._feed.report())
-        ballots, peaks = self._meter.opened(verdict.ballots or (b"",) * engine.communicator.world_size)
+        all_ballots = verdict.ballots or (b"",) * engine.communicator.world_size
+        ballots, peaks = self._meter.opened(self.boundaries.opened(all_ballots))
         self._peaks = None if peaks is None else [peaks[rank] for rank in engine.layout.first_replica]
         self.verdict = dataclasses.replace(verdict, ballots=ballots)
         return self.verdict

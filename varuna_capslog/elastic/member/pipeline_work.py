@@ -33,7 +33,7 @@ from varuna_capslog.engine.layout import Layout, layout_of
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine, Ready
 from varuna_capslog.engine.step import train_step
-from varuna_capslog.membership.generation import Generation, MemberLayout, Stamp
+from varuna_capslog.membership.generation import INITIAL, Generation, MemberLayout, Stamp
 from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.model.chain import Chain
@@ -155,7 +155,7 @@ class PipelineWork(Work):
         self.proposes = self.placer.proposes
         self.loop = TrainingLoop(self.setup, device, start.offset, start.stop_wished)
         self.engine: PipelineEngine | None = None
-        self.number = 0
+        self._begun = 0, INITIAL  # the generation's number, and the boundary that it goes on from
         self._plan: Plan | None = None
         self._pace, self._planned = Pace(RunShape.of_config(run.config).settled(), device.type), dict[str, Any]()
         self._table = ShapeTable(self.chain, device.type, run.config.train.precision)
@@ -223,7 +223,7 @@ class PipelineWork(Work):
             self.chain.release(())  # what this member owns or copies has tensors of its own
             self._fresh = None
         self._shelved = {}
-        self.engine, self.number = engine, opening.number
+        self.engine, self._begun = engine, (opening.number, opening.base)
         self._plan, self._planned = plan, self._pace.of(plan)
         writes = opening.members[0] == self.start.me
         arguments = (opening.number + self.start.offset, plan, layout.stages_of(communicator.rank), writes)
@@ -305,7 +305,7 @@ class PipelineWork(Work):
 
     def persist(self, held: Mapping[tuple[int, Stamp], LayerState], record: Generation) -> None:
         number = record.number + self.start.offset
-        if record.number > self.number:  # no member trains in it, and it has no plan of its own
+        if record.number > self._begun[0]:  # no member trains in it, and it has no plan of its own
             self._run.keep_plan(number)
         extra = {"constants": run_constants(self.setup.config)}
         write_held(self.setup.run_dir, self.chain, held, record, number, extra)
@@ -313,7 +313,9 @@ class PipelineWork(Work):
     # -- boundaries ---------------------------------------------------------------------------------------------------
 
     def between(self, stamp: Stamp, save: bool = False) -> Stamp | None:
-        return stamp if self.loop.boundaries.between(stamp.step, save) else None
+        whole = self.loop.boundaries.between(stamp.step, save)
+        number, base = self._begun
+        return None if whole is None else base if whole == base.step else Stamp(whole, number)
 
     def finish(self, stamp: Stamp, stopped: bool) -> None:
         self.asked = self.loop.finish(stamp.step, stopped)

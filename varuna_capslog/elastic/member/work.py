@@ -118,10 +118,10 @@ class Work(Protocol):
         """What is due at a boundary before the next step (checkpoints, evaluation), together with all members.
 
         Args:
-            save: a checkpoint is due, whatever the settings say.
+            save: a checkpoint is due, whatever the settings say; it is complete afterwards.
 
         Returns:
-            `stamp`, if a checkpoint of it has been completed. Raises PeerLost.
+            The newest boundary of this generation of which a checkpoint has been completed. Raises PeerLost.
         """
 
     def compute(self, step: int) -> bool:

@@ -1,0 +1,106 @@
+"""How long training stands still for a checkpoint: written at the boundary, or beside the steps that follow it.
+
+Both kinds take turns on one engine whose weights and moments have the given size. Prints one row for each, and the
+ratio of their stalls round by round; steps beside a write are compared with steps of the same engine without one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from common import machine, median_ratio, write_json
+
+from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.layout import Layout
+from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.engine.pipeline import PipelineEngine
+from varuna_capslog.engine.step import train_step
+from varuna_capslog.model.chain import Chain, Layer, TensorSpec
+from varuna_capslog.model.workload import Minibatch
+from varuna_capslog.training.checkpoint import open_checkpoint, prune
+from varuna_capslog.training.saving import Saving
+
+LAYERS, ROWS = 10, 32
+
+
+def loss(outputs: Mapping[str, Tensor], targets: Tensor, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
+    """The mean square of what the last layer gives."""
+    return {"loss": (outputs["x"] - targets).square().mean()}
+
+
+def engine_of(megabytes: float) -> PipelineEngine:
+    """Square linear layers whose weights and two moments take so many megabytes together."""
+    width = int((megabytes * 1e6 / 12 / LAYERS) ** 0.5)
+    layers = [Layer(f"linear.{k}", nn.Linear(width, width), ("x",), ("x",)) for k in range(LAYERS)]
+    chain = Chain(layers, ("x",), ("x",), "linear")
+    alone = Communicator(0, 1, "alone", datetime.timedelta(seconds=5))
+    options = EngineOptions(num_microbatches=1, num_blocks=1)
+    return PipelineEngine(chain, loss, Layout.pipelines((0,), LAYERS), options, alone, torch.device("cpu"))
+
+
+def main() -> None:
+    """Runs the rounds and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--megabytes", type=float, default=500.0)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    engine, number = engine_of(args.megabytes), 0
+    width = engine.layers[0].parameters["weight"].shape[0]
+    inputs, targets = {"x": torch.randn(ROWS, width)}, torch.randn(ROWS, width)
+    minibatch = Minibatch([{"x": TensorSpec((ROWS, width))}], [targets], {}, [None], [list(range(ROWS))])
+
+    def step() -> float:
+        nonlocal number
+        number += 1
+        began = time.perf_counter()
+        assert train_step(engine, number, minibatch, lambda microbatch: inputs).refusal is None
+        return time.perf_counter() - began
+
+    stalls: dict[str, list[float]] = {"at the boundary": [], "beside training": []}
+    whole: dict[str, list[float]] = {name: [] for name in stalls}
+    alone, beside, size = [], [], 0
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        for turn in range(args.rounds + 1):
+            for name in list(stalls) if turn % 2 else list(stalls)[::-1]:
+                quiet = [step() for _ in range(3)]
+                saving = Saving(Path(folder), number, 0, engine, {}, background=name == "beside training")
+                busy = []
+                while name == "beside training" and not saving.sealed(b""):
+                    busy.append(step())
+                checkpoint = open_checkpoint(saving.complete())
+                size = sum(entry["bytes"] for entry in checkpoint.manifest["layers"].values())
+                prune(Path(folder), 1)
+                if turn:  # the first round only warms up
+                    stalls[name].append(saving.stall_seconds)
+                    whole[name].append(saving.seconds)
+                    alone.append(statistics.median(quiet))
+                    beside += busy
+    print(f"{machine()}, {size / 1e6:.0f} MB on disk, {args.rounds} rounds")
+    for name, seconds in stalls.items():
+        print(
+            f"| {name} | stall {statistics.median(seconds):.3f} s, at most {max(seconds):.3f} s | "
+            f"whole after {statistics.median(whole[name]):.2f} s |"
+        )
+    ratio = median_ratio(stalls["beside training"], stalls["at the boundary"])
+    slower = statistics.median(beside) / statistics.median(alone)
+    print(f"beside / at the boundary: {ratio[0]:.3f} ({ratio[1]:.3f}-{ratio[2]:.3f})")
+    print(f"a step {statistics.median(alone):.3f} s, beside a write {statistics.median(beside):.3f} s ({slower:.2f})")
+    write_json(args.json, {"stall_seconds": stalls, "whole_seconds": whole, "ratio": ratio, "slower": slower})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Writing the checkpoint of one step together with all ranks, at a boundary or beside the steps that follow it.
+
+Beside training the loop stands still only while the state is copied; a thread of each rank writes the copy. The
+checkpoint gets its name when all ranks have written, at a later boundary to which all come. `Boundaries` says when.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from varuna_capslog.base import files
+from varuna_capslog.base.errors import CapslogError, DiskFailed
+from varuna_capslog.engine.interface import Engine
+from varuna_capslog.engine.layers import EngineLayer
+from varuna_capslog.training import checkpoint
+from varuna_capslog.training.layer_state import capture
+
+__all__ = ["Saving", "save_checkpoint"]
+
+_WRITTEN = b"written|"
+"""In front of the ballots of a rank that has written its part. A plain ballot is empty or JSON."""
+
+_Written = tuple[str | None, dict[str, Any]]
+"""Why a rank could not write (None: it could), and the manifest's entries of its layers."""
+
+
+class Saving:
+    """The checkpoint of one step, from its beginning to its name; every rank makes one at the same boundary.
+
+    Args:
+        folder: the run's `checkpoints/`.
+        engine: of this rank; each layer is written by `layout.reporter` of it.
+        extra: further entries of the manifest (config digest, data position, ...).
+        background: copy the state now, and write the copy in a thread. The host holds the copy until it is written.
+
+    Attributes:
+        stall_seconds: how long training has stood still for it so far.
+    """
+
+    def __init__(
+        self, folder: Path, step: int, generation: int, engine: Engine, extra: Mapping[str, Any], background: bool
+    ) -> None:
+        self._began = time.monotonic()
+        self._folder, self._generation, self._engine, self._extra = folder, generation, engine, extra
+        self._partial = folder / f".partial-step-{step:08d}-g{generation}"
+        self.step = step
+        self._given_up = threading.Event()
+        self._writing: Future[_Written] | None = None
+        if background:
+            copies = [(layer, self._state(layer, copy=True)) for layer in self._own_layers()]
+            pool = ThreadPoolExecutor(1, "checkpoint")
+            self._writing = pool.submit(self._write, _emptied(copies))
+            pool.shutdown(wait=False)
+        self.stall_seconds = time.monotonic() - self._began
+
+    @property
+    def seconds(self) -> float:
+        """Since its beginning."""
+        return time.monotonic() - self._began
+
+    def sealed(self, ballot: bytes) -> bytes:
+        """The ballot of a vote; it says whether this rank has written its part."""
+        return _WRITTEN + ballot if self._writing is not None and self._writing.done() else ballot
+
+    @staticmethod
+    def opened(ballots: Sequence[bytes]) -> tuple[tuple[bytes, ...], bool]:
+        """The ballots as they were before `sealed`, and whether all ranks have written."""
+        plain = tuple(ballot.removeprefix(_WRITTEN) for ballot in ballots)
+        return plain, all(ballot.startswith(_WRITTEN) for ballot in ballots)
+
+    def complete(self, tidy: Callable[[], None] = lambda: None) -> Path:
+        """Waits until all ranks have written, and gives the checkpoint its name; every rank calls it together.
+
+        Args:
+            tidy: called on rank 0 once the checkpoint has its name, before any rank can begin the next one.
+
+        Raises:
+            DiskFailed: on every rank, when any rank could not write (full disk, no permission); nothing was replaced.
+        """
+        began, step, communicator = time.monotonic(), self.step, self._engine.communicator
+        written = communicator.gather(communicator.together(self._written))
+        problem: str | None = None
+        problems = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(written) if text]
+        final = self._folder / f"step-{step:08d}"
+        if not problems and communicator.rank == 0:
+            try:
+                self._write_manifest({name: entry for _, theirs in written for name, entry in theirs.items()})
+                # `prune` removes what was replaced, should we not come to it
+                checkpoint.publish(self._partial, final, self._folder / f".partial-replaced-{step:08d}")
+                tidy()
+            except (OSError, CapslogError) as error:  # the latter from the manifest
+                problem = f"{getattr(error, 'strerror', None) or error}"
+        if not problems:
+            problems = [f"rank 0: {text}" for text in communicator.gather(problem) if text]
+        if problems:
+            if communicator.rank == 0:
+                shutil.rmtree(self._partial, ignore_errors=True)
+            raise DiskFailed(
+                f"the checkpoint of step {step} could not be written to {self._folder} ({'; '.join(problems)}); the "
+                "previous one is untouched: make room and resume"
+            )
+        self.stall_seconds += time.monotonic() - began
+        return final
+
+    def give_up(self) -> None:
+        """Writes no more layers, without waiting for the file under way; what was written lies there until `prune`."""
+        self._given_up.set()
+
+    def _own_layers(self) -> list[EngineLayer]:
+        rank, reporter = self._engine.communicator.rank, self._engine.layout.reporter
+        return [layer for layer in self._engine.layers if reporter(layer.index) == rank]
+
+    def _state(self, layer: EngineLayer, copy: bool) -> dict[str, Any]:
+        engine = self._engine
+        live = capture(layer, engine.optimizer, copy=False)
+        return checkpoint.to_checkpoint(live, engine.chain, layer.index, copy)
+
+    def _written(self) -> _Written:
+        if self._writing is not None:
+            return self._writing.result()
+        return self._write((layer, self._state(layer, copy=False)) for layer in self._own_layers())
+
+    def _write(self, states: Iterator[tuple[EngineLayer, dict[str, Any]]]) -> _Written:
+        entries: dict[str, Any] = {}
+        try:
+            self._partial.mkdir(parents=True, exist_ok=True)
+            for layer, state in states:
+                if self._given_up.is_set():
+                    break
+                file = f"layer-{layer.index:04d}.pt"
+                entries[layer.name] = {"file": file, **checkpoint.write_synced(self._partial / file, state)}
+        except OSError as error:
+            return f"{error.strerror or error}", entries
+        return None, entries
+
+    def _write_manifest(self, entries: Mapping[str, Any]) -> None:
+        chain = self._engine.chain
+        files.write_json(
+            self._partial / "manifest.json",
+            {
+                "format": checkpoint.FORMAT,
+                "model": chain.name,
+                "step": self.step,
+                "generation": self._generation,
+                "time": time.time(),
+                "shared": {use.name: [[index, name] for index, name in use.uses] for use in chain.shared},
+                **self._extra,
+                "layers": {layer.name: entries[layer.name] for layer in chain.layers},
+            },
+        )
+
+
+def save_checkpoint(folder: Path, step: int, generation: int, engine: Engine, extra: Mapping[str, Any]) -> Path:
+    """Writes a checkpoint together with all ranks while training waits; see `Saving`, also for what is raised."""
+    return Saving(folder, step, generation, engine, extra, background=False).complete()
+
+
+def _emptied(copies: list[tuple[EngineLayer, dict[str, Any]]]) -> Iterator[tuple[EngineLayer, dict[str, Any]]]:
+    """The copies one by one, each of which is freed when the next is asked for."""
+    copies.reverse()
+    while copies:
+        yield copies.pop()
