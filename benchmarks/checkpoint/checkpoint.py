@@ -73,7 +73,7 @@ def main() -> None:
     stalls: dict[str, list[float]] = {"at the boundary": [], "beside training": []}
     whole: dict[str, list[float]] = {name: [] for name in stalls}
     alone, beside, size = [], [], 0
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         for turn in range(args.rounds + 1):
             for name in list(stalls) if turn % 2 else list(stalls)[::-1]:
                 quiet = [step() for _ in range(3)]
