@@ -31,7 +31,7 @@ def test_the_planner_chooses_the_blocks_of_the_run_where_the_config_leaves_them_
 
 def test_auto_settles_the_run_as_the_planner_does_whose_plan_it_takes(tmp_path: Path) -> None:
     words = command(tmp_path, "run", "pipeline.planner=auto", "train.accumulation_blocks=null", *SETTINGS)
-    words += ["pipeline.capacity=512KiB", "pipeline.devices=4"]
+    words += ["pipeline.capacity=90KiB", "pipeline.devices=4"]
     plan = prepare_run(load_config(Path(words[1]), words[2:]), show=False)
     assert plan.fits
     assert plan.bound_seconds is not None
