@@ -189,7 +189,7 @@ import datetime, os, pathlib, signal, sys, types
 import torch
 from tests.engine import models
 from varuna_capslog.training.checkpoint import latest_checkpoint, prune
-from varuna_capslog.training.saving import save_checkpoint
+from varuna_capslog.training.saving import Saving
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import take_layers
 from varuna_capslog.engine.layout import Layout
@@ -208,7 +208,7 @@ weight = layers[1].parameters["conv.weight"]
 
 def save(step):
     torch.nn.init.constant_(weight, float(step))
-    save_checkpoint(folder, step, 0, engine, {})
+    Saving(folder, step, 0, engine, {}, background=False).complete()
     prune(folder, 1)
 
 def crash_at(number):

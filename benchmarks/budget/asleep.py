@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from common import Sleeping, beside_play, interleave, run_ranks, write_json
+from paper_models import paper_profiles
 
 from varuna_capslog.base.units import parse_bytes
-from varuna_capslog.config.reading import load_config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.options import EngineOptions
@@ -35,10 +35,8 @@ from varuna_capslog.planning.search import plan
 from varuna_capslog.planning.simulation import simulate_plan
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import LayerProfile, Profile
-from varuna_capslog.profiling.estimate import estimate_config
 from varuna_capslog.schedules import RunShape
 
-ROOT = Path(__file__).parents[2]
 DEVICES, SHAPE = 4, (1, 16)
 Seconds = tuple[tuple[float, float], ...]
 """Of each layer: seconds of the forward and of the backward."""
@@ -130,9 +128,8 @@ def main() -> None:
     print("| model | beside | budget, ms | measured ratio (quartiles) | simulated | off by |")
     print("|---|---|---|---|---|---|")
     rows = []
-    for path in sorted((ROOT / "configs/paper").glob("*.yaml")):
-        profile = estimate_config(load_config(path, ["pipeline.schedule=1f1b"]))
-        rows += rows_of(path.stem, profile, arguments)
+    for model, profile in paper_profiles():
+        rows += rows_of(model, profile, arguments)
     write_json(arguments.json, {"rows": rows})
 
 

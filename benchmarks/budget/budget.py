@@ -16,17 +16,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from common import write_json
+from paper_models import paper_profiles
 
 from varuna_capslog.base.units import format_bytes, parse_bytes, parse_rate
-from varuna_capslog.config.reading import load_config
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.search import plan
 from varuna_capslog.planning.simulation import simulate_plan
 from varuna_capslog.profiles.record import Profile
-from varuna_capslog.profiling.estimate import estimate_config
 from varuna_capslog.schedules import RunShape
 
-ROOT = Path(__file__).parents[2]
 DEVICES = 8
 PLANNERS = ("throughput", "vpipe", "dawnpiper", "budget")
 
@@ -52,9 +50,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=32)
     parser.add_argument("--json", type=Path, help="where to write the results")
     arguments = parser.parse_args()
-    profiles = {}
-    for path in sorted((ROOT / "configs/paper").glob("*.yaml")):
-        profiles[path.stem] = estimate_config(load_config(path, ["pipeline.schedule=1f1b"]))
+    profiles = dict(paper_profiles())
     results = []
     for capacity in map(parse_bytes, arguments.capacities.split(",")):
         for text in arguments.bandwidths.split(","):

@@ -13,15 +13,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from common import write_json
+from paper_models import paper_profiles
 
 from varuna_capslog.base.units import format_bytes
-from varuna_capslog.config.reading import load_config
 from varuna_capslog.planning.search import plan
 from varuna_capslog.profiles.record import Profile
-from varuna_capslog.profiling.estimate import estimate_config
 from varuna_capslog.schedules import RunShape
 
-ROOT = Path(__file__).parents[2]
 DEVICES = 8
 SAME = 1e-9
 
@@ -74,10 +72,9 @@ def main() -> None:
     print("| model | budgets | fit | proven | gap, median | slower than with less | by at most | beyond the gap |")
     print("|---|---|---|---|---|---|---|---|")
     found = []
-    for path in sorted((ROOT / "configs/paper").glob("*.yaml")):
-        profile = estimate_config(load_config(path, ["pipeline.schedule=1f1b"]))
-        run = RunShape(arguments.microbatches, arguments.schedule, True, num_blocks=1)
-        found.append(steps_of(path.stem, profile, run, arguments.budgets))
+    run = RunShape(arguments.microbatches, arguments.schedule, True, num_blocks=1)
+    for model, profile in paper_profiles():
+        found.append(steps_of(model, profile, run, arguments.budgets))
     write_json(arguments.json, {"models": found})
 
 

@@ -21,5 +21,5 @@ def test_a_container_may_grant_less(
 ) -> None:
     if told is not None:
         (tmp_path / "memory.max").write_text(told)
-    monkeypatch.setattr(machine_memory, "_GROUP_LIMITS", (tmp_path / "memory.max",))
+    monkeypatch.setattr(machine_memory, "_GROUP", tmp_path)
     assert granted_bytes() == granted

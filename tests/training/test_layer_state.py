@@ -30,7 +30,7 @@ from varuna_capslog.training.checkpoint import (
     open_checkpoint,
     to_checkpoint,
 )
-from varuna_capslog.training.saving import save_checkpoint
+from varuna_capslog.training.saving import Saving
 
 CPU = torch.device("cpu")
 ONE, THREE_STAGES = Cuts((0,), (0,)), Cuts((0, 3, 9), (0, 0, 0))
@@ -146,7 +146,7 @@ def test_what_an_optimizer_keeps_comes_back_as_it_was() -> None:
 def test_a_checkpoint_gives_every_layer_its_state(tmp_path: Path) -> None:
     engine, chain = make_engine(), models.build_chain()
     train(engine, 1, 2)
-    checkpoint = open_checkpoint(save_checkpoint(tmp_path, 2, 0, engine, {}))
+    checkpoint = open_checkpoint(Saving(tmp_path, 2, 0, engine, {}, background=False).complete())
     found = states(engine)
     for index, state in found.items():
         assert layer_state.digest(from_checkpoint(checkpoint, chain, index)) == layer_state.digest(state)

@@ -110,6 +110,7 @@ def plan(given: PlanFlags) -> None:
     """Choose the cuts. Exit status 3 when nothing fits (the plan is written all the same)."""
     from varuna_capslog.commands.plan_front import plan_front
     from varuna_capslog.commands.plan_time import plan_jointly
+    from varuna_capslog.config import defaults
 
     given = with_folder(given)
     if check_purpose(given):
@@ -155,9 +156,8 @@ def plan(given: PlanFlags) -> None:
     if given.pareto or given.joint:
         request = dataclasses.replace(request, run=request.run.settled())
     if given.pareto:
-        plan_front(
-            request, given.planner or (settings.pipeline.planner if settings else "exact"), given.output, given.as_json
-        )
+        named = None if settings is None else settings.pipeline.planner
+        plan_front(request, given.planner or named or defaults.SMALLEST, given.output, given.as_json)
     elif given.joint:
         plan_jointly(request, given.speeds, given.blocks or shared.blocks_of(settings), given.output, given.as_json)
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["ALL", "FASTEST", "MEMORY", "PLANNER", "SCHEDULE", "SMALLEST"]
+__all__ = ["ALL", "FASTEST", "MEMORY", "PLANNER", "SCHEDULE", "SMALLEST", "STAGES_PER_RANK"]
 
 PLANNER: Final = "default"
 """`pipeline.planner`: FASTEST for every run that it can plan, else SMALLEST."""
@@ -18,3 +18,5 @@ MEMORY: Final = "auto"
 """`pipeline.memory`."""
 SCHEDULE: Final = "auto"
 """`pipeline.schedule`."""
+STAGES_PER_RANK: Final = 2
+"""`pipeline.stages_per_rank` under schedule interleaved."""

@@ -134,7 +134,7 @@ class Pipeline(Section):
         """How often the stages go round the devices of a pipeline."""
         if self.cuts is not None:
             return max(1, len(self.cuts) // self.devices)
-        return self.stages_per_rank or (2 if self.schedule == "interleaved" else 1)
+        return self.stages_per_rank or (defaults.STAGES_PER_RANK if self.schedule == "interleaved" else 1)
 
     @model_validator(mode="after")
     def _agree(self) -> Pipeline:

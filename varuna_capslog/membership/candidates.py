@@ -123,9 +123,7 @@ class Candidates:
             )
         self.headroom = Headroom() if profile is None else Headroom.of(profile)
         self._seconds: LayerSeconds | None = None
-        if profile is not None and all(
-            None not in (layer.forward_seconds, layer.backward_seconds) for layer in profile.layers
-        ):
+        if profile is not None and profile.timed:
             self._seconds = LayerSeconds.of_profile(profile, self.link)
         parameters = [] if profile is None else [layer.parameter_bytes for layer in profile.layers]
         known = [size for size in parameters if size is not None]

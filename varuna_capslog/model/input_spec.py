@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -93,11 +93,12 @@ def parse_input(text: str) -> InputSpec:
         raise CapslogError(f"the input {text!r} has sizes that do not rise; write them from the least to the greatest")
     if min(shape) < 1 or any(values[0] < 1 for values in choices.values()):
         raise CapslogError(f"the input {text!r} has a size of 0; every size must be at least 1")
+    made = InputSpec(match["name"], dtype, shape, least=least, choices=choices)
     if match["number"] is None:
-        return InputSpec(match["name"], dtype, shape, least=least, choices=choices)
+        return made
     number = float(match["number"])
     if match["fixed"]:
-        return InputSpec(match["name"], dtype, shape, value=number, least=least, choices=choices)
+        return replace(made, value=number)
     if dtype.is_floating_point or dtype == torch.bool or number != int(number) or number < 1:
         raise CapslogError(f"the input {text!r}: HIGH must be a whole number above 0 and goes with integer dtypes only")
-    return InputSpec(match["name"], dtype, shape, high=int(number), least=least, choices=choices)
+    return replace(made, high=int(number))

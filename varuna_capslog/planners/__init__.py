@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from varuna_capslog.config import defaults
 from varuna_capslog.memory import StageCosts
 from varuna_capslog.planners.budget import budget_stages
 from varuna_capslog.planners.capslog import capslog_cuts, capslog_tb_cuts
@@ -67,7 +68,7 @@ BALANCED: dict[str, Callable[[Profile, int], list[int]]] = {
 }
 """Planners of `find_cuts` that balance one column of the profile over the stages, whatever these hold."""
 
-BUDGET = "budget"
+BUDGET = defaults.FASTEST
 """The planner of the shortest step that fits, whatever stages do with what they save."""
 
 LAYERWISE: dict[str, Callable[[Layerwise], list[StageChoice]]] = {
@@ -83,7 +84,7 @@ EVERY_PLANNER = (*PLANNER_NAMES, *BALANCED, *LAYERWISE, *REPLICATED)
 JOINT = "joint"
 """The planner that chooses pipelines of different length together (`joint`); the others plan one pipeline."""
 
-AUTOMATIC = "auto"
+AUTOMATIC = defaults.ALL
 """Asks the others (`planning/automatic`) and takes the fastest plan that fits."""
 
 DEFAULT_MICROBATCHES_PER_STAGE = 4

@@ -163,6 +163,11 @@ class Layerwise:
         """T_x: the forward and backward of one microbatch."""
         return sum(self.forward[first:end]) + sum(self.backward[first:end])
 
+    def choice(self, first: int, end: int, intervals: Intervals) -> StageChoice:
+        """The stage with these intervals; its seconds count all that runs again, and it is taken to fit."""
+        again = sum(sum(self.forward[one.first : one.end]) for one in intervals if one.recomputes)
+        return StageChoice(first, end, intervals, self.seconds(first, end) + again, 0)
+
     def moved_on(self, stage: int, layer: int) -> int:
         """`moved` where a layer of a stage can wait in the host tier between its forward and its backward, else 0."""
         return self.moved[layer] if self.swaps_within_calls or self.in_flight[stage] > 1 else 0

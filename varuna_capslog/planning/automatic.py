@@ -17,7 +17,7 @@ from varuna_capslog.planners.joint import Device
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.comparison import BY_NAME_ONLY
 from varuna_capslog.planning.layerwise import judged_layerwise_plan
-from varuna_capslog.planning.playing import with_step_seconds
+from varuna_capslog.planning.playing import SAME, even_share_seconds, with_step_seconds
 from varuna_capslog.planning.search import joint_plan
 from varuna_capslog.planning.search import plan as search
 from varuna_capslog.planning.verdict import capacities_of_devices
@@ -32,9 +32,6 @@ _LAST = (BUDGET, "dawnpiper", "vpipe", "graphpipe", JOINT, "mcap-bf", "piper")
 
 ASKED = (*(name for name in EVERY_PLANNER if name not in (*BY_NAME_ONLY, *_LAST)), *_LAST)
 """Every planner that `auto` asks, in this order."""
-
-_SAME = 1e-9
-"""Relative difference of two steps that are told apart."""
 
 
 def automatic_plan(
@@ -59,9 +56,8 @@ def automatic_plan(
     Raises CapslogError where the profile has no seconds, or no planner has an answer: what `exact` says.
     """
     begun = time.perf_counter()
-    seconds = sum(profile.column("forward_seconds")) + sum(profile.column("backward_seconds"))
     shape, found = with_microbatches(run, devices), _Answers(capacity is None)
-    bound = seconds * (shape.num_microbatches or 1) / devices
+    bound = even_share_seconds(profile, shape.microbatches, devices)
     for name in ASKED:
         left = None if limit_seconds is None else limit_seconds - (time.perf_counter() - begun)
         if found.fastest is not None and left is not None and left <= 0:
@@ -84,7 +80,7 @@ def automatic_plan(
     return dataclasses.replace(
         best,
         bound_seconds=min(bound, step) if fits and step is not None else None,
-        proven=step <= bound * (1 + _SAME) if fits and step is not None else None,
+        proven=step <= bound * (1 + SAME) if fits and step is not None else None,
         search_space=f"any stages on {devices} devices" if fits else None,
         search_seconds=time.perf_counter() - begun,
         notes=tuple(notes),

@@ -17,6 +17,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import AUTO
 from varuna_capslog.planners import EVERY_PLANNER, with_microbatches
 from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.playing import SAME, even_share_seconds
 from varuna_capslog.planning.search import plan
 from varuna_capslog.planning.simulation import simulate_plan
 from varuna_capslog.planning.verdict import judge_plan
@@ -123,6 +124,5 @@ def _bound(profile: Profile, plan: Plan, run: RunShape, step: float | None) -> t
     """The planner's own bound, and whether the plan is proven; else that of any stages on as many devices."""
     if step is None or plan.bound_seconds is not None:
         return plan.bound_seconds, plan.proven
-    seconds = sum((one.forward_seconds or 0.0) + (one.backward_seconds or 0.0) for one in profile.layers)
-    bound = seconds * (run.num_microbatches or 1) / plan.num_ranks
-    return bound, step <= bound * (1 + 1e-9)
+    bound = even_share_seconds(profile, run.num_microbatches or 1, plan.num_ranks)
+    return bound, step <= bound * (1 + SAME)

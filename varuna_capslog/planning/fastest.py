@@ -25,7 +25,7 @@ from varuna_capslog.planners.intervals import EXACT_LAYERS
 from varuna_capslog.planners.layerwise import Intervals, Layerwise, StageChoice
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.nearby import Cheapest, improved, weighings
-from varuna_capslog.planning.playing import with_step_seconds
+from varuna_capslog.planning.playing import SAME, even_share_seconds, with_step_seconds
 from varuna_capslog.planning.ranks import judged
 from varuna_capslog.planning.verdict import HostMemory, predictable
 from varuna_capslog.planning.wider import LOOPED, STARRED, WIDER, limited, looped
@@ -41,8 +41,6 @@ SCHEDULES_TRIED = ("1f1b", "zb-h1", "varuna", "gpipe")
 """What the search chooses from where a run leaves it open."""
 _FIRST_LONGEST = 1.5
 """Calls longer than this times those of equal stages are left out at first."""
-_SAME = 1e-9
-"""Relative difference of two steps that are told apart."""
 
 PlanOf = Callable[[Sequence[StageChoice], RunShape], Plan]
 """Stages and a run -> their plan, not judged."""
@@ -207,7 +205,7 @@ class _Candidates:
             if name in self.chains:
                 fit.append(fits)
                 bounds.append(kept_bound(own, costs))
-                if fits and self._fastest[name].step <= (bounds[-1] + self._update) * (1 + _SAME):
+                if fits and self._fastest[name].step <= (bounds[-1] + self._update) * (1 + SAME):
                     self._kept[name] = bounds[-1]
         self.bound = min(bounds)
         return all(fit)
@@ -227,7 +225,7 @@ class _Candidates:
             longest = min(longest, self.best.step / calls) if self.best is not None and self.fits else longest
         self._search(BudgetSearch(self.chain, longest))
         # what was left out may be better than what was found
-        if longest < np.inf and not self.is_over and (not self.fits or self.bound >= longest * calls * (1 - _SAME)):
+        if longest < np.inf and not self.is_over and (not self.fits or self.bound >= longest * calls * (1 - SAME)):
             again = self.best.step / calls if self.best is not None and self.fits else np.inf
             if again > longest:
                 self._search(BudgetSearch(self.chain, again))
@@ -237,7 +235,7 @@ class _Candidates:
         most = weighings(self.chain)
         for number, one in enumerate(sorted(self._fastest.values(), key=lambda one: one.step)):
             assert self.best is not None, "one fits"
-            if self.is_over or self.best.step <= (self.bound + self._update) * (1 + _SAME):
+            if self.is_over or self.best.step <= (self.bound + self._update) * (1 + SAME):
                 return
             name = one.plan.schedule
             assert name is not None, "every plan has one"
@@ -249,42 +247,45 @@ class _Candidates:
                     return np.inf
                 return self._fastest[name].step
 
-            improved(self.chains[name], one.stages, one.step, weigh, self._cheapest(name), most // (number + 1))
+            own = self.chains[name]
+            improved(own, one.stages, one.step, weigh, self._cheapest(own), most // (number + 1))
 
     def weigh_wider(self, all_fit: bool) -> None:
         """Limits in flight of their own, and several stages on each device, where such schedules are asked for.
 
         all_fit: stages that keep everything fit under every schedule.
         """
-        begun, costs = self._asked is not None, self._costs("1f1b", False)
-        if STARRED in self.schedules and not (begun and (self.is_over or (all_fit and not any(self.chain.transfer)))):
+        begun = self._asked is not None
+        if begun and self.is_over:
+            return
+        if STARRED in self.schedules and not (begun and all_fit and not any(self.chain.transfer)):
             self._weigh_limited()
-        if LOOPED in self.schedules and costs is not None and not (begun and self.is_over):
-            run = dataclasses.replace(self.run, schedule=LOOPED)
+        costs = self._costs("1f1b", False) if LOOPED in self.schedules else None
+        if costs is None or (begun and self.is_over):
+            return
+        run = dataclasses.replace(self.run, schedule=LOOPED)
 
-            def judge(stages: Sequence[StageChoice]) -> Plan:
-                return judged(self.profile, self.plan_of(stages, run), run, tier=self.tier)
+        def judge(stages: Sequence[StageChoice]) -> Plan:
+            return judged(self.profile, self.plan_of(stages, run), run, tier=self.tier)
 
-            for stages in looped(self.chain, costs, judge):
-                self.weigh(stages, LOOPED)
+        for stages in looped(self.chain, costs, judge):
+            self.weigh(stages, LOOPED)
 
     def _weigh_limited(self) -> None:
         own = self.chains["1f1b"] if "1f1b" in self.chains else self.chain.under("1f1b")
         base = self._fastest.get("1f1b") or self.best
         assert base is not None, "some plan was weighed"
-
-        def cheapest(stage: int, first: int, end: int, size: float, in_flight: int) -> Intervals | None:
-            found = (one.cheapest(own, stage, first, end, size, in_flight) for one in reversed(self._searches))
-            return next((one for one in found if one is not None), None)
-
+        cheapest = self._cheapest(own)
         for number, stages in enumerate(limited(self.profile, own, base.stages, self.plan_of, cheapest, self.link)):
             fits = self.weigh(stages, STARRED)
             if (fits and number) or self.is_over:
                 return
 
-    def _cheapest(self, schedule: str) -> Cheapest:
-        def cheapest(stage: int, first: int, end: int, size: float) -> Intervals | None:
-            found = (one.cheapest(self.chains[schedule], stage, first, end, size) for one in reversed(self._searches))
+    def _cheapest(self, chain: Layerwise) -> Cheapest:
+        """By the searches so far, the latest first; chain: under a schedule."""
+
+        def cheapest(stage: int, first: int, end: int, size: float, in_flight: int | None = None) -> Intervals | None:
+            found = (one.cheapest(chain, stage, first, end, size, in_flight) for one in reversed(self._searches))
             return next((one for one in found if one is not None), None)
 
         return cheapest
@@ -330,7 +331,7 @@ class _Candidates:
         return dataclasses.replace(
             best.plan,
             bound_seconds=min(bound, best.step),
-            proven=best.step <= bound * (1 + _SAME),
+            proven=best.step <= bound * (1 + SAME),
             search_space=(
                 f"one range of layers on each of {chain.stages} devices, memory intervals ({kinds}), "
                 f"{' or '.join(self.chains)} with its limits in flight{beside}"
@@ -340,38 +341,29 @@ class _Candidates:
     def _bound_with(self, schedule: str | None) -> float:
         """The bound of the search space, or one that holds for plans of this schedule too."""
         if schedule == LOOPED:
-            own = self.seconds.forward[-1] + self.seconds.backward[-1]
-            return min(self.bound, float(own) * self.run.microbatches / self.chain.stages)
+            return min(self.bound, even_share_seconds(self.profile, self.run.microbatches, self.chain.stages))
         if schedule == STARRED and (costs := self._costs("1f1b", False)) is not None:
             return min(self.bound, kept_bound(self.chain.under("gpipe"), costs))
         return self.bound
 
     def _alike(self, cuts: Sequence[int], kind: str | None) -> list[StageChoice]:
         """Stages of which each is one interval."""
-        bounds = pairwise((*cuts, self.chain.num_layers))
         return [
-            StageChoice(
-                first,
-                end,
-                () if kind is None else (MemoryInterval(first, end, kind),),
-                self.chain.seconds(first, end) + (0.0 if kind is None else sum(self.chain.forward[first:end])),
-                0,
-            )
-            for first, end in bounds
+            self.chain.choice(first, end, () if kind is None else (MemoryInterval(first, end, kind),))
+            for first, end in pairwise((*cuts, self.chain.num_layers))
         ]
 
     def _whole(self, one: StageChoice) -> StageChoice:
         """The stage as one interval that runs again, where some of it does: that may happen ahead of the backward."""
         if not any(part.recomputes for part in one.intervals):
             return one
-        own = self.chain.seconds(one.first, one.end) + sum(self.chain.forward[one.first : one.end])
-        return StageChoice(one.first, one.end, (MemoryInterval(one.first, one.end, "recompute"),), own, 0)
+        return self.chain.choice(one.first, one.end, (MemoryInterval(one.first, one.end, "recompute"),))
 
 
 def _better(one: _Weighed, other: _Weighed) -> bool:
     if one.lack or other.lack:
         return one.rank < other.rank
-    if abs(one.step - other.step) <= _SAME * other.step:
+    if abs(one.step - other.step) <= SAME * other.step:
         return one.peak < other.peak
     return one.step < other.step
 

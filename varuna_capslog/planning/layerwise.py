@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
+from varuna_capslog.config.defaults import STAGES_PER_RANK
 from varuna_capslog.memory import AUTO, resolve
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.memory.inflight import RANKS
@@ -21,7 +22,7 @@ from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.fastest import SCHEDULES_TRIED, fastest_plan
 from varuna_capslog.planning.ranks import judged
 from varuna_capslog.planning.verdict import HostMemory, capacities_of_devices, check_devices, judge_ranks, usable_bytes
-from varuna_capslog.planning.wider import LOOPED, ROUNDS, WIDER
+from varuna_capslog.planning.wider import LOOPED, WIDER
 from varuna_capslog.plans.parts import PlanRank, PlanStage, Units
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
@@ -63,10 +64,10 @@ def layerwise_plan(
     loops = link is not None and (link.bandwidth is not None or link.latency_seconds > 0)
     tried = (*SCHEDULES_TRIED, *(name for name in WIDER if loops or name != LOOPED))
     names = tried if chooses else (run.settled().schedule,)
-    if names == (LOOPED,) and ROUNDS * devices > profile.num_layers:
+    if names == (LOOPED,) and STAGES_PER_RANK * devices > profile.num_layers:
         raise CapslogError(
-            f"{devices} devices with {ROUNDS} stages each, but only {profile.num_layers} layers; every stage holds at "
-            "least one layer, so set devices lower, or choose schedule 1f1b"
+            f"{devices} devices with {STAGES_PER_RANK} stages each, but only {profile.num_layers} layers; every stage "
+            "holds at least one layer, so set devices lower, or choose schedule 1f1b"
         )
     first = "1f1b" if names[0] in WIDER else names[0]
     shape = dataclasses.replace(with_microbatches(run, devices), schedule=first)

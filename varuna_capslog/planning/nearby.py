@@ -12,12 +12,14 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from varuna_capslog.planners.layerwise import Intervals, Layerwise, StageChoice
+from varuna_capslog.planning.playing import SAME
 from varuna_capslog.plans.parts import INTERVAL_KINDS, MemoryInterval
 from varuna_capslog.schedules import backwards_at_once, make_schedule
 
-__all__ = ["improved", "weighings"]
+__all__ = ["Cheapest", "improved", "weighings"]
 
 _ALL_LISTS = 500
 """Ranges with at most so many lists of intervals have all of them looked at."""
@@ -30,8 +32,14 @@ _PARTS = (1.0, 1.03, 1.1, 1.25, 1.5, 2.0)
 
 Weigh = Callable[[Sequence[StageChoice]], float]
 """The played step of a plan that fits, infinite for one that does not."""
-Cheapest = Callable[[int, int, int, float], Intervals | None]
-"""(stage, first, end, bytes) -> the cheapest intervals by the search."""
+
+
+class Cheapest(Protocol):
+    """The cheapest intervals by the search."""
+
+    def __call__(self, stage: int, first: int, end: int, size: float, in_flight: int | None = None) -> Intervals | None:
+        """Of layers first .. end-1 as this stage, within `size` bytes; in_flight: default: as the schedule has them."""
+        ...
 
 
 def weighings(chain: Layerwise) -> int:
@@ -61,7 +69,7 @@ def improved(
                 continue
             left -= 1
             taken = weigh(near)
-            if taken < best * (1 - 1e-9):
+            if taken < best * (1 - SAME):
                 found, best = near, taken
         if found is None:
             return

@@ -5,7 +5,7 @@ A search plays many plans and asks for nothing but the step.
 
 from __future__ import annotations
 
-__all__ = ["PlanPart", "Played", "play", "with_step_seconds"]
+__all__ = ["SAME", "PlanPart", "Played", "even_share_seconds", "play", "with_step_seconds"]
 
 import dataclasses
 from collections import Counter
@@ -31,6 +31,9 @@ from varuna_capslog.schedules import (
     from_strings,
     simulate,
 )
+
+SAME = 1e-9
+"""Relative difference of two steps that are told apart."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Played:
 
     @property
     def step_seconds(self) -> float:
+        """Of the whole step, updates included."""
         return self.together + (self.update or 0.0)
 
 
@@ -143,11 +147,19 @@ def with_step_seconds(profile: Profile, plan: Plan, run: RunShape, link: Link | 
     direct routes, its tensors are not known. A plan of the short form counts one pipeline, without the exchange between
     replicas.
     """
-    timed = all(None not in (one.forward_seconds, one.backward_seconds) for one in profile.layers)
-    if plan.num_microbatches is None or not timed or (plan.routes == "direct" and not profile.tensors):
+    if plan.num_microbatches is None or not profile.timed or (plan.routes == "direct" and not profile.tensors):
         return plan
     step = play(profile, plan, None, None, run.recompute, run, link or Link())
     return dataclasses.replace(plan, step_seconds=step.step_seconds)
+
+
+def even_share_seconds(profile: Profile, microbatches: int, devices: int) -> float:
+    """The work of a step, shared out evenly: no plan of any stages on so many devices has a shorter step.
+
+    Raises CapslogError naming the first layer whose seconds the profile lacks.
+    """
+    work = sum(profile.column("forward_seconds")) + sum(profile.column("backward_seconds"))
+    return float(work) * microbatches / devices
 
 
 def _conditions(profile: Profile, plan: Plan) -> list[str]:

@@ -27,7 +27,7 @@ from varuna_capslog.planners.replicas import (
     check_tensors,
 )
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.playing import with_step_seconds
+from varuna_capslog.planning.playing import SAME, even_share_seconds, with_step_seconds
 from varuna_capslog.planning.ranks import judged
 from varuna_capslog.planning.verdict import capacities_of_devices, usable_bytes
 from varuna_capslog.plans.parts import PlanRank, PlanStage, Units, ranges_of
@@ -37,9 +37,6 @@ from varuna_capslog.schedules import RunShape
 from varuna_capslog.schedules.in_flight import table_3_2
 
 __all__ = ["check_ranks_memory", "judged_replicated_plan", "plan_of_stages", "replicated_plan", "stage_limits"]
-
-_SAME = 1e-9
-"""Relative difference of two steps that are told apart."""
 
 
 def replicated_plan(
@@ -126,7 +123,7 @@ class _PlayedPlan:
 
     def beats(self, other: _PlayedPlan) -> bool:
         """Whether it lacks less, or has a smaller peak, or is faster."""
-        own = (self.lack, self.peak, self.step * (1 + _SAME))
+        own = (self.lack, self.peak, self.step * (1 + SAME))
         return own < (other.lack, other.peak, other.step)
 
 
@@ -176,7 +173,7 @@ class _Played:
     def weigh(self, stages: Sequence[ReplicatedStage]) -> None:
         """Play the stages with as many blocks as keep replicas busy and as few as they can have, and keep the best."""
         best = self.best
-        if best is not None and not best.lack and not self.by_peak and self.bound(stages) >= best.step * (1 - _SAME):
+        if best is not None and not best.lack and not self.by_peak and self.bound(stages) >= best.step * (1 - SAME):
             return
         most = max(one.replicas for one in stages)
         every = self.run.microbatches
@@ -186,7 +183,7 @@ class _Played:
         for blocks in counts[::-1] if limited else dict.fromkeys((counts[-1], counts[0])):
             fits = False
             for routes in self.routes_of(stages):
-                if fits and self.best is not None and self.bound(stages, routes) >= self.best.step * (1 - _SAME):
+                if fits and self.best is not None and self.bound(stages, routes) >= self.best.step * (1 - SAME):
                     continue
                 frame = dataclasses.replace(self.frame, routes=routes)
                 one = self._weighed(plan_of_stages(frame, stages, blocks, self.profile.known_edges))
@@ -224,11 +221,11 @@ class _Played:
         plan, step = self.best.plan, self.best.step
         if plan.planner != "graphpipe" or self.best.lack:
             return plan
-        bound = sum(self.costs.seconds) * self.costs.microbatches / self.costs.devices
+        bound = even_share_seconds(self.profile, self.costs.microbatches, self.costs.devices)
         return dataclasses.replace(
             plan,
             bound_seconds=min(bound, step),
-            proven=step <= bound * (1 + _SAME),
+            proven=step <= bound * (1 + SAME),
             search_space=f"any stages on {self.costs.devices} devices, all kept",
         )
 

@@ -168,7 +168,7 @@ def _smallest_peak(found: NoFleet) -> Plan:
 
 def _stage_seconds(profile: Profile, cuts: Sequence[int]) -> tuple[float, ...] | None:
     """Seconds of the forward and the backward of one microbatch on each stage; None where the profile lacks some."""
-    if any(None in (layer.forward_seconds, layer.backward_seconds) for layer in profile.layers):
+    if not profile.timed:
         return None
     found = stage_seconds(profile, Plan.of_cuts(profile.num_layers, cuts).stages)
     return tuple(forward + backward for forward, backward in zip(found.forward, found.backward, strict=True))

@@ -12,30 +12,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from varuna_capslog.config.defaults import STAGES_PER_RANK
 from varuna_capslog.memory.costs import StageCosts
-from varuna_capslog.planners.layerwise import Intervals, Layerwise, StageChoice
+from varuna_capslog.planners.layerwise import Layerwise, StageChoice
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planners.throughput import fastest_cuts
 from varuna_capslog.planning.limits import with_limits
+from varuna_capslog.planning.nearby import Cheapest
 from varuna_capslog.plans.parts import MemoryInterval
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 
-__all__ = ["LOOPED", "ROUNDS", "STARRED", "WIDER", "limited", "looped"]
+__all__ = ["LOOPED", "STARRED", "WIDER", "limited", "looped"]
 
 STARRED = "1f1b-star"
 """The schedule of `limited`."""
 LOOPED = "interleaved"
 """The schedule of `looped`."""
 WIDER = (STARRED, LOOPED)
-ROUNDS = 2
-"""Stages of every device under LOOPED, as `pipeline.stages_per_rank` has it where it is not set."""
 _PARTS = (1.0, 0.97, 0.92, 0.85)
 """Intervals are chosen for so much of a device, since messages on their way need some of it too."""
-
-Cheapest = Callable[[int, int, int, float, int], Intervals | None]
-"""(stage, first, end, bytes, calls in flight) -> the cheapest intervals by the search."""
 
 
 def limited(
@@ -68,7 +65,7 @@ def limited(
             for number, one in enumerate(here):
                 size = part * chain.usable[number]
                 intervals = cheapest(number, one.first, one.end, size, one.in_flight or 1)
-                changed.append(one if intervals is None else _treated(chain, one, intervals))
+                changed.append(one if intervals is None else chain.choice(one.first, one.end, intervals))
             here = with_own_limits(changed)
         yield here
     most = zip(first, chain.in_flight, strict=True)
@@ -84,7 +81,7 @@ def looped(
     costs: of stages that keep everything. judge: the plan of such stages, with the bytes of its ranks.
     """
     assert chain.question is not None, "made by Layerwise.of_profile"
-    devices, count = chain.stages, ROUNDS * chain.stages
+    devices, count = chain.stages, STAGES_PER_RANK * chain.stages
     if count > chain.num_layers:
         return
     run = replace(chain.question.run, schedule="1f1b", recompute=False)
@@ -92,22 +89,16 @@ def looped(
     if found is None:
         return
     bounds = list(zip(found.cuts, [*found.cuts[1:], chain.num_layers], strict=True))
-    kept = [StageChoice(first, end, (), chain.seconds(first, end), 0) for first, end in bounds]
-    again = [_treated(chain, one, (MemoryInterval(one.first, one.end, "recompute"),)) for one in kept]
-    here, treated = list(kept), 0
+    here = [chain.choice(first, end, ()) for first, end in bounds]
+    again = [chain.choice(first, end, (MemoryInterval(first, end, "recompute"),)) for first, end in bounds]
+    treated = 0
     while True:
         verdict = judge(here)
         lacking = [rank for rank, one in enumerate(verdict.ranks) if (one.bytes or 0) > chain.usable[rank]]
-        if not lacking or treated == ROUNDS:
+        if not lacking or treated == STAGES_PER_RANK:
             yield tuple(here)
             return
         for rank in lacking:
             for number in range(rank, rank + (treated + 1) * devices, devices):
                 here[number] = again[number]
         treated += 1
-
-
-def _treated(chain: Layerwise, one: StageChoice, intervals: Intervals) -> StageChoice:
-    """The stage with other intervals; its seconds count all that runs again."""
-    more = sum(sum(chain.forward[part.first : part.end]) for part in intervals if part.recomputes)
-    return replace(one, intervals=intervals, seconds=chain.seconds(one.first, one.end) + more)

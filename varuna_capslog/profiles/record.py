@@ -43,6 +43,8 @@ _BYTE_PARTS = ("static_bytes", "saved_bytes", "transient_bytes", "boundary_bytes
 _BYTE_SUMS = ("peak_bytes", "static_bytes", "saved_bytes", "boundary_in_bytes", "boundary_out_bytes")
 _SECONDS = ("forward_seconds", "backward_seconds")
 _SECONDS_OF_HALVES = ("input_seconds", "weight_seconds")
+_PARTS_OF_A_RUN = ("static_bytes", "saved_bytes", "transient_bytes", *_SECONDS, *_SECONDS_OF_HALVES, "weight_bytes")
+"""What a layer's row takes as it is from the run of that layer alone."""
 _NEW_FIELDS = (*_SECONDS_OF_HALVES, "weight_bytes", "variant", "action_bytes")
 """Of layers and observations, since profile/2; left out of a file where they are None."""
 
@@ -286,6 +288,11 @@ class Profile:
         canonical = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"), allow_nan=False)
         return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
 
+    @property
+    def timed(self) -> bool:
+        """Whether the seconds of every layer are known."""
+        return all(None not in (one.forward_seconds, one.backward_seconds) for one in self.layers)
+
     def column(self, name: str) -> list[Any]:
         """Return field `name` of every layer. Raises CapslogError naming the first layer that lacks it."""
         values = [getattr(layer, name) for layer in self.layers]
@@ -381,16 +388,9 @@ def layers_of_runs(
                 name=name,
                 isolated_bytes=alone.peak_bytes,
                 added_bytes=peak[together].peak_bytes - peak[before].peak_bytes if layer else None,
-                static_bytes=alone.static_bytes,
-                saved_bytes=alone.saved_bytes,
-                transient_bytes=alone.transient_bytes,
                 boundary_bytes=alone.boundary_out_bytes,
                 parameter_bytes=None if parameter_bytes is None else parameter_bytes[layer],
-                forward_seconds=alone.forward_seconds,
-                backward_seconds=alone.backward_seconds,
-                input_seconds=alone.input_seconds,
-                weight_seconds=alone.weight_seconds,
-                weight_bytes=alone.weight_bytes,
+                **{part: getattr(alone, part) for part in _PARTS_OF_A_RUN},
             )
         )
     return tuple(rows)

@@ -7,12 +7,12 @@ only waiting, one that needed more could take the machine down.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from varuna_capslog.base.machine_memory import available_bytes
 from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.signature import layer_signature
@@ -33,21 +33,7 @@ def free_bytes(device: torch.device) -> int:
     """Bytes that new work may take on a device now: what CUDA calls free, or what the system calls available."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    # a container may be granted less than the machine has
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
-        cache = next(
-            int(line.split()[1])
-            for line in (group / "memory.stat").read_text().splitlines()
-            if line.startswith("inactive_file ")
-        )
-    except (OSError, ValueError, StopIteration):
-        return available
-    return available if limit == "max" else max(0, min(available, int(limit) - used + cache))
+    return available_bytes()
 
 
 class BoundTable:

@@ -19,19 +19,23 @@ from varuna_capslog.schedules import DEFAULT_RUN, RunShape
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
 
-__all__ = ["default_planner", "with_default_capacity", "with_planner_for"]
+__all__ = ["default_planner", "with_default_capacity", "with_defaults", "with_planner_for"]
 
 
 def default_planner(profile: Profile, memory: str) -> str:
     """The planner for a profile where none is named: that of the shortest step, if the profile can feed it."""
-    timed = all(None not in (layer.forward_seconds, layer.backward_seconds) for layer in profile.layers)
-    if not timed or memory not in (AUTO, RANKS) or is_for_inference(profile):
+    if not profile.timed or memory not in (AUTO, RANKS) or is_for_inference(profile):
         return defaults.SMALLEST
     try:
         resolve(RANKS, profile, DEFAULT_RUN)
     except CapslogError:
         return defaults.SMALLEST
     return defaults.FASTEST
+
+
+def with_defaults(config: Config, profile: Profile | None) -> Config:
+    """The config with the planner and the memory that a run with this profile has where it says neither."""
+    return config if profile is None else with_default_capacity(with_planner_for(config, profile))
 
 
 def with_planner_for(config: Config, profile: Profile) -> Config:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.defaults import STAGES_PER_RANK
 from varuna_capslog.config.settings import Config
 from varuna_capslog.planners import BUDGET, LAYERWISE
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.layerwise import check_memory, layerwise_plan
 from varuna_capslog.planning.verdict import HostMemory
-from varuna_capslog.planning.wider import LOOPED, ROUNDS
+from varuna_capslog.planning.wider import LOOPED
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
@@ -36,7 +37,7 @@ def check_layerwise(config: Config) -> None:
         f"engine={config.engine}": (config.engine == "varuna", "Varuna runs no memory intervals; set engine=capslog"),
         f"pipeline.replicas={pipeline.replicas}": (pipeline.replicas > 1, "it plans one pipeline; set replicas=1"),
         f"pipeline.stages_per_rank={pipeline.rounds}": (
-            pipeline.rounds > 1 and not (goes_round and pipeline.rounds == ROUNDS),
+            pipeline.rounds > 1 and not (goes_round and pipeline.rounds == STAGES_PER_RANK),
             "it plans one stage per rank; set 1",
         ),
         f"pipeline.schedule={pipeline.schedule}": (

@@ -33,7 +33,7 @@ from varuna_capslog.plans.rules import check_actions
 from varuna_capslog.profiles.record import write_profile
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.start import ENGINES
-from varuna_capslog.start.default_planner import with_default_capacity, with_planner_for
+from varuna_capslog.start.default_planner import with_defaults
 from varuna_capslog.start.given_plan import given_plan
 from varuna_capslog.start.layerwise_start import (
     asks_layerwise,
@@ -80,8 +80,7 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
     profile = profile_run(config, show, memo) if _needs_profile(config, given) else None
     if given is not None and profile is not None:
         _check_digest(given, profile, config)
-    if profile is not None:
-        config = with_default_capacity(with_planner_for(config, profile))
+    config = with_defaults(config, profile)
     plan = _plan(config, profile, given, memo=memo)
     check_folder(config, plan.model, grains_of(plan.stages))
     # the plans of an elastic run may each have another schedule
@@ -134,8 +133,7 @@ def plan_run(config: Config, profile: Profile | None, link: Link | None = None, 
     for planners that need seconds. A given plan is judged by the profile, where there is one, and so are given cuts of
     several stages per device. `memo` is that of the estimate, where the profile is one.
     """
-    if profile is not None:
-        config = with_default_capacity(with_planner_for(config, profile))
+    config = with_defaults(config, profile)
     return _plan(config, profile, _checked_plan(config), link, memo)
 
 

@@ -40,7 +40,7 @@ class Boundaries:
         self._val: Any = None  # opened when it is first asked for
         self._engine: Engine  # of the generation that has begun
         self._generation = self._base = self._judged = 0
-        self._saved = self._named = 0  # newest step whose checkpoint was begun, and one that has its name
+        self._named = 0  # newest step whose checkpoint has its name
         self._saving: Saving | None = None  # under way
         self._all_written = self._broken_off = False
         self._best: tuple[float, int] | None = None
@@ -54,7 +54,7 @@ class Boundaries:
         """
         self.end()
         self._engine, self._generation, self._base = engine, generation, base
-        self._saved = self._named = base if saved else self._named if self._named <= base else 0
+        self._named = base if saved else self._named if self._named <= base else 0
         self._judged = self._judged if self._judged <= base else 0
         self._best = self._read_best() if base else None
 
@@ -62,7 +62,7 @@ class Boundaries:
         """The generation is over: a checkpoint under way is given up; the next generation begins with its own."""
         if self._saving is not None:
             self._saving.give_up()
-            self._saving, self._saved, self._broken_off = None, self._named, True
+            self._saving, self._broken_off = None, True
         self._all_written = False
 
     def sealed(self, ballot: bytes) -> bytes:
@@ -130,8 +130,12 @@ class Boundaries:
         }
         folder, number, engine = self._setup.checkpoints, self._generation, self._engine
         self._saving = Saving(folder, step, number, engine, extra, background)
-        self._saved = step
         return whole if background else self._complete()
+
+    @property
+    def _saved(self) -> int:
+        """The newest step whose checkpoint was begun."""
+        return self._named if self._saving is None else max(self._named, self._saving.step)
 
     def _complete(self) -> int | None:
         """Waits for the checkpoint under way and gives it its name; returns its step, None where there is none."""
@@ -205,7 +209,6 @@ class Boundaries:
         """
         known = self._engine.communicator.gather((self._named, self._judged, self._broken_off))
         self._named = max(named for named, _, _ in known)
-        self._saved = max(self._saved, self._named)
         self._judged = max(judged for _, judged, _ in known)
         self._broken_off = False
         return self._saved < step and any(broken_off for _, _, broken_off in known)

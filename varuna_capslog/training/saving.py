@@ -21,7 +21,7 @@ from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.training import checkpoint
 from varuna_capslog.training.layer_state import capture
 
-__all__ = ["Saving", "save_checkpoint"]
+__all__ = ["Saving"]
 
 _WRITTEN = b"written|"
 """In front of the ballots of a rank that has written its part. A plain ballot is empty or JSON."""
@@ -154,11 +154,6 @@ class Saving:
                 "layers": {layer.name: entries[layer.name] for layer in chain.layers},
             },
         )
-
-
-def save_checkpoint(folder: Path, step: int, generation: int, engine: Engine, extra: Mapping[str, Any]) -> Path:
-    """Writes a checkpoint together with all ranks while training waits; see `Saving`, also for what is raised."""
-    return Saving(folder, step, generation, engine, extra, background=False).complete()
 
 
 def _emptied(copies: list[tuple[EngineLayer, dict[str, Any]]]) -> Iterator[tuple[EngineLayer, dict[str, Any]]]:

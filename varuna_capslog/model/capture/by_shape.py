@@ -136,7 +136,7 @@ def _merged(modules: Sequence[fx.GraphModule], extra: Sequence[tuple[str, Sizes]
 
 
 def _hold(merged: ByShape, target: str, own: Any) -> None:
-    """Gives a layer something that only the graph of a later shape refers to."""
+    """Gives a layer something that one of its graphs refers to, as `CapturedGraph` has done with those of its own."""
     path, _, name = target.rpartition(".")
     if isinstance(own, nn.Module):
         merged.add_submodule(target, own)

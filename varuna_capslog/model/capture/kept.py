@@ -41,6 +41,9 @@ _DAMAGED = (
 )
 """What reading a file raises that is not the one that was written."""
 
+_REFUSAL = ".txt"
+"""The suffix of a file that says why a request cannot be captured."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -105,10 +108,15 @@ class Kept:
         self.writes = False
 
     def read(self, request: CaptureRequest) -> CapturedLayers | None:
-        """What was kept for this request, on the modules of its model; None where it must be captured."""
+        """What was kept for this request, on the modules of its model; None where it must be captured.
+
+        Raises FixedSize where it is known that the request cannot be captured.
+        """
         if not self._folder.is_dir():
             return None
         path = self._path(request)
+        if (refusal := path.with_suffix(_REFUSAL)).is_file():
+            raise FixedSize(refusal.read_text(encoding="utf-8"))
         try:
             told = torch.load(path, map_location="cpu", weights_only=True)
             tensors = told["tensors"]
@@ -126,17 +134,10 @@ class Kept:
             _log.warning("the kept capture %s is damaged (%s): the model is captured here", path, error)
         return None
 
-    def refusal(self, request: CaptureRequest) -> FixedSize | None:
-        """Why sizes that the request leaves open cannot change, where that is known."""
-        try:
-            return FixedSize(self._path(request, ".txt").read_text())
-        except OSError:
-            return None
-
     def refuse(self, request: CaptureRequest, error: FixedSize) -> None:
         """Keeps that a request cannot be captured, so that no other process tries."""
         for evaluates in (True, False):  # the sizes of inputs do not depend on the modes that are asked for
-            write_text(self._path(replace(request, evaluates=evaluates), ".txt"), str(error))
+            write_text(self._path(replace(request, evaluates=evaluates)).with_suffix(_REFUSAL), str(error))
 
     def write(self, request: CaptureRequest, captured: CapturedLayers) -> None:
         """Keeps what was captured; where it has no text form the log says so, and every process captures it."""
@@ -153,8 +154,8 @@ class Kept:
         except OSError as error:
             raise write_failure(f"{path} cannot be written", error) from error
 
-    def _path(self, request: CaptureRequest, kind: str = ".pt") -> Path:
-        return self._folder / f"{request.digest(self._code)[:32]}{kind}"
+    def _path(self, request: CaptureRequest) -> Path:
+        return self._folder / f"{request.digest(self._code)[:32]}.pt"
 
 
 def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:

@@ -117,10 +117,7 @@ class Guard(nn.Module):
     def takes(self, shapes: Sequence[Sequence[int]]) -> bool:
         """Whether the layer was captured for inputs of these shapes."""
         changing: dict[str, int] = {}
-        fits = len(shapes) == len(self.shapes) and all(
-            tuple(sizes) == captured or self._takes(sizes, captured, changing)
-            for sizes, captured in zip(shapes, self.shapes, strict=True)
-        )
+        fits = all(self._takes(*pair, changing) for pair in zip(shapes, self.shapes, strict=True))
         return fits and all(_holds(text, changing) for text in self.conditions)
 
     @staticmethod
@@ -174,21 +171,17 @@ def _size_text(size: int | tuple[str, int, int | None]) -> str:
 class ByShape(CapturedGraph):
     """A captured layer with a graph for each of several shapes, all on what it holds; its own one is the first."""
 
-    _graphs: tuple[fx.Graph, ...]
+    graphs: tuple[fx.Graph, ...]
+    """Of all shapes."""
     _codes: tuple[Callable[..., Any], ...]
     _guards: tuple[str, ...]
 
     def take_graphs(self, graphs: Sequence[fx.Graph], guards: Sequence[str]) -> None:
         """Give the layer its graphs, the first one's code is there already, and the names of their guards."""
         others = [type(fx.GraphModule(self, graph)).forward for graph in graphs[1:]]
-        self._graphs, self._guards = tuple(graphs), tuple(guards)
+        self.graphs, self._guards = tuple(graphs), tuple(guards)
         self._codes = type(self).forward, *others
         type(self).forward = _run_chosen
-
-    @property
-    def graphs(self) -> tuple[fx.Graph, ...]:
-        """The graphs of all shapes."""
-        return self._graphs
 
     def chosen(self, shapes: Sequence[Sequence[int]]) -> Callable[..., Any]:
         """The code that was captured for inputs of these shapes; the first one, which refuses them, where none was."""
@@ -197,7 +190,7 @@ class ByShape(CapturedGraph):
         return self._codes[next(numbers, 0)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ByShape:
-        memo |= {id(graph): graph for graph in self._graphs}
+        memo |= {id(graph): graph for graph in self.graphs}
         copied = super().__deepcopy__(memo)
         assert isinstance(copied, ByShape)
         return copied

@@ -11,8 +11,8 @@ left out and the others compared, again and again.
 Algorithm 4 enumerates the placements, which takes exponential time. The dynamic program here has the same answers: the
 peaks of the devices, in falling order, of the stages from layer l on are best whatever stands before, since all plans
 of a state have equally many. State: first layer, devices used from the end (which say the node), and what is in flight
-behind. The layer merger is
-as printed: while there are more groups than asked, the two neighbours with the smallest M_i together become one.
+behind. The layer merger is as printed: while there are more groups than asked, the two neighbours with the smallest M_i
+together become one.
 
 Where we deviate, unless `printed` is asked:
 
@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.additive import AdditiveCosts
@@ -57,8 +58,9 @@ class DegreePeaks:
     costs: GraphCosts
     printed: bool = False
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_alone", AdditiveCosts.of_statistics(self.costs.isolated, self.costs.added))
+    @cached_property
+    def _alone(self) -> AdditiveCosts:
+        return AdditiveCosts.of_statistics(self.costs.isolated, self.costs.added)
 
     def of(self, first: int, end: int, degree: int, in_flight: int) -> float:
         """Bytes on each of `degree` devices, which have so many microbatches in flight together."""
@@ -72,9 +74,8 @@ class DegreePeaks:
             calls = min(calls, -(-in_flight // degree))
             weights = costs.sums["parameters"]
             waiting = (-(-blocks // degree) - 1) * float(weights[end] - weights[first]) if degree > 1 else 0.0
-        alone: AdditiveCosts = self._alone  # type: ignore[attr-defined]
         saved = costs.sums["saved"]
-        return alone.stage_bytes(first, end) + (calls - 1) * float(saved[end] - saved[first]) + waiting
+        return self._alone.stage_bytes(first, end) + (calls - 1) * float(saved[end] - saved[first]) + waiting
 
 
 def merged(costs: GraphCosts, groups: int) -> list[int]:
