@@ -17,7 +17,7 @@ from tests.engine.layouts import Cuts, layout_for
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.engine.host_tier import HostRegion, HostTier, TierOptions, Wait
+from varuna_capslog.engine.host.tier import HostRegion, HostTier, TierOptions, Wait
 from varuna_capslog.engine.interface import EngineParts
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.learning_rate import LearningRate
@@ -93,8 +93,11 @@ def train(
         )
     verify_copies(engine)
     layers = engine.layers
+    moments = [one for address in engine.optimizer.parameters for one in engine.optimizer.moments(address).values()]
+    waiting = sum(one.nbytes for one in moments) - sum(one.nbytes for one in engine.optimizer.resident())
     return {
-        "host bytes": (0, 0) if tier is None else (tier.bytes, tier.peak_bytes),
+        # those of moments that wait stay there
+        "host bytes": (0, 0) if tier is None else (tier.bytes - waiting, tier.peak_bytes - waiting),
         "parts": [result.parts for result in results],
         "norms": [result.grad_norm for result in results],
         "gradients": first,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.plans.parts import INTERVAL_KINDS, KEEP, PlanStage, Units
-from varuna_capslog.rig.drawn_plans import draw_memory, draw_plan
+from varuna_capslog.rig.drawn_plans import draw_memory, draw_moments, draw_plan
 
 __all__ = ["Cuts", "layout_for", "random_layout", "rectangle", "with_intervals"]
 
@@ -55,7 +55,8 @@ def random_layout(
 
 
 def with_intervals(layout: Layout, seed: int, kinds: Sequence[str] = (KEEP, *INTERVAL_KINDS)) -> Layout:
-    """The layout with memory intervals of these kinds drawn for every stage."""
+    """The layout with memory intervals of these kinds drawn for every stage, and the moments of some layers away."""
     dice = random.Random(seed)
     stages = [dataclasses.replace(stage, memory=draw_memory(dice, stage, kinds)) for stage in layout.stages]
+    stages = [dataclasses.replace(stage, moments=draw_moments(dice, stage)) for stage in stages]
     return dataclasses.replace(layout, stages=tuple(stages))

@@ -18,7 +18,7 @@ from tests.engine.layouts import Cuts, random_layout, rectangle, with_intervals
 from tests.engine.pool import WorkerPool
 from tests.memory.machine import Model, profile_of
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.engine.host_tier import TierOptions
+from varuna_capslog.engine.host.tier import TierOptions
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine

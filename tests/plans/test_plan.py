@@ -80,7 +80,7 @@ FULL: dict[str, Any] = {
         stage([[2, 4]], [1], blocks=[0, 1, 3], in_flight=2, bytes=5),
         stage([[4, 6]], [2], blocks=[0, 1, 3]),
         stage([[0, 2]], [1], blocks=[2], bytes=7),
-        stage([[2, 6]], [3], blocks=[2], memory=[[2, 5, "recompute+offload"]]),
+        stage([[2, 6]], [3], blocks=[2], memory=[[2, 5, "recompute+offload"]]) | {"moments": [[3, 4, "host"]]},
     ],
     "variants": {"3": "sdpa"},
     "routes": "relay",
@@ -239,6 +239,9 @@ def test_the_capacity_of_a_rank_is_that_of_its_device() -> None:
         # Memory intervals.
         (changed(FULL, "stages", 0, "memory", to=[[0, 1, "swap"]]), "stages[0]: memory[0][2] is 'swap'"),
         (changed(FULL, "stages", 0, "memory", to=[[0, 1]]), "memory[0] has 2 entries"),
+        (changed(FULL, "stages", 0, "moments", to=[[0, 1, "offload"]]), "stages[0]: moments[0][2] is 'offload'"),
+        (changed(FULL, "stages", 0, "moments", to=[[0, 3, "host"]]), "the moments interval [0, 3] lies outside the"),
+        (changed(FULL, "stages", 0, "moments", to=[[0, 2, "host"], [1, 2, "host"]]), "moments intervals [0, 2] and"),
         (changed(FULL, "stages", 0, "memory", to=[[0, 3, "offload"]]), "[0, 3] lies outside the stage (rank 0, layers"),
         (
             changed(FULL, "stages", 0, "memory", to=[[0, 2, "offload"], [1, 2, "recompute"]]),

@@ -49,6 +49,10 @@ REFUSED = {
         full({"memory": (MemoryInterval(0, 5, "offload"),)}),
         "stages[0].memory is [[0, 5, 'offload']]; Varuna recomputes whole stages",
     ),
+    "moments": (
+        full({"moments": (MemoryInterval(0, 2, "host"),)}),
+        "stages[0].moments is [[0, 2, 'host']]; Varuna keeps the optimizer's moments on the device",
+    ),
     "one rank": (full({}, {"ranks": (0,)}), "stages[1].ranks is [0]; Varuna runs stage 1 on rank 1"),
     "limit": (full({}, {"in_flight": 2}), "stages[1].in_flight is 2; Varuna has limits of its own"),
     "grain": (full({"grain": 2}, {"grain": 2}), "stages[0].grain is 2; in Varuna all stages take the same"),

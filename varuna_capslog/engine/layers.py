@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.seeds import mix
 from varuna_capslog.engine.halves import WeightHalf, input_half
-from varuna_capslog.engine.offload import GradientBox, laid_out
+from varuna_capslog.engine.host.offload import GradientBox, laid_out
 from varuna_capslog.engine.routes import Gradients
 from varuna_capslog.engine.statistics import RunningStatistics, tracking_modules
 from varuna_capslog.model.chain import Chain, Layer, Value

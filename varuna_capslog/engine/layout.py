@@ -135,6 +135,10 @@ class Layout:
         own = (self.stages[number] for number in self.stages_of(rank))
         return sorted(layer for stage in own for layer in stage.numbers)
 
+    def moments_away(self, rank: int) -> frozenset[int]:
+        """The layers whose optimizer's moments wait in the rank's host tier."""
+        return frozenset().union(*(self.stages[number].moments_away for number in self.stages_of(rank)))
+
     def blocks_of(self, rank: int, layer: int) -> Sequence[int]:
         """The blocks for which a rank holds a layer, rising."""
         return [block for block, owner in enumerate(self._ranks_of_layer[layer]) if owner == rank]

@@ -6,7 +6,7 @@ else needs to be remembered. A shared parameter is stepped once per rank, with t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from varuna_capslog.engine.host.moments import HostMoments, leaves
+from varuna_capslog.engine.host.tier import HostTier
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.recipe import AVERAGE, Recipe
 
@@ -23,18 +25,40 @@ __all__ = ["StageOptimizer"]
 class StageOptimizer:
     """Steps the trained parameters of some layers.
 
+    Args:
+        away: numbers of the layers whose moments, and averages, wait in the host tier between the updates.
+        tier: that tier, where there are such layers.
+
     Attributes:
         parameters: by address; of a shared parameter the first leaf here.
+
+    Raises:
+        CapslogError: the tier is full.
     """
 
-    def __init__(self, layers: Sequence[EngineLayer], recipe: Recipe) -> None:
+    def __init__(
+        self,
+        layers: Sequence[EngineLayer],
+        recipe: Recipe,
+        away: Collection[int] = (),
+        tier: HostTier | None = None,
+    ) -> None:
         self._recipe = recipe
         self.parameters: dict[str, nn.Parameter] = {}
+        self._in_turn: list[list[nn.Parameter]] = []
+        """Of each layer whose moments wait in the host tier."""
         for layer in layers:
+            own = []
             for name, parameter in layer.parameters.items():
                 address = layer.address(name)
-                if parameter.requires_grad:
-                    self.parameters.setdefault(address, parameter)
+                if parameter.requires_grad and self.parameters.setdefault(address, parameter) is parameter:
+                    own.append(parameter)
+            if own and layer.index in away:
+                self._in_turn.append(own)
+        self._away: HostMoments | None = None
+        if self._in_turn:
+            assert tier is not None, "moments wait in a tier"
+            self._away = HostMoments(tier, {one: recipe.kept(one) for own in self._in_turn for one in own})
         self._on_cpu = all(layer.device.type == "cpu" for layer in layers)
         self._torch = recipe.build(self.parameters, self._on_cpu)
         self._averages: dict[nn.Parameter, Tensor] = {}
@@ -44,6 +68,39 @@ class StageOptimizer:
         rate = self._recipe.rate.at(step)
         for group in self._torch.param_groups:
             group["lr"] = rate * group["lr_factor"]
+        waiting = {one: one.grad for own in self._in_turn for one in own}
+        for parameter in waiting:
+            parameter.grad = None
+        self._step_those_with_gradients(step, scale)
+        for number, own in enumerate(self._in_turn):
+            self._bring_back(number)
+            for parameter in own:
+                parameter.grad = waiting.pop(parameter)
+            self._step_those_with_gradients(step, scale)
+            self._let_leave(own)
+        if self._away is not None:
+            self._away.settle()
+        return rate
+
+    def _bring_back(self, number: int) -> None:
+        """The moments of one layer that wait, and begins with those of the next one."""
+        assert self._away is not None
+        if number == 0:
+            self._away.call(self._in_turn[0])
+        for parameter in self._in_turn[number]:
+            self._keep(parameter, self._away.take(parameter))
+        # those of the layer before have left when the next ones come
+        self._away.settle()
+        for own in self._in_turn[number + 1 : number + 2]:
+            self._away.call(own)
+
+    def _let_leave(self, own: Sequence[nn.Parameter]) -> None:
+        assert self._away is not None
+        for parameter in own:
+            self._away.leave(parameter, self._kept(parameter))
+            self._keep(parameter, {})
+
+    def _step_those_with_gradients(self, step: int, scale: float) -> None:
         trained = [parameter for parameter in self.parameters.values() if parameter.grad is not None]
         if scale != 1.0:
             for parameter in trained:
@@ -64,7 +121,6 @@ class StageOptimizer:
             torch._foreach_lerp_([self._averages[parameter] for parameter in trained], values, weight)
         for parameter in trained:
             parameter.grad = None
-        return rate
 
     def _step_group(self, group: Mapping[str, Any]) -> None:
         """What `AdamW.step` does for one group, without its search for hooks, profilers and gradients: for layers of
@@ -105,7 +161,11 @@ class StageOptimizer:
 
     def _exchange(self) -> None:
         with torch.no_grad():
-            for parameter, average in self._averages.items():
+            held = list(self._averages.items())
+            if self._away is not None and self._recipe.ema is not None:
+                moments = ((one, self._away.live(one)) for own in self._in_turn for one in own)
+                held += [(one, kept[AVERAGE]) for one, kept in moments if AVERAGE in kept]
+            for parameter, average in held:
                 value = parameter.detach().clone()
                 parameter.copy_(average)
                 average.copy_(value)
@@ -126,8 +186,33 @@ class StageOptimizer:
         parameter = self.parameters.get(address)
         if parameter is None:
             return {}
+        if self._away is not None and parameter in self._away:
+            return self._away.live(parameter)
+        return self._kept(parameter)
+
+    def resident(self) -> list[Tensor]:
+        """What is kept on the device of all parameters between the updates."""
+        found: list[Tensor] = []
+        away = self._away
+        for parameter in self.parameters.values():
+            kept = self._kept(parameter) if away is None or parameter not in away else away.staying(parameter)
+            found += [value for value in kept.values() if isinstance(value, Tensor)]
+        return found
+
+    def _kept(self, parameter: nn.Parameter) -> dict[str, Any]:
         average = self._averages.get(parameter)
         return {**self._torch.state.get(parameter, {}), **({} if average is None else {AVERAGE: average})}
+
+    def _keep(self, parameter: nn.Parameter, moments: Mapping[str, Any]) -> None:
+        """Exchanges what is kept of a parameter on the device ({}: nothing)."""
+        self._averages.pop(parameter, None)
+        self._torch.state.pop(parameter, None)
+        taken = dict(moments)
+        average = taken.pop(AVERAGE, None)
+        if average is not None and self._recipe.ema is not None:
+            self._averages[parameter] = average
+        if taken:
+            self._torch.state[parameter] = taken
 
     def take_moments(self, address: str, moments: Mapping[str, Any], copy: bool) -> None:
         """Takes over what is kept of one address ({}: it starts afresh); one that is not trained here is ignored.
@@ -141,18 +226,19 @@ class StageOptimizer:
         parameter = self.parameters.get(address)
         if parameter is None:
             return
-        self._averages.pop(parameter, None)
-        if not moments:
-            self._torch.state.pop(parameter, None)
-            return
+        waits = self._away is not None and parameter in self._away
         taken = dict(moments)
-        if copy:
+        if copy and moments:
             self._recipe.check_kept(address, parameter, moments)
-            for name, value in moments.items():
-                if isinstance(value, Tensor):
-                    # torch's optimizers keep their step counts on the CPU
-                    taken[name] = value.clone() if name == "step" else value.to(parameter.device, copy=True)
-        average = taken.pop(AVERAGE, None)
-        if average is not None and self._recipe.ema is not None:
-            self._averages[parameter] = average
-        self._torch.state[parameter] = taken
+        for name, value in moments.items():
+            if not isinstance(value, Tensor) or (waits and leaves(value)):  # what leaves is copied anyway
+                continue
+            # torch's optimizers keep their step counts on the CPU
+            place = value.device if name == "step" else parameter.device
+            taken[name] = value.to(place, copy=copy)
+        if not waits:
+            self._keep(parameter, taken)
+            return
+        assert self._away is not None
+        self._away.leave(parameter, taken)
+        self._away.settle()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from varuna_capslog.engine.host_tier import TierOptions
+from varuna_capslog.engine.host.tier import TierOptions
 from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.schedules import RunShape
 

@@ -20,7 +20,7 @@ from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.executor import Contexts, Executor, Observer
 from varuna_capslog.engine.gradients import GradientBook
 from varuna_capslog.engine.grains import Joining, check_grains, joined_inputs, sample_dimensions
-from varuna_capslog.engine.host_tier import HostTier
+from varuna_capslog.engine.host.tier import HostTier
 from varuna_capslog.engine.interface import EngineParts, Load
 from varuna_capslog.engine.layers import EngineLayer, take_layers
 from varuna_capslog.engine.layout import Layout
@@ -136,7 +136,7 @@ class PipelineEngine:
         self._statistics = StatisticsBook(self.layers, communicator, layout, options.num_microbatches)
         if options.transport != "gloo":
             communicator.open_pair_groups(self.pairs(), options.transport)
-        self.optimizer = StageOptimizer(self.layers, options.recipe)
+        self.optimizer = StageOptimizer(self.layers, options.recipe, layout.moments_away(self.rank), tier)
         self._observer = observer
         self._executor: Executor | None = None
         self._evaluators: dict[tuple[int, ...], Executor] = {}

@@ -188,7 +188,9 @@ def held_inputs(load: Load, local: Sequence[int]) -> Load:
 
 
 def resident_tensors(layers: Sequence[EngineLayer], optimizer: StageOptimizer) -> list[Tensor]:
-    """What a rank holds between two steps: parameters, their gradients, buffers and the optimizer's moments."""
+    """What a rank holds between two steps: parameters, their gradients, buffers and the optimizer's moments, but
+    for what waits in the host tier.
+    """
     tensors: list[Tensor] = []
     for layer in layers:
         for parameter in layer.parameters.values():
@@ -196,9 +198,7 @@ def resident_tensors(layers: Sequence[EngineLayer], optimizer: StageOptimizer) -
             if parameter.grad is not None:
                 tensors.append(parameter.grad)
         tensors.extend(layer.layer.module.buffers())
-    for address in optimizer.parameters:
-        tensors.extend(optimizer.moments(address).values())
-    return tensors
+    return [*tensors, *optimizer.resident()]
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from varuna_capslog.engine.host.offload import OffloadedCall, OffloadedTensor, entered
 from varuna_capslog.engine.layers import EngineLayer, LayerGraph, keep_layout
-from varuna_capslog.engine.offload import OffloadedCall, OffloadedTensor, entered
 from varuna_capslog.engine.routes import Ports, Reach
 from varuna_capslog.model.chain import Chain, TensorSpec, Value
 from varuna_capslog.plans.parts import MemoryInterval, pieces_of, ranges_of, with_loss

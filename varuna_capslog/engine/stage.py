@@ -15,9 +15,9 @@ from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.engine.halves import WeightHalf
-from varuna_capslog.engine.host_tier import HostTier
+from varuna_capslog.engine.host.offload import OffloadedCall, OffloadedTensor
+from varuna_capslog.engine.host.tier import HostTier
 from varuna_capslog.engine.layers import EngineLayer
-from varuna_capslog.engine.offload import OffloadedCall, OffloadedTensor
 from varuna_capslog.engine.routes import GradientKey, Gradients, Ports, ports_of
 from varuna_capslog.engine.segments import MicrobatchContext, SegmentState, segments_of
 from varuna_capslog.model.chain import Chain, TensorSpec, Value

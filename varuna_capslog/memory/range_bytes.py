@@ -7,6 +7,7 @@ actions, and every action then counts with it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -18,6 +19,7 @@ from varuna_capslog.memory.composition import observed
 from varuna_capslog.memory.costs import Bytes
 from varuna_capslog.memory.cut_bytes import CutBytes
 from varuna_capslog.memory.inflight import check_halves, one_in_flight
+from varuna_capslog.memory.moment_bytes import MomentBytes
 from varuna_capslog.memory.stage_tensors import StageTensors
 from varuna_capslog.profiles.record import Observation, Profile
 
@@ -100,6 +102,7 @@ class RangeBytes(CutBytes):
         told: whether the rows say what each action takes.
         gradient: as of `CutBytes`; where `told` is False the gradients are part of every backward.
         shared_parameters: those that several layers use.
+        moments, moments_wait: the optimizer's moments, and whether those of all layers wait in the host tier.
         gradients: of each layer's parameters [L]; where the rows do not tell, by the layers' parameter_bytes; where
             these are missing too, 0: gradients then count as resident.
     """
@@ -139,20 +142,32 @@ class RangeBytes(CutBytes):
         actions = ("forward_bytes", "bare_bytes", "backward_bytes", "first_backward_bytes")
         self._single = {name: self._beside(single, name) for name in actions}
         self._pair = {name: self._beside(pair, name) - self._saved.alone[:-1] for name in actions}
+        sizes = self._part(single, "moment_bytes") if self.told and self._knows("moment_bytes", single) else None
+        self.moments, self.moments_wait = MomentBytes(sizes, profile.shared, self.gradients), False
         self._known: dict[tuple[object, ...], Any] = {}
 
     def of_stage(self, layers: Collection[int]) -> RangeBytes:
         """The bytes of the same layers in a stage of these layers with direct routes."""
         alone = StageTensors.of(self.tensors, layers, self.num_layers)
-        return RangeBytes(self._profile, self._model, self._recompute, alone, self._grain)
+        return self._like(RangeBytes(self._profile, self._model, self._recompute, alone, self._grain))
 
     def of_grain(self, grain: int) -> RangeBytes:
         """The bytes of the same layers in calls of so many microbatches."""
         if grain == self._grain:
             return self
         return self._once(
-            ("grain", grain), lambda: RangeBytes(self._profile, self._model, self._recompute, None, grain)
+            ("grain", grain),
+            lambda: self._like(RangeBytes(self._profile, self._model, self._recompute, None, grain)),
         )
+
+    def with_waiting_moments(self) -> RangeBytes:
+        """The bytes of the same layers where all moments wait in the host tier."""
+        other = copy.copy(self)
+        other.moments_wait, other._known = True, {}
+        return other
+
+    def _like(self, other: RangeBytes) -> RangeBytes:
+        return other.with_waiting_moments() if self.moments_wait else other
 
     def saved(self, first: int, end: int) -> int:
         """What a forward of the range keeps for its backward, its inputs included."""
@@ -339,8 +354,11 @@ class RangeBytes(CutBytes):
         # a row's stage hands on what it has read as well
         return found if self._alone is None else max(0, found - self._alone.gone(max(first, end - 2), end))
 
-    def resident(self, layers: Collection[int]) -> int:
-        """What a rank of these layers always holds: parameters, moments, buffers (and gradients, see `gradients`)."""
+    def resident(self, layers: Collection[int], away: Collection[int] = ()) -> int:
+        """What a rank of these layers always holds: parameters, moments, buffers (and gradients, see `gradients`).
+
+        away: those whose moments wait in the host tier.
+        """
         total = sum(
             int(self._resident.more[layer - 1] if layer - 1 in layers else self._resident.alone[layer])
             for layer in layers
@@ -351,11 +369,17 @@ class RangeBytes(CutBytes):
             apart = sum(after - before > 1 for before, after in pairwise(uses))
             trained = all(self.gradients[layer] >= one.bytes for layer in uses)
             total -= apart * one.bytes * (3 if trained else 1)
-        return total
+        return total - sum(self.moments.of(layers, layers if self.moments_wait else away).values())
 
-    def update(self, layers: Collection[int]) -> int:
-        """The most between the last backward and the end of the step, beside everything that is resident."""
-        return max((int(self._update[layer]) for layer in layers), default=0)
+    def update(self, layers: Collection[int], away: Collection[int] = ()) -> int:
+        """The most while parameters are updated, with gradients, beside what is resident; away: as of `resident`."""
+        away = layers if self.moments_wait else away
+        # a CPU's kernels update in place, those of a GPU all parameters together; the rest is for the norms
+        work = np.minimum(self._update, self.gradients) * (not self.one_memory)
+        together = sum(int(work[layer]) for layer in layers if layer not in away)
+        besides = max(together, max((int(self._update[layer]) for layer in layers), default=0))
+        waiting = self.moments.at_update(layers, away, self.gradients, work)
+        return max(sum(int(self.gradients[layer]) for layer in layers) + besides, waiting)
 
     def _once(self, key: tuple[object, ...], make: Callable[[], Known]) -> Known:
         if key not in self._known:

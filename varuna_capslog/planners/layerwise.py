@@ -149,6 +149,17 @@ class Layerwise:
             question=replace(self.question, run=run),
         )
 
+    def with_waiting_moments(self) -> Layerwise:
+        """The same chain where the optimizer's moments of all layers wait in the host tier."""
+        assert self.question is not None, "made by Layerwise.of_profile"
+        ranges = self.question.ranges.with_waiting_moments()
+        return replace(
+            self,
+            peak=functools.cache(_Peaks(ranges, self.question.run, self.stages)),
+            once=functools.cache(functools.partial(_once, ranges)),
+            question=replace(self.question, ranges=ranges),
+        )
+
     @property
     def num_layers(self) -> int:
         """L."""

@@ -35,7 +35,7 @@ from varuna_capslog.profiles.conditions import UPDATE_RATE
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 
-__all__ = ["SCHEDULES_TRIED", "fastest_plan"]
+__all__ = ["SCHEDULES_TRIED", "PlanOf", "fastest_plan"]
 
 SCHEDULES_TRIED = ("1f1b", "zb-h1", "varuna", "gpipe")
 """What the search chooses from where a run leaves it open."""

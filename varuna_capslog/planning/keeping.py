@@ -26,12 +26,14 @@ class StageTreatment:
     """The layers of a stage as ranges (first, end), by what becomes of them between their forward and their backward.
 
     offloaded: what they saved goes to the host tier. inputs_offloaded: those of `recomputed` whose inputs go there.
+    moments_away: the optimizer's moments of these wait there between the updates.
     """
 
     kept: tuple[tuple[int, int], ...]
     recomputed: tuple[tuple[int, int], ...]
     offloaded: tuple[tuple[int, int], ...]
     inputs_offloaded: tuple[tuple[int, int], ...]
+    moments_away: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ def _treatment(stage: PlanStage) -> StageTreatment:
         return tuple(ranges_of(layers)) if layers else ()
 
     again = "recompute", "recompute+offload"
-    return StageTreatment(ranges(None), ranges(*again), ranges("offload"), ranges(again[1]))
+    away = tuple(ranges_of(sorted(stage.moments_away))) if stage.moments else ()
+    return StageTreatment(ranges(None), ranges(*again), ranges("offload"), ranges(again[1]), away)
 
 
 def against_keeping(profile: Profile, plan: Plan, run: RunShape, link: Link | None = None) -> AgainstKeeping | None:
@@ -84,7 +87,7 @@ def against_keeping(profile: Profile, plan: Plan, run: RunShape, link: Link | No
     """
     if plan.actions is not None:
         return None
-    stages = tuple(dataclasses.replace(stage, memory=()) for stage in plan.stages)
+    stages = tuple(dataclasses.replace(stage, memory=(), moments=()) for stage in plan.stages)
     keeping = dataclasses.replace(plan, stages=stages, fits=None, shortfall=None)
     try:
         play = functools.partial(simulate_plan, profile, recompute=run.recompute, run=run, link=link)

@@ -19,9 +19,11 @@ from varuna_capslog.planners import LAYERWISE, with_microbatches
 from varuna_capslog.planners.exact import fewest_devices
 from varuna_capslog.planners.layerwise import Layerwise, StageChoice
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.fastest import SCHEDULES_TRIED, fastest_plan
+from varuna_capslog.planning.fastest import SCHEDULES_TRIED, PlanOf, fastest_plan
+from varuna_capslog.planning.playing import with_step_seconds
 from varuna_capslog.planning.ranks import judged
 from varuna_capslog.planning.verdict import HostMemory, capacities_of_devices, check_devices, judge_ranks, usable_bytes
+from varuna_capslog.planning.waiting_moments import all_away, with_room_used
 from varuna_capslog.planning.wider import LOOPED, WIDER
 from varuna_capslog.plans.parts import PlanRank, PlanStage, Units
 from varuna_capslog.plans.plan import Plan
@@ -98,11 +100,51 @@ def layerwise_plan(
 
     if planner == "budget":
         found = fastest_plan(profile, chain, plan_of, names, link, tier, limit_seconds)
+        if found.step_seconds is None and has_tier and found.fits is not True:
+            left = None if limit_seconds is None else max(0.0, limit_seconds - (time.perf_counter() - begun))
+            found = _with_waiting_moments(profile, chain, plan_of, names, link, tier, left) or found
         if run.num_microbatches is None:
             found = dataclasses.replace(found, units=Units(None, run.microbatch_size, None))
     else:
         found = plan_of(LAYERWISE[planner](chain), dataclasses.replace(run, schedule=names[0]))
     return dataclasses.replace(found, search_seconds=time.perf_counter() - begun)
+
+
+def _with_waiting_moments(
+    profile: Profile,
+    chain: Layerwise,
+    plan_of: PlanOf,
+    schedules: Sequence[str],
+    link: Link | None,
+    tier: HostMemory | None,
+    limit_seconds: float | None,
+) -> Plan | None:
+    """The fastest plan of those whose optimizer's moments wait in the host tier, as few bytes of them as must; where
+    none fits, the one that lacks least. None where the profile does not tell the moments. The arguments are those of
+    `fastest_plan`.
+    """
+    assert chain.question is not None, "made by Layerwise.of_profile"
+    ranges = chain.question.ranges
+    if not ranges.moments.known:
+        return None
+
+    def away(stages: Sequence[StageChoice], shape: RunShape) -> Plan:
+        return all_away(plan_of(stages, shape))
+
+    found = fastest_plan(profile, chain.with_waiting_moments(), away, schedules, link, tier, limit_seconds)
+    if found.step_seconds is None:
+        return found
+    run = dataclasses.replace(chain.question.run, schedule=found.schedule or chain.question.run.schedule)
+    found = with_step_seconds(profile, with_room_used(profile, found, run, ranges), run, link)
+    notes: tuple[str, ...] = ()
+    if link is None or link.host_bandwidth is None:
+        notes = ("the copies of moments to the host tier and back are not counted in the step: no --host-bandwidth",)
+    return dataclasses.replace(
+        found,
+        proven=False if found.proven else found.proven,
+        search_space=f"{found.search_space}; moments of some layers in the host tier",
+        notes=(*found.notes, *notes),
+    )
 
 
 def judged_layerwise_plan(

@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners import DEFAULT_MICROBATCHES_PER_STAGE
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.stage_seconds import copy_seconds, gradient_edges, message_bytes, stage_seconds
+from varuna_capslog.planning.stage_seconds import (
+    copy_seconds,
+    gradient_edges,
+    message_bytes,
+    moment_seconds,
+    stage_seconds,
+)
 from varuna_capslog.plans.parts import PlanStage, Units, scheduled, with_memory
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.plans.rules import check_actions, check_runnable
@@ -106,7 +112,7 @@ def play(
     if beside is None:  # on a CPU a copy takes its rank's core
         beside = not str(profile.conditions.get("device", "cpu")).startswith("cpu")
 
-    steps = []
+    steps, tells_updates = [], True
     for part in _parts(profile, plan, num_microbatches, given is not None, notes):
         chosen = [filled[number] for number in part.stages]
         if given is None:
@@ -114,6 +120,11 @@ def play(
         else:
             actions = [[action for action in row if action.kind != "U"] for row in given]
         seconds = stage_seconds(profile, chosen, run)
+        tells_updates &= "U" in seconds.other
+        if any(waited := moment_seconds(profile, chosen, link.host_bandwidth)):
+            updates = seconds.other.get("U", [0.0] * len(chosen))
+            updates = [took + more for took, more in zip(updates, waited, strict=True)]
+            seconds = dataclasses.replace(seconds, other={**seconds.other, "U": updates})
         copies = copy_seconds(profile, chosen, plan.routes, link.host_bandwidth)
         crossing = _known_bytes(message_bytes(profile, chosen, part.graph, plan.routes), link, notes)
         timeline = simulate(
@@ -134,10 +145,9 @@ def play(
 
     exchange = _exchange_seconds(profile, plan.stages, link, notes)
     together = max(timeline.step_seconds for _, _, timeline, _, _ in steps) + exchange
-    update = None
-    if all("U" in seconds.other for _, _, _, seconds, _ in steps):
-        update = max(_slowest_rank(timeline, seconds.other["U"]) for _, _, timeline, seconds, _ in steps)
-    else:
+    rows = [(timeline, seconds.other["U"]) for _, _, timeline, seconds, _ in steps if "U" in seconds.other]
+    update = max(_slowest_rank(*row) for row in rows) if rows else None
+    if not tells_updates:
         notes.append(f"the profile's conditions have no {UPDATE_RATE}: the optimizer's time is not counted")
     return Played(steps, exchange, update, together, run, filled, given is None, notes)
 

@@ -6,7 +6,7 @@ stage is any set of layers, in one piece of the chain or in several.
 
 from __future__ import annotations
 
-__all__ = ["copy_seconds", "gradient_edges", "message_bytes", "stage_seconds"]
+__all__ = ["copy_seconds", "gradient_edges", "message_bytes", "moment_seconds", "stage_seconds"]
 
 from collections.abc import Mapping, Sequence
 
@@ -129,6 +129,26 @@ def copy_seconds(
     sizes = [sum(_moved_bytes(profile, one, routes) for one in row) for row in moved]
     seconds = [stage.grain * size / bandwidth for stage, size in zip(stages, sizes, strict=True)]
     return {"O": seconds, "L": seconds}
+
+
+def moment_seconds(profile: Profile, stages: Sequence[PlanStage], bandwidth: float | None) -> list[float]:
+    """The seconds of the copies of moments, to the device and back to the host tier, that an update of each stage
+    needs; bandwidth: as of `copy_seconds`.
+
+    Raises CapslogError where the profile does not know these bytes.
+    """
+    if bandwidth is None or not any(stage.moments for stage in stages):
+        return [0.0] * len(stages)
+    rows = (row for row in profile.observations if row.layers[1] - row.layers[0] == 1 and row.action_bytes)
+    sizes = {row.layers[0]: row.action_bytes.moment_bytes for row in rows if row.action_bytes}
+    away = [stage.moments_away for stage in stages]
+    for layer in frozenset().union(*away):
+        if sizes.get(layer) is None:
+            raise CapslogError(
+                f"the profile does not say what the optimizer keeps of layer {layer} (moment_bytes), whose moments "
+                "wait in the host tier; profile again, or leave out the bandwidth of the copies"
+            )
+    return [2 * sum(sizes[layer] or 0 for layer in layers) / bandwidth for layers in away]
 
 
 def _moved_bytes(profile: Profile, one: MemoryInterval, routes: str) -> int:

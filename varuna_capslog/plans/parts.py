@@ -19,6 +19,7 @@ from varuna_capslog.schedules import Action, RunShape, Schedule, StageGraph, bac
 __all__ = [
     "INTERVAL_KINDS",
     "KEEP",
+    "MOMENT_KINDS",
     "SPLIT_KINDS",
     "MemoryInterval",
     "PlanRank",
@@ -38,6 +39,7 @@ __all__ = [
 KEEP = "keep"
 """The kind of the layers that no memory interval names; no interval of a plan has it."""
 INTERVAL_KINDS = ("recompute", "offload", "recompute+offload")
+MOMENT_KINDS = ("host",)
 SPLIT_KINDS = ("none", "tensor", "sequence")
 
 
@@ -80,7 +82,8 @@ class MemoryInterval:
     kind: "recompute" (their inputs stay, they run again before their backward), "offload" (what they saved goes to the
         host tier and comes back) or "recompute+offload" (their inputs go there).
 
-    In a file an interval is a list `[first, end, kind]`.
+    In a file an interval is a list `[first, end, kind]`. Ranges of layers whose optimizer's moments wait elsewhere are
+    written alike, with the kind "host": in the host tier between the updates.
     """
 
     first: int
@@ -98,7 +101,7 @@ class MemoryInterval:
         return self.kind.endswith("offload")
 
     @classmethod
-    def of(cls, value: Any, name: str) -> MemoryInterval:
+    def of(cls, value: Any, name: str, kinds: Sequence[str] = INTERVAL_KINDS) -> MemoryInterval:
         """The interval that `[first, end, kind]` means."""
         if isinstance(value, MemoryInterval):
             return value
@@ -106,7 +109,7 @@ class MemoryInterval:
         if len(entries) != 3:
             raise CapslogError(f"{name} has {len(entries)} entries; it must be [first layer, end, kind]")
         first, end = fields.interval(entries[:2], name)
-        return cls(first, end, fields.choice(entries[2], f"{name}[2]", INTERVAL_KINDS))
+        return cls(first, end, fields.choice(entries[2], f"{name}[2]", kinds))
 
 
 def intervals_of(run: RunShape, pieces: Iterable[tuple[int, int]], device: str = "cpu") -> tuple[MemoryInterval, ...]:
@@ -131,6 +134,7 @@ class PlanStage:
     in_flight: most calls between the begin of a forward and the end of its backward; None: the schedule's own limit.
     memory: intervals in rising order; what none of them names is kept. None: as the config says (`pipeline.recompute`).
     parallel: {"kind", "degree"} of a split of the layers over ranks.
+    moments: ranges of layers whose optimizer's moments wait in the host tier between the updates, in rising order.
     bytes, seconds: predicted, of one step; None: not predicted.
     """
 
@@ -143,6 +147,7 @@ class PlanStage:
     parallel: Mapping[str, Any] = field(default_factory=lambda: {"kind": "none", "degree": 1})
     bytes: int | None = None
     seconds: float | None = None
+    moments: tuple[MemoryInterval, ...] = ()
 
     def __post_init__(self) -> None:
         pieces = tuple(fields.interval(piece, "layers") for piece in fields.listed(self.layers, "layers"))
@@ -164,7 +169,9 @@ class PlanStage:
             set_field(self, "blocks", blocks)
         set_field(self, "grain", fields.whole(self.grain, "grain", minimum=1))
         check_optional(self, "in_flight", fields.whole, minimum=1)
-        self._check_memory()
+        if self.memory is not None:
+            self._check_intervals("memory", INTERVAL_KINDS)
+        self._check_intervals("moments", MOMENT_KINDS)
         check_optional(self, "bytes", fields.whole, minimum=None)  # M_a may be below 0, and so may their sum
         check_optional(self, "seconds", fields.seconds)
 
@@ -205,6 +212,11 @@ class PlanStage:
         return run.recomputes if self.memory is None else any(one.recomputes for one in self.memory)
 
     @property
+    def moments_away(self) -> frozenset[int]:
+        """The layers whose optimizer's moments wait in the host tier."""
+        return frozenset(layer for one in self.moments for layer in range(one.first, one.end))
+
+    @property
     def offloads(self) -> bool:
         """Whether the plan moves a part of it to the host tier; where the run says it, that is a part of F, R and B."""
         return any(one.offloads for one in self.memory or ())
@@ -214,24 +226,22 @@ class PlanStage:
         pieces = " and ".join(f"{first} to {end - 1}" if end > first + 1 else str(first) for first, end in self.layers)
         return f"rank {', '.join(map(str, self.ranks))}, layers {pieces}"
 
-    def _check_memory(self) -> None:
-        if self.memory is None:
-            return
-        rows = enumerate(fields.listed(self.memory, "memory"))
-        intervals = tuple(MemoryInterval.of(row, f"memory[{i}]") for i, row in rows)
+    def _check_intervals(self, name: str, kinds: Sequence[str]) -> None:
+        rows = enumerate(fields.listed(getattr(self, name), name))
+        intervals = tuple(MemoryInterval.of(row, f"{name}[{i}]", kinds) for i, row in rows)
         for before, after in pairwise(intervals):
             if after.first < before.end:
                 raise CapslogError(
-                    f"memory intervals [{before.first}, {before.end}] and [{after.first}, {after.end}] overlap or do "
+                    f"{name} intervals [{before.first}, {before.end}] and [{after.first}, {after.end}] overlap or do "
                     "not rise; each layer belongs to one interval at most"
                 )
         for one in intervals:
             if not any(first <= one.first and one.end <= end for first, end in self.layers):
                 raise CapslogError(
-                    f"the memory interval [{one.first}, {one.end}] lies outside the stage ({self.describe()}); an "
+                    f"the {name} interval [{one.first}, {one.end}] lies outside the stage ({self.describe()}); an "
                     "interval is a part of one piece of its stage"
                 )
-        set_field(self, "memory", intervals)
+        set_field(self, name, intervals)
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,16 @@ from dataclasses import dataclass
 
 from varuna_capslog.base import fields
 
-__all__ = ["HALVES", "ActionBytes"]
+__all__ = ["HALVES", "LATER", "LEAST_MOMENT_BYTES", "ActionBytes"]
 
 HALVES = ("input_half_bytes", "weight_half_bytes", "first_weight_half_bytes", "noted_bytes", "noted_seed_bytes")
-"""What a profile says of backwards in two halves; left out of a file where it is not known."""
+"""What a profile says of backwards in two halves."""
+LATER = (*HALVES, "moment_bytes")
+"""Left out of a file where it is not known."""
+
+LEAST_MOMENT_BYTES = 512
+"""Smaller moments stay on the device: an allocator for a GPU gives no smaller blocks, and step counts are read on the
+host."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,8 @@ class ActionBytes:
     first_weight_half_bytes: of one that makes the parameters' gradients.
     noted_bytes: the gradients that the first half notes for the other, a part of what is held between them.
     noted_seed_bytes: the part of these with which the backward began: gradients of the outputs.
+    moment_bytes: the optimizer's moments, a part of static_bytes: those tensors of LEAST_MOMENT_BYTES or more, which
+        may wait in the host tier. None: not known.
     """
 
     forward_bytes: int
@@ -60,6 +68,7 @@ class ActionBytes:
     first_weight_half_bytes: int | None = None
     noted_bytes: int | None = None
     noted_seed_bytes: int | None = None
+    moment_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for one in dataclasses.fields(self):

@@ -19,7 +19,7 @@ from typing import Any
 from varuna_capslog.base import fields, files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.profiles import conditions
-from varuna_capslog.profiles.action_bytes import HALVES, ActionBytes
+from varuna_capslog.profiles.action_bytes import LATER, ActionBytes
 
 __all__ = [
     "LayerProfile",
@@ -432,7 +432,7 @@ def _plain(row: Any) -> dict[str, Any]:
     """A row as JSON has it; what only profile/2 knows is left out where it is not there."""
     values = dataclasses.asdict(row)
     if (actions := values.get("action_bytes")) is not None:
-        values["action_bytes"] = {name: one for name, one in actions.items() if one is not None or name not in HALVES}
+        values["action_bytes"] = {name: one for name, one in actions.items() if one is not None or name not in LATER}
     return {name: value for name, value in values.items() if value is not None or name not in _NEW_FIELDS}
 
 

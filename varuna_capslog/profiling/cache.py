@@ -39,7 +39,8 @@ def folder() -> Path:
 def load(conditions: Mapping[str, Any]) -> Profile | None:
     """The profile that was stored under exactly these conditions (`model_digest` among them), or None.
 
-    A damaged file is reported in the log and treated as missing; the next `store` replaces it.
+    A damaged file is reported in the log and treated as missing, and so is, without a word, one of a version that knew
+    less; the next `store` replaces it.
     """
     path = _path(conditions)
     if not path.exists():
@@ -52,6 +53,8 @@ def load(conditions: Mapping[str, Any]) -> Profile | None:
     if _lasting(profile.conditions) != dict(conditions):
         _log.warning("the cached profile %s holds other conditions and is measured again", path)
         return None
+    if any(row.action_bytes is not None and row.action_bytes.moment_bytes is None for row in profile.observations):
+        return None  # an earlier version's, which did not tell them
     return profile
 
 

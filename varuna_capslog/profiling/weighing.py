@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
+from varuna_capslog.engine.host.moments import leaves
 from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.probe import PeakProbe, StageMeter, _allocations, storage_bytes, storages_of
 from varuna_capslog.engine.stage import MicrobatchContext, Stage
@@ -67,7 +68,7 @@ class ActionWeights:
         self._engine = engine
         self._rows = engine.options.actions or ()
         self._most = dict.fromkeys(("forward", "bare", "backward", "first_backward"), 0)
-        self._gradient_bytes = self._statistics_bytes = self._output_bytes = 0
+        self._gradient_bytes = self._moment_bytes = self._statistics_bytes = self._output_bytes = 0
         self._graph_bytes: int | None = None
         self._separate_bytes: int | None = None
 
@@ -93,11 +94,12 @@ class ActionWeights:
             self._graph_bytes = max(0, window.before - window.after + before - (0 if last else behind))
 
     def count_gradients(self) -> None:
-        """Between backward and update, when all gradients are there."""
+        """Between backward and update, when all gradients are there: these, and the optimizer's moments."""
         parameters = [one for layer in self._engine.layers for one in layer.parameters.values()]
         storages = [one.grad.untyped_storage() for one in parameters if one.grad is not None]
         # by identity: fake tensors have no address
         self._gradient_bytes = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+        self._moment_bytes = storage_bytes(one for one in self._engine.optimizer.resident() if leaves(one))
 
     def result(self, update_bytes: int, meter: StageMeter) -> ActionBytes:
         """What each action takes.
@@ -120,6 +122,7 @@ class ActionWeights:
             graph_bytes=graph,
             moved_bytes=meter.moved_bytes,
             staying_bytes=max(0, graph - meter.entered_bytes),
+            moment_bytes=self._moment_bytes,
         )
 
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from varuna_capslog.plans.parts import INTERVAL_KINDS, KEEP, MemoryInterval, PlanStage, Units, ranges_of
+from varuna_capslog.plans.parts import INTERVAL_KINDS, KEEP, MOMENT_KINDS, MemoryInterval, PlanStage, Units, ranges_of
 from varuna_capslog.plans.pipelines import stages_of_pipelines
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.schedules import Edge
 
-__all__ = ["WITHOUT_LIMITS", "draw_memory", "draw_plan", "draw_round"]
+__all__ = ["WITHOUT_LIMITS", "draw_memory", "draw_moments", "draw_plan", "draw_round"]
 
 WITHOUT_LIMITS = ("gpipe", "kfkb")
 """Schedules that keep no limit of a stage below their own."""
@@ -33,7 +33,8 @@ def draw_plan(
 
     Pipelines of unequal length, cuts and shares of the blocks, replicas of single stages, several stages on a rank in
     any order, limits in flight, ranks without a stage, also between others, and memory intervals; for half of the
-    stages the config says what they keep. Where the schedule keeps no limits, none is drawn.
+    stages the config says what they keep. Of a quarter the optimizer's moments of some layers wait in the host tier.
+    Where the schedule keeps no limits, none is drawn.
 
     edges: of the chain's graph: the plan has direct routes, and stages of any layers that can be put in an order.
     """
@@ -41,6 +42,7 @@ def draw_plan(
         drawn = _draw_stages(dice, num_layers, units.blocks or 1, ranks, edges)
         if drawn is not None:
             stages = [one if dice.random() < 0.5 else replace(one, memory=draw_memory(dice, one)) for one in drawn]
+            stages = [replace(one, moments=draw_moments(dice, one)) if dice.random() < 0.25 else one for one in stages]
             if schedule in WITHOUT_LIMITS:
                 stages = [replace(one, in_flight=None) for one in stages]
             return Plan(num_layers, tuple(stages), units, schedule, routes="relay" if edges is None else "direct")
@@ -67,6 +69,11 @@ def draw_memory(
         inner = sorted(dice.sample(range(begin + 1, end), dice.randint(0, min(3, end - begin - 1))))
         pieces += [(first, last, dice.choice(kinds)) for first, last in pairwise([begin, *inner, end])]
     return tuple(MemoryInterval(*piece) for piece in pieces if piece[2] != KEEP)
+
+
+def draw_moments(dice: random.Random, stage: PlanStage) -> tuple[MemoryInterval, ...]:
+    """Ranges of the layers of a stage whose optimizer's moments wait in the host tier."""
+    return draw_memory(dice, stage, (KEEP, *MOMENT_KINDS))
 
 
 def _draw_order(dice: random.Random, num_layers: int, edges: Sequence[Edge]) -> list[int]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Config
 from varuna_capslog.config.train import Train
-from varuna_capslog.engine.host_tier import TierOptions
+from varuna_capslog.engine.host.tier import TierOptions
 from varuna_capslog.engine.learning_rate import LearningRate
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.recipe import Recipe

@@ -51,6 +51,7 @@ def _check_stage(number: int, stage: PlanStage, begin: int) -> None:
             stage.memory is None or (bool(stage.memory) and stage.whole),
             "Varuna recomputes whole stages and does nothing else",
         ),
+        "moments": (not stage.moments, "Varuna keeps the optimizer's moments on the device: leave it out"),
     }
     for name, (runs, advice) in rules.items():
         if not runs:

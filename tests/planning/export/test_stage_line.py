@@ -37,6 +37,7 @@ def test_stages_ranks_and_replicas_are_found() -> None:
             {},
             r"stage 1 .* has the memory interval \[3, 5, recompute\], which the form for X cannot say",
         ),
+        (two(moments=(MemoryInterval(3, 5, "host"),)), {}, "stage 1 .* keeps the optimizer's moments of some layers"),
         (two(ranks=(1, 2), parallel={"kind": "tensor", "degree": 2}), {}, "stage 1 .* is split by tensor"),
         (two(), {"variants": {"3": "fused"}}, "variants of layers, which X does not know"),
         (two(), {"routes": "direct"}, "routes is 'direct', but in X each stage hands on to the next one"),

@@ -135,6 +135,11 @@ def _refuse_fields(plan: Plan, system: str, intervals: bool) -> None:
                 f"{where} takes {stage.grain} units in one call, but in {system} all stages take the same microbatch; "
                 "export a plan of grain 1"
             )
+        if stage.moments:
+            raise CapslogError(
+                f"{where} keeps the optimizer's moments of some layers in the host tier, which the form for {system} "
+                "cannot say; export a plan without moments"
+            )
         if stage.memory and not intervals:
             raise CapslogError(
                 f"{where} has the memory interval {_shown(stage)}, which the form for {system} cannot say; export a "

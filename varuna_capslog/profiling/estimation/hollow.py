@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator, Pending
 from varuna_capslog.engine.executor import Observer
-from varuna_capslog.engine.host_tier import HostRegion, HostTier, Wait
+from varuna_capslog.engine.host.tier import HostRegion, HostTier, Wait
 from varuna_capslog.engine.pipeline import PipelineEngine, Ready
 from varuna_capslog.engine.probe import StageMeter, resident_tensors, storage_bytes, storages_of
 from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
@@ -222,8 +222,8 @@ class HollowTier(HostTier):
     def __init__(self) -> None:
         super().__init__(_CPU)
 
-    def leave(self, tensor: Tensor, beside: bool) -> tuple[HostRegion, Wait]:
-        return self._take(tensor.untyped_storage().nbytes()), _no_copy
+    def copy_out(self, tensor: Tensor, region: HostRegion, beside: bool) -> Wait:
+        return _no_copy
 
     def come_back(self, region: HostRegion, beside: bool) -> tuple[Tensor, Wait]:
         return torch.empty(region.size, dtype=torch.uint8), _no_copy

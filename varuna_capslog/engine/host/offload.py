@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from varuna_capslog.engine.host_tier import HostRegion, HostTier, Wait
+from varuna_capslog.engine.host.tier import HostRegion, HostTier, Wait
 
 __all__ = ["GradientBox", "OffloadedCall", "OffloadedTensor", "entered", "laid_out"]
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.engine.host_tier import HostTier, TierOptions
-from varuna_capslog.engine.offload import OffloadedCall, entered
+from varuna_capslog.engine.host.offload import OffloadedCall, entered
+from varuna_capslog.engine.host.tier import HostTier, TierOptions
 
 CPU = torch.device("cpu")
 

@@ -79,10 +79,14 @@ class HostTier:
         Raises:
             CapslogError: the tier is full.
         """
-        source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-        region = self._take(source.numel())
+        region = self.hold(tensor.untyped_storage().nbytes())
+        return region, self.copy_out(tensor, region, beside)
+
+    def copy_out(self, tensor: Tensor, region: HostRegion, beside: bool) -> Wait:
+        """As `leave`, into a region of the size of the tensor's storage."""
         assert region.data is not None
-        return region, self._copy(source, region.data, beside)
+        source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        return self._copy(source, region.data, beside)
 
     def come_back(self, region: HostRegion, beside: bool) -> tuple[Tensor, Wait]:
         """Begins to copy a region into new memory of the device, [size] of uint8, which must not be read earlier."""
@@ -97,7 +101,8 @@ class HostTier:
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
-    def _take(self, size: int) -> HostRegion:
+    def hold(self, size: int) -> HostRegion:
+        """Memory of the tier, until it is given back. Raises CapslogError where the tier is full."""
         limit = self.options.capacity
         if limit is not None and self.bytes + size > limit:
             raise CapslogError(
