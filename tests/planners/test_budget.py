@@ -13,7 +13,7 @@ import pytest
 from tests.memory.machine import Model, profile_of
 from tests.planners.intervals.stages import UNIT, all_choices
 from varuna_capslog.memory.inflight import RANKS
-from varuna_capslog.planners.budget import budget_stages
+from varuna_capslog.planners.budget import BudgetSearch, budget_stages
 from varuna_capslog.planners.layerwise import Intervals, Layerwise
 from varuna_capslog.planners.seconds import Link, step_player
 from varuna_capslog.planning.search import plan
@@ -139,3 +139,32 @@ def test_the_plan_is_judged_by_its_ranks_and_keeps_within_the_budget() -> None:
         assert last is None or step <= last * (1 + 1e-9), "more memory never makes the step longer"
         last = step
     assert last is not None
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_long_chain_is_cut_at_some_places_alone(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine layers as if they were many: what is found fits, is no faster than with all places, and keeps to them."""
+    profile, run = timed(random.Random(seed), 9), RunShape(4, "1f1b")
+    free = plan(profile, 2, "budget", run=run)
+    assert free.peak_bytes is not None
+    usable = [int(0.6 * free.peak_bytes)] * 2
+    full = Layerwise.of_profile(profile, run, 2, usable)
+    every = BudgetSearch(full)
+    assert every.borders is None
+    monkeypatch.setattr("varuna_capslog.planners.budget.PLACES", 4)
+    search = BudgetSearch(full)
+    assert search.borders is not None
+    assert {0, 9} < search.borders
+    assert len(search.borders) <= 5
+    found, best = search.stages(full), every.stages(full)
+    assert found is not None
+    assert best is not None
+    assert {border for one in found for border in (one.first, one.end)} <= search.borders
+    used = {border for one in found for part in one.intervals for border in (part.first, part.end)}
+    assert used <= search.borders
+    if not any(one.lack for one in found):
+        assert not any(one.lack for one in best)
+    assert search.bound_seconds(full) <= every.bound_seconds(full) * (1 + 1e-9)
+    outside = next(cut for cut in range(1, 9) if cut not in search.borders)
+    assert search.cheapest(full, 0, 0, outside, 1e12) is None
+    assert every.cheapest(full, 0, 0, outside, 1e12) is not None

@@ -99,7 +99,7 @@ class StepSearch:
         kinds = [kind for kind in INTERVAL_KINDS if offloads or kind == "recompute"]
         # the last layer, behind which nothing has to run again, is the user's: its outputs leave in any case
         self._fronts_by = partial(
-            IntervalFronts, self._ranges, handling=handling, firsts=[0], end=self._end, kinds=kinds
+            IntervalFronts, self._ranges, handling=handling, firsts=[0], kinds=kinds, borders=range(self._end + 1)
         )
         self._fronts = self._fronts_by(seconds)
         self._keeping_seconds = float(seconds.forward[self._end] + seconds.backward[self._end])

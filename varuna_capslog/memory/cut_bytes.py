@@ -100,20 +100,23 @@ class CutBytes:
 
     def _across(self, first: int, end: int) -> list[TensorRecord]:
         """The tensors that cross both cuts."""
-        return [one for one, writer, last in self._lives if writer < first and last >= end]
+        return [one for one in self._at_cut[first] if one.readers[-1] >= end]
 
     def _entering(self, first: int, end: int) -> Iterator[tuple[TensorRecord, int]]:
         """The tensors from before a range that its layers read, each with the first layer that does."""
-        for one, writer, last in self._lives:
-            if writer < first <= last:
-                reader = next((reader for reader in one.readers if reader >= first), end)
-                if reader < end:
-                    yield one, reader
+        for one in self._at_cut[first]:
+            reader = next((reader for reader in one.readers if reader >= first), end)
+            if reader < end:
+                yield one, reader
 
     @cached_property
-    def _lives(self) -> list[tuple[TensorRecord, int, int]]:
-        """Each tensor with its writer, -1 for an input, and its last reader."""
-        return [(one, -1 if one.writer is None else one.writer, one.readers[-1]) for one in self.tensors]
+    def _at_cut(self) -> list[list[TensorRecord]]:
+        """cut -> the tensors that cross it."""
+        found: list[list[TensorRecord]] = [[] for _ in range(self.num_layers + 1)]
+        for one in self.tensors:
+            for cut in range(0 if one.writer is None else one.writer + 1, one.readers[-1] + 1):
+                found[cut].append(one)
+        return found
 
 
 def _of_calls(tensors: Sequence[TensorRecord], grain: int) -> tuple[TensorRecord, ...]:

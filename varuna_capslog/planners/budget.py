@@ -31,6 +31,8 @@ __all__ = ["LABELS", "BudgetSearch", "budget_stages", "kept_bound", "kept_cuts",
 
 LABELS = 32
 """Choices per first layer and cut that are kept in chains of more than `intervals.EXACT_LAYERS` layers."""
+PLACES = 64
+"""Longer chains than 1.5 times this are cut, and have intervals, at so many places at most."""
 _ROUNDS = 8
 """Searches with more left free, at most."""
 _RECOMPUTE = tuple(kind for kind in INTERVAL_KINDS if not MemoryInterval(0, 1, kind).offloads)
@@ -66,10 +68,14 @@ class BudgetSearch:
 
     longest: seconds of a call beyond which a stage is left out, so that no plan is found whose step takes longer than
         the calls of such a stage. Default: none is left out.
+
+    Attributes:
+        borders: the places of a long chain where stages and intervals may begin and end; None: everywhere.
     """
 
     def __init__(self, chain: Layerwise, longest: float = np.inf) -> None:
         self._chain, self.longest = chain, longest
+        self.borders = _borders(chain)
         self._offloads = any(chain.moved) and chain.host_bandwidth is not None
         self._fronts: dict[tuple[bool, bool, bool], IntervalFronts] = {}
         self._places_of: dict[str, _Places] = {}
@@ -105,7 +111,7 @@ class BudgetSearch:
 
         in_flight: calls; default: as the schedule of this chain has them.
         """
-        if chain.seconds(first, end) > self.longest:
+        if chain.seconds(first, end) > self.longest or (self.borders is not None and not {first, end} <= self.borders):
             return None
         found = self._places(chain).fronts[stage].cheapest(first, end, in_flight or chain.in_flight[stage], size)
         return None if found is None else found.intervals
@@ -114,12 +120,12 @@ class BudgetSearch:
         """No step of a plan of any cuts and intervals is shorter, under the schedule of this chain; infinite where no
         plan can fit.
 
-        Where something is offloaded, or backwards are split, what the memory costs is not counted.
+        Where something is offloaded, or backwards are split, and for long chains, what the memory costs is not counted.
         """
         assert chain.question is not None, "made by Layerwise.of_profile"
         run = chain.question.run
         places = self._places(chain)
-        if self._offloads or run.splits_backwards:
+        if self._offloads or run.splits_backwards or self.borders is not None:
             return kept_bound(chain, places)
         rows = make_schedule(run.schedule, chain.stages, run.microbatches, recompute=False, k=run.k)
         work = [self._work(places, stage, row) for stage, row in enumerate(rows)]
@@ -180,8 +186,21 @@ class BudgetSearch:
                 firsts if last else None,
                 kinds=INTERVAL_KINDS if handling.later else _RECOMPUTE,
                 longest=self.longest,
+                borders=self.borders,
             )
         return self._fronts[key]
+
+
+def _borders(chain: Layerwise) -> frozenset[int] | None:
+    """Places in a long chain between which seconds and freed bytes, each as a part of all, are about the same."""
+    count = chain.num_layers
+    if count <= 1.5 * PLACES:
+        return None
+    own = np.array([chain.forward, chain.backward, chain.freed], dtype=np.float64)
+    weights = (own / np.maximum(own.sum(axis=1, keepdims=True), 1e-300)).sum(axis=0)
+    reached = np.concatenate([[0.0], np.cumsum(weights)])
+    wanted = np.linspace(0.0, reached[-1], PLACES + 1)[1:-1]
+    return frozenset({0, count, *np.abs(reached[:, None] - wanted).argmin(axis=0).tolist()})
 
 
 def of_cuts(run: RunShape) -> RunShape:

@@ -26,7 +26,7 @@ from varuna_capslog.planners.layerwise import Intervals, Layerwise, StageChoice
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.nearby import Cheapest, improved, weighings
 from varuna_capslog.planning.playing import SAME, even_share_seconds, with_step_seconds
-from varuna_capslog.planning.ranks import judged
+from varuna_capslog.planning.ranks import Known, judged
 from varuna_capslog.planning.verdict import HostMemory, predictable
 from varuna_capslog.planning.wider import LOOPED, STARRED, WIDER, limited, looped
 from varuna_capslog.plans.parts import MemoryInterval
@@ -128,6 +128,7 @@ class _Candidates:
         self._fastest: dict[str, _Weighed] = {}
         """By schedule, of the plans that fit."""
         self._searches: list[BudgetSearch] = []
+        self._ranges: Known = {}
         self._kept: dict[str, float] = {}
         """The bounds of schedules under which stages that keep everything fit and are as fast as these bounds."""
 
@@ -148,7 +149,7 @@ class _Candidates:
             return self._seen[key]
         run = dataclasses.replace(self.run, schedule=schedule)
         plan = self.plan_of(stages, run)
-        verdict = judged(self.profile, plan, run, tier=self.tier)
+        verdict = judged(self.profile, plan, run, None, self.tier, self._ranges)
         if verdict.fits is None and len(self.chains) > 1 and not predictable(self.profile, run.microbatch_size):
             self.chains.pop(schedule, None)  # the profile does not tell the halves of split backwards
             return False
@@ -266,7 +267,7 @@ class _Candidates:
         run = dataclasses.replace(self.run, schedule=LOOPED)
 
         def judge(stages: Sequence[StageChoice]) -> Plan:
-            return judged(self.profile, self.plan_of(stages, run), run, tier=self.tier)
+            return judged(self.profile, self.plan_of(stages, run), run, None, self.tier, self._ranges)
 
         for stages in looped(self.chain, costs, judge):
             self.weigh(stages, LOOPED)

@@ -21,19 +21,22 @@ from varuna_capslog.plans.rules import stage_graph
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape, Schedule, from_strings
 
-__all__ = ["fold_plan", "judged", "with_rank_bytes", "within_tier"]
+__all__ = ["Known", "fold_plan", "judged", "with_rank_bytes", "within_tier"]
 
+Known = dict[bool, RangeBytes]
+"""By whether the run recomputes."""
 _CERTAIN = 0.8
 """A rank that needs no more than this part of its device by the fold is not rehearsed, which may take seconds: the
 fold's errors are a few percent (`benchmarks/fold`)."""
 
 
-def fold_plan(profile: Profile, plan: Plan, run: RunShape) -> list[RankFold]:
+def fold_plan(profile: Profile, plan: Plan, run: RunShape, known: Known | None = None) -> list[RankFold]:
     """The bytes of every rank at every position of its list.
 
     Args:
         run: what the plan leaves to the config: in the short form the microbatches and blocks of the pipeline, and for
             stages whose memory is null, whether they recompute.
+        known: what earlier folds have found of the profile's bytes; who folds many plans gives one dict each time.
 
     Raises CapslogError for what schedules do not describe (splits), units that are not known, and what the
     profile lacks.
@@ -46,7 +49,10 @@ def fold_plan(profile: Profile, plan: Plan, run: RunShape) -> list[RankFold]:
     units = Units(plan.units.per_step or run.num_microbatches, None, plan.units.blocks or run.num_blocks)
     name = plan.schedule or run.schedule
     shape = dataclasses.replace(run, schedule=name, num_microbatches=units.per_step, num_blocks=units.blocks or 1)
-    ranges = RangeBytes(profile, RANKS, shape.recomputes)  # says first what the profile lacks
+    known = {} if known is None else known
+    if shape.recomputes not in known:
+        known[shape.recomputes] = RangeBytes(profile, RANKS, shape.recomputes)  # says first what the profile lacks
+    ranges = known[shape.recomputes]
     return fold(ranges, plan.stages, units, _actions(profile, plan, units, shape), shape, plan.routes)
 
 
@@ -56,6 +62,7 @@ def judged(
     run: RunShape,
     rehearse: Callable[[], Sequence[int]] | None = None,
     tier: HostMemory | None = None,
+    known: Known | None = None,
 ) -> Plan:
     """The plan with the bytes of its ranks, and whether each fits its device.
 
@@ -68,12 +75,13 @@ def judged(
             where the profile does not say what each action takes. A model that it cannot run is named in a note, unless
             the profile itself is an estimate.
         tier: what the host tiers may hold; None: no limit, in memory.
+        known: as for `fold_plan`.
     """
     gaps = predictable(profile, run.microbatch_size)
     if gaps:
         return dataclasses.replace(plan, fits=None, shortfall=None, notes=(*plan.notes, *gaps))
     try:
-        folds = fold_plan(profile, plan, run)
+        folds = fold_plan(profile, plan, run, known)
     except CapslogError as error:
         return _by_rehearsal_alone(profile, plan, rehearse, str(error))
     tier, on_cpu = tier or HostMemory(), HostMemory().is_device(profile)

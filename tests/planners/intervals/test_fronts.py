@@ -126,9 +126,10 @@ def test_a_range_that_was_not_searched_is_refused() -> None:
     ranges, seconds = RangeBytes(profile, "ranks", True), LayerSeconds.of_profile(profile)
     fronts = IntervalFronts(ranges, seconds, firsts=[0])
     assert fronts.cheapest(0, 2, 1, 1e18)
-    assert IntervalFronts(ranges, seconds, firsts=[0], end=2).cheapest(0, 2, 1, 1e18) == fronts.cheapest(0, 2, 1, 1e18)
-    with pytest.raises(CapslogError, match="name 0 among the firsts, and an end of 3 or more"):
-        IntervalFronts(ranges, seconds, firsts=[0], end=2).cheapest(0, 3, 1, 1e18)
+    part = IntervalFronts(ranges, seconds, firsts=[0], borders=range(3))
+    assert part.cheapest(0, 2, 1, 1e18) == fronts.cheapest(0, 2, 1, 1e18)
+    with pytest.raises(CapslogError, match="name 0 among the firsts, and both it and 3 among the borders"):
+        part.cheapest(0, 3, 1, 1e18)
     with pytest.raises(CapslogError, match="no stage of layers 1 to 1 was searched; name 1 among the firsts"):
         fronts.cheapest(1, 2, 1, 1e18)
 

@@ -63,9 +63,10 @@ class IntervalFronts:
         labels: how many to keep per first layer and cut; 0: all of them, so that every answer is exact. Default: all
             for chains of at most `EXACT_LAYERS` layers, else `DEFAULT_LABELS`.
         kinds: of memory intervals that may be used.
-        firsts: first layers of the stages that will be asked for; default: all. end: the last end of such a stage;
-            default: the end of the chain. So one range of a long chain may be asked for again, exactly.
+        firsts: first layers of the stages that will be asked for; default: all.
         longest: seconds of a call beyond which a stage is left out as if nothing fitted; default: none is.
+        borders: cuts at which stages and intervals may begin and end; default: all. With `firsts`, one range of a long
+            chain may be asked for again, exactly.
 
     Raises CapslogError where the profile does not tell the halves of split backwards.
     """
@@ -77,26 +78,27 @@ class IntervalFronts:
         handling: Handling = DEFAULT_HANDLING,
         labels: int | None = None,
         firsts: Collection[int] | None = None,
-        end: int | None = None,
         kinds: Collection[str] = INTERVAL_KINDS,
         longest: float = np.inf,
+        borders: Collection[int] | None = None,
     ) -> None:
-        size, last = ranges.num_layers, ranges.num_layers if end is None else end
+        size = ranges.num_layers
         self._ranges, self._seconds, self._handling, self._kinds = ranges, seconds, handling, {KEEP, *kinds}
         self._most = (0 if size <= EXACT_LAYERS else DEFAULT_LABELS) if labels is None else labels
         _, self._own = seconds.of_ranges()
         self._longest = longest
-        self._table = SegmentTable(ranges, seconds, handling.split, self._own <= longest)
+        may = np.isin(np.arange(size + 1), range(size + 1) if borders is None else list(borders))
+        self._table = SegmentTable(ranges, seconds, handling.split, (self._own <= longest) & may[:-1, None] & may)
         self._states = States(ranges, handling.later)
         self._peak = "first_weights" if handling.split else "first_backward"
         self._made = np.concatenate([[0.0], np.cumsum(ranges.gradients)])
         self._steps = np.full(size, 2.0**-12)
         self._at: list[Labels] = []
         """cut -> the labels there, by their first layers"""
-        firsts = range(size) if firsts is None else sorted(firsts)
+        firsts = [first for first in (range(size) if firsts is None else sorted(firsts)) if may[first]]
         ends: list[Labels] = []
-        for cut in range(last + 1):
-            some = [self._reached(cut)] if any(map(len, self._at)) else []
+        for cut in range(size + 1):
+            some = [self._reached(cut)] if may[cut] and any(map(len, self._at)) else []
             if handling.at_once:
                 kept = [one[one.kind == KINDS.index(KEEP)] for one in some]
                 ends.append(joined([*(self._fewer(one) for one in kept if len(one)), self._empty(cut, 0)]))
@@ -105,11 +107,12 @@ class IntervalFronts:
             )
         there = ends or self._at
         self._finished = [
-            self._of_end(cut, [first for first in firsts if first < cut], there[cut]) for cut in range(last + 1)
+            self._of_end(cut, [first for first in firsts if first < cut and may[cut]], there[cut])
+            for cut in range(size + 1)
         ]
         made, resident = np.zeros((2, size, size + 1))
         for first in firsts:
-            for cut in range(first + 1, last + 1):
+            for cut in (np.flatnonzero(may[first + 1 :]) + first + 1).tolist():
                 if self._own[first, cut] > longest:
                     break
                 made[first, cut] = ranges.made(first, cut)
@@ -283,12 +286,12 @@ class IntervalFronts:
 
     def _of_range(self, first: int, end: int) -> Labels:
         """The finished choices of a range."""
-        found = self._finished[end] if end < len(self._finished) else self._empty(end, 0)
+        found = self._finished[end]
         begin, behind = np.searchsorted(found.first, (first, first + 1))
         if begin == behind:
             raise CapslogError(
-                f"no stage of layers {first} to {end - 1} was searched; name {first} among the firsts, and an end of "
-                f"{end} or more"
+                f"no stage of layers {first} to {end - 1} was searched; name {first} among the firsts, and both it and "
+                f"{end} among the borders"
             )
         return found[begin:behind]
 
