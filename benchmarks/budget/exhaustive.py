@@ -23,7 +23,7 @@ from varuna_capslog.plans.parts import INTERVAL_KINDS
 from varuna_capslog.schedules import RunShape
 
 SHAPES = ((3, 2), (4, 2), (4, 3), (3, 3), (4, 1))
-LONGER = ((5, 2), (5, 3), (6, 1), (6, 2), (6, 3), (7, 2))
+LONGER = ((5, 2), (5, 3), (5, 4), (6, 1), (6, 2), (6, 3), (7, 2))
 PARTS = (0.5, 0.65, 0.8, 0.95, 2.0)
 
 

@@ -62,7 +62,7 @@ def test_no_planner_has_a_faster_plan_that_fits() -> None:
             if capacity is not None and found.memory_model == "ranks":
                 assert max(one.peak_bytes for one in fold_plan(profile, found, RUN.settled())) <= capacity
             winners.add(found.planner)
-    assert len(winners) > 1
+    assert "budget" in winners, "on a line of layers nobody has more to choose from"
 
 
 def test_towers_go_side_by_side_and_the_note_says_who_came_next() -> None:

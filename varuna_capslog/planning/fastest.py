@@ -75,6 +75,7 @@ def fastest_plan(
     search.weigh_cuts()
     if not all_fit:
         search.weigh_intervals()
+    if not all_fit or chain.num_layers <= EXACT_LAYERS:
         search.weigh_nearby()
     search.weigh_wider(all_fit)
     return search.answer()

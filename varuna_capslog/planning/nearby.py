@@ -11,13 +11,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Protocol
 
 from varuna_capslog.planners.layerwise import Intervals, Layerwise, StageChoice
 from varuna_capslog.planning.playing import SAME
 from varuna_capslog.plans.parts import INTERVAL_KINDS, MemoryInterval
 from varuna_capslog.schedules import backwards_at_once, make_schedule
+from varuna_capslog.schedules.shape import ALWAYS_RECOMPUTE
 
 __all__ = ["Cheapest", "improved", "weighings"]
 
@@ -108,16 +109,17 @@ def _neighbours(stages: Sequence[StageChoice], ways: _Ways) -> Iterator[tuple[St
 
 @dataclass(frozen=True)
 class _Way:
-    """Intervals of a range; again: seconds that run again, of which `ahead` may run while the rank waits."""
+    """Intervals of a range, and what decides when a rank that holds it ends.
+
+    again: seconds that run again. inside: those of them that a backward cannot begin before.
+    key: what makes no plan shorter where it is more. order: ways of other orders are not compared.
+    """
 
     intervals: Intervals
     again: float
-    ahead: float
-    moved: int
-
-    @property
-    def key(self) -> tuple[float, float, int]:
-        return self.again, self.again - self.ahead, self.moved
+    inside: float
+    key: tuple[float, ...]
+    order: bool
 
 
 class _Ways:
@@ -136,7 +138,8 @@ class _Ways:
         assert chain.question is not None, "made by Layerwise.of_profile"
         run = chain.question.run
         rows = make_schedule(run.schedule, chain.stages, run.microbatches, recompute=False, k=run.k)
-        self._at_once = [len(backwards_at_once(row)) == run.microbatches for row in rows]
+        self._at_once = [len(backwards_at_once(row)) for row in rows]
+        self._calls, self._own_order = run.microbatches, run.schedule in ALWAYS_RECOMPUTE
 
     def of(self, stage: int, first: int, end: int) -> list[StageChoice]:
         """By rising seconds."""
@@ -170,24 +173,38 @@ class _Ways:
 
     def _fitting(self, stage: int, first: int, end: int) -> list[StageChoice]:
         chain = self._chain
-        ways = sorted((self._way(stage, end, one) for one in self._lists(stage, first, end)), key=lambda one: one.key)
+        ways = [self._way(stage, end, one) for one in self._lists(stage, first, end)]
         kept: list[_Way] = []
-        for way in ways:
-            if any(all(a <= b for a, b in zip(one.key, way.key, strict=True)) for one in kept):
+        for way in sorted(ways, key=lambda one: (sum(one.key), one.again, [astuple(part) for part in one.intervals])):
+            alike = (one.key for one in kept if one.order == way.order)
+            if any(all(a <= b for a, b in zip(key, way.key, strict=True)) for key in alike):
                 continue
             if chain.peak(stage, first, end, way.intervals) <= chain.usable[stage]:
                 kept.append(way)
         own = chain.seconds(first, end)
         for way in kept:
-            self._in_backward[first, end, way.intervals] = way.again - way.ahead
+            self._in_backward[first, end, way.intervals] = way.inside
         return [StageChoice(first, end, way.intervals, own + way.again, 0) for way in kept]
 
     def _way(self, stage: int, end: int, intervals: Intervals) -> _Way:
-        at_once = self._at_once[stage]  # then the last segment keeps its graph, and the others run in the backward
-        runs = [one for one in intervals if one.recomputes and not (at_once and one.end == end)]
-        again = [sum(self._chain.forward[one.first : one.end]) for one in runs]
-        moved = sum(self._chain.moved[at] for one in intervals if one.offloads for at in range(one.first, one.end))
-        return _Way(intervals, sum(again), again[-1] if again and not at_once else 0.0, moved)
+        chain, at_once = self._chain, self._at_once[stage]
+        runs = [one for one in intervals if one.recomputes]
+        again = [sum(chain.forward[one.first : one.end]) for one in runs]
+        ahead, rest = (again[-1], sum(again[:-1])) if again else (0.0, 0.0)
+        key: tuple[float, ...] = (float(sum(self._copied(one) for one in intervals if one.offloads)),)
+        if at_once:  # then the last segment keeps its graph, and the others run in the backward
+            key += (rest if runs and runs[-1].end == end else rest + ahead,)
+        if at_once < self._calls:  # a forward of the last layers of all may be left out where they run again
+            key += ahead, rest, -ahead if runs and runs[-1].end == chain.num_layers else 0.0
+            return _Way(intervals, rest + ahead, min(rest, *key[1:2]), key, self._own_order and bool(runs))
+        return _Way(intervals, key[1], key[1], key, False)
+
+    def _copied(self, one: MemoryInterval) -> int:
+        """Bytes that go to the host tier for each call."""
+        if one.recomputes:
+            assert self._chain.question is not None, "made by Layerwise.of_profile"
+            return self._chain.question.ranges.crossing[one.first]
+        return sum(self._chain.moved[one.first : one.end])
 
     def _lists(self, stage: int, first: int, end: int) -> set[Intervals]:
         if end - first <= self._short:

@@ -31,11 +31,11 @@ from varuna_capslog.schedules import (
     Edge,
     RunShape,
     Schedule,
+    SimulatedStep,
     StageGraph,
     StageSeconds,
-    Timeline,
     from_strings,
-    simulate,
+    simulated,
 )
 
 SAME = 1e-9
@@ -58,12 +58,12 @@ class PlanPart:
 class Played:
     """One step of a plan as it was played.
 
-    steps: of each part of the plan that has ranks and microbatches of its own: the part, its actions, when they ran,
-        the seconds that they took, and its stages. together: when all have done their last action and the exchange.
+    steps: of each part of the plan that has ranks and microbatches of its own: the part, its actions, when they run,
+        the seconds that they take, and its stages. together: when all have done their last action and the exchange.
     named: the schedule's name was played, not the plan's own actions.
     """
 
-    steps: list[tuple[PlanPart, Schedule, Timeline, StageSeconds, list[PlanStage]]]
+    steps: list[tuple[PlanPart, Schedule, SimulatedStep, StageSeconds, list[PlanStage]]]
     exchange: float
     update: float | None
     together: float
@@ -127,7 +127,7 @@ def play(
             seconds = dataclasses.replace(seconds, other={**seconds.other, "U": updates})
         copies = copy_seconds(profile, chosen, plan.routes, link.host_bandwidth)
         crossing = _known_bytes(message_bytes(profile, chosen, part.graph, plan.routes), link, notes)
-        timeline = simulate(
+        step = simulated(
             actions,
             dataclasses.replace(
                 seconds,
@@ -141,11 +141,11 @@ def play(
             link.shared,
             beside,
         )
-        steps.append((part, actions, timeline, seconds, chosen))
+        steps.append((part, actions, step, seconds, chosen))
 
     exchange = _exchange_seconds(profile, plan.stages, link, notes)
-    together = max(timeline.step_seconds for _, _, timeline, _, _ in steps) + exchange
-    rows = [(timeline, seconds.other["U"]) for _, _, timeline, seconds, _ in steps if "U" in seconds.other]
+    together = max(step.step_seconds for _, _, step, _, _ in steps) + exchange
+    rows = [(part.graph.ranks, seconds.other["U"]) for part, _, _, seconds, _ in steps if "U" in seconds.other]
     update = max(_slowest_rank(*row) for row in rows) if rows else None
     if not tells_updates:
         notes.append(f"the profile's conditions have no {UPDATE_RATE}: the optimizer's time is not counted")
@@ -263,5 +263,6 @@ def _exchange_seconds(profile: Profile, stages: Sequence[PlanStage], link: Link,
     return max(found)
 
 
-def _slowest_rank(timeline: Timeline, update: Sequence[float]) -> float:
-    return max(sum(update[stage] for stage in {one.action.stage for one in row}) for row in timeline.actions)
+def _slowest_rank(ranks: Sequence[int], update: Sequence[float]) -> float:
+    """ranks, update: of each stage."""
+    return max(sum(took for own, took in zip(ranks, update, strict=True) if own == rank) for rank in set(ranks))

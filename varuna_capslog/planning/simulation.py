@@ -174,8 +174,8 @@ def simulate_plan(
     pipelines: list[PipelineStep] = []
     total = sum(len(part.graph.routes) for part, *_ in played.steps)
     of_rank = _rank_folds(profile, plan, run, played.named, total, notes)
-    for part, actions, timeline, seconds, chosen in played.steps:
-        whole = _with_updates(timeline, seconds.other.get("U", ()), played.together, played.step_seconds)
+    for part, actions, step, seconds, chosen in played.steps:
+        whole = _with_updates(step.timeline, seconds.other.get("U", ()), played.together, played.step_seconds)
         count = max(len(row) for row in part.graph.microbatches)
         parts = None
         if plan.routes == "relay":

@@ -20,6 +20,7 @@ __all__ = [
     "RunShape",
     "Schedule",
     "SendInstruction",
+    "SimulatedStep",
     "StageGraph",
     "StageSeconds",
     "TimedAction",
@@ -39,6 +40,7 @@ __all__ = [
     "placement_of",
     "schedule_of",
     "simulate",
+    "simulated",
     "to_strings",
     "validate",
 ]
@@ -62,7 +64,15 @@ from varuna_capslog.schedules.generators import (
 )
 from varuna_capslog.schedules.inserting import insert_offload, insert_recompute
 from varuna_capslog.schedules.lower import Lowered, Message, Recv, SendInstruction, find_deadlock, in_turn, lower
+from varuna_capslog.schedules.seconds import StageSeconds
 from varuna_capslog.schedules.shape import ALWAYS_RECOMPUTE, DEFAULT_K, DEFAULT_RUN, RunShape
-from varuna_capslog.schedules.simulate import StageSeconds, TimedAction, TimedMessage, Timeline, simulate
+from varuna_capslog.schedules.simulate import (
+    SimulatedStep,
+    TimedAction,
+    TimedMessage,
+    Timeline,
+    simulate,
+    simulated,
+)
 from varuna_capslog.schedules.stage_graph import Edge, StageGraph
 from varuna_capslog.schedules.validate import validate

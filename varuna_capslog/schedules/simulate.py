@@ -4,22 +4,33 @@
 is not a measurement: an action takes the same time for every microbatch, and a transfer runs beside the computation
 except for what handing it over costs the sender.
 
-`_play_alone` gives every rank a core of its own. `play_contended` has fewer cores than ranks, and ranks that compute at
-the same time slow each other down. It is processor sharing: at any moment all ranks that compute have one speed, which
-depends only on their number. Messages have a speed of their own. The order of actions is not decided here.
+`ordered.OrderedStep` gives every rank a core of its own. `play_contended` has fewer cores than ranks, and ranks that
+compute at the same time slow each other down. It is processor sharing: at any moment all ranks that compute have one
+speed, which depends only on their number. Messages have a speed of their own. The order of actions is not decided here.
 """
 
 from __future__ import annotations
 
-__all__ = ["StageSeconds", "TimedAction", "TimedMessage", "Timeline", "play_contended", "simulate", "speed_of"]
+__all__ = [
+    "SimulatedStep",
+    "TimedAction",
+    "TimedMessage",
+    "Timeline",
+    "play_contended",
+    "simulate",
+    "simulated",
+    "speed_of",
+]
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from functools import cached_property
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.schedules.actions import KINDS, Action, graph_keeping_forwards, placement_of
-from varuna_capslog.schedules.lower import Lowered, Message, Recv, SendInstruction, find_deadlock, in_turn, lower
+from varuna_capslog.schedules.lower import Lowered, Message, Recv, SendInstruction
+from varuna_capslog.schedules.ordered import OrderedStep, Times, Work, ordered
+from varuna_capslog.schedules.seconds import StageSeconds
 from varuna_capslog.schedules.stage_graph import Edge, StageGraph
 
 
@@ -42,36 +53,6 @@ class TimedMessage:
     message: Message
     start_seconds: float
     end_seconds: float
-
-
-@dataclass(frozen=True)
-class StageSeconds:
-    """What each stage takes.
-
-    forward, backward: per stage, of one microbatch.
-    recompute: per stage; default: as long as the forward.
-    bare_forward: per stage, of forwards that keep no graph, since a recomputation follows; default: as the others.
-    backward_at_once: per stage, of backwards without an R; default `backward`.
-    backward_again: per stage, of backwards that an R of the microbatch precedes, since other parts of the stage run
-        again inside them (where the backward is split, inside I); default: as the others.
-    transfer: of one message, by (stage that sends it, stage that takes it), or per stage for all edges to it, in either
-        direction. A direction that is not there takes what the other one takes; default 0. Messages of one ordered pair
-        of ranks go one after the other; see `simulate` for what else is shared.
-    handover: likewise, what sending one message costs the sender's rank (gloo copies into host memory and the socket);
-        the transfer begins with it and does not arrive before its end. Counts as idle time; default 0.
-    other: per stage, for the kinds I, W, O, L and U (once per step); a schedule with a kind that has no seconds is
-        refused.
-    """
-
-    forward: Sequence[float]
-    backward: Sequence[float]
-    recompute: Sequence[float] | None = None
-    bare_forward: Sequence[float] | None = None
-    backward_again: Sequence[float] | None = None
-    backward_at_once: Sequence[float] | None = None
-    transfer: Sequence[float] | Mapping[Edge, float] | None = None
-    handover: Sequence[float] | Mapping[Edge, float] | None = None
-    other: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -115,6 +96,22 @@ class Timeline:
         return [max((count for _, count in course), default=0) for course in self.live_graphs]
 
 
+@dataclass(frozen=True)
+class SimulatedStep:
+    """One step that was played: its length, and the timeline, which is made where somebody asks for it.
+
+    step_seconds: end of the last action.
+    """
+
+    step_seconds: float
+    _make: Callable[[], Timeline]
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The course of the step."""
+        return self._make()
+
+
 def simulate(
     schedule: Sequence[Sequence[Action]],
     seconds: StageSeconds,
@@ -124,6 +121,19 @@ def simulate(
     shared_links: bool = False,
     copies_beside: bool = False,
 ) -> Timeline:
+    """`simulated`, with its timeline."""
+    return simulated(schedule, seconds, speeds, gradients, graph, shared_links, copies_beside).timeline
+
+
+def simulated(
+    schedule: Sequence[Sequence[Action]],
+    seconds: StageSeconds,
+    speeds: Sequence[float] | None = None,
+    gradients: Collection[Edge] | None = None,
+    graph: StageGraph | None = None,
+    shared_links: bool = False,
+    copies_beside: bool = False,
+) -> SimulatedStep:
     """Plays one step of a (validated) schedule.
 
     Args:
@@ -143,52 +153,60 @@ def simulate(
     deadlocks.
     """
     num_stages = len(placement_of(schedule)) if graph is None else len(graph.ranks)
-    of_kind: dict[str, Sequence[float]] = {
-        **seconds.other,
-        "F": seconds.forward,
-        "B": seconds.backward,
-        "R": seconds.forward if seconds.recompute is None else seconds.recompute,
-    }
-    bare = seconds.forward if seconds.bare_forward is None else seconds.bare_forward
-    inside = seconds.backward if seconds.backward_again is None else seconds.backward_again
-    at_once = seconds.backward if seconds.backward_at_once is None else seconds.backward_at_once
-    for kind, values in of_kind.items():
-        _check_times(f"seconds of kind {kind}", values, num_stages)
-    _check_times("bare_forward_seconds", bare, num_stages)
-    _check_times("backward_again_seconds", inside, num_stages)
-    _check_times("backward_at_once_seconds", at_once, num_stages)
+    seconds.check(num_stages)
     if speeds is not None and (not speeds or not all(0.0 < speed <= 1.0 for speed in speeds)):
         raise CapslogError(f"speeds is {list(speeds)}; give one or more numbers above 0 and at most 1")
-    keeping = graph_keeping_forwards(schedule)
-    cost: dict[Action, float] = {}
-    for actions in schedule:
-        for action in actions:
-            if action.kind not in of_kind:
-                raise CapslogError(
-                    f"no seconds are known for {action} ({KINDS[action.kind]}); "
-                    f"give other_seconds[{action.kind!r}], one per stage"
-                )
-            found = of_kind[action.kind][action.stage]
-            keeps = (action.stage, action.microbatch) in keeping
-            if action.kind == "F" and not keeps:
-                found = bare[action.stage]
-            elif action.kind in "BI":
-                found += (at_once if keeps else inside)[action.stage] - seconds.backward[action.stage]
-            cost[action] = found
-
-    lowered = lower(schedule, gradients, graph)
-    transfers = _of_messages("transfer_seconds", seconds.transfer, lowered.graph)
-    handovers = _of_messages("handover_seconds", seconds.handover, lowered.graph)
-    if (deadlock := find_deadlock(lowered)) is not None:
-        raise CapslogError(f"the schedule deadlocks: {deadlock}; reorder the lists of these ranks")
+    for action in (action for row in schedule for action in row):
+        if action.kind not in "FBR" and action.kind not in seconds.other:
+            raise CapslogError(
+                f"no seconds are known for {action} ({KINDS[action.kind]}); "
+                f"give other_seconds[{action.kind!r}], one per stage"
+            )
+    step = ordered(schedule, gradients, graph)
+    lowered = step.lowered
+    work = {one: seconds.of(one) for one in step.works}
+    transfers, handovers = seconds.of_messages(lowered.graph)
     free = speeds is None or (len(speeds) >= len(lowered.programs) and all(speed == 1.0 for speed in speeds))
-    copies = [_Copies(rank, copies_beside) for rank in range(len(lowered.programs))]
     if free and not shared_links:
-        timed, messages = _play_alone(lowered, cost, transfers, handovers, copies)
-    else:
-        cores = [1.0] * len(lowered.programs) if free or speeds is None else speeds
-        timed, messages = play_contended(lowered, cost, transfers, handovers, cores, shared_links, copies)
+        sent, handed = ([row[way] for way in step.ways] for row in (transfers, handovers))
+        played = step.play(list(work.values()), sent, handed, copies_beside)
+        return SimulatedStep(played.step_seconds, lambda: _timeline(step, played, num_stages))
+    cores = [1.0] * len(lowered.programs) if free or speeds is None else speeds
+    copies = [_Copies(rank, copies_beside) for rank in range(len(lowered.programs))]
+    rows = graph_keeping_forwards(schedule)
+    cost = {
+        one: work[Work(one.kind, one.stage, (one.stage, one.microbatch) in rows)] for row in schedule for one in row
+    }
+    timed, messages = play_contended(lowered, cost, transfers, handovers, cores, shared_links, copies)
+    end = max((row[-1].end_seconds for row in timed if row), default=0.0)
+    found = [one for row in copies for one in row.timed]
+    return SimulatedStep(end, lambda: _whole_timeline(timed, messages, found, num_stages, rows))
 
+
+def _timeline(step: OrderedStep, times: Times, num_stages: int) -> Timeline:
+    timed: list[list[TimedAction]] = [[] for _ in step.lowered.programs]
+    messages: list[TimedMessage] = []
+    for (rank, one), begin, end in zip(step.instructions, times.begins, times.ends, strict=True):
+        if isinstance(one, SendInstruction):
+            messages.append(TimedMessage(rank, one.peer, one.message, begin, end))
+        elif isinstance(one, Action):
+            timed[rank].append(TimedAction(rank, one, begin, end))
+    copies = []
+    for place, begin, end in times.copies:
+        rank, one = step.instructions[place]
+        assert isinstance(one, Action), "messages are no copies"
+        copies.append(TimedAction(rank, one, begin, end))
+    keeping = graph_keeping_forwards([[one.action for one in row] for row in timed])
+    return _whole_timeline(timed, messages, copies, num_stages, keeping)
+
+
+def _whole_timeline(
+    timed: list[list[TimedAction]],
+    messages: list[TimedMessage],
+    copies: list[TimedAction],
+    num_stages: int,
+    keeping: set[tuple[int, int]],
+) -> Timeline:
     in_flight, live_graphs = _courses(timed, num_stages, keeping)
     return Timeline(
         actions=timed,
@@ -196,30 +214,8 @@ def simulate(
         step_seconds=max((row[-1].end_seconds for row in timed if row), default=0.0),
         in_flight=in_flight,
         live_graphs=live_graphs,
-        copies=sorted((one for row in copies for one in row.timed), key=lambda one: one.start_seconds),
+        copies=sorted(copies, key=lambda one: (one.start_seconds, one.rank)),
     )
-
-
-def _check_times(name: str, values: Sequence[float], length: int) -> None:
-    if len(values) != length:
-        raise CapslogError(f"{name}: {len(values)} values where the schedule needs {length}; give one per stage")
-    for index, value in enumerate(values):
-        if not 0.0 <= value < float("inf"):
-            raise CapslogError(f"{name}[{index}] is {value}; give a finite number of seconds, 0 or more")
-
-
-def _of_messages(
-    name: str, values: Sequence[float] | Mapping[Edge, float] | None, graph: StageGraph
-) -> dict[Edge, float]:
-    """Seconds of a message by (stage that sends it, stage that takes it), for both directions of every edge."""
-    if isinstance(values, Mapping):
-        ways = [way for edge in graph.edges for way in (edge, edge[::-1])]
-        found = {way: values.get(way, values.get(way[::-1], 0.0)) for way in ways}
-        _check_times(name, list(found.values()), len(found))
-        return found
-    row = [0.0] * len(graph.ranks) if values is None else values
-    _check_times(name, row, len(graph.ranks))
-    return {way: row[edge[1]] for edge in graph.edges for way in (edge, edge[::-1])}
 
 
 def _courses(
@@ -261,10 +257,6 @@ def _courses(
 # -- playing the programs
 
 
-Played: TypeAlias = tuple[list[list[TimedAction]], list[TimedMessage]]
-"""Per rank its actions, and every message."""
-
-
 class _Copies:
     """The copies of one rank to and from the host tier that run beside its computation, one after the other.
 
@@ -303,39 +295,6 @@ class _Copies:
         return found
 
 
-def _play_alone(
-    lowered: Lowered,
-    cost: Mapping[Action, float],
-    transfers: Mapping[Edge, float],
-    handovers: Mapping[Edge, float],
-    copies: Sequence[_Copies],
-) -> Played:
-    """Every rank has a core of its own, so that one pass over the programs tells when everything happens."""
-    clock = [0.0] * len(lowered.programs)
-    link_free: dict[tuple[int, int], float] = {}
-    arrival: dict[Message, float] = {}
-    timed: list[list[TimedAction]] = [[] for _ in lowered.programs]
-    messages: list[TimedMessage] = []
-    for rank, instruction in in_turn(lowered):
-        if isinstance(instruction, Recv):
-            clock[rank] = max(clock[rank], arrival[instruction.message])
-        elif isinstance(instruction, SendInstruction):
-            pair, way = (rank, instruction.peer), instruction.message.way
-            begin = max(clock[rank], link_free.get(pair, 0.0))
-            clock[rank] += handovers[way]
-            end = max(begin + transfers[way], clock[rank])
-            link_free[pair] = arrival[instruction.message] = end
-            messages.append(TimedMessage(rank, instruction.peer, instruction.message, begin, end))
-        elif copies[rank].begin(instruction, clock[rank], cost[instruction]):
-            timed[rank].append(TimedAction(rank, instruction, clock[rank], clock[rank]))
-        else:
-            begin = max(clock[rank], copies[rank].back(instruction))
-            end = begin + cost[instruction]
-            timed[rank].append(TimedAction(rank, instruction, begin, end))
-            clock[rank] = max(end, copies[rank].away())
-    return timed, messages
-
-
 def speed_of(active: int, speeds: Sequence[float]) -> float:
     """The speed of each of `active` ranks that compute at the same time; beyond the list all cores are shared out."""
     known = len(speeds)
@@ -365,7 +324,7 @@ def play_contended(
     speeds: Sequence[float],
     shared_links: bool = False,
     copies: Sequence[_Copies] | None = None,
-) -> Played:
+) -> tuple[list[list[TimedAction]], list[TimedMessage]]:
     """Plays the programs from event to event; the next event is the first end of a piece of work or of a wait.
 
     The state is per rank the instruction at hand and the work left in it. Between two events every working rank does

@@ -1,0 +1,98 @@
+"""What each stage of a step takes: the seconds with which a schedule is played."""
+
+from __future__ import annotations
+
+__all__ = ["StageSeconds"]
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.schedules.ordered import Work
+from varuna_capslog.schedules.stage_graph import Edge, StageGraph
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """What each stage takes.
+
+    forward, backward: per stage, of one microbatch.
+    recompute: per stage; default: as long as the forward.
+    bare_forward: per stage, of forwards that keep no graph, since a recomputation follows; default: as the others.
+    backward_at_once: per stage, of backwards without an R; default `backward`.
+    backward_again: per stage, of backwards that an R of the microbatch precedes, since other parts of the stage run
+        again inside them (where the backward is split, inside I); default: as the others.
+    transfer: of one message, by (stage that sends it, stage that takes it), or per stage for all edges to it, in either
+        direction. A direction that is not there takes what the other one takes; default 0. Messages of one ordered pair
+        of ranks go one after the other; see `simulate` for what else is shared.
+    handover: likewise, what sending one message costs the sender's rank (gloo copies into host memory and the socket);
+        the transfer begins with it and does not arrive before its end. Counts as idle time; default 0.
+    other: per stage, for the kinds I, W, O, L and U (once per step); a schedule with a kind that has no seconds is
+        refused.
+    """
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    recompute: Sequence[float] | None = None
+    bare_forward: Sequence[float] | None = None
+    backward_again: Sequence[float] | None = None
+    backward_at_once: Sequence[float] | None = None
+    transfer: Sequence[float] | Mapping[Edge, float] | None = None
+    handover: Sequence[float] | Mapping[Edge, float] | None = None
+    other: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+    def check(self, num_stages: int) -> None:
+        """Raises `CapslogError` for lists of another length than so many stages, and times that are no seconds."""
+        named = {"seconds of kind F": self.forward, "seconds of kind B": self.backward}
+        named |= {f"seconds of kind {kind}": row for kind, row in self.other.items()}
+        rest = {
+            "seconds of kind R": self.recompute,
+            "bare_forward_seconds": self.bare_forward,
+            "backward_again_seconds": self.backward_again,
+            "backward_at_once_seconds": self.backward_at_once,
+        }
+        for name, values in (named | {name: row for name, row in rest.items() if row is not None}).items():
+            _check_times(name, values, num_stages)
+
+    def of(self, work: Work) -> float:
+        """Of one action."""
+        kind, stage = work.kind, work.stage
+        if kind == "F":
+            return (self.forward if work.keeps else self.bare_forward or self.forward)[stage]
+        if kind == "R":
+            return (self.recompute or self.forward)[stage]
+        found = self.backward[stage] if kind == "B" else self.other[kind][stage]
+        if kind in "BI":
+            inside = self.backward_at_once if work.keeps else self.backward_again
+            found += (inside or self.backward)[stage] - self.backward[stage]
+        return found
+
+    def of_messages(self, graph: StageGraph) -> tuple[dict[Edge, float], dict[Edge, float]]:
+        """Transfer and handover of a message by (stage that sends it, stage that takes it), in both directions of every
+        edge.
+        """
+        named = (("transfer_seconds", self.transfer), ("handover_seconds", self.handover))
+        transfer, handover = (_of_messages(name, values, graph) for name, values in named)
+        return transfer, handover
+
+
+def _check_times(name: str, values: Sequence[float], length: int) -> None:
+    if len(values) != length:
+        raise CapslogError(f"{name}: {len(values)} values where the schedule needs {length}; give one per stage")
+    for index, value in enumerate(values):
+        if not 0.0 <= value < float("inf"):
+            raise CapslogError(f"{name}[{index}] is {value}; give a finite number of seconds, 0 or more")
+
+
+def _of_messages(
+    name: str, values: Sequence[float] | Mapping[Edge, float] | None, graph: StageGraph
+) -> dict[Edge, float]:
+    """Seconds of a message by (stage that sends it, stage that takes it), for both directions of every edge."""
+    if isinstance(values, Mapping):
+        ways = [way for edge in graph.edges for way in (edge, edge[::-1])]
+        found = {way: values.get(way, values.get(way[::-1], 0.0)) for way in ways}
+        _check_times(name, list(found.values()), len(found))
+        return found
+    row = [0.0] * len(graph.ranks) if values is None else values
+    _check_times(name, row, len(graph.ranks))
+    return {way: row[edge[1]] for edge in graph.edges for way in (edge, edge[::-1])}
