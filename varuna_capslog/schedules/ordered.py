@@ -16,13 +16,13 @@ from varuna_capslog.schedules.actions import Action, graph_keeping_forwards
 from varuna_capslog.schedules.lower import Instruction, Lowered, Recv, SendInstruction, find_deadlock, in_turn, lower
 from varuna_capslog.schedules.stage_graph import Edge, StageGraph
 
-__all__ = ["OrderedStep", "Times", "Work", "ordered"]
+__all__ = ["OrderedStep", "Piece", "Times", "ordered"]
 
 _RECEIVE, _SEND, _WORK, _WORK_BEHIND_LOAD, _OFFLOAD, _LOAD = range(6)
 _CODES = {"O": _OFFLOAD, "L": _LOAD, **dict.fromkeys("RBI", _WORK_BEHIND_LOAD)}
 
 
-class Work(NamedTuple):
+class Piece(NamedTuple):
     """What actions have in common that take equally long; keeps: their microbatch's forward keeps its graph."""
 
     kind: str
@@ -50,7 +50,7 @@ class OrderedStep:
 
     lowered: Lowered
     instructions: list[tuple[int, Instruction]]
-    works: list[Work]
+    works: list[Piece]
     ways: list[Edge]
     _row: list[tuple[int, int, int, int, int]]
     _messages: int
@@ -121,7 +121,7 @@ def _ordered(
     if (deadlock := find_deadlock(lowered)) is not None:
         raise CapslogError(f"the schedule deadlocks: {deadlock}; reorder the lists of these ranks")
     keeping = graph_keeping_forwards(schedule)
-    works: dict[Work, int] = {}
+    works: dict[Piece, int] = {}
     ways: dict[Edge, int] = {}
     channels = {pair: number for number, pair in enumerate(lowered.channels)}
     messages = {one: number for number, one in enumerate(one for row in lowered.channels.values() for one in row)}
@@ -134,7 +134,7 @@ def _ordered(
             way = ways.setdefault(one.message.way, len(ways))
             row.append((_SEND, rank, messages[one.message], channels[rank, one.peer], way))
         else:
-            work = Work(one.kind, one.stage, (one.stage, one.microbatch) in keeping)
+            work = Piece(one.kind, one.stage, (one.stage, one.microbatch) in keeping)
             code, call = _CODES.get(one.kind, _WORK), -1 if one.microbatch is None else one.microbatch
             row.append((code, rank, works.setdefault(work, len(works)), one.stage, call))
     return OrderedStep(lowered, instructions, list(works), list(ways), row, len(messages))

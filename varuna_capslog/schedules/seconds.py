@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.schedules.ordered import Work
+from varuna_capslog.schedules.ordered import Piece
 from varuna_capslog.schedules.stage_graph import Edge, StageGraph
 
 
@@ -54,7 +54,7 @@ class StageSeconds:
         for name, values in (named | {name: row for name, row in rest.items() if row is not None}).items():
             _check_times(name, values, num_stages)
 
-    def of(self, work: Work) -> float:
+    def of(self, work: Piece) -> float:
         """Of one action."""
         kind, stage = work.kind, work.stage
         if kind == "F":

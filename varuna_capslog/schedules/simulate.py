@@ -29,7 +29,7 @@ from functools import cached_property
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.schedules.actions import KINDS, Action, graph_keeping_forwards, placement_of
 from varuna_capslog.schedules.lower import Lowered, Message, Recv, SendInstruction
-from varuna_capslog.schedules.ordered import OrderedStep, Times, Work, ordered
+from varuna_capslog.schedules.ordered import OrderedStep, Piece, Times, ordered
 from varuna_capslog.schedules.seconds import StageSeconds
 from varuna_capslog.schedules.stage_graph import Edge, StageGraph
 
@@ -175,7 +175,7 @@ def simulated(
     copies = [_Copies(rank, copies_beside) for rank in range(len(lowered.programs))]
     rows = graph_keeping_forwards(schedule)
     cost = {
-        one: work[Work(one.kind, one.stage, (one.stage, one.microbatch) in rows)] for row in schedule for one in row
+        one: work[Piece(one.kind, one.stage, (one.stage, one.microbatch) in rows)] for row in schedule for one in row
     }
     timed, messages = play_contended(lowered, cost, transfers, handovers, cores, shared_links, copies)
     end = max((row[-1].end_seconds for row in timed if row), default=0.0)
