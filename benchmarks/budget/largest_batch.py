@@ -1,8 +1,9 @@
-"""The largest batch of GPipe's, vPipe's, DawnPiper's and our planner: DawnPiper's Table 1, estimated.
+"""The largest batch of GPipe's, vPipe's, DawnPiper's and our planner: DawnPiper's Tables 1 and 2, estimated.
 
 BERT 340 M, GPT-2 770 M, T5 780 M and AmoebaNet-D 28 M on 4 and 8 devices of 40 GB, as many microbatches as stages. Each
 model is estimated for microbatches of 1, 2, 4 ... samples; profiles in between are interpolated field by field. All
-methods are judged by the same fold. Prints README.md's table.
+methods are judged by the same fold. Prints README.md's table. With `--asynchronous` it is Table 2: pipelines that never
+drain, as PipeDream's, whose stages keep the weights of every microbatch in flight; nothing here trains so.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch import nn
 import varuna_capslog as capslog
 from varuna_capslog.base.gpus import GPUS
 from varuna_capslog.planners.dawnpiper import dawnpiper_stages
-from varuna_capslog.planners.layerwise import Layerwise
+from varuna_capslog.planners.layerwise import Intervals, Layerwise
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planners.vpipe import vpipe_stages
 from varuna_capslog.planning.largest import largest
@@ -128,15 +129,24 @@ def even_bounds(chain: Layerwise, stages: int) -> list[int]:
 class Methods:
     """Whether a method trains microbatches of a size on so many devices."""
 
-    def __init__(self, profiles: dict[int, Profile], stages: int) -> None:
-        self.profiles, self.stages = profiles, stages
+    def __init__(self, profiles: dict[int, Profile], stages: int, asynchronous: bool) -> None:
+        self.profiles, self.stages, self.asynchronous = profiles, stages, asynchronous
 
     def chain(self, size: int, schedule: str, limited: bool = True) -> Layerwise:
         """What planners ask of a profile; unlimited: as if the devices had any memory."""
         profile = profile_at(self.profiles, size)
         run = RunShape(self.stages, schedule, True, microbatch_size=size, num_blocks=1)
         usable = usable_bytes(profile, CAPACITY, self.stages) if limited else None
-        return Layerwise.of_profile(profile, run, self.stages, usable, LINK)
+        chain = Layerwise.of_profile(profile, run, self.stages, usable, LINK)
+        if not self.asynchronous:
+            return chain
+        weights = profile.column("parameter_bytes")
+
+        def peak(stage: int, first: int, end: int, intervals: Intervals) -> int:
+            versions = self.stages - 1 - stage  # beside the newest one
+            return chain.peak(stage, first, end, intervals) + versions * sum(weights[first:end])
+
+        return dataclasses.replace(chain, peak=cache(peak))
 
     def holds(self, size: int, schedule: str, bounds: Sequence[int], recompute: bool) -> bool:
         """Whether stages that keep everything, or nothing but their inputs, fit."""
@@ -151,6 +161,10 @@ class Methods:
     def gpipe(self, size: int) -> bool:
         """Balanced seconds, everything kept, gpipe's schedule."""
         return self.holds(size, "gpipe", even_bounds(self.chain(size, "gpipe"), self.stages), False)
+
+    def pipedream(self, size: int) -> bool:
+        """Balanced seconds, everything kept, 1F1B that never drains."""
+        return self.holds(size, "1f1b", even_bounds(self.chain(size, "1f1b"), self.stages), False)
 
     def gpipe_r(self, size: int) -> bool:
         """The same, all recomputed."""
@@ -185,15 +199,21 @@ ROWS = (
     ("nothing", ("gpipe", "vpipe", "dawnpiper")),
     ("recomputed, or both", ("gpipe_r", "vpipe_sr", "dawnpiper_sr", "budget")),
 )
+ASYNCHRONOUS_ROWS = (
+    ("nothing", ("pipedream", "vpipe", "dawnpiper")),
+    ("recomputed, or both", ("vpipe_sr", "dawnpiper_sr")),
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--devices", default="4,8")
+    parser.add_argument("--asynchronous", action="store_true", help="Table 2: pipelines that never drain")
     parser.add_argument("--profiles", type=Path, help="a folder that keeps the estimates; default: none is kept")
     parser.add_argument("--json", type=Path, help="where to write the results")
     given = parser.parse_args()
+    wanted = ASYNCHRONOUS_ROWS if given.asynchronous else ROWS
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.profiles or Path(temporary)
@@ -201,21 +221,22 @@ def main() -> None:
         for name in given.models.split(","):
             profiles = profiles_of(name, folder)
             for stages in map(int, given.devices.split(",")):
-                methods = Methods(profiles, stages)
-                for treated, rows in ROWS:
+                methods = Methods(profiles, stages, given.asynchronous)
+                for treated, rows in wanted:
                     for method in rows:
                         begun = time.perf_counter()
                         size = largest(range(1, max(profiles) + 1), getattr(methods, method)) or 0
                         seconds = time.perf_counter() - begun
                         results.append(
                             {"model": name, "devices": stages, "treated": treated, "method": method}
-                            | {"batch": stages * size, "most": size == max(profiles), "seconds": seconds}
+                            | {"batch": size * (1 if given.asynchronous else stages), "most": size == max(profiles)}
+                            | {"seconds": seconds}
                         )
                         sys.stderr.write(f"{results[-1]}\n")
     found = {(one["devices"], one["method"], one["model"]): one["batch"] for one in results}
     print(f"| devices | treated | method | {' | '.join(given.models.split(','))} |\n|{'---|' * (3 + len(MODELS))}")
     for stages in map(int, given.devices.split(",")):
-        for treated, rows in ROWS:
+        for treated, rows in wanted:
             for method in rows:
                 batches = (str(found[stages, method, name]) for name in given.models.split(","))
                 print(f"| {stages} | {treated} | {method.partition('_')[0]} | {' | '.join(batches)} |")

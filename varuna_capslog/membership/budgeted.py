@@ -15,8 +15,8 @@ from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import BUDGET
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.layerwise import layerwise_plan, with_stage_bytes
-from varuna_capslog.planning.ranks import judged
+from varuna_capslog.planning.layerwise import layerwise_plan
+from varuna_capslog.planning.ranks import judged, with_stage_bytes
 from varuna_capslog.planning.verdict import HostMemory
 from varuna_capslog.plans.parts import PlanRank
 from varuna_capslog.plans.plan import Plan

@@ -18,6 +18,7 @@ from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.comparison import BY_NAME_ONLY
 from varuna_capslog.planning.layerwise import judged_layerwise_plan
 from varuna_capslog.planning.playing import SAME, even_share_seconds, with_step_seconds
+from varuna_capslog.planning.ranks import folded
 from varuna_capslog.planning.search import joint_plan
 from varuna_capslog.planning.search import plan as search
 from varuna_capslog.planning.verdict import capacities_of_devices
@@ -102,7 +103,7 @@ def _answer(
         limit = None if left is None else max(left, 1e-3)
         return judged_layerwise_plan(profile, devices, name, memory, capacity, run, link, limit)
     if name != JOINT:
-        return search(profile, devices, name, memory, capacity, run, link)
+        return folded(profile, search(profile, devices, name, memory, capacity, run, link), memory, run.settled())
     limits = capacities_of_devices(capacity, devices)
     machines = [Device(size) for size in limits] if limits else [Device()] * devices
     samples = run.microbatches * profile.conditions.get("microbatch_size", 1)

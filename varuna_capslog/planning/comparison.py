@@ -18,6 +18,7 @@ from varuna_capslog.memory import AUTO
 from varuna_capslog.planners import EVERY_PLANNER, with_microbatches
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.playing import SAME, even_share_seconds
+from varuna_capslog.planning.ranks import folded
 from varuna_capslog.planning.search import plan
 from varuna_capslog.planning.simulation import simulate_plan
 from varuna_capslog.planning.verdict import judge_plan
@@ -87,7 +88,7 @@ def compare(
     run = with_microbatches(run, devices)
 
     def ask(name: str) -> Plan:
-        return plan(profile, devices, name, memory, capacity, run, link)
+        return folded(profile, plan(profile, devices, name, memory, capacity, run, link), memory, run.settled())
 
     ask("varuna")  # raises what every planner would
     left_out = BY_NAME_ONLY if names is None else ()

@@ -188,8 +188,7 @@ class _Candidates:
             for planner in ("throughput", "exact"):
                 cuts = find_cuts(planner, self.profile, costs, run, self.chain.stages, usable, self.link)
                 for kind in kinds:
-                    self.weigh(self._alike(cuts, kind), name)
-                    if self.fits:
+                    if self.weigh(self._alike(cuts, kind), name):
                         break
 
     def weigh_kept(self) -> bool:

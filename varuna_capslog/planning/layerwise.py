@@ -21,7 +21,7 @@ from varuna_capslog.planners.layerwise import Layerwise, StageChoice
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.fastest import SCHEDULES_TRIED, PlanOf, fastest_plan
 from varuna_capslog.planning.playing import with_step_seconds
-from varuna_capslog.planning.ranks import judged
+from varuna_capslog.planning.ranks import judged, with_stage_bytes
 from varuna_capslog.planning.verdict import HostMemory, capacities_of_devices, check_devices, judge_ranks, usable_bytes
 from varuna_capslog.planning.waiting_moments import all_away, with_room_used
 from varuna_capslog.planning.wider import LOOPED, WIDER
@@ -31,7 +31,7 @@ from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.schedules.shape import AUTO_SCHEDULE
 
-__all__ = ["check_memory", "judged_layerwise_plan", "layerwise_plan", "saying_what_fits", "with_stage_bytes"]
+__all__ = ["check_memory", "judged_layerwise_plan", "layerwise_plan", "saying_what_fits"]
 
 
 def layerwise_plan(
@@ -174,14 +174,6 @@ def check_memory(planner: str, memory: str) -> None:
             f"memory is {memory!r}, but the plans of planner {planner!r} have memory intervals, whose bytes only "
             f"memory model {RANKS!r} knows; choose {RANKS} or auto"
         )
-
-
-def with_stage_bytes(plan: Plan) -> Plan:
-    """A judged plan; where each rank has one stage, that holds what the rank does."""
-    if len(plan.stages) > plan.num_ranks:
-        return plan
-    stages = [dataclasses.replace(stage, bytes=plan.ranks[stage.rank].bytes) for stage in plan.stages]
-    return dataclasses.replace(plan, stages=tuple(stages))
 
 
 def saying_what_fits(profile: Profile, plan: Plan, run: RunShape) -> Plan:

@@ -56,7 +56,7 @@ def improved(
 
     chain: under the schedule of the plan. most: plans to weigh.
     """
-    ways = _Ways(chain, cheapest)
+    ways = _Ways(chain, cheapest, step)
     if ways.all_plans() <= _ALL_PLANS:
         _weigh_all(chain, ways, step, weigh)
         return
@@ -72,6 +72,7 @@ def improved(
             taken = weigh(near)
             if taken < best * (1 - SAME):
                 found, best = near, taken
+                ways.longest = best
         if found is None:
             return
         here = found
@@ -123,10 +124,13 @@ class _Way:
 
 
 class _Ways:
-    """The intervals with which a range fits as a stage, without those that are worse in all ways than another."""
+    """The intervals with which a range fits as a stage, without those that are worse in all ways than another.
 
-    def __init__(self, chain: Layerwise, cheapest: Cheapest) -> None:
-        self._chain, self._cheapest = chain, cheapest
+    longest: seconds of a step; intervals whose calls alone take as long are left out.
+    """
+
+    def __init__(self, chain: Layerwise, cheapest: Cheapest, longest: float) -> None:
+        self._chain, self._cheapest, self.longest = chain, cheapest, longest
         self._found: dict[tuple[int, int, int], list[StageChoice]] = {}
         self._in_backward: dict[tuple[int, int, Intervals], float] = {}
         offloads = any(chain.moved) and chain.host_bandwidth is not None
@@ -172,16 +176,18 @@ class _Ways:
         return calls * slowest
 
     def _fitting(self, stage: int, first: int, end: int) -> list[StageChoice]:
-        chain = self._chain
+        chain, own = self._chain, self._chain.seconds(first, end)
         ways = [self._way(stage, end, one) for one in self._lists(stage, first, end)]
         kept: list[_Way] = []
-        for way in sorted(ways, key=lambda one: (sum(one.key), one.again, [astuple(part) for part in one.intervals])):
+        # a way comes behind all that are no more than it in every number of the key
+        for way in sorted(ways, key=lambda one: (one.key, [astuple(part) for part in one.intervals])):
+            if self._calls * (own + way.inside) >= self.longest:
+                continue
             alike = (one.key for one in kept if one.order == way.order)
             if any(all(a <= b for a, b in zip(key, way.key, strict=True)) for key in alike):
                 continue
             if chain.peak(stage, first, end, way.intervals) <= chain.usable[stage]:
                 kept.append(way)
-        own = chain.seconds(first, end)
         for way in kept:
             self._in_backward[first, end, way.intervals] = way.inside
         return [StageChoice(first, end, way.intervals, own + way.again, 0) for way in kept]
@@ -191,13 +197,16 @@ class _Ways:
         runs = [one for one in intervals if one.recomputes]
         again = [sum(chain.forward[one.first : one.end]) for one in runs]
         ahead, rest = (again[-1], sum(again[:-1])) if again else (0.0, 0.0)
-        key: tuple[float, ...] = (float(sum(self._copied(one) for one in intervals if one.offloads)),)
-        if at_once:  # then the last segment keeps its graph, and the others run in the backward
-            key += (rest if runs and runs[-1].end == end else rest + ahead,)
-        if at_once < self._calls:  # a forward of the last layers of all may be left out where they run again
-            key += ahead, rest, -ahead if runs and runs[-1].end == chain.num_layers else 0.0
-            return _Way(intervals, rest + ahead, min(rest, *key[1:2]), key, self._own_order and bool(runs))
-        return _Way(intervals, key[1], key[1], key, False)
+        copied = float(sum(self._copied(one) for one in intervals if one.offloads))
+        # of such a call the last segment keeps its graph, and the others run in the backward
+        inside = rest if runs and runs[-1].end == end else rest + ahead
+        if at_once == self._calls:
+            return _Way(intervals, inside, inside, (inside, copied), False)
+        # a forward of the last layers of all may be left out where they run again
+        left_out = ahead if runs and runs[-1].end == chain.num_layers else 0.0
+        key = (rest + ahead, rest, ahead, -left_out, copied, *([inside] if at_once else []))
+        least = min(rest, inside) if at_once else rest
+        return _Way(intervals, rest + ahead, least, key, self._own_order and bool(runs))
 
     def _copied(self, one: MemoryInterval) -> int:
         """Bytes that go to the host tier for each call."""

@@ -20,10 +20,10 @@ from varuna_capslog.memory import AUTO, MEMORY_MODELS
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import AUTOMATIC, BUDGET, EVERY_PLANNER, JOINT
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.layerwise import saying_what_fits, with_stage_bytes
+from varuna_capslog.planning.layerwise import saying_what_fits
 from varuna_capslog.planning.limits import with_limits
 from varuna_capslog.planning.playing import with_step_seconds
-from varuna_capslog.planning.ranks import judged, within_tier
+from varuna_capslog.planning.ranks import judged, with_stage_bytes, within_tier
 from varuna_capslog.planning.search import plan as search
 from varuna_capslog.planning.verdict import HostMemory, capacities_of_devices, rehearsed
 from varuna_capslog.plans.parts import PlanRank, Units, grains_of, scheduled

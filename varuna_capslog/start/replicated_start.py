@@ -9,7 +9,7 @@ from varuna_capslog.config.settings import Config
 from varuna_capslog.planners import AUTOMATIC, BALANCED, LAYERWISE, REPLICATED
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.automatic import automatic_plan
-from varuna_capslog.planning.layerwise import with_stage_bytes
+from varuna_capslog.planning.ranks import with_stage_bytes
 from varuna_capslog.planning.replicated import check_ranks_memory, replicated_plan
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
