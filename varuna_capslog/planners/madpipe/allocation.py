@@ -1,0 +1,257 @@
+"""MadPipe-DP (Sec. 4.2) and Algorithm 1: the stages on P - 1 normal processors, which hold one each, and one special
+processor, which may hold any number.
+
+    g(k, l, V) = ceil((V + U(k, l)) / T)             microbatches in flight of a stage, V behind its forward
+    x (+) y    = x + y where both end in one period, else T ceil(x / T) + y
+    normal:      M(k, l, g) <= M                      V' = (V (+) U(k, l)) (+) C(k - 1)
+    special:     m_P + M(k, l, g - 1) <= M            t_P' = t_P + U(k, l);  m_P' = m_P + M(k, l, g - 1)
+
+The printed T(l, p, t_P, m_P, V) is the smallest period of such an allocation for a given T. Algorithm 1 looks for the T
+that minimises max(T, T(L, P - 1, 0, 0, 0)), which is the smallest T for which some allocation has a period of at most
+T. `allocation_within` answers that question with labels in place of the printed grid, and `best_allocation` bisects.
+
+State       layers 0 .. end-1 that are left, and a label: normal processors used, V, t_P, m_P.
+Transition  the last stage of the layers that are left: its first layer, and whether it is special.
+Cost        none: a label that is no larger in all four numbers makes another one superfluous, since (+) is monotonic.
+Complexity  O(L x stages x labels); where a state has more than `_LABELS` labels, they are thinned on a grid as the
+            printed one, of t_P and m_P, with the smallest V of each cell. So V is never rounded.
+
+Where we deviate from the print, in which three things are wrong or loose:
+
+- V' has C(k) there; the message between the stage and the layers before it is that over the cut before layer k.
+- Algorithm 1 overwrites the old T before it takes min(T, old T) as a lower bound, which then is T itself, infinite
+  where nothing fits at the first T.
+- A special stage holds some microbatch while its forward runs, so that m_P' + a <= M as well, which `printed` leaves
+  out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from varuna_capslog.planners.madpipe.costs import ChainCosts
+
+__all__ = ["AllocatedStage", "Allocation", "allocation_within", "best_allocation"]
+
+_LABELS = 300
+"""Of a state; more are thinned."""
+
+_GRID = (50, 11)
+"""Cells of t_P and m_P to which labels are thinned, for each number of processors used."""
+
+_CLOSE = 1e-3
+"""Relative difference of two periods at which the bisection ends."""
+
+_ROUNDING = 1e-9
+
+_USED, _DELAY, _LOAD, _HELD, _BEHIND, _END, _SPECIAL = range(7)
+"""Columns of labels: the four numbers, then the label that it came from, the end of its first stage, and whether that
+is special."""
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class AllocatedStage:
+    """Layers first .. end-1, on a rank; special: the one that may have several stages."""
+
+    first: int
+    end: int
+    rank: int
+    special: bool = False
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Stages in the order of the chain; ranks are counted as they first appear.
+
+    period: seconds for which its processors and links can keep up, and for which the microbatches in flight of the
+        stages fit by the counting of Sec. 4.2.1.
+    """
+
+    stages: tuple[AllocatedStage, ...]
+    period: float
+
+    @classmethod
+    def of(cls, costs: ChainCosts, parts: Iterable[tuple[int, int, bool]], period: float = 0.0) -> Allocation:
+        """Stages (first, end, special) in order; period: one that is not shorter than the loads."""
+        stages, special, count = list[AllocatedStage](), -1, 0
+        for first, end, shared in parts:
+            rank = special if shared and special >= 0 else count
+            special = rank if shared else special
+            count += rank == count
+            stages.append(AllocatedStage(first, end, rank, shared))
+        found = cls(tuple(stages), 0.0)
+        return cls(found.stages, max(period, found.load(costs)))
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether every rank has one stage."""
+        return len({one.rank for one in self.stages}) == len(self.stages)
+
+    def load(self, costs: ChainCosts) -> float:
+        """Seconds of the busiest processor or cut for one microbatch."""
+        ranks = dict.fromkeys((one.rank for one in self.stages), 0.0)
+        for one in self.stages:
+            ranks[one.rank] += costs.of("seconds", one.first, one.end)
+        return max([*ranks.values(), *(costs.link_load(one.first) for one in self.stages[1:])])
+
+
+def best_allocation(costs: ChainCosts, contiguous: bool = False, printed: bool = False) -> Allocation | None:
+    """The allocation of the smallest period, within `_CLOSE`; None where none fits even without any overlap.
+
+    contiguous: without a special processor: P normal ones.
+    """
+    total = costs.of("seconds", 0, costs.num_layers)
+    longest = max(one + other for one, other in zip(costs.forward, costs.backward, strict=True))
+    lower = max(total / costs.devices, longest)  # Algorithm 1, line 1, and no layer is split
+    upper = max(total + sum(map(costs.delay, range(1, costs.num_layers))), lower)  # line 2
+    best = allocation_within(costs, upper, contiguous=contiguous, printed=printed)
+    if best is None or upper <= 0:
+        return best
+    target = lower * (1 + _ROUNDING)  # line 3
+    while True:
+        found = allocation_within(costs, target, contiguous=contiguous, printed=printed)
+        if found is None:
+            lower = max(lower, target)
+        else:
+            again = found.load(costs) * (1 + _ROUNDING)
+            if again < target and (tighter := allocation_within(costs, again, contiguous=contiguous, printed=printed)):
+                found, target = tighter, again
+            best, upper = Allocation(found.stages, target), target
+        if upper <= lower * (1 + _CLOSE):
+            return best
+        target = (lower + upper) / 2  # line 9
+
+
+def allocation_within(
+    costs: ChainCosts, target: float, bound: float | None = None, contiguous: bool = False, printed: bool = False
+) -> Allocation | None:
+    """An allocation that fits where microbatches in flight are counted for the period `target`; None if there is none.
+
+    bound: seconds that no processor or link exceeds; default: `target`. So bound is at least T(L, P - 1, 0, 0, 0).
+
+    Of several the one whose special processor holds the least.
+    """
+    layers, most = costs.num_layers, costs.devices - (not contiguous)
+    bound = target if bound is None else bound
+    cuts = np.arange(layers + 1)
+    rows: list[list[Floats]] = [[] for _ in cuts]
+    rows[layers].append(np.array([[0.0, 0.0, 0.0, 0.0, -1.0, -1.0, 0.0]]))
+    kept: list[Floats] = []
+    count = 0
+    seconds = costs.sums["seconds"]
+    links = np.array([costs.link_load(cut) for cut in range(layers + 1)])
+    possible = links <= bound * (1 + _ROUNDING)
+    for end in range(layers, 0, -1):
+        if not rows[end]:
+            continue
+        labels = np.concatenate(rows[end])
+        room = (most - labels[:, _USED] + (not contiguous)) * bound - labels[:, _LOAD]  # of processors that are left
+        labels = _superfluous_left_out(labels[room >= seconds[end] * (1 - _ROUNDING)], costs, bound)
+        numbers = np.arange(count, count + len(labels))
+        kept.append(labels)
+        count += len(labels)
+        firsts = cuts[:end][possible[:end] & (seconds[end] - seconds[:end] <= bound * (1 + _ROUNDING))]
+        if not len(firsts) or not len(labels):
+            continue
+        stage = _Stages(costs, firsts, end, target, labels)
+        usable = np.inf if costs.usable is None else costs.usable * (1 + _ROUNDING)
+        normal = (labels[:, _USED] < most) & (stage.memory(0) <= usable)
+        _add(rows, stage, numbers, normal, False)
+        if contiguous:
+            continue
+        held = labels[:, _HELD] + stage.memory(1)
+        fits = (labels[:, _LOAD] + stage.seconds <= bound * (1 + _ROUNDING)) & (held <= usable)
+        if not printed:
+            fits &= held + stage.saved <= usable
+        _add(rows, stage, numbers, fits, True)
+    if not rows[0]:
+        return None
+    ways = np.concatenate(rows[0])
+    return Allocation.of(costs, _stages_of(ways[np.lexsort((ways[:, _LOAD], ways[:, _HELD]))[0]], kept), target)
+
+
+class _Stages:
+    """Stages firsts[k] .. end-1 before each of the labels: arrays [K, 1] and [K, N]."""
+
+    def __init__(self, costs: ChainCosts, firsts: NDArray[np.intp], end: int, target: float, labels: Floats) -> None:
+        self.firsts, self.end, self.labels = firsts, end, labels
+        part = {name: (row[end] - row[firsts])[:, None] for name, row in costs.sums.items()}
+        self.seconds, self.saved, self.static = part["seconds"], part["saved"], part["static"]
+        crossing, transfer = np.asarray(costs.crossing), np.asarray(costs.transfer)
+        self.buffers = 2.0 * (crossing[firsts] + crossing[end])[:, None]
+        delay = labels[:, _DELAY]
+        self.in_flight = _periods(delay + self.seconds, target)
+        behind = _plus(np.broadcast_to(delay, self.in_flight.shape), self.seconds, target)
+        self.delay = _plus(behind, 2.0 * transfer[firsts][:, None], target)
+
+    def memory(self, fewer: int) -> Floats:
+        """M(k, l, g - fewer)."""
+        found: Floats = self.static + (self.in_flight - fewer) * self.saved + self.buffers
+        return found
+
+
+def _periods(seconds: Floats, target: float) -> Floats:
+    found: Floats = np.ceil(seconds / target - _ROUNDING)
+    return found
+
+
+def _plus(one: Floats, other: Floats, target: float) -> Floats:
+    """The (+) of Sec. 4.2.2."""
+    periods, both = _periods(one, target), one + other
+    found: Floats = np.where(_periods(both, target) == periods, both, target * periods + other)
+    return found
+
+
+def _add(
+    rows: list[list[Floats]], stage: _Stages, numbers: NDArray[np.intp], fits: NDArray[np.bool_], special: bool
+) -> None:
+    """Add the labels that these stages lead to, by the first layer of each stage."""
+    for place, first in enumerate(stage.firsts.tolist()):
+        chosen = np.flatnonzero(fits[place])
+        if not len(chosen):
+            continue
+        made = stage.labels[chosen]
+        made[:, _DELAY] = stage.delay[place, chosen]
+        if special:
+            made[:, _LOAD] += stage.seconds[place]
+            made[:, _HELD] += stage.memory(1)[place, chosen]
+        else:
+            made[:, _USED] += 1
+        made[:, _BEHIND], made[:, _END], made[:, _SPECIAL] = numbers[chosen], stage.end, special
+        rows[first].append(made)
+
+
+def _superfluous_left_out(labels: Floats, costs: ChainCosts, bound: float) -> Floats:
+    """The labels of which no other is as small in all four numbers; on a grid where they are many."""
+    if len(labels) > _LABELS:
+        scale = np.array([bound or 1.0, costs.usable or 1.0]) / _GRID
+        cells = (labels[:, [_LOAD, _HELD]] / scale).astype(np.int64)
+        keys = (labels[:, _USED].astype(np.int64) * (_GRID[0] + 2) + cells[:, 0]) * (_GRID[1] + 2) + cells[:, 1]
+        order = np.lexsort((labels[:, _HELD], labels[:, _LOAD], labels[:, _DELAY], keys))
+        keys = keys[order]
+        labels = labels[order[np.concatenate([[True], keys[1:] != keys[:-1]])]]
+    labels = labels[np.lexsort(labels[:, _HELD::-1].T)]
+    numbers, count = labels[:, : _HELD + 1], len(labels)
+    smaller = np.ones((count, count), dtype=np.bool_)
+    for column in numbers.T:
+        smaller &= column[:, None] <= column[None, :]
+    beaten = np.triu(smaller, 1).any(axis=0)  # sorted: none is beaten by a later one that it does not equal
+    found: Floats = labels[~beaten]
+    return found
+
+
+def _stages_of(label: Floats, kept: list[Floats]) -> list[tuple[int, int, bool]]:
+    """The stages of a label of layer 0, in order."""
+    every = np.concatenate(kept)
+    stages, first = list[tuple[int, int, bool]](), 0
+    while label[_END] >= 0:
+        end = int(label[_END])
+        stages.append((first, end, bool(label[_SPECIAL])))
+        first, label = end, every[int(label[_BEHIND])]
+    return stages
