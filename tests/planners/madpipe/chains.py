@@ -55,7 +55,7 @@ def every_allocation(layers: int, normal: int) -> Iterator[Parts]:
                     yield list(zip(bounds[:-1], bounds[1:], special, strict=True))
 
 
-def fits(costs: ChainCosts, parts: Parts, target: float, printed: bool = False) -> bool:
+def fits(costs: ChainCosts, parts: Parts, target: float, counting: str = "least") -> bool:
     """Whether loads and bytes of an allocation are within their limits, stage by stage from the last."""
     delay, load, held = 0.0, 0.0, 0.0
     usable = (costs.usable or math.inf) * (1 + 1e-9)
@@ -64,8 +64,8 @@ def fits(costs: ChainCosts, parts: Parts, target: float, printed: bool = False) 
         in_flight, saved = ceiling((delay + seconds) / target), sum(costs.saved[first:end])
         own = sum(costs.static[first:end]) + 2 * (costs.crossing[first] + costs.crossing[end])
         if special:
-            load, held = load + seconds, held + own + (in_flight - 1) * saved
-            if held + (0 if printed else saved) > usable:
+            load, held = load + seconds, held + own + (in_flight - (counting != "most")) * saved
+            if held + (saved if counting == "least" else 0) > usable:
                 return False
         elif own + in_flight * saved > usable:
             return False

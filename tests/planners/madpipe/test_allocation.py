@@ -45,17 +45,17 @@ def printed_recursion(costs: ChainCosts, target: float) -> float:
 def check_against_every_allocation(dice: random.Random) -> bool:
     """Whether there was an allocation."""
     layers, devices = dice.randrange(2, 9), dice.randrange(2, 5)
-    costs, printed = draw_chain(dice, layers, devices), dice.random() < 0.3
-    found = best_allocation(costs, printed=printed)
+    costs, counting = draw_chain(dice, layers, devices), dice.choice(["least", "most", "printed"])
+    found = best_allocation(costs, counting)
     every = list(every_allocation(layers, devices - 1))
     if found is None:
         largest = sum(costs.forward) + sum(costs.backward) + 2 * sum(costs.transfer)
-        assert not any(fits(costs, parts, largest, printed) for parts in every)
+        assert not any(fits(costs, parts, largest, counting) for parts in every)
         return False
     parts = [(one.first, one.end, one.special) for one in found.stages]
     assert parts in every
-    assert fits(costs, parts, found.period, printed)
-    assert not any(fits(costs, parts, found.period / CLOSE, printed) for parts in every)
+    assert fits(costs, parts, found.period, counting)
+    assert not any(fits(costs, parts, found.period / CLOSE, counting) for parts in every)
     return True
 
 
@@ -69,7 +69,7 @@ def test_contiguous_ones_use_every_processor_as_a_normal_one() -> None:
     for _ in range(60):
         layers, devices = dice.randrange(2, 9), dice.randrange(2, 5)
         costs = draw_chain(dice, layers, devices)
-        found = best_allocation(costs, contiguous=True)
+        found = best_allocation(costs, "none")
         every = [one for one in every_allocation(layers, devices) if not any(special for _, _, special in one)]
         if found is not None:
             assert found.contiguous
@@ -87,13 +87,13 @@ def test_the_printed_recursion_has_the_same_smallest_period_for_any_target() -> 
         target = work * dice.uniform(0.3, 1.2)
         period = printed_recursion(costs, target)
         if period == math.inf:
-            assert allocation_within(costs, target, 2 * work, printed=True) is None
+            assert allocation_within(costs, target, 2 * work, counting="printed") is None
             continue
         known += 1
-        found = allocation_within(costs, target, period * (1 + 1e-6), printed=True)
+        found = allocation_within(costs, target, period * (1 + 1e-6), counting="printed")
         assert found is not None
         assert found.load(costs) <= period * (1 + 1e-5)
-        assert allocation_within(costs, target, period * (1 - 1e-6), printed=True) is None
+        assert allocation_within(costs, target, period * (1 - 1e-6), counting="printed") is None
     assert known > 20
 
 

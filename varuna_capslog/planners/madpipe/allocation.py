@@ -21,8 +21,10 @@ Where we deviate from the print, in which three things are wrong or loose:
 - V' has C(k) there; the message between the stage and the layers before it is that over the cut before layer k.
 - Algorithm 1 overwrites the old T before it takes min(T, old T) as a lower bound, which then is T itself, infinite
   where nothing fits at the first T.
-- A special stage holds some microbatch while its forward runs, so that m_P' + a <= M as well, which `printed` leaves
-  out.
+- A special stage holds some microbatch while its forward runs, so that m_P' + a <= M as well.
+
+The printed M(k, l, g - 1) is the least that the special processor can hold, and its schedule may hold more. `COUNTINGS`
+are the ways to count it, each with allocations of its own, between which the schedules decide.
 """
 
 from __future__ import annotations
@@ -35,7 +37,11 @@ from numpy.typing import NDArray
 
 from varuna_capslog.planners.madpipe.costs import ChainCosts
 
-__all__ = ["AllocatedStage", "Allocation", "allocation_within", "best_allocation"]
+__all__ = ["COUNTINGS", "AllocatedStage", "Allocation", "allocation_within", "best_allocation"]
+
+COUNTINGS = ("least", "most", "none", "printed")
+"""How the special processor is counted: with g - 1 calls of every stage, and one of each while its forward runs; with g
+calls of every stage; not at all, P normal ones; as printed, with g - 1."""
 
 _LABELS = 300
 """Of a state; more are thinned."""
@@ -101,26 +107,26 @@ class Allocation:
         return max([*ranks.values(), *(costs.link_load(one.first) for one in self.stages[1:])])
 
 
-def best_allocation(costs: ChainCosts, contiguous: bool = False, printed: bool = False) -> Allocation | None:
+def best_allocation(costs: ChainCosts, counting: str = "least") -> Allocation | None:
     """The allocation of the smallest period, within `_CLOSE`; None where none fits even without any overlap.
 
-    contiguous: without a special processor: P normal ones.
+    counting: one of `COUNTINGS`.
     """
     total = costs.of("seconds", 0, costs.num_layers)
     longest = max(one + other for one, other in zip(costs.forward, costs.backward, strict=True))
     lower = max(total / costs.devices, longest)  # Algorithm 1, line 1, and no layer is split
     upper = max(total + sum(map(costs.delay, range(1, costs.num_layers))), lower)  # line 2
-    best = allocation_within(costs, upper, contiguous=contiguous, printed=printed)
+    best = allocation_within(costs, upper, counting=counting)
     if best is None or upper <= 0:
         return best
     target = lower * (1 + _ROUNDING)  # line 3
     while True:
-        found = allocation_within(costs, target, contiguous=contiguous, printed=printed)
+        found = allocation_within(costs, target, counting=counting)
         if found is None:
             lower = max(lower, target)
         else:
             again = found.load(costs) * (1 + _ROUNDING)
-            if again < target and (tighter := allocation_within(costs, again, contiguous=contiguous, printed=printed)):
+            if again < target and (tighter := allocation_within(costs, again, counting=counting)):
                 found, target = tighter, again
             best, upper = Allocation(found.stages, target), target
         if upper <= lower * (1 + _CLOSE):
@@ -129,7 +135,7 @@ def best_allocation(costs: ChainCosts, contiguous: bool = False, printed: bool =
 
 
 def allocation_within(
-    costs: ChainCosts, target: float, bound: float | None = None, contiguous: bool = False, printed: bool = False
+    costs: ChainCosts, target: float, bound: float | None = None, counting: str = "least"
 ) -> Allocation | None:
     """An allocation that fits where microbatches in flight are counted for the period `target`; None if there is none.
 
@@ -137,7 +143,8 @@ def allocation_within(
 
     Of several the one whose special processor holds the least.
     """
-    layers, most = costs.num_layers, costs.devices - (not contiguous)
+    layers, special = costs.num_layers, counting != "none"
+    most = costs.devices - special
     bound = target if bound is None else bound
     cuts = np.arange(layers + 1)
     rows: list[list[Floats]] = [[] for _ in cuts]
@@ -151,7 +158,7 @@ def allocation_within(
         if not rows[end]:
             continue
         labels = np.concatenate(rows[end])
-        room = (most - labels[:, _USED] + (not contiguous)) * bound - labels[:, _LOAD]  # of processors that are left
+        room = (costs.devices - labels[:, _USED]) * bound - labels[:, _LOAD]  # of processors that are left
         labels = _superfluous_left_out(labels[room >= seconds[end] * (1 - _ROUNDING)], costs, bound)
         numbers = np.arange(count, count + len(labels))
         kept.append(labels)
@@ -162,14 +169,14 @@ def allocation_within(
         stage = _Stages(costs, firsts, end, target, labels)
         usable = np.inf if costs.usable is None else costs.usable * (1 + _ROUNDING)
         normal = (labels[:, _USED] < most) & (stage.memory(0) <= usable)
-        _add(rows, stage, numbers, normal, False)
-        if contiguous:
+        _add(rows, stage, numbers, normal, False, np.broadcast_to(labels[:, _HELD], normal.shape))
+        if not special:
             continue
-        held = labels[:, _HELD] + stage.memory(1)
+        held = labels[:, _HELD] + stage.memory(int(counting != "most"))
         fits = (labels[:, _LOAD] + stage.seconds <= bound * (1 + _ROUNDING)) & (held <= usable)
-        if not printed:
+        if counting == "least":
             fits &= held + stage.saved <= usable
-        _add(rows, stage, numbers, fits, True)
+        _add(rows, stage, numbers, fits, True, held)
     if not rows[0]:
         return None
     ways = np.concatenate(rows[0])
@@ -209,18 +216,23 @@ def _plus(one: Floats, other: Floats, target: float) -> Floats:
 
 
 def _add(
-    rows: list[list[Floats]], stage: _Stages, numbers: NDArray[np.intp], fits: NDArray[np.bool_], special: bool
+    rows: list[list[Floats]],
+    stage: _Stages,
+    numbers: NDArray[np.intp],
+    fits: NDArray[np.bool_],
+    special: bool,
+    held: Floats,
 ) -> None:
-    """Add the labels that these stages lead to, by the first layer of each stage."""
+    """Add the labels that these stages lead to, by the first layer of each stage. held: by the special processor."""
     for place, first in enumerate(stage.firsts.tolist()):
         chosen = np.flatnonzero(fits[place])
         if not len(chosen):
             continue
         made = stage.labels[chosen]
         made[:, _DELAY] = stage.delay[place, chosen]
+        made[:, _HELD] = held[place, chosen]
         if special:
             made[:, _LOAD] += stage.seconds[place]
-            made[:, _HELD] += stage.memory(1)[place, chosen]
         else:
             made[:, _USED] += 1
         made[:, _BEHIND], made[:, _END], made[:, _SPECIAL] = numbers[chosen], stage.end, special
