@@ -12,7 +12,7 @@ import pytest
 from matplotlib.image import imread
 
 from varuna_capslog import cli
-from varuna_capslog.planners import EVERY_PLANNER, LAYERWISE, PLANNERS, REPLICATED
+from varuna_capslog.planners import EVERY_PLANNER, LAYERWISE, PLANNERS, WHOLE_RUN
 from varuna_capslog.profiles.conditions import UPDATE_RATE
 from varuna_capslog.profiles.record import LayerProfile, Profile, read_profile, write_profile
 
@@ -152,9 +152,9 @@ def test_compare_has_a_row_for_every_planner_and_says_why_one_cannot(
     for name in LAYERWISE:  # its rows are too few for the bytes of memory intervals
         assert rows[name]["cuts"] is None
         assert "memory model 'ranks' needs" in rows[name]["reason"]
-    for name in REPLICATED:
+    for name in WHOLE_RUN:
         assert "memory model 'ranks' needs" in rows[name]["reason"] or "has no tensors" in rows[name]["reason"]
-    for name in set(rows) - {"mcap-bf", "mcap-bo", *LAYERWISE, *REPLICATED}:
+    for name in set(rows) - {"mcap-bf", "mcap-bo", *LAYERWISE, *WHOLE_RUN}:
         row = rows[name]
         assert row["margin_bytes"] == 2 * 2**30 - row["peak_bytes"]
         assert row["fits"] is True

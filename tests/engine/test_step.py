@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import random
 from typing import Any
 
 import pytest
@@ -13,11 +14,15 @@ from tests.engine import cases, models
 from tests.engine.compare import differences, gradient_error, merged
 from tests.engine.layouts import Cuts, layout_for, random_layout, rectangle
 from tests.engine.pool import WorkerPool
+from tests.memory.machine import Model, profile_of
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.step import Verdict
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.search import plan
+from varuna_capslog.schedules import RunShape
 
 # 0 stem (frozen) | 1 conv1 | 2 pool (no parameters) | 3 conv2 | 4 sequence (no parameters) | 5, 6 encoders | 7
 # queries |
@@ -121,6 +126,22 @@ def test_gradients_are_the_unsplit_models_and_bits_do_not_depend_on_the_cuts(poo
         assert found.keys() == expected.keys()
         different = [name for name in expected if not torch.equal(found[name], expected[name])]
         assert not different
+
+
+def test_a_periodic_schedule_on_a_rank_that_comes_back_gives_the_bits_of_one_rank(pool: WorkerPool) -> None:
+    """MadPipe's plan: two heavy layers in the middle, and what lies around them on one of three ranks."""
+    drawn = profile_of(Model.random(random.Random(5), 11, True, 1000), "cuda")
+    seconds = [1.0, 1.0, 0.1, 5.0, 0.1, 0.1, 0.1, 5.0, 0.1, 0.9, 1.0]
+    rows = [
+        dataclasses.replace(row, forward_seconds=took / 3, backward_seconds=2 * took / 3)
+        for row, took in zip(drawn.layers, seconds, strict=True)
+    ]
+    profile = dataclasses.replace(drawn, layers=tuple(rows))
+    found = plan(profile, 3, "madpipe", run=RunShape(4, "1f1b", False, num_blocks=2), link=Link(10**7))
+    assert [one.rank for one in found.stages] == [0, 1, 0, 2, 0]
+    layout, options = Layout(found.stages, 2), {"schedule": "1f1b", "recompute": False, "actions": found.actions}
+    results = pool.run(cases.train, 3, layout, options, 2)
+    assert not differences(results, one_rank(pool))
 
 
 def test_hooks_of_a_stage_run_once_before_its_first_and_after_its_last_use(pool: WorkerPool) -> None:

@@ -51,16 +51,28 @@ def test_a_plan_has_the_bytes_that_its_ranks_programs_take(tmp_path: Path) -> No
     assert [one.bytes for one in plan.ranks] == rehearse_plan(with_units_of(config, plan), plan)
 
 
+def test_a_periodic_plan_has_the_bytes_that_its_ranks_programs_take(tmp_path: Path) -> None:
+    words = command(tmp_path, "run", "pipeline.planner=madpipe", *SETTINGS, "pipeline.capacity=90KiB")
+    plan = prepare_run(load_config(Path(words[1]), words[2:]), show=False)
+    written = load_config(tmp_path / "run" / "config.yaml", [])
+    assert (plan.fits, plan.memory_model, plan.planner, plan.schedule) == (True, "ranks", "madpipe", "1f1b")
+    assert written.pipeline.recompute is False
+    assert [one.bytes for one in plan.ranks] == rehearse_plan(written, plan)
+
+
 @pytest.mark.parametrize(
     ("planner", "word", "sentence"),
     [
-        ("graphpipe", "pipeline.replicas=2", "pipeline.replicas=2: it gives every stage replicas of its own"),
-        ("piper", "pipeline.stages_per_rank=2", "pipeline.stages_per_rank=2: it plans one stage per rank"),
+        ("graphpipe", "pipeline.replicas=2", "pipeline.replicas=2: it shares all devices out itself"),
+        ("piper", "pipeline.stages_per_rank=2", "pipeline.stages_per_rank=2: it says itself how many"),
         ("pipedream", "elastic.enabled=true", "elastic.enabled=true: after a membership change"),
         ("auto", "elastic.enabled=true", "elastic.enabled=true: which planner is fastest is not searched anew"),
-        ("auto", "pipeline.replicas=2", "pipeline.replicas=2: it gives every stage replicas of its own"),
+        ("auto", "pipeline.replicas=2", "pipeline.replicas=2: it shares all devices out itself"),
         ("auto", "pipeline.schedule=1f1b-star", "pipeline.schedule=1f1b-star: the limits of that schedule follow"),
         ("capture", "elastic.enabled=true", "elastic.enabled=true: after a membership change"),
+        ("madpipe", "elastic.enabled=true", "elastic.enabled=true: after a membership change"),
+        ("madpipe", "pipeline.stages_per_rank=2", "pipeline.stages_per_rank=2: it says itself how many"),
+        ("madpipe", "pipeline.memory=gpipe", "memory is 'gpipe', but ranks of planner 'madpipe' may have several"),
         ("gpipe", "elastic.enabled=true", "elastic.enabled=true: it knows no capacities to keep to"),
         ("pipedream", "pipeline.memory=gpipe", "memory is 'gpipe', but stages of planner 'pipedream' have several"),
     ],

@@ -144,6 +144,14 @@ def simulate(given: SimulateFlags) -> None:
         shared.print_json(step.to_json())
         return
     _print(step, played)
+    from varuna_capslog.planners import MADPIPE
+
+    if played.planner == MADPIPE:
+        from varuna_capslog.planning.periodic import two_versions_note
+
+        limits = played.capacities_of(range(played.num_ranks))
+        if (said := two_versions_note(costs, played.num_ranks, limits, link)) is not None:
+            typer.echo(f"note: {said}", err=True)
     if given.output is not None:
         typer.echo(
             f"written to {given.output}: step.png, step.svg, perfetto.json (open it in ui.perfetto.dev), "

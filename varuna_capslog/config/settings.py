@@ -53,10 +53,10 @@ class Pipeline(Section):
     planner: str = defaults.PLANNER
     """Which planner chooses the cuts: varuna, mcap-bf, mcap-bo, capslog, capslog-tb, exact, throughput, gpipe or
     gpipe-size; budget, dawnpiper or vpipe, which also choose layers that run again or are offloaded; pipedream, piper,
-    graphpipe or capture, which give stages replicas (docs/planners.md); or joint, which shares all devices out among
-    pipelines of any length and cuts, as many as train.accumulation_blocks allow; or auto, which asks all of them and
-    takes the fastest plan that fits. default: budget where it can plan the run and neither recompute nor stage_inputs
-    is given, else exact."""
+    graphpipe or capture, which give stages replicas (docs/planners.md); madpipe, which may give a rank several stages;
+    or joint, which shares all devices out among pipelines of any length and cuts, as many as
+    train.accumulation_blocks allow; or auto, which asks all of them and takes the fastest plan that fits. default:
+    budget where it can plan the run and neither recompute nor stage_inputs is given, else exact."""
 
     cuts: list[Annotated[int, Field(ge=0)]] | None = None
     """First layer of each stage, beginning with 0; null means that the planner chooses."""

@@ -34,9 +34,11 @@ __all__ = [
     "EVERY_PLANNER",
     "JOINT",
     "LAYERWISE",
+    "MADPIPE",
     "PLANNERS",
     "PLANNER_NAMES",
     "REPLICATED",
+    "WHOLE_RUN",
     "Planner",
     "find_cuts",
     "with_microbatches",
@@ -78,7 +80,13 @@ LAYERWISE: dict[str, Callable[[Layerwise], list[StageChoice]]] = {
 }
 """Planners of one pipeline that choose, beside its cuts, which layers run again or leave for the host tier."""
 
-EVERY_PLANNER = (*PLANNER_NAMES, *BALANCED, *LAYERWISE, *REPLICATED)
+MADPIPE = "madpipe"
+"""The planner of stages that do not follow one another on one rank, and of a periodic schedule (`madpipe`)."""
+
+WHOLE_RUN = (*REPLICATED, MADPIPE)
+"""Planners whose plans keep everything, and have blocks and lists of actions of their own choice."""
+
+EVERY_PLANNER = (*PLANNER_NAMES, *BALANCED, *LAYERWISE, *WHOLE_RUN)
 """Every planner but `JOINT` and `AUTOMATIC`."""
 
 JOINT = "joint"

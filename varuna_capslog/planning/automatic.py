@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.planners import BUDGET, EVERY_PLANNER, JOINT, with_microbatches
+from varuna_capslog.planners import BUDGET, EVERY_PLANNER, JOINT, MADPIPE, with_microbatches
 from varuna_capslog.planners.joint import Device
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.comparison import BY_NAME_ONLY
@@ -28,7 +28,7 @@ from varuna_capslog.schedules import RunShape
 
 __all__ = ["ASKED", "automatic_plan"]
 
-_LAST = (BUDGET, "dawnpiper", "vpipe", "graphpipe", JOINT, "mcap-bf", "piper")
+_LAST = (BUDGET, "dawnpiper", "vpipe", MADPIPE, "graphpipe", JOINT, "mcap-bf", "piper")
 """Those that search longer, in the order in which they are asked."""
 
 ASKED = (*(name for name in EVERY_PLANNER if name not in (*BY_NAME_ONLY, *_LAST)), *_LAST)

@@ -15,8 +15,9 @@ from typing import Any
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import AUTO
-from varuna_capslog.planners import EVERY_PLANNER, with_microbatches
+from varuna_capslog.planners import EVERY_PLANNER, MADPIPE, with_microbatches
 from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.periodic import two_versions_note
 from varuna_capslog.planning.playing import SAME, even_share_seconds
 from varuna_capslog.planning.ranks import folded
 from varuna_capslog.planning.search import plan
@@ -41,7 +42,8 @@ class Row:
     search_seconds: measured here.
     bound_seconds, proven: no plan of the planner's search space is faster than the bound, and the plan is that fast;
         for planners that say none the work of the step, shared out evenly. None where the step is not known.
-    reason: why something is missing, a sentence; None where nothing is.
+    reason: why something is missing, a sentence; of `madpipe` also what it promises as printed; None where there is
+        nothing to say.
     """
 
     planner: str
@@ -100,6 +102,9 @@ def compare(
     for number, name in enumerate(asked):
         progress(number, len(asked), name)
         rows[name] = _row(profile, name, ask, run, link)
+        if name == MADPIPE and rows[name].plan is not None:
+            said = filter(None, (rows[name].reason, two_versions_note(profile, devices, capacity, link)))
+            rows[name] = dataclasses.replace(rows[name], reason="; ".join(said) or None)
     return [rows[name] for name in chosen]
 
 

@@ -17,11 +17,12 @@ from varuna_capslog.base.units import format_bytes
 from varuna_capslog.memory import AUTO, MEMORY_MODELS, NEVER, StageCosts, resolve
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.memory.inflight import RANKS
-from varuna_capslog.planners import EVERY_PLANNER, LAYERWISE, REPLICATED, find_cuts
+from varuna_capslog.planners import EVERY_PLANNER, LAYERWISE, MADPIPE, REPLICATED, find_cuts
 from varuna_capslog.planners.exact import fewest_devices
 from varuna_capslog.planners.joint import JointPlan, NoFleet, best_fleet
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.layerwise import judged_layerwise_plan
+from varuna_capslog.planning.periodic import judged_periodic_plan
 from varuna_capslog.planning.ranks import fold_plan
 from varuna_capslog.planning.replicated import judged_replicated_plan
 from varuna_capslog.planning.stage_seconds import stage_seconds
@@ -49,8 +50,8 @@ def plan(
     """Cut the profiled chain into one stage per device.
 
     planner, memory: a name in EVERY_PLANNER and one in MEMORY_MODELS, or "auto" (see `memory.AUTO`). The plans of
-        planners in LAYERWISE have memory intervals, those of REPLICATED several replicas of a stage, and both are
-        judged by memory model `ranks`.
+        planners in LAYERWISE have memory intervals, those of REPLICATED several replicas of a stage, those of MADPIPE
+        several stages of a rank, and all these are judged by memory model `ranks`.
     capacity: bytes of every device, or one number per device; None plans for the smallest peak alone, and fits is true.
         Where the profile states a headroom, what is compared is a stage's peak with it (`memory.headroom`).
     run: of one pipeline. Where the memory model does not describe its schedule, recomputation and stage inputs, the cut
@@ -71,6 +72,8 @@ def plan(
     if planner in REPLICATED and cuts is None:
         return judged_replicated_plan(profile, devices, planner, memory, capacity, run, link)
     check_devices(devices, profile)
+    if planner == MADPIPE and cuts is None:
+        return judged_periodic_plan(profile, devices, memory, capacity, run, link)
     if planner in LAYERWISE and cuts is None:
         return judged_layerwise_plan(profile, devices, planner, memory, capacity, run, link)
     run = run.settled()

@@ -1,4 +1,4 @@
-"""The plan that a run with planner `pipedream`, `piper`, `graphpipe`, `capture` or `auto` begins with."""
+"""The plan that a run with planner `pipedream`, `piper`, `graphpipe`, `capture`, `madpipe` or `auto` begins with."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Config
-from varuna_capslog.planners import AUTOMATIC, BALANCED, LAYERWISE, REPLICATED
+from varuna_capslog.planners import AUTOMATIC, BALANCED, LAYERWISE, MADPIPE, WHOLE_RUN
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.automatic import automatic_plan
+from varuna_capslog.planning.periodic import check_periodic_memory, periodic_plan
 from varuna_capslog.planning.ranks import with_stage_bytes
 from varuna_capslog.planning.replicated import check_ranks_memory, replicated_plan
 from varuna_capslog.plans.plan import Plan
@@ -29,7 +30,7 @@ __all__ = [
 def asks_replicated(config: Config) -> bool:
     """Whether such a planner chooses the stages."""
     pipeline = config.pipeline
-    return pipeline.planner in REPLICATED and pipeline.cuts is None and pipeline.plan is None
+    return pipeline.planner in WHOLE_RUN and pipeline.cuts is None and pipeline.plan is None
 
 
 def asks_automatic(config: Config) -> bool:
@@ -67,20 +68,26 @@ def check_replicated(config: Config) -> None:
         )
     if not asks_replicated(config):
         return
-    check_ranks_memory(pipeline.planner, pipeline.memory)
+    if pipeline.planner == MADPIPE:
+        check_periodic_memory(pipeline.memory)
+    else:
+        check_ranks_memory(pipeline.planner, pipeline.memory)
     _refuse(config)
 
 
 def _refuse(config: Config) -> None:
-    """Raises CapslogError for what does not go with stages that have replicas of their own."""
+    """Raises CapslogError for what does not go with planners that share all devices out."""
     pipeline = config.pipeline
     rules = {
         f"engine={config.engine}": (config.engine == "varuna", "Varuna runs equal pipelines; set engine=capslog"),
         f"pipeline.replicas={pipeline.replicas}": (
             pipeline.replicas > 1,
-            "it gives every stage replicas of its own; set replicas=1 and devices to all of them",
+            "it shares all devices out itself; set replicas=1 and devices to all of them",
         ),
-        f"pipeline.stages_per_rank={pipeline.rounds}": (pipeline.rounds > 1, "it plans one stage per rank; set 1"),
+        f"pipeline.stages_per_rank={pipeline.rounds}": (
+            pipeline.rounds > 1,
+            "it says itself how many stages a rank has; set 1",
+        ),
         "elastic.enabled=true": (
             config.elastic.enabled,
             "after a membership change pipelines of equal stages are searched; choose planner throughput or joint",
@@ -96,6 +103,8 @@ def plan_replicated(config: Config, profile: Profile, link: Link | None = None) 
     what null means for one pipeline.
     """
     pipeline, run = config.pipeline, RunShape.of_config(config)
+    if pipeline.planner == MADPIPE:
+        return periodic_plan(profile, pipeline.devices, pipeline.capacity, run, link)
     blocks = config.num_blocks if config.num_blocks > 1 else None
     return replicated_plan(profile, pipeline.devices, pipeline.planner, pipeline.capacity, run, link, blocks)
 
@@ -120,7 +129,7 @@ def with_units_of(config: Config, plan: Plan) -> Config:
     """The config with the accumulation blocks and the schedule of the plan, where a planner has chosen these."""
     if not (asks_replicated(config) or asks_automatic(config)):
         return config
-    found = {"schedule": plan.schedule} | ({"recompute": False} if plan.planner in REPLICATED else {})
+    found = {"schedule": plan.schedule} | ({"recompute": False} if plan.planner in WHOLE_RUN else {})
     train = config.train.model_copy(update={"accumulation_blocks": plan.units.blocks or config.num_blocks})
     pipeline = config.pipeline.model_copy(update=found)
     return config.model_copy(update={"train": train, "pipeline": pipeline})

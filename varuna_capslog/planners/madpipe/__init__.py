@@ -7,7 +7,8 @@ ScaDL 2022. `allocation` finds the stages (Sec. 4.2), `pattern` when each operat
 
 from __future__ import annotations
 
-from varuna_capslog.planners.madpipe.allocation import AllocatedStage, Allocation, best_allocation
+from varuna_capslog.planners.madpipe.allocation import Allocation, best_allocation
 from varuna_capslog.planners.madpipe.costs import ChainCosts
+from varuna_capslog.planners.madpipe.pattern import Pattern, periodic_pattern
 
-__all__ = ["AllocatedStage", "Allocation", "ChainCosts", "best_allocation"]
+__all__ = ["Allocation", "ChainCosts", "Pattern", "best_allocation", "periodic_pattern"]

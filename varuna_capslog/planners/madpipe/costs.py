@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -81,6 +83,30 @@ class ChainCosts:
     def num_layers(self) -> int:
         """L."""
         return len(self.forward)
+
+    def merged(self, most: int) -> tuple[ChainCosts, list[int]]:
+        """A chain of at most so many layers, each of neighbours of this one, and the first layer of each, and L.
+
+        While there are more, the two neighbours with the fewest seconds together become one.
+        """
+        bounds, seconds = list(range(self.num_layers + 1)), self.sums["seconds"]
+        while len(bounds) - 1 > most:
+            both = [float(seconds[bounds[at + 2]] - seconds[bounds[at]]) for at in range(len(bounds) - 2)]
+            del bounds[both.index(min(both)) + 1]
+
+        def together(row: Sequence[float]) -> tuple[float, ...]:
+            return tuple(sum(row[first:end]) for first, end in itertools.pairwise(bounds))
+
+        found = dataclasses.replace(
+            self,
+            forward=together(self.forward),
+            backward=together(self.backward),
+            static=together(self.static),
+            saved=together(self.saved),
+            crossing=tuple(self.crossing[cut] for cut in bounds),
+            transfer=tuple(self.transfer[cut] for cut in bounds),
+        )
+        return found, bounds
 
     @cached_property
     def sums(self) -> dict[str, Floats]:

@@ -220,7 +220,7 @@ class _Program:
 
 
 def _operations(costs: ChainCosts, allocation: Allocation) -> tuple[Operation, ...]:
-    """In the order in which a microbatch passes them; messages within a device, and those that take no time, are none."""
+    """In the order in which a microbatch passes them, without messages that take no time or stay on a device."""
     stages = allocation.stages
     there, back = list[Operation](), list[Operation]()
     for number, one in enumerate(stages):

@@ -1,0 +1,156 @@
+"""Plans of planner `madpipe`: ranks that come back, bytes by the fold, and what a profile lacks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.memory.machine import Model, profile_of
+from varuna_capslog import cli
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.planners.madpipe.costs import ChainCosts
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning import periodic
+from varuna_capslog.planning.comparison import compare
+from varuna_capslog.planning.periodic import two_versions_note
+from varuna_capslog.planning.ranks import fold_plan
+from varuna_capslog.planning.search import plan
+from varuna_capslog.planning.simulation import simulate_plan
+from varuna_capslog.plans.plan import Plan, read_plan
+from varuna_capslog.profiles.record import Profile, write_profile
+from varuna_capslog.schedules import RunShape
+
+RUN = RunShape(24, "1f1b", False)
+LINK = Link(10**7)
+
+
+def timed(seconds: list[float], seed: int = 5) -> Profile:
+    """Layers that take so many seconds, a third of them forward, with the bytes of a random model."""
+    drawn = profile_of(Model.random(random.Random(seed), len(seconds), True, 1000), "cuda")
+    rows = [
+        dataclasses.replace(
+            row, forward_seconds=took / 3, backward_seconds=2 * took / 3, parameter_bytes=(row.static_bytes or 0) // 4
+        )
+        for row, took in zip(drawn.layers, seconds, strict=True)
+    ]
+    return dataclasses.replace(drawn, layers=tuple(rows))
+
+
+UNEVEN = timed([2.0, 5.0, 5.0, 3.0])
+"""Three devices of 5 s each, if the first and the last layer share one."""
+
+
+def test_a_rank_comes_back_where_no_cuts_are_even() -> None:
+    found = plan(UNEVEN, 3, "madpipe", run=RUN, link=LINK)
+    assert [(one.layers, one.rank) for one in found.stages] == [
+        (((0, 1),), 0), (((1, 2),), 1), (((2, 3),), 2), (((3, 4),), 0)
+    ]  # fmt: skip
+    assert (found.planner, found.fits, found.schedule, found.num_ranks) == ("madpipe", True, "1f1b", 3)
+    step = simulate_plan(UNEVEN, found, link=LINK).step_seconds
+    assert step == found.step_seconds
+    even = simulate_plan(UNEVEN, plan(UNEVEN, 3, "throughput", run=RUN, link=LINK), link=LINK, run=RUN).step_seconds
+    assert 24 * 5 < step < 0.85 * even  # any cuts leave 7 s to a device
+    assert Plan.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+def test_its_ranks_hold_what_the_fold_finds_within_their_capacity() -> None:
+    dice, fitting, coming_back = random.Random(2), 0, 0
+    for seed in range(8):
+        profile = timed([dice.uniform(0.5, 3.0) for _ in range(7)], seed)
+        free = plan(profile, 3, "madpipe", run=RUN, link=LINK)
+        assert free.peak_bytes is not None
+        limited = plan(profile, 3, "madpipe", capacity=int(free.peak_bytes * 0.8), run=RUN, link=LINK)
+        assert [one.bytes for one in limited.ranks] == [one.peak_bytes for one in fold_plan(profile, limited, RUN)]
+        assert limited.fits == all((one.bytes or 0) <= (one.capacity_bytes or 0) for one in limited.ranks)
+        fitting += bool(limited.fits)
+        coming_back += len(limited.stages) > 3
+        if not limited.fits:
+            assert limited.shortfall is not None
+            assert "does not fit: rank" in limited.notes[0]
+    assert fitting > 4
+    assert coming_back > 2
+
+
+def test_where_the_fold_finds_more_than_the_chain_the_stages_hold_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the chain is told three quarters of what a microbatch leaves."""
+    profile = timed([1.0, 2.0, 2.0, 1.0, 1.0, 2.0])
+    free = plan(profile, 3, "madpipe", run=RUN, link=LINK).peak_bytes
+    assert free is not None
+    told = ChainCosts.of_profile
+    monkeypatch.setattr(ChainCosts, "of_profile", lambda *question: less_saved(told(*question)))
+    found = plan(profile, 3, "madpipe", capacity=int(free * 0.8), run=RUN, link=LINK)
+    assert found.fits
+    monkeypatch.setattr(periodic, "_ATTEMPTS", 1)
+    assert not plan(profile, 3, "madpipe", capacity=int(free * 0.8), run=RUN, link=LINK).fits
+
+
+def less_saved(costs: ChainCosts) -> ChainCosts:
+    return dataclasses.replace(costs, saved=tuple(0.75 * size for size in costs.saved))
+
+
+def test_more_layers_than_are_searched_go_together() -> None:
+    profile = timed([0.1 + (at % 7) / 3 for at in range(80)])
+    found = plan(profile, 4, "madpipe", run=RUN, link=LINK)
+    work = sum(profile.column("forward_seconds")) + sum(profile.column("backward_seconds"))
+    assert found.step_seconds is not None
+    assert found.step_seconds < 1.25 * 24 * work / 4
+    assert [layer for one in found.stages for layer in one.numbers] == list(range(80))
+
+
+def test_what_2bw_would_take_is_said_beside_the_plan_and_never_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    row = compare(UNEVEN, 3, names=["madpipe"], run=RUN, link=LINK)[0]
+    said = two_versions_note(UNEVEN, 3, None, LINK)
+    assert row.reason == said
+    assert said is not None
+    assert "(2BW) and without a flush, MadPipe has a period of 5 s per microbatch; no plan trains so" in said
+    assert row.plan is not None
+    assert not row.plan.notes
+    assert None not in (row.step_seconds, row.bubble_fraction, row.search_seconds, row.proven)
+    assert "finds nothing that fits" in (two_versions_note(UNEVEN, 3, 1000, LINK) or "")
+    bare = [dataclasses.replace(one, parameter_bytes=None) for one in UNEVEN.layers]
+    assert two_versions_note(dataclasses.replace(UNEVEN, layers=tuple(bare)), 3, 10**9, LINK) is None
+
+
+def test_the_commands_write_and_play_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile, written = tmp_path / "profile.json", tmp_path / "plan.json"
+    write_profile(profile, UNEVEN)
+    words = ["plan", "--profile", str(profile), "--devices", "3", "--planner", "madpipe", "--minibatch", "24"]
+    assert cli._run([*words, "--bandwidth", "10MB/s", "-o", str(written)]) == 0
+    assert [one.rank for one in read_plan(written).stages] == [0, 1, 2, 0]
+    capsys.readouterr()
+    played = ["simulate", "--profile", str(profile), "--plan", str(written), "--bandwidth", "10MB/s"]
+    assert cli._run(played) == 0
+    shown = capsys.readouterr()
+    assert "0, 3" in shown.out
+    assert "no plan trains so" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("field", "words", "sentence"),
+    [
+        ("forward_seconds", [], "the profile has no forward_seconds for layers[0] (layer0)"),
+        ("boundary_bytes", ["--bandwidth", "1GB/s"], "the profile has no boundary_bytes for layers[0] (layer0)"),
+        ("boundary_bytes", ["--capacity", "1GiB"], "the profile has no boundary_bytes for layers[0] (layer0)"),
+        ("saved_bytes", ["--capacity", "1GiB"], "the profile has no saved_bytes for layers[0] (layer0)"),
+        ("", ["--planner", "madpip"], "unknown planner 'madpip'; did you mean 'madpipe'?"),
+        ("", ["--devices", "5"], "5 devices but only 4 layers"),
+    ],
+)
+def test_what_a_profile_lacks_is_said_by_the_name_of_its_field(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str, words: list[str], sentence: str
+) -> None:
+    bare = [dataclasses.replace(row, **({field: None} if field else {})) for row in UNEVEN.layers]
+    path = tmp_path / "profile.json"
+    write_profile(path, dataclasses.replace(UNEVEN, layers=tuple(bare)))
+    command = ["plan", "--profile", str(path), "--devices", "2", "--planner", "madpipe", *words]
+    assert cli._run(command) == 2
+    assert sentence in " ".join(capsys.readouterr().err.split())
+
+
+def test_other_memory_models_are_refused() -> None:
+    with pytest.raises(CapslogError, match="memory is 'gpipe', but ranks of planner 'madpipe' may have several stages"):
+        plan(UNEVEN, 2, "madpipe", "gpipe", run=RUN)

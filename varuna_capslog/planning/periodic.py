@@ -1,0 +1,195 @@
+"""The plan of planner `madpipe`: stages of which one rank may have several, and the lists of a periodic schedule.
+
+The pattern fills and drains within a step, so that one version of the weights is enough. Each way to count the special
+processor gives stages of its own, and stages without one are weighed beside them: the shortest played step that fits by
+the fold is the plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.memory import AUTO
+from varuna_capslog.memory.inflight import RANKS
+from varuna_capslog.planners import MADPIPE, with_microbatches
+from varuna_capslog.planners.madpipe import Allocation, ChainCosts, Pattern, best_allocation, periodic_pattern
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.playing import with_step_seconds
+from varuna_capslog.planning.ranks import judged
+from varuna_capslog.planning.verdict import capacities_of_devices, check_devices, usable_bytes
+from varuna_capslog.plans.parts import PlanRank, PlanStage, Units
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules import RunShape
+
+__all__ = ["check_periodic_memory", "judged_periodic_plan", "periodic_plan", "two_versions_note"]
+
+MOST_LAYERS = 64
+"""Longer chains are searched with neighbours together, those of the fewest seconds first."""
+
+_WEIGHED = ("least", "most", "none")
+"""Of `COUNTINGS`."""
+
+_ATTEMPTS = 7
+"""With other bytes to hold, where the fold finds more than the chain says."""
+
+
+def periodic_plan(
+    profile: Profile,
+    devices: int,
+    capacity: int | Sequence[int] | None,
+    run: RunShape,
+    link: Link | None = None,
+) -> Plan:
+    """MadPipe's plan, not judged yet.
+
+    Args:
+        capacity: bytes of every device, or one number per device, of which the smallest counts; None: no limit.
+        run: of the whole step. Whatever its schedule and recomputation, the lists are the pattern's, and everything is
+            kept. Where its number of microbatches is not known, `DEFAULT_MICROBATCHES_PER_STAGE` per device.
+
+    Raises CapslogError for more devices than layers, and naming the seconds or bytes that the profile lacks.
+    """
+    check_devices(devices, profile)
+    begun = time.perf_counter()
+    usable = usable_bytes(profile, capacity, devices)
+    shape = dataclasses.replace(with_microbatches(run, devices), schedule="1f1b", recompute=False)
+    costs = ChainCosts.of_profile(profile, devices, None if usable is None else min(usable), link)
+    limits = capacities_of_devices(capacity, devices)
+    search = _Search(profile, shape, link, limits)
+    for counting in _WEIGHED if devices > 1 else ("none",):
+        search.weigh(costs, counting)
+    if search.best is None:  # the plan says what it lacks
+        search.weigh(dataclasses.replace(costs, usable=None), "none")
+    assert search.best is not None, "without a limit some stages always fit"
+    found = search.best[1]
+    if run.num_microbatches is None:
+        note = f"the microbatches of a step are not known: {shape.microbatches} are planned for"
+        found = dataclasses.replace(found, notes=(*found.notes, note))
+    return dataclasses.replace(found, search_seconds=time.perf_counter() - begun)
+
+
+def judged_periodic_plan(
+    profile: Profile,
+    devices: int,
+    memory: str,
+    capacity: int | Sequence[int] | None,
+    run: RunShape,
+    link: Link | None = None,
+) -> Plan:
+    """`periodic_plan`, and whether it fits. memory: "auto" or "ranks"; see `check_periodic_memory`."""
+    check_periodic_memory(memory)
+    return judged(profile, periodic_plan(profile, devices, capacity, run, link), with_microbatches(run, devices))
+
+
+def check_periodic_memory(memory: str) -> None:
+    """Raises CapslogError for a memory model that does not know several stages of a rank."""
+    if memory not in (AUTO, RANKS):
+        raise CapslogError(
+            f"memory is {memory!r}, but ranks of planner {MADPIPE!r} may have several stages, whose bytes only memory "
+            f"model {RANKS!r} knows; choose {RANKS} or auto"
+        )
+
+
+def two_versions_note(
+    profile: Profile, devices: int, capacity: int | Sequence[int] | None, link: Link | None = None
+) -> str | None:
+    """What MadPipe promises as printed, for a reader who compares: the period without filling and draining, with two
+    versions of the weights (PipeDream-2BW). None where the profile does not know enough. No plan is made of it.
+    """
+    usable = usable_bytes(profile, capacity, devices)
+    try:
+        costs = ChainCosts.of_profile(profile, devices, None if usable is None else min(usable), link, True)
+    except CapslogError:
+        return None
+    patterns = [made[1] for counting in _WEIGHED if (made := _made(costs, counting, None)) is not None]
+    if not patterns:
+        return "as printed, with two versions of the weights (2BW) and without a flush, MadPipe finds nothing that fits"
+    period = min(one.period for one in patterns)
+    return (
+        f"as printed, with two versions of the weights (2BW) and without a flush, MadPipe has a period of {period:.4g} "
+        "s per microbatch; no plan trains so"
+    )
+
+
+class _Search:
+    """The best of the plans that were weighed: the bytes that it lacks, its step, and itself."""
+
+    def __init__(self, profile: Profile, run: RunShape, link: Link | None, limits: Sequence[int] | None) -> None:
+        self.profile, self.run, self.link, self.limits = profile, run, link, limits
+        self.best: tuple[tuple[float, float], Plan] | None = None
+
+    def weigh(self, costs: ChainCosts, counting: str) -> None:
+        """Play the plan of this counting. Where the fold finds too much, look for the bytes between which plans fit."""
+        low, less = 0.0, 0.0
+        for _ in range(_ATTEMPTS):
+            made = _made(costs, counting, self.run.microbatches)
+            if made is None:
+                if not less:
+                    return
+                assert costs.usable is not None
+                low = costs.usable
+            else:
+                lack = self._add(made)
+                if not lack or costs.usable is None:
+                    return
+                high, less = costs.usable, max(2 * less, lack)
+            costs = dataclasses.replace(costs, usable=(low + high) / 2 if low else max(high - less, high / 2))
+
+    def _add(self, made: tuple[Allocation, Pattern]) -> float:
+        """Keep the plan if it is the best; the bytes that it lacks."""
+        plan, lack = self._plan(*made), 0.0
+        if self.limits is not None and self.profile.observations:  # without them the fold has no bytes
+            verdict = judged(self.profile, plan, self.run)
+            lack = float(verdict.shortfall.bytes) if verdict.shortfall is not None else float(verdict.fits is False)
+        played = with_step_seconds(self.profile, plan, self.run, self.link)
+        key = lack, played.step_seconds or 0.0
+        if self.best is None or key < self.best[0]:
+            self.best = key, played
+        return lack
+
+    def _plan(self, allocation: Allocation, pattern: Pattern) -> Plan:
+        run, profile = self.run, self.profile
+        actions = tuple(tuple(row) for row in pattern.ranks(run.microbatches))
+        most = _in_flight(actions, len(allocation.stages))
+        stages = tuple(
+            PlanStage(((one.first, one.end),), (one.rank,), in_flight=limit)
+            for one, limit in zip(allocation.stages, most, strict=True)
+        )
+        ranks = [PlanRank(capacity_bytes=size) for size in self.limits or ()] or [PlanRank()] * len(actions)
+        return Plan(
+            profile.num_layers,
+            stages,
+            Units(run.microbatches, run.microbatch_size, run.num_blocks),
+            run.schedule,
+            ranks=tuple(ranks),
+            actions=(*actions, *[()] * (len(ranks) - len(actions))),
+            planner=MADPIPE,
+            model=profile.model,
+            profile_digest=profile.digest,
+        )
+
+
+def _made(costs: ChainCosts, counting: str, microbatches: int | None) -> tuple[Allocation, Pattern] | None:
+    """Stages and their pattern; None where nothing fits, or none was found in time."""
+    merged, bounds = costs.merged(MOST_LAYERS)
+    found = best_allocation(merged, counting)
+    pattern = None if found is None else periodic_pattern(merged, found, microbatches)
+    if found is None or pattern is None:
+        return None
+    parts = [(bounds[one.first], bounds[one.end], one.special) for one in found.stages]
+    return Allocation.of(costs, parts), pattern
+
+
+def _in_flight(actions: Sequence[Sequence[str]], stages: int) -> list[int]:
+    """The most calls of each stage between the begin of a forward and the end of its backward."""
+    found, now = [0] * stages, [0] * stages
+    for text in (one for row in actions for one in row):
+        kind = "F" if "F" in text else "B"
+        stage = int(text.split(kind)[0])
+        now[stage] += 1 if kind == "F" else -1
+        found[stage] = max(found[stage], now[stage])
+    return found
