@@ -47,7 +47,8 @@ class PlanFlags(InferenceFlags, ModelFlags):
         option(
             "varuna, mcap-bf, mcap-bo, capslog, capslog-tb, exact, throughput, gpipe or gpipe-size; budget, dawnpiper "
             "and vpipe also choose which layers run again or are offloaded; pipedream, piper, graphpipe and "
-            "capture the replicas of every stage; madpipe several stages on one rank, and when each starts; auto asks all of them and takes the fastest that fits.",
+            "capture the replicas of every stage; madpipe several stages on one rank, and when each starts; auto "
+            "asks all of them and takes the fastest that fits.",
             "pipeline.planner, or budget where it can plan the run, else exact",
         ),
     ] = None

@@ -33,6 +33,9 @@ MOST_LAYERS = 64
 _WEIGHED = ("least", "most", "none")
 """Of `COUNTINGS`."""
 
+_SEARCH_SECONDS = 60.0
+"""After so long no further schedule is searched; most take well under a second."""
+
 _ATTEMPTS = 7
 """With other bytes to hold, where the fold finds more than the chain says."""
 
@@ -121,11 +124,14 @@ class _Search:
     def __init__(self, profile: Profile, run: RunShape, link: Link | None, limits: Sequence[int] | None) -> None:
         self.profile, self.run, self.link, self.limits = profile, run, link, limits
         self.best: tuple[tuple[float, float], Plan] | None = None
+        self.ends = time.perf_counter() + _SEARCH_SECONDS
 
     def weigh(self, costs: ChainCosts, counting: str) -> None:
         """Play the plan of this counting. Where the fold finds too much, look for the bytes between which plans fit."""
         low, less = 0.0, 0.0
         for _ in range(_ATTEMPTS):
+            if self.best is not None and time.perf_counter() > self.ends:
+                return
             made = _made(costs, counting, self.run.microbatches)
             if made is None:
                 if not less:
