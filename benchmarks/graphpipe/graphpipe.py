@@ -21,7 +21,7 @@ from models import MINIBATCH, MODELS, candle_uno, case_study
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.replicas import REPLICATED, GraphCosts, ReplicatedStage
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.replicated import plan_of_stages, replicated_plan
+from varuna_capslog.planning.placed.replicated import plan_of_stages, replicated_plan
 from varuna_capslog.planning.simulation import simulate_plan
 from varuna_capslog.plans.parts import PlanStage, Units
 from varuna_capslog.plans.plan import Plan

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.memory.machine import Model, profile_of
-from tests.planning.test_replicated import profile_of_graph, towers
+from tests.planning.placed.test_replicated import profile_of_graph, towers
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners import EVERY_PLANNER, JOINT
 from varuna_capslog.planners.seconds import Link

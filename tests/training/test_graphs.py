@@ -16,7 +16,7 @@ from varuna_capslog.base import files
 from varuna_capslog.planners.replicas.capture import capture_stages
 from varuna_capslog.planners.replicas.costs import GraphCosts, ReplicatedStage
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.replicated import plan_of_stages
+from varuna_capslog.planning.placed.replicated import plan_of_stages
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training.checkpoint import open_checkpoint
 

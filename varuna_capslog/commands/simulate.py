@@ -147,7 +147,7 @@ def simulate(given: SimulateFlags) -> None:
     from varuna_capslog.planners import MADPIPE
 
     if played.planner == MADPIPE:
-        from varuna_capslog.planning.periodic import two_versions_note
+        from varuna_capslog.planning.placed.periodic import two_versions_note
 
         limits = played.capacities_of(range(played.num_ranks))
         if (said := two_versions_note(costs, played.num_ranks, limits, link)) is not None:

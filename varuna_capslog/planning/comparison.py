@@ -17,7 +17,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import AUTO
 from varuna_capslog.planners import EVERY_PLANNER, MADPIPE, with_microbatches
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.periodic import two_versions_note
+from varuna_capslog.planning.placed.periodic import two_versions_note
 from varuna_capslog.planning.playing import SAME, even_share_seconds
 from varuna_capslog.planning.ranks import folded
 from varuna_capslog.planning.search import plan

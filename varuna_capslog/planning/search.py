@@ -17,14 +17,13 @@ from varuna_capslog.base.units import format_bytes
 from varuna_capslog.memory import AUTO, MEMORY_MODELS, NEVER, StageCosts, resolve
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.memory.inflight import RANKS
-from varuna_capslog.planners import EVERY_PLANNER, LAYERWISE, MADPIPE, REPLICATED, find_cuts
+from varuna_capslog.planners import EVERY_PLANNER, LAYERWISE, WHOLE_RUN, find_cuts
 from varuna_capslog.planners.exact import fewest_devices
 from varuna_capslog.planners.joint import JointPlan, NoFleet, best_fleet
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.layerwise import judged_layerwise_plan
-from varuna_capslog.planning.periodic import judged_periodic_plan
+from varuna_capslog.planning.placed import judged_placed_plan
 from varuna_capslog.planning.ranks import fold_plan
-from varuna_capslog.planning.replicated import judged_replicated_plan
 from varuna_capslog.planning.stage_seconds import stage_seconds
 from varuna_capslog.planning.verdict import capacities_of_devices, check_devices, judge, predictable, usable_bytes
 from varuna_capslog.plans.parts import Shortfall
@@ -69,11 +68,9 @@ def plan(
     """
     devices = fields.whole(devices, "devices", minimum=1)
     fields.refuse_unknown([planner], EVERY_PLANNER, "planner")
-    if planner in REPLICATED and cuts is None:
-        return judged_replicated_plan(profile, devices, planner, memory, capacity, run, link)
+    if planner in WHOLE_RUN and cuts is None:
+        return judged_placed_plan(profile, devices, planner, memory, capacity, run, link)
     check_devices(devices, profile)
-    if planner == MADPIPE and cuts is None:
-        return judged_periodic_plan(profile, devices, memory, capacity, run, link)
     if planner in LAYERWISE and cuts is None:
         return judged_layerwise_plan(profile, devices, planner, memory, capacity, run, link)
     run = run.settled()

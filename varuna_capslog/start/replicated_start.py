@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Config
-from varuna_capslog.planners import AUTOMATIC, BALANCED, LAYERWISE, MADPIPE, WHOLE_RUN
+from varuna_capslog.planners import AUTOMATIC, BALANCED, LAYERWISE, WHOLE_RUN
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.automatic import automatic_plan
-from varuna_capslog.planning.periodic import check_periodic_memory, periodic_plan
+from varuna_capslog.planning.placed import check_ranks_memory, placed_plan
 from varuna_capslog.planning.ranks import with_stage_bytes
-from varuna_capslog.planning.replicated import check_ranks_memory, replicated_plan
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
@@ -68,10 +67,7 @@ def check_replicated(config: Config) -> None:
         )
     if not asks_replicated(config):
         return
-    if pipeline.planner == MADPIPE:
-        check_periodic_memory(pipeline.memory)
-    else:
-        check_ranks_memory(pipeline.planner, pipeline.memory)
+    check_ranks_memory(pipeline.planner, pipeline.memory)
     _refuse(config)
 
 
@@ -103,10 +99,8 @@ def plan_replicated(config: Config, profile: Profile, link: Link | None = None) 
     what null means for one pipeline.
     """
     pipeline, run = config.pipeline, RunShape.of_config(config)
-    if pipeline.planner == MADPIPE:
-        return periodic_plan(profile, pipeline.devices, pipeline.capacity, run, link)
     blocks = config.num_blocks if config.num_blocks > 1 else None
-    return replicated_plan(profile, pipeline.devices, pipeline.planner, pipeline.capacity, run, link, blocks)
+    return placed_plan(profile, pipeline.devices, pipeline.planner, pipeline.capacity, run, link, blocks)
 
 
 def plan_automatic(

@@ -14,7 +14,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.replicas.capture import DegreePeaks, capture_stages, merged
 from varuna_capslog.planners.replicas.costs import GraphCosts, ReplicatedStage
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.replicated import stage_limits
+from varuna_capslog.planning.placed.replicated import stage_limits
 from varuna_capslog.plans.parts import Units
 
 Placed = tuple[int, int, int]

@@ -2,7 +2,7 @@
 
 Beaumont, Eyraud-Dubois, Shilova, "MadPipe: Memory Aware Dynamic Programming Algorithm for Pipelined Model Parallelism",
 ScaDL 2022. `allocation` finds the stages (Sec. 4.2), `pattern` when each operation starts (Sec. 4.3);
-`planning/periodic` makes plans of both.
+`planning/placed/periodic` makes plans of both.
 """
 
 from __future__ import annotations

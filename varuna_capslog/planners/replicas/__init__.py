@@ -1,6 +1,6 @@
 """Planners that give each stage devices of its own number: `pipedream`, `piper`, `graphpipe`, `capture`.
 
-They answer with stages, of which `planning/replicated` makes plans, plays them and judges them.
+They answer with stages, of which `planning/placed/replicated` makes plans, plays them and judges them.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ Where we deviate from the printed text:
 - A stage of r replicas works on r microbatches at once, and Table 3.2 takes r for the size of its calls: the paper
   parts each microbatch among the replicas of its stage, the contract gives each of them whole ones.
 - The time per microbatch leaves out transfers, and how the pipeline fills. So several stage graphs come back, those of
-  larger limits t too, and `planning/replicated` plays them.
+  larger limits t too, and `planning/placed/replicated` plays them.
 """
 
 from __future__ import annotations

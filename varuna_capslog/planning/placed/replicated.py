@@ -14,9 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from varuna_capslog.base import fields
-from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.memory import AUTO
-from varuna_capslog.memory.inflight import RANKS
 from varuna_capslog.planners import with_microbatches
 from varuna_capslog.planners.replicas import (
     COMPARES_PEAKS,
@@ -36,7 +33,7 @@ from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.schedules.in_flight import table_3_2
 
-__all__ = ["check_ranks_memory", "judged_replicated_plan", "plan_of_stages", "replicated_plan", "stage_limits"]
+__all__ = ["plan_of_stages", "replicated_plan", "stage_limits"]
 
 
 def replicated_plan(
@@ -85,31 +82,6 @@ def replicated_plan(
         note = f"the microbatches of a step are not known: {shape.microbatches} are planned for"
         found = dataclasses.replace(found, notes=(*found.notes, note))
     return dataclasses.replace(found, search_seconds=time.perf_counter() - begun)
-
-
-def judged_replicated_plan(
-    profile: Profile,
-    devices: int,
-    planner: str,
-    memory: str,
-    capacity: int | Sequence[int] | None,
-    run: RunShape,
-    link: Link | None = None,
-) -> Plan:
-    """`replicated_plan`, and whether it fits. memory: "auto" or "ranks"; see `check_ranks_memory`."""
-    check_ranks_memory(planner, memory)
-    blocks = run.num_blocks if run.num_blocks > 1 else None
-    found = replicated_plan(profile, devices, planner, capacity, run, link, blocks)
-    return judged(profile, found, with_microbatches(run, devices))
-
-
-def check_ranks_memory(planner: str, memory: str) -> None:
-    """Raises CapslogError for a memory model that does not know stages with replicas."""
-    if memory not in (AUTO, RANKS):
-        raise CapslogError(
-            f"memory is {memory!r}, but stages of planner {planner!r} have several replicas, whose bytes only memory "
-            f"model {RANKS!r} knows; choose {RANKS} or auto"
-        )
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from varuna_capslog import cli
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.madpipe.costs import ChainCosts
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning import periodic
 from varuna_capslog.planning.comparison import compare
-from varuna_capslog.planning.periodic import two_versions_note
+from varuna_capslog.planning.placed import periodic
+from varuna_capslog.planning.placed.periodic import two_versions_note
 from varuna_capslog.planning.ranks import fold_plan
 from varuna_capslog.planning.search import plan
 from varuna_capslog.planning.simulation import simulate_plan

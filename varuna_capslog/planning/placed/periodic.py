@@ -12,8 +12,6 @@ import time
 from collections.abc import Sequence
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.memory import AUTO
-from varuna_capslog.memory.inflight import RANKS
 from varuna_capslog.planners import MADPIPE, with_microbatches
 from varuna_capslog.planners.madpipe import Allocation, ChainCosts, Pattern, best_allocation, periodic_pattern
 from varuna_capslog.planners.seconds import Link
@@ -25,12 +23,12 @@ from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 
-__all__ = ["check_periodic_memory", "judged_periodic_plan", "periodic_plan", "two_versions_note"]
+__all__ = ["periodic_plan", "two_versions_note"]
 
 MOST_LAYERS = 64
 """Longer chains are searched with neighbours together, those of the fewest seconds first."""
 
-_WEIGHED = ("least", "most", "none")
+_COUNTED = ("least", "most", "none")
 """Of `COUNTINGS`."""
 
 _SEARCH_SECONDS = 60.0
@@ -62,8 +60,8 @@ def periodic_plan(
     shape = dataclasses.replace(with_microbatches(run, devices), schedule="1f1b", recompute=False)
     costs = ChainCosts.of_profile(profile, devices, None if usable is None else min(usable), link)
     limits = capacities_of_devices(capacity, devices)
-    search = _Search(profile, shape, link, limits)
-    for counting in _WEIGHED if devices > 1 else ("none",):
+    search = _Periodic(profile, shape, link, limits)
+    for counting in _COUNTED if devices > 1 else ("none",):
         search.weigh(costs, counting)
     if search.best is None:  # the plan says what it lacks
         search.weigh(dataclasses.replace(costs, usable=None), "none")
@@ -73,28 +71,6 @@ def periodic_plan(
         note = f"the microbatches of a step are not known: {shape.microbatches} are planned for"
         found = dataclasses.replace(found, notes=(*found.notes, note))
     return dataclasses.replace(found, search_seconds=time.perf_counter() - begun)
-
-
-def judged_periodic_plan(
-    profile: Profile,
-    devices: int,
-    memory: str,
-    capacity: int | Sequence[int] | None,
-    run: RunShape,
-    link: Link | None = None,
-) -> Plan:
-    """`periodic_plan`, and whether it fits. memory: "auto" or "ranks"; see `check_periodic_memory`."""
-    check_periodic_memory(memory)
-    return judged(profile, periodic_plan(profile, devices, capacity, run, link), with_microbatches(run, devices))
-
-
-def check_periodic_memory(memory: str) -> None:
-    """Raises CapslogError for a memory model that does not know several stages of a rank."""
-    if memory not in (AUTO, RANKS):
-        raise CapslogError(
-            f"memory is {memory!r}, but ranks of planner {MADPIPE!r} may have several stages, whose bytes only memory "
-            f"model {RANKS!r} knows; choose {RANKS} or auto"
-        )
 
 
 def two_versions_note(
@@ -108,7 +84,7 @@ def two_versions_note(
         costs = ChainCosts.of_profile(profile, devices, None if usable is None else min(usable), link, True)
     except CapslogError:
         return None
-    patterns = [made[1] for counting in _WEIGHED if (made := _made(costs, counting, None)) is not None]
+    patterns = [made[1] for counting in _COUNTED if (made := _made(costs, counting, None)) is not None]
     if not patterns:
         return "as printed, with two versions of the weights (2BW) and without a flush, MadPipe finds nothing that fits"
     period = min(one.period for one in patterns)
@@ -118,7 +94,7 @@ def two_versions_note(
     )
 
 
-class _Search:
+class _Periodic:
     """The best of the plans that were weighed: the bytes that it lacks, its step, and itself."""
 
     def __init__(self, profile: Profile, run: RunShape, link: Link | None, limits: Sequence[int] | None) -> None:
