@@ -13,7 +13,15 @@ from collections.abc import Sequence
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners import MADPIPE, with_microbatches
-from varuna_capslog.planners.madpipe import Allocation, ChainCosts, Pattern, best_allocation, periodic_pattern
+from varuna_capslog.planners.madpipe import (
+    WEIGHED,
+    Allocation,
+    ChainCosts,
+    Pattern,
+    best_allocation,
+    periodic_pattern,
+    shortest_pattern,
+)
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.playing import with_step_seconds
 from varuna_capslog.planning.ranks import judged
@@ -27,9 +35,6 @@ __all__ = ["periodic_plan", "two_versions_note"]
 
 MOST_LAYERS = 64
 """Longer chains are searched with neighbours together, those of the fewest seconds first."""
-
-_COUNTED = ("least", "most", "none")
-"""Of `COUNTINGS`."""
 
 _SEARCH_SECONDS = 60.0
 """After so long no further schedule is searched; most take well under a second."""
@@ -61,7 +66,7 @@ def periodic_plan(
     costs = ChainCosts.of_profile(profile, devices, None if usable is None else min(usable), link)
     limits = capacities_of_devices(capacity, devices)
     search = _Periodic(profile, shape, link, limits)
-    for counting in _COUNTED if devices > 1 else ("none",):
+    for counting in WEIGHED if devices > 1 else ("none",):
         search.weigh(costs, counting)
     if search.best is None:  # the plan says what it lacks
         search.weigh(dataclasses.replace(costs, usable=None), "none")
@@ -84,13 +89,12 @@ def two_versions_note(
         costs = ChainCosts.of_profile(profile, devices, None if usable is None else min(usable), link, True)
     except CapslogError:
         return None
-    patterns = [made[1] for counting in _COUNTED if (made := _made(costs, counting, None)) is not None]
-    if not patterns:
+    pattern = shortest_pattern(costs.merged(MOST_LAYERS)[0])
+    if pattern is None:
         return "as printed, with two versions of the weights (2BW) and without a flush, MadPipe finds nothing that fits"
-    period = min(one.period for one in patterns)
     return (
-        f"as printed, with two versions of the weights (2BW) and without a flush, MadPipe has a period of {period:.4g} "
-        "s per microbatch; no plan trains so"
+        "as printed, with two versions of the weights (2BW) and without a flush, MadPipe has a period of "
+        f"{pattern.period:.4g} s per microbatch; no plan trains so"
     )
 
 
