@@ -9,6 +9,7 @@ import random
 import pytest
 
 from tests.planners.madpipe.chains import ceiling, draw_chain, every_allocation, fits, plus
+from varuna_capslog.planners.madpipe import WEIGHED, weighed_allocations
 from varuna_capslog.planners.madpipe.allocation import Allocation, allocation_within, best_allocation
 from varuna_capslog.planners.madpipe.costs import ChainCosts
 from varuna_capslog.planners.seconds import Link
@@ -77,6 +78,23 @@ def test_contiguous_ones_use_every_processor_as_a_normal_one() -> None:
         free = best_allocation(costs)
         better += free is not None and (found is None or free.period < found.period / 1.05)
     assert better > 10  # what the special processor is for
+
+
+def test_the_countings_are_searched_together_with_the_same_answers() -> None:
+    dice, several = random.Random(9), 0
+    for _ in range(40):
+        costs = draw_chain(dice, dice.randrange(2, 9), dice.randrange(1, 5))
+        found = weighed_allocations(costs)
+        alone = {name: best_allocation(costs, name) for name in (WEIGHED if costs.devices > 1 else ("none",))}
+        periods = [one.period for one in alone.values() if one is not None]
+        assert bool(found) == bool(periods)
+        for name, one in found.items():
+            other = alone[name]
+            assert other is not None
+            assert one.period == pytest.approx(other.period, rel=2e-3)
+        assert min((one.period for one in found.values()), default=0) <= min(periods, default=0) * 1.001
+        several += len({one.stages for one in found.values()}) > 1
+    assert several > 5
 
 
 def test_the_printed_recursion_has_the_same_smallest_period_for_any_target() -> None:

@@ -29,6 +29,7 @@ are the ways to count it, each with allocations of its own, between which the sc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -37,7 +38,7 @@ from numpy.typing import NDArray
 
 from varuna_capslog.planners.madpipe.costs import ChainCosts
 
-__all__ = ["COUNTINGS", "AllocatedStage", "Allocation", "allocation_within", "best_allocation"]
+__all__ = ["CLOSE", "COUNTINGS", "AllocatedStage", "Allocation", "allocation_within", "best_allocation"]
 
 COUNTINGS = ("least", "most", "none", "printed")
 """How the special processor is counted: with g - 1 calls of every stage, and one of each while its forward runs; with g
@@ -49,7 +50,7 @@ _LABELS = 300
 _GRID = (50, 11)
 """Cells of t_P and m_P to which labels are thinned, for each number of processors used."""
 
-_CLOSE = 1e-3
+CLOSE = 1e-3
 """Relative difference of two periods at which the bisection ends."""
 
 _ROUNDING = 1e-9
@@ -107,19 +108,21 @@ class Allocation:
         return max([*ranks.values(), *(costs.link_load(one.first) for one in self.stages[1:])])
 
 
-def best_allocation(costs: ChainCosts, counting: str = "least") -> Allocation | None:
-    """The allocation of the smallest period, within `_CLOSE`; None where none fits even without any overlap.
+def best_allocation(costs: ChainCosts, counting: str = "least", at_least: float = 0.0) -> Allocation | None:
+    """The allocation of the smallest period, within `CLOSE`; None where none fits even without any overlap.
 
-    counting: one of `COUNTINGS`.
+    Args:
+        counting: one of `COUNTINGS`.
+        at_least: seconds that no period is known to be below.
     """
     total = costs.of("seconds", 0, costs.num_layers)
     longest = max(one + other for one, other in zip(costs.forward, costs.backward, strict=True))
-    lower = max(total / costs.devices, longest)  # Algorithm 1, line 1, and no layer is split
+    lower = max(total / costs.devices, longest, at_least)  # Algorithm 1, line 1, and no layer is split
     upper = max(total + sum(map(costs.delay, range(1, costs.num_layers))), lower)  # line 2
     best = allocation_within(costs, upper, counting=counting)
     if best is None or upper <= 0:
         return best
-    target = lower * (1 + _ROUNDING)  # line 3
+    target, begin, step = lower * (1 + _ROUNDING), lower, CLOSE  # line 3
     while True:
         found = allocation_within(costs, target, counting=counting)
         if found is None:
@@ -128,10 +131,11 @@ def best_allocation(costs: ChainCosts, counting: str = "least") -> Allocation | 
             again = found.load(costs) * (1 + _ROUNDING)
             if again < target and (tighter := allocation_within(costs, again, counting=counting)):
                 found, target = tighter, again
-            best, upper = Allocation(found.stages, target), target
-        if upper <= lower * (1 + _CLOSE):
+            best, upper, step = Allocation(found.stages, target), target, math.inf
+        if upper <= lower * (1 + CLOSE):
             return best
-        target = (lower + upper) / 2  # line 9
+        # line 9; before something fits, the periods tried grow, since the best is seldom far from the lower bound
+        target, step = min((lower + upper) / 2, begin * (1 + step)), 4 * step
 
 
 def allocation_within(

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners import MADPIPE, with_microbatches
 from varuna_capslog.planners.madpipe import (
-    WEIGHED,
     Allocation,
     ChainCosts,
     Pattern,
     best_allocation,
     periodic_pattern,
     shortest_pattern,
+    weighed_allocations,
 )
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.playing import with_step_seconds
@@ -64,12 +64,16 @@ def periodic_plan(
     usable = usable_bytes(profile, capacity, devices)
     shape = dataclasses.replace(with_microbatches(run, devices), schedule="1f1b", recompute=False)
     costs = ChainCosts.of_profile(profile, devices, None if usable is None else min(usable), link)
-    limits = capacities_of_devices(capacity, devices)
-    search = _Periodic(profile, shape, link, limits)
-    for counting in WEIGHED if devices > 1 else ("none",):
-        search.weigh(costs, counting)
+    costs, bounds = costs.merged(MOST_LAYERS)
+    search = _Periodic(profile, shape, link, capacities_of_devices(capacity, devices), bounds)
+    tried = set[object]()
+    for counting, allocation in weighed_allocations(costs).items():
+        if allocation.stages not in tried or search.lacks:
+            search.weigh(costs, counting, allocation)
+            tried.add(allocation.stages)
     if search.best is None:  # the plan says what it lacks
-        search.weigh(dataclasses.replace(costs, usable=None), "none")
+        costs = dataclasses.replace(costs, usable=None)
+        search.weigh(costs, "none", best_allocation(costs, "none"))
     assert search.best is not None, "without a limit some stages always fit"
     found = search.best[1]
     if run.num_microbatches is None:
@@ -99,35 +103,49 @@ def two_versions_note(
 
 
 class _Periodic:
-    """The best of the plans that were weighed: the bytes that it lacks, its step, and itself."""
+    """The best of the plans that were weighed: the bytes that it lacks, its step, and itself.
 
-    def __init__(self, profile: Profile, run: RunShape, link: Link | None, limits: Sequence[int] | None) -> None:
-        self.profile, self.run, self.link, self.limits = profile, run, link, limits
+    bounds: the first layer of the profile that each layer of the searched chain holds, and L.
+    """
+
+    def __init__(
+        self, profile: Profile, run: RunShape, link: Link | None, limits: Sequence[int] | None, bounds: Sequence[int]
+    ) -> None:
+        self.profile, self.run, self.link, self.limits, self.bounds = profile, run, link, limits, bounds
         self.best: tuple[tuple[float, float], Plan] | None = None
         self.ends = time.perf_counter() + _SEARCH_SECONDS
 
-    def weigh(self, costs: ChainCosts, counting: str) -> None:
-        """Play the plan of this counting. Where the fold finds too much, look for the bytes between which plans fit."""
+    @property
+    def lacks(self) -> bool:
+        """Whether no plan was found that fits."""
+        return self.best is None or self.best[0][0] > 0
+
+    def weigh(self, costs: ChainCosts, counting: str, found: Allocation | None) -> None:
+        """Play the plan of an allocation. Where the fold finds too much, look for the bytes between which plans fit.
+
+        counting, found: by which it was found, for these costs.
+        """
         low, less = 0.0, 0.0
         for _ in range(_ATTEMPTS):
             if self.best is not None and time.perf_counter() > self.ends:
                 return
-            made = _made(costs, counting, self.run.microbatches)
-            if made is None:
+            pattern = None if found is None else periodic_pattern(costs, found, self.run.microbatches)
+            if found is None or pattern is None:
                 if not less:
                     return
                 assert costs.usable is not None
                 low = costs.usable
             else:
-                lack = self._add(made)
+                lack = self._add(found, pattern)
                 if not lack or costs.usable is None:
                     return
                 high, less = costs.usable, max(2 * less, lack)
             costs = dataclasses.replace(costs, usable=(low + high) / 2 if low else max(high - less, high / 2))
+            found = best_allocation(costs, counting)
 
-    def _add(self, made: tuple[Allocation, Pattern]) -> float:
+    def _add(self, allocation: Allocation, pattern: Pattern) -> float:
         """Keep the plan if it is the best; the bytes that it lacks."""
-        plan, lack = self._plan(*made), 0.0
+        plan, lack = self._plan(allocation, pattern), 0.0
         if self.limits is not None and self.profile.observations:  # without them the fold has no bytes
             verdict = judged(self.profile, plan, self.run)
             lack = float(verdict.shortfall.bytes) if verdict.shortfall is not None else float(verdict.fits is False)
@@ -142,7 +160,7 @@ class _Periodic:
         actions = tuple(tuple(row) for row in pattern.ranks(run.microbatches))
         most = _in_flight(actions, len(allocation.stages))
         stages = tuple(
-            PlanStage(((one.first, one.end),), (one.rank,), in_flight=limit)
+            PlanStage(((self.bounds[one.first], self.bounds[one.end]),), (one.rank,), in_flight=limit)
             for one, limit in zip(allocation.stages, most, strict=True)
         )
         ranks = [PlanRank(capacity_bytes=size) for size in self.limits or ()] or [PlanRank()] * len(actions)
@@ -157,17 +175,6 @@ class _Periodic:
             model=profile.model,
             profile_digest=profile.digest,
         )
-
-
-def _made(costs: ChainCosts, counting: str, microbatches: int | None) -> tuple[Allocation, Pattern] | None:
-    """Stages and their pattern; None where nothing fits, or none was found in time."""
-    merged, bounds = costs.merged(MOST_LAYERS)
-    found = best_allocation(merged, counting)
-    pattern = None if found is None else periodic_pattern(merged, found, microbatches)
-    if found is None or pattern is None:
-        return None
-    parts = [(bounds[one.first], bounds[one.end], one.special) for one in found.stages]
-    return Allocation.of(costs, parts), pattern
 
 
 def _in_flight(actions: Sequence[Sequence[str]], stages: int) -> list[int]:
