@@ -69,6 +69,7 @@ class HostMoments:
     def live(self, parameter: nn.Parameter) -> dict[str, Any]:
         """What waits, by key, without a copy: tensors on the host's memory."""
         self.settle()
+        self._tier.finish()
         found = dict(self._others[parameter])
         for key, form in self._forms[parameter].items():
             data = self._regions[parameter][key].data

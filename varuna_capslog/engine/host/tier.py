@@ -94,6 +94,13 @@ class HostTier:
         target = torch.empty(region.size, dtype=torch.uint8, device=self.device)
         return target, self._copy(region.data, target, beside)
 
+    def finish(self) -> None:
+        """Returns when all copies have ended, for who reads the memory of the tier itself: on CUDA the waits of copies
+        hold up the device and not the caller.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def give_back(self, region: HostRegion) -> None:
         """The region is needed no more; no copy of it may be under way."""
         self.bytes -= region.size
