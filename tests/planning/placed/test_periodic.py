@@ -88,8 +88,22 @@ def test_where_the_fold_finds_more_than_the_chain_the_stages_hold_less(monkeypat
     assert not plan(profile, 3, "madpipe", capacity=int(free * 0.8), run=RUN, link=LINK).fits
 
 
-def less_saved(costs: ChainCosts) -> ChainCosts:
-    return dataclasses.replace(costs, saved=tuple(0.75 * size for size in costs.saved))
+def test_where_the_fold_finds_less_than_the_chain_the_stages_hold_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neighbours save some bytes together; counted for each of them, the plan was slower than plain cuts."""
+    profile, told = timed([1.0, 2.0, 2.0, 1.0, 1.0, 2.0]), ChainCosts.of_profile
+    free = plan(profile, 3, "madpipe", run=RUN, link=LINK)
+    assert free.peak_bytes is not None
+    monkeypatch.setattr(ChainCosts, "of_profile", lambda *question: less_saved(told(*question), 1.6))
+    found = plan(profile, 3, "madpipe", capacity=free.peak_bytes, run=RUN, link=LINK)
+    assert found.fits
+    assert found.step_seconds == pytest.approx(free.step_seconds, rel=0.02)
+    monkeypatch.setattr(periodic, "_ATTEMPTS", 1)
+    once = plan(profile, 3, "madpipe", capacity=free.peak_bytes, run=RUN, link=LINK)
+    assert (once.step_seconds or 0.0) > 1.1 * (free.step_seconds or 0.0)
+
+
+def less_saved(costs: ChainCosts, times: float = 0.75) -> ChainCosts:
+    return dataclasses.replace(costs, saved=tuple(times * size for size in costs.saved))
 
 
 def test_more_layers_than_are_searched_go_together() -> None:

@@ -12,6 +12,7 @@ from varuna_capslog.planners.madpipe.costs import ChainCosts
 from varuna_capslog.planners.madpipe.pattern import Pattern, periodic_pattern
 
 __all__ = [
+    "CLOSE",
     "WEIGHED",
     "Allocation",
     "ChainCosts",

@@ -8,12 +8,15 @@ the fold is the plan.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners import MADPIPE, with_microbatches
 from varuna_capslog.planners.madpipe import (
+    CLOSE,
+    WEIGHED,
     Allocation,
     ChainCosts,
     Pattern,
@@ -40,7 +43,10 @@ _SEARCH_SECONDS = 60.0
 """After so long no further schedule is searched; most take well under a second."""
 
 _ATTEMPTS = 7
-"""With other bytes to hold, where the fold finds more than the chain says."""
+"""With other bytes to hold, for each counting."""
+
+_MORE = 1.5
+"""As many times more may a rank hold by the chain's sums, while the fold finds that it fits."""
 
 
 def periodic_plan(
@@ -65,15 +71,18 @@ def periodic_plan(
     shape = dataclasses.replace(with_microbatches(run, devices), schedule="1f1b", recompute=False)
     costs = ChainCosts.of_profile(profile, devices, None if usable is None else min(usable), link)
     costs, bounds = costs.merged(MOST_LAYERS)
-    search = _Periodic(profile, shape, link, capacities_of_devices(capacity, devices), bounds)
-    tried = set[object]()
-    for counting, allocation in weighed_allocations(costs).items():
-        if allocation.stages not in tried or search.lacks:
+    unlimited = dataclasses.replace(costs, usable=None)
+    free = best_allocation(unlimited, "least" if devices > 1 else "none")
+    assert free is not None, "without a limit some stages always fit"
+    search = _Periodic(profile, shape, link, capacities_of_devices(capacity, devices), bounds, free.period)
+    weighed, tried = weighed_allocations(costs), set[object]()
+    for counting in WEIGHED if devices > 1 else ("none",):
+        allocation = weighed.get(counting)
+        if allocation is None or allocation.stages not in tried or search.lacks:
             search.weigh(costs, counting, allocation)
-            tried.add(allocation.stages)
+        tried.add(None if allocation is None else allocation.stages)
     if search.best is None:  # the plan says what it lacks
-        costs = dataclasses.replace(costs, usable=None)
-        search.weigh(costs, "none", best_allocation(costs, "none"))
+        search.weigh(unlimited, "none", best_allocation(unlimited, "none"))
     assert search.best is not None, "without a limit some stages always fit"
     found = search.best[1]
     if run.num_microbatches is None:
@@ -106,13 +115,21 @@ class _Periodic:
     """The best of the plans that were weighed: the bytes that it lacks, its step, and itself.
 
     bounds: the first layer of the profile that each layer of the searched chain holds, and L.
+    free: the shortest period of any stages without a limit.
     """
 
     def __init__(
-        self, profile: Profile, run: RunShape, link: Link | None, limits: Sequence[int] | None, bounds: Sequence[int]
+        self,
+        profile: Profile,
+        run: RunShape,
+        link: Link | None,
+        limits: Sequence[int] | None,
+        bounds: Sequence[int],
+        free: float,
     ) -> None:
         self.profile, self.run, self.link, self.limits, self.bounds = profile, run, link, limits, bounds
         self.best: tuple[tuple[float, float], Plan] | None = None
+        self.free = free
         self.ends = time.perf_counter() + _SEARCH_SECONDS
 
     @property
@@ -121,26 +138,24 @@ class _Periodic:
         return self.best is None or self.best[0][0] > 0
 
     def weigh(self, costs: ChainCosts, counting: str, found: Allocation | None) -> None:
-        """Play the plan of an allocation. Where the fold finds too much, look for the bytes between which plans fit.
+        """Play the plan of an allocation, and of others that hold more or less: the chain's sums are not what the fold
+        finds, so that the bytes up to which plans fit are bisected.
 
         counting, found: by which it was found, for these costs.
         """
-        low, less = 0.0, 0.0
+        low, high, less = 0.0, math.inf, 0.0
         for _ in range(_ATTEMPTS):
             if self.best is not None and time.perf_counter() > self.ends:
                 return
             pattern = None if found is None else periodic_pattern(costs, found, self.run.microbatches)
-            if found is None or pattern is None:
-                if not less:
-                    return
-                assert costs.usable is not None
-                low = costs.usable
+            if found is not None and pattern is not None and (lack := self._add(found, pattern)):
+                high, less = costs.usable or 0.0, max(2 * less, lack)
+            elif costs.usable is None or (pattern is not None and pattern.period <= self.free * (1 + CLOSE)):
+                return
             else:
-                lack = self._add(found, pattern)
-                if not lack or costs.usable is None:
-                    return
-                high, less = costs.usable, max(2 * less, lack)
-            costs = dataclasses.replace(costs, usable=(low + high) / 2 if low else max(high - less, high / 2))
+                low = costs.usable
+            between = (low + high) / 2 if low else max(high - less, high / 2)
+            costs = dataclasses.replace(costs, usable=_MORE * low if math.isinf(high) else between)
             found = best_allocation(costs, counting)
 
     def _add(self, allocation: Allocation, pattern: Pattern) -> float:
