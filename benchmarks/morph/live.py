@@ -75,7 +75,7 @@ def main(arguments: Sequence[str], work: type[PipelineWork] | None = None) -> in
     class Marked(work or PipelineWork):  # type: ignore[misc]
         def apply(self, step: int) -> None:
             super().apply(step)
-            os.write(file, f"{self.number} {step} {time.monotonic():.6f}\n".encode())
+            os.write(file, f"{self._begun[0]} {step} {time.monotonic():.6f}\n".encode())
 
     return worker.main(arguments[:1], worker.Equipment(work=Marked))
 
