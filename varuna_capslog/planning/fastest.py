@@ -129,7 +129,7 @@ class _Candidates:
         self._fastest: dict[str, _Weighed] = {}
         """By schedule, of the plans that fit."""
         self._searches: list[BudgetSearch] = []
-        self._ranges: Known = {}
+        self._ranges: Known = {self.run.recomputes: chain.question.ranges}
         self._kept: dict[str, float] = {}
         """The bounds of schedules under which stages that keep everything fit and are as fast as these bounds."""
 

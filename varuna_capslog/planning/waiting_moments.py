@@ -11,7 +11,7 @@ import dataclasses
 from varuna_capslog.memory.costs import NEVER
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.memory.range_bytes import RangeBytes
-from varuna_capslog.planning.ranks import fold_plan, judged
+from varuna_capslog.planning.ranks import Known, fold_plan, judged
 from varuna_capslog.plans.parts import MemoryInterval, PlanStage, ranges_of
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
@@ -34,7 +34,8 @@ def with_room_used(profile: Profile, plan: Plan, run: RunShape, ranges: RangeByt
         ranges: of the profile, with the moments of all layers on the device.
     """
     headroom, stages = Headroom.of(profile), list(plan.stages)
-    for rank, fold in enumerate(fold_plan(profile, plan, run)):
+    known: Known = {}
+    for rank, fold in enumerate(fold_plan(profile, plan, run, known)):
         own = [number for number, stage in enumerate(stages) if stage.rank == rank]
         layers = frozenset(layer for number in own for layer in stages[number].numbers)
         limit, sizes, away = plan.ranks[rank].capacity_bytes, ranges.moments.of(layers, layers), layers
@@ -51,7 +52,7 @@ def with_room_used(profile: Profile, plan: Plan, run: RunShape, ranges: RangeByt
         for number in own:
             stages[number] = _away(stages[number], away.intersection(stages[number].numbers))
     found = dataclasses.replace(plan, stages=tuple(stages))
-    return found if judged(profile, found, run).fits else plan
+    return found if judged(profile, found, run, known=known).fits else plan
 
 
 def _away(stage: PlanStage, layers: frozenset[int]) -> PlanStage:
