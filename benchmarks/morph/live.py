@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from varuna_capslog.elastic.member.pipeline_work import PipelineWork
+    from varuna_capslog.engine.executor import Observer
 
 from varuna_capslog.membership.entries import NoticeEntry
 
@@ -59,11 +60,14 @@ class Mark(NamedTuple):
     end: float
 
 
-def main(arguments: Sequence[str], work: type[PipelineWork] | None = None) -> int:
+def main(
+    arguments: Sequence[str], work: type[PipelineWork] | None = None, observer: Observer | None = None
+) -> int:
     """The entry of a member: `elastic.worker.main`, with its steps marked in `<run_dir>/marks/<member>`.
 
     Args:
         work: what is trained; None: `PipelineWork`.
+        observer: of its engines.
     """
     from varuna_capslog.elastic.member.pipeline_work import PipelineWork
     from varuna_capslog.start import member_worker as worker
@@ -77,7 +81,7 @@ def main(arguments: Sequence[str], work: type[PipelineWork] | None = None) -> in
             super().apply(step)
             os.write(file, f"{self._begun[0]} {step} {time.monotonic():.6f}\n".encode())
 
-    return worker.main(arguments[:1], worker.Equipment(work=Marked))
+    return worker.main(arguments[:1], worker.Equipment(work=Marked, observer=observer))
 
 
 class Live:

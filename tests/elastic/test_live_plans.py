@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.elastic.live import Cradle, Live, Outcome, Truth, check, config_of, describe
+from tests.elastic.live import Cradle, Live, Outcome, Truth, check, config_of, describe, truth_of
 from varuna_capslog import cli
 from varuna_capslog.config.settings import Config
 from varuna_capslog.elastic.host.terminal import describe as line_of
@@ -265,6 +265,34 @@ def test_four_devices_become_one_by_kills_and_four_again_without_waiting(
         assert one.planner == "budget"
         assert one.fits
         assert (one.peak_bytes or BUDGET) < BUDGET, "snapshots lie beside it"
+
+
+def test_a_member_that_becomes_slow_is_given_fewer_layers_with_the_same_bits(cradle: Cradle, tmp_path: Path) -> None:
+    """From its third step on the work of one member takes twenty times as long; `balance.WINDOW` steps later a plan for
+    that begins, prepared beside the training. Nobody leaves, and nothing is computed twice.
+    """
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "two").mkdir()
+    steps = 24
+    pipeline = {"cuts": None, "planner": "budget", "schedule": "1f1b"}
+    profile, elastic = {"source": "estimated"}, {"rebalance": True}
+    config = config_of(tmp_path / "two", 2, steps=steps, pipeline=pipeline, profile=profile, elastic=elastic)
+    slow = Fault("m1", "action 1", "slow", 3, "20")
+    outcome = Live(cradle, config, faults=[slow]).finish()
+    assert set(outcome.status.values()) == {0}, describe(outcome)
+    check(outcome, truth_of(tmp_path / "alone", steps), steps)
+    assert len(outcome.rows) == steps, "no step was made twice"
+    found = next(event for event in outcome.events if event["kind"] == "rebalance")
+    assert found["member"] == "m1", describe(outcome)
+    assert found["slower"] > 5
+    assert found["speeds"]["m1"] < 0.3
+    assert found["planned_gain"] > 1.1
+    assert f"m1 takes {found['slower']:.2f} times as long as planned" in str(line_of(found))
+    first, second = [event["cuts"] for event in outcome.events if event["kind"] in ("start", "morph")][:2]
+    assert second == [0] or second[1] > first[1], "m1 has the second stage, or none"
+    morph = next(event for event in outcome.events if event["kind"] == "morph")
+    assert morph["why"] == [found["why"]]
+    assert all(len(row["busy_seconds"]) == 2 and row["busy_seconds"][0] > 0 for row in outcome.rows)
 
 
 def test_a_step_that_finds_too_little_memory_is_made_again_with_less_and_a_third_failure_stops_the_run(

@@ -206,6 +206,35 @@ def test_every_stage_but_the_last_repeats_at_least_all_forwards_but_one() -> Non
         assert forwards[-1] >= microbatches
 
 
+def test_of_devices_of_unlike_speeds_the_quickest_cuts_are_proposed() -> None:
+    """Beside every cut list of every shape, played by the simulator with the speeds of the devices."""
+    rng = random.Random(11)
+    for _ in range(25):
+        profile = chain(rng, rng.randint(2, 6))
+        blocks = rng.choice([1, 2])
+        steps = steps_of(4 * blocks, blocks, 1, rng.choice(["gpipe", "1f1b"]), recompute=False)
+        placer = placer_of(profile, steps, planner="throughput")
+        seats = [seat._replace(speed=rng.choice([0.25, 0.5, 1.0])) for seat in seats_of([0] * rng.randint(2, 4))]
+        if len({seat.speed for seat in seats}) == 1:
+            assert placer.propose(seats) is None, "every member finds it by itself"
+            continue
+        proposed = placer.propose(seats)
+        assert proposed is not None
+        assert [rank.speed for rank in proposed.ranks] == [seat.speed for seat in seats[: proposed.num_ranks]]
+
+        def step_of(plan: Plan, seats: Sequence[Seat] = seats, profile: Profile = profile) -> float:
+            ranks = tuple(PlanRank(speed=seat.speed) for seat in seats[: plan.num_ranks])
+            return simulate_plan(profile, dataclasses.replace(plan, ranks=ranks), recompute=False).step_seconds
+
+        every = [
+            step_of(placer.pipelines(cuts, replicas))
+            for replicas in range(1, blocks + 1)
+            for stages in range(1, min(len(seats) // replicas, profile.num_layers) + 1)
+            for cuts in ([0, *rest] for rest in itertools.combinations(range(1, profile.num_layers), stages - 1))
+        ]
+        assert step_of(proposed) == pytest.approx(min(every), rel=1e-6)
+
+
 def test_the_step_is_the_simulators_with_several_pipelines_exchange_and_update() -> None:
     profile = chain(random.Random(3), 5)
     profile = dataclasses.replace(profile, conditions={"microbatch_size": 1, UPDATE_RATE: 0.2})

@@ -13,27 +13,33 @@ from tests.planners.test_budget import all_cuts, choices, timed
 from varuna_capslog.planners.layerwise import Intervals
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.fastest import SCHEDULES_TRIED
-from varuna_capslog.planning.layerwise import judged_layerwise_plan
+from varuna_capslog.planning.layerwise import judged_layerwise_plan, layerwise_plan
 from varuna_capslog.planning.ranks import fold_plan
 from varuna_capslog.planning.search import plan
 from varuna_capslog.planning.simulation import simulate_plan
-from varuna_capslog.plans.parts import PlanStage, Units
+from varuna_capslog.plans.parts import PlanRank, PlanStage, Units
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 
 
 def every_plan(
-    profile: Profile, devices: int, run: RunShape, kinds: Sequence[str] = ("recompute",), link: Link | None = None
+    profile: Profile,
+    devices: int,
+    run: RunShape,
+    kinds: Sequence[str] = ("recompute",),
+    link: Link | None = None,
+    speeds: Sequence[float] = (),
 ) -> list[tuple[float, int]]:
     """The step and the peak of every cut list with every choice of intervals of these kinds."""
+    ranks = tuple(PlanRank(speed=speed) for speed in speeds)
     found, size = [], profile.num_layers
     for cuts in all_cuts(size, devices):
         bounds = list(itertools.pairwise((*cuts, size)))
         memory: tuple[Intervals, ...]
         for memory in itertools.product(*(choices(first, end, kinds) for first, end in bounds)):
             stages = [PlanStage((own,), (rank,), memory=memory[rank]) for rank, own in enumerate(bounds)]
-            one = Plan(size, tuple(stages), Units(run.num_microbatches, 1, 1), run.schedule)
+            one = Plan(size, tuple(stages), Units(run.num_microbatches, 1, 1), run.schedule, ranks=ranks)
             peak = max(rank.peak_bytes for rank in fold_plan(profile, one, run))
             found.append((simulate_plan(profile, one, run=run, link=link).step_seconds, peak))
     return found
@@ -59,6 +65,27 @@ def test_no_plan_is_below_the_bound_and_none_is_faster_where_that_is_proven(seed
         assert found.bound_seconds <= min(fitting) * (1 + 1e-9) <= found.step_seconds * (1 + 1e-8)
         if found.proven:
             assert found.step_seconds == pytest.approx(min(fitting), rel=1e-9)
+
+
+@pytest.mark.parametrize(("seed", "schedule"), list(enumerate(["1f1b", "varuna", "gpipe"] * 2)))
+def test_no_plan_for_devices_of_unlike_speeds_is_faster(seed: int, schedule: str) -> None:
+    draw = random.Random(seed)
+    size, devices = draw.choice([(3, 2), (3, 3), (4, 3)])
+    profile = timed(draw, size)
+    run = RunShape(4, schedule, microbatch_size=1, num_blocks=1)
+    speeds = [1.0, *(draw.choice([0.25, 0.5, 0.8]) for _ in range(devices - 1))]
+    draw.shuffle(speeds)
+    everything = every_plan(profile, devices, run, speeds=speeds)
+    most = max(peak for _, peak in everything)
+    for capacity in (most * 3 // 4, most):
+        found = layerwise_plan(profile, speeds, "budget", capacity, run)
+        fitting = [step for step, peak in everything if peak <= capacity]
+        assert (found.step_seconds is not None) is bool(fitting)
+        if found.step_seconds is None or found.bound_seconds is None:
+            continue
+        assert [rank.speed for rank in found.ranks] == speeds
+        assert found.step_seconds == pytest.approx(min(fitting), rel=1e-9)
+        assert found.bound_seconds <= found.step_seconds
 
 
 def test_a_model_that_does_not_fit_one_device_gets_intervals_there() -> None:

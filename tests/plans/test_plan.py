@@ -87,7 +87,7 @@ FULL: dict[str, Any] = {
     "actions": None,
     "ranks": [
         rank(capacity_bytes=20, bytes=4, host_bytes=3, seconds=0.5),
-        rank(capacity_bytes=12),
+        rank(capacity_bytes=12, speed=0.5),
         rank(),
         rank(capacity_bytes=1),
     ],
@@ -269,6 +269,8 @@ def test_the_capacity_of_a_rank_is_that_of_its_device() -> None:
         (changed(FULL, "variants", to={"0": 1}), "variants['0'] is 1"),
         # Ranks.
         (changed(FULL, "ranks", to=[rank()] * 3), "stage 4 (rank 3, layers 2 to 5) runs on rank 3, but ranks has 3"),
+        (changed(FULL, "ranks", 1, "speed", to=1.5), "speed is 1.5; give a number above 0 and at most 1"),
+        (changed(FULL, "ranks", 1, "speed", to=0), "speed is 0; give a number above 0 and at most 1"),
         (changed(FULL, "ranks", 0, "capacity_bytes", to=3), "fits is true, but rank 0 has 3 bytes of capacity"),
         (changed(FULL, "ranks", 1, "capacity_bytes", to=11), "its stage(s) 1, 3 hold 12 together"),
         # Cuts beside stages.

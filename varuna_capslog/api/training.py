@@ -61,6 +61,8 @@ class TrainedRun:
         return write_run_report(load_config(self.run_dir / "config.yaml"))[0]
 
     def _table(self) -> Table:
+        from varuna_capslog.reports.goodput import account_of
+
         steps = self.record.steps
         first, last = (steps[0], steps[-1]) if steps else (None, None)
         numbers = [["steps", str(len(steps))]]
@@ -68,6 +70,8 @@ class TrainedRun:
             numbers.append([name, "unknown" if step is None or step.loss is None else f"{step.loss:.5g}"])
         if last is not None and last.samples_per_second is not None:
             numbers.append(["samples/s of the last step", f"{last.samples_per_second:.4g}"])
+        if (account := account_of(self.record)) is not None:
+            numbers.append(["productive", account.sentence()])
         if (share := self.record.waited_share()) is not None:
             numbers.append(["waited for data", f"{100 * share:.1f} % of the time in steps"])
         return Table(str(self.run_dir), ("", ""), numbers, (0,))

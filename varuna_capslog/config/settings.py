@@ -231,6 +231,10 @@ class Elastic(Section):
     shadows: bool = True
     """Whether a planned change is prepared by copying layers while training goes on; otherwise the step waits."""
 
+    rebalance: bool = False
+    """Whether a worker that turns out slower than its plan, for whatever reason, is given fewer layers while the run
+    trains. The planner must weigh time."""
+
     min_devices: int = Field(1, gt=0)
     """With fewer devices than this the run waits, all state kept, until more have joined."""
 

@@ -21,6 +21,7 @@ from varuna_capslog.engine.communicator import Communicator, Pending
 from varuna_capslog.engine.grains import Joining
 from varuna_capslog.engine.routes import Routes, value_of
 from varuna_capslog.engine.stage import MicrobatchContext, Stage
+from varuna_capslog.engine.stopwatch import Stopwatch
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.schedules import Action, Lowered, Message, Recv, SendInstruction, backwards_at_once
 from varuna_capslog.schedules.lower import Instruction
@@ -82,6 +83,9 @@ class Executor:
         routes: what travels between the stages.
         observer: sees every instruction and the work of the stages.
         joining: joins and parts what goes between calls of different sizes, where there are some.
+
+    Attributes:
+        stopwatch: of the work of the stages.
     """
 
     def __init__(
@@ -101,6 +105,7 @@ class Executor:
         self._first_message = dict(zip(self._graph.edges, accumulate([0, *counts]), strict=False))
         self._observer, self._joining = observer, joining or Joining({})
         self._device = next(iter(stages.values())).device
+        self.stopwatch = Stopwatch(self._device)
         self._acknowledged = acknowledgements(lowered, communicator.rank)
         actions = [action for action in self._program if isinstance(action, Action)]
         self._at_once = backwards_at_once(actions)
@@ -263,8 +268,13 @@ class Executor:
         calls = self._graph.calls
         return min((calls[stage][call] for stage, call in (message.upstream, message.downstream)), key=len)
 
-    def _working(self, kind: str, stage: Stage, context: MicrobatchContext) -> AbstractContextManager[None]:
-        return _UNOBSERVED if self._observer is None else self._observer.working(kind, stage, context)
+    def _working(self, kind: str, stage: Stage, context: MicrobatchContext) -> AbstractContextManager[Any]:
+        if self._observer is None:
+            return self.stopwatch
+        both = contextlib.ExitStack()
+        both.enter_context(self.stopwatch)
+        both.enter_context(self._observer.working(kind, stage, context))
+        return both
 
 
 class _Transfers:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the module that names the engines imports this one, and no 
     from varuna_capslog.engine.optimizer import StageOptimizer
     from varuna_capslog.engine.options import EngineOptions
     from varuna_capslog.engine.stage import LossFunction
-    from varuna_capslog.engine.step import DataReport, Verdict
+    from varuna_capslog.engine.step import RankReport, Verdict
     from varuna_capslog.model.chain import Chain
     from varuna_capslog.model.workload import Minibatch
 
@@ -78,7 +78,7 @@ class Engine(Protocol):
         """
 
     def vote(
-        self, step: int, minibatch: Minibatch, stop: bool = False, ballot: bytes = b"", data: DataReport = ...
+        self, step: int, minibatch: Minibatch, stop: bool = False, ballot: bytes = b"", data: RankReport = ...
     ) -> Verdict:
         """After `compute`: all ranks learn whether the step may be applied, and the ballot of each of them.
 

@@ -29,7 +29,7 @@ from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.routes import Reach, Routes
 from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
 from varuna_capslog.engine.statistics import StatisticsBook
-from varuna_capslog.engine.step import NO_REPORT, DataReport, Poll, Verdict, check_minibatch
+from varuna_capslog.engine.step import NO_REPORT, Poll, RankReport, Verdict, check_minibatch
 from varuna_capslog.model.chain import Chain, TensorSpec, Value
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch
@@ -255,10 +255,12 @@ class PipelineEngine:
         minibatch: Minibatch,
         stop: bool = False,
         ballot: bytes = b"",
-        data: DataReport = NO_REPORT,
+        data: RankReport = NO_REPORT,
     ) -> Verdict:
         """As `Engine.vote`. A step with a `refusal` must not be applied: `forget` drops it."""
         norms = self._gradients.squared_norms(self._reported) if self._reported else {}
+        if self._executor is not None:
+            data = dataclasses.replace(data, busy_seconds=self._executor.stopwatch.take())
         try:
             return self._poll.hold(step, minibatch, self._last, norms, stop, ballot, data)
         except BaseException:
@@ -302,6 +304,8 @@ class PipelineEngine:
 
     def forget(self) -> None:
         """Drops all traces of a broken-off step."""
+        if self._executor is not None:
+            self._executor.stopwatch.take()
         for stage in self.stages.values():
             stage.forget()
         self._gradients.forget()

@@ -22,23 +22,25 @@ from varuna_capslog.engine.stage import Stage
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.workload import Minibatch
 
-__all__ = ["NO_REPORT", "DataReport", "Poll", "Verdict", "check_minibatch", "data_failure", "train_step"]
+__all__ = ["NO_REPORT", "Poll", "RankReport", "Verdict", "check_minibatch", "data_failure", "train_step"]
 
 
 @dataclass(frozen=True)
-class DataReport:
-    """How one rank came by the data of a step.
+class RankReport:
+    """How one rank came by the data of a step, and how long it worked.
 
     Attributes:
         waited_seconds: how long it computed nothing because inputs or targets were not read yet.
         failure: why some of them could not be read, so that the step must be refused; None where all could.
+        busy_seconds: of its forwards, recomputations and backwards; the engine adds them.
     """
 
     waited_seconds: float = 0.0
     failure: str | None = None
+    busy_seconds: float = 0.0
 
 
-NO_REPORT = DataReport()
+NO_REPORT = RankReport()
 """Of a rank that waited for nothing."""
 
 
@@ -56,6 +58,8 @@ class Verdict:
         stop: some rank wishes to stop after this step.
         ballots: by rank, what each gave (empty: nothing); () where no rank gave any.
         waited_seconds: by rank, how long each waited for data.
+        busy_seconds: by rank, how long each worked on forwards, recomputations and backwards; () where the engine does
+            not measure it.
     """
 
     step: int
@@ -67,6 +71,7 @@ class Verdict:
     stop: bool
     ballots: tuple[bytes, ...] = ()
     waited_seconds: tuple[float, ...] = ()
+    busy_seconds: tuple[float, ...] = ()
 
 
 def train_step(
@@ -134,7 +139,7 @@ class Poll:
         squared_norms: Mapping[int, Tensor],
         stop: bool,
         ballot: bytes,
-        data: DataReport = NO_REPORT,
+        data: RankReport = NO_REPORT,
     ) -> Verdict:
         """One vote; every rank calls it, also one without stages.
 
@@ -149,9 +154,9 @@ class Poll:
         """
         count, layers, world = len(minibatch.inputs), len(self._chain), self._communicator.world_size
         names = self._names(last)
-        sizes = [count * len(names), layers, world, world, world, 1]
+        sizes = [count * len(names), layers, world, world, world, world, 1]
         slots = torch.zeros(sum(sizes), dtype=torch.float64)
-        losses, norms, given, waited, failed, stops = slots.split(sizes)
+        losses, norms, given, waited, busy, failed, stops = slots.split(sizes)
         losses = losses.view(count, len(names))
         refusals: dict[int, str] = {}
         for stage in last:
@@ -166,6 +171,7 @@ class Poll:
             norms[index] = value
         given[self._communicator.rank] = float(bool(ballot))
         waited[self._communicator.rank] = data.waited_seconds
+        busy[self._communicator.rank] = data.busy_seconds
         failed[self._communicator.rank] = float(data.failure is not None)
         stops[0] = float(stop)
         self._communicator.sum_(slots)
@@ -181,8 +187,8 @@ class Poll:
         scale = min(1.0, largest / (norm + 1e-6)) if largest > 0 else 1.0
         ballots = tuple(self._communicator.gather(ballot)) if any(given.tolist()) else ()
         parts = dict(zip(names, total, strict=True))
-        stopped, seconds = bool(stops[0] > 0), tuple(waited.tolist())
-        return Verdict(step, parts, norm, scale, finite, refusal, stopped, ballots, seconds)
+        stopped, seconds = bool(stops[0] > 0), (tuple(waited.tolist()), tuple(busy.tolist()))
+        return Verdict(step, parts, norm, scale, finite, refusal, stopped, ballots, *seconds)
 
     def _names(self, last: Sequence[Stage]) -> list[str]:
         """Names of the loss parts, told once by the ranks that compute the loss."""

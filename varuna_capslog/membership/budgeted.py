@@ -30,7 +30,7 @@ _NO_LIMIT = 1 << 62
 
 
 class Budgeted:
-    """Plans by the capacities of the devices and the copies that they keep, remembered.
+    """Plans by the capacities and speeds of the devices and the copies that they keep, remembered.
 
     Args:
         profile: with seconds.
@@ -51,7 +51,7 @@ class Budgeted:
     ) -> None:
         self._profile, self._run, self._tier, self._link = profile, run, tier, link
         self._held, self._limit_seconds = _with_beside(profile, beside), limit_seconds
-        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], Plan] = {}
+        self._known: dict[tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]], Plan] = {}
         self._new: list[Any] = []
 
     @classmethod
@@ -64,16 +64,17 @@ class Budgeted:
             return None
         return cls(profile, run, beside or [0] * profile.num_layers, tier, link, limit_seconds)
 
-    def plan(self, capacities: Sequence[int], copies: Sequence[int] = ()) -> Plan:
-        """The plan for devices of so many bytes (0: no limit known), by rank; where none fits, the one that
-        lacks least.
+    def plan(self, seats: Sequence[Seat], copies: Sequence[int] = ()) -> Plan:
+        """The plan for the devices of these seats, by rank; where none fits, the one that lacks least.
 
         Its bytes are those of training alone; what lies beside is in its verdict.
 
         Args:
             copies: bytes that each rank keeps for others; default none.
         """
-        key = tuple(capacities), tuple(copies) if any(copies) else ()
+        speeds = tuple(seat.speed for seat in seats)
+        alike = speeds == (1.0,) * len(seats)
+        key = tuple(seat.capacity for seat in seats), tuple(copies) if any(copies) else (), () if alike else speeds
         if key not in self._known:
             self._known[key] = found = self._search(*key)
             self._new.append([*key, found.to_json()])
@@ -95,11 +96,11 @@ class Budgeted:
 
     def learn(self, entries: Sequence[Any]) -> None:
         """What another member's `taken` gave. Raises CapslogError for what is no plan."""
-        for capacities, copies, plan in entries:
-            key = tuple(capacities), tuple(copies)
+        for capacities, copies, speeds, plan in entries:
+            key = tuple(capacities), tuple(copies), tuple(speeds)
             self._known.setdefault(key, Plan.from_json(plan, "a plan that was prepared for a change"))
 
-    def _search(self, capacities: tuple[int, ...], copies: tuple[int, ...]) -> Plan:
+    def _search(self, capacities: tuple[int, ...], copies: tuple[int, ...], speeds: tuple[float, ...]) -> Plan:
         profile, headroom = self._profile, Headroom.of(self._profile)
         own = capacities[: profile.num_layers]
         limits = None
@@ -108,13 +109,23 @@ class Budgeted:
             left = [max(0, headroom.usable(size or _NO_LIMIT) - more) for size, more in zip(own, kept, strict=False)]
             limits = [max(1, headroom.reserved(size)) for size in left]
         found = layerwise_plan(
-            self._held, len(own), BUDGET, limits, self._run, self._link, self._tier, self._limit_seconds
+            self._held,
+            speeds[: len(own)] or len(own),
+            BUDGET,
+            limits,
+            self._run,
+            self._link,
+            self._tier,
+            self._limit_seconds,
         )
         run = dataclasses.replace(self._run, schedule=found.schedule or self._run.schedule)
         verdict = judged(self._held, found, run, tier=self._tier)
         bare = dataclasses.replace(
             found,
-            ranks=tuple(PlanRank(capacity_bytes=size or None) for size in own),
+            ranks=tuple(
+                dataclasses.replace(one, capacity_bytes=size or None)
+                for one, size in zip(found.ranks, own, strict=True)
+            ),
             profile_digest=profile.digest,
         )
         plan = judged(profile, bare, run, tier=self._tier)
@@ -138,7 +149,7 @@ def neighbours(seats: Sequence[Seat], least: int = 1) -> Iterator[list[Seat]]:
     seen = set()
     for one in found:
         order: dict[str, int] = {}
-        alike = tuple((seat.capacity, order.setdefault(seat.host, len(order))) for seat in one)
+        alike = tuple((seat.capacity, seat.speed, order.setdefault(seat.host, len(order))) for seat in one)
         if len(one) >= least and alike not in seen:
             seen.add(alike)
             yield one

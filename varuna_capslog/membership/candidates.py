@@ -27,14 +27,16 @@ from varuna_capslog.planning.simulation import UPDATE_RATE
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 
-__all__ = ["TICK", "Candidate", "Candidates"]
+__all__ = ["BY_TIME", "TICK", "Candidate", "Candidates"]
 
 Floats = NDArray[np.float64]
+Speeds = tuple[float, ...] | None
+"""Of the device of each stage beside the fastest, at most 1; None: all are alike."""
 
 _SLOW = ("mcap-bf", "mcap-bo")
 """Planners that take seconds or more; `exact` finds what the first of them finds."""
 
-_BY_TIME = ("throughput", BUDGET, JOINT)
+BY_TIME = ("throughput", BUDGET, JOINT)
 """Planners that look at seconds, and at capacities."""
 
 _NARROW = 32
@@ -173,6 +175,8 @@ class Candidates:
         self,
         devices: int,
         usable: Callable[[int, int], list[int] | None],
+        speeds: Callable[[int, int], Speeds] = lambda replicas, stages: None,
+        *,
         rank: Callable[[Candidate], int] = lambda candidate: 0,
         best_rank: int = 0,
     ) -> Candidate | None:
@@ -183,6 +187,7 @@ class Candidates:
 
         Args:
             usable: (replicas, stages) -> bytes that each stage's devices can use, None without a limit.
+            speeds: (replicas, stages) -> of each stage's slowest device, at most 1; None: all are alike.
         """
         best: tuple[int, tuple[int, int, int]] | None = None
         found = None
@@ -201,22 +206,22 @@ class Candidates:
         for replicas, stages in self._in_order(devices):
             if not may_win(replicas, stages, self.bound_ticks(replicas, stages)):
                 continue
-            limits = usable(replicas, stages)
-            candidate = self._weighed(replicas, stages, None)
+            limits, own = usable(replicas, stages), speeds(replicas, stages)
+            candidate = self._weighed(replicas, stages, None, own)
             if candidate.fits(limits):
                 consider(candidate)
             elif limits is not None and self._limits_matter(limits):
-                limited.append((replicas, stages, limits))
+                limited.append((replicas, stages, limits, own))
         bounds = [
-            (bound, -replicas * stages, replicas, stages, limits)
-            for replicas, stages, limits in limited
+            (bound, -replicas * stages, replicas, stages, limits, own)
+            for replicas, stages, limits, own in limited
             if may_win(replicas, stages, self.bound_ticks(replicas, stages))
             and (bound := self._limited_bound(replicas, stages, limits)) is not None
         ]
-        for bound, _, replicas, stages, limits in sorted(bounds, key=lambda entry: entry[:4]):
+        for bound, _, replicas, stages, limits, own in sorted(bounds, key=lambda entry: entry[:4]):
             if not may_win(replicas, stages, bound):
                 continue
-            candidate = self._weighed(replicas, stages, tuple(limits))
+            candidate = self._weighed(replicas, stages, tuple(limits), own)
             if candidate.fits(limits):
                 consider(candidate)
         return found
@@ -236,40 +241,41 @@ class Candidates:
         Cuts that are the best without a limit and fit are the best with it, so the planner is asked again only where
         they do not fit.
         """
-        found = self._weighed(replicas, stages, None)
+        found = self._weighed(replicas, stages, None, None)
         if usable is None or found.fits(usable):
             return found
-        return self._weighed(replicas, stages, tuple(usable)) if self._limits_matter(usable) else found
+        return self._weighed(replicas, stages, tuple(usable), None) if self._limits_matter(usable) else found
 
     def _limits_matter(self, usable: Sequence[int]) -> bool:
         """Whether the planner looks at capacities: `exact` only where they differ, the other table planners never."""
-        return self.planner in _BY_TIME or (self.planner == "exact" and len(set(usable)) > 1)
+        return self.planner in BY_TIME or (self.planner == "exact" and len(set(usable)) > 1)
 
-    def _weigh(self, replicas: int, stages: int, usable: tuple[int, ...] | None) -> Candidate:
-        return self.of_cuts(replicas, tuple(self._cuts(self._costs[replicas], replicas, stages, usable)))
+    def _weigh(self, replicas: int, stages: int, usable: tuple[int, ...] | None, speeds: Speeds) -> Candidate:
+        return self.of_cuts(replicas, tuple(self._cuts(replicas, stages, usable, speeds)), speeds)
 
-    def of_cuts(self, replicas: int, cuts: tuple[int, ...]) -> Candidate:
+    def of_cuts(self, replicas: int, cuts: tuple[int, ...], speeds: Speeds = None) -> Candidate:
         """Given cuts, weighed; the replicas share the blocks evenly."""
         held = None
         if self.described:
             costs = self._costs[replicas] if replicas in self._costs else self._costs_of(replicas)
             held = tuple(costs.peaks(cuts))
-        return Candidate(replicas, cuts, held, self._step_ticks(replicas, cuts))
+        return Candidate(replicas, cuts, held, self._step_ticks(replicas, cuts, speeds))
 
-    def _cuts(self, costs: StageCosts, replicas: int, stages: int, usable: Sequence[int] | None) -> Sequence[int]:
-        if self.planner not in _BY_TIME:
+    def _cuts(self, replicas: int, stages: int, usable: Sequence[int] | None, speeds: Speeds) -> Sequence[int]:
+        costs = self._costs[replicas]
+        if self.planner not in BY_TIME:
             return PLANNERS[self.planner](costs, stages, usable)
         if self._seconds is None:
             return exact_cuts(costs, stages, usable)
-        found = fastest_cuts(costs, self._seconds, self.run.share(replicas), stages, usable, width=_NARROW)
+        found = fastest_cuts(costs, self._seconds, self.run.share(replicas), stages, usable, speeds, _NARROW)
         return exact_cuts(costs, stages, usable) if found is None else found.cuts
 
-    def _step_ticks(self, replicas: int, cuts: tuple[int, ...]) -> int | None:
+    def _step_ticks(self, replicas: int, cuts: tuple[int, ...], speeds: Speeds = None) -> int | None:
         """The step of one pipeline by the simulator, the exchange with the others, and the slowest update."""
         if self._seconds is None:
             return None
         player = step_player(self.run.share(replicas), len(cuts))
-        seconds = player.seconds_of_one(self._seconds.of_cuts(np.array([cuts])))
+        seconds = player.seconds_of_one(self._seconds.of_cuts(np.array([cuts]), speeds))
         weights = np.diff(self._parameters[[*cuts, self.num_layers]]).max()
         return round((seconds + self._after(replicas, float(weights))) / TICK)
 

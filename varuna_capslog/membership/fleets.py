@@ -17,7 +17,7 @@ __all__ = ["Fleets"]
 
 
 class Fleets:
-    """Plans by the capacities of the devices, remembered.
+    """Plans by the capacities and speeds of the devices, remembered.
 
     Args:
         candidates: of the run; its snapshots count beside training here, too.
@@ -33,15 +33,15 @@ class Fleets:
         found = candidates.planner == JOINT and candidates.described and candidates.timed
         return cls(candidates) if found else None
 
-    def _plan(self, capacities: tuple[int, ...]) -> Plan | None:
-        """The plan for devices of so many bytes (0: no limit known), by rank; None where nothing fits."""
+    def _plan(self, kinds: tuple[tuple[int, float], ...]) -> Plan | None:
+        """The plan for devices of (bytes, speed), by rank; 0 bytes: no limit known. None where nothing fits."""
         ours = self._candidates
         assert ours.profile is not None
-        devices = [Device(size or None) for size in capacities]
+        devices = [Device(size or None, speed) for size, speed in kinds]
         found = best_fleet_of_run(ours.profile, devices, ours.run, ours.memory, ours.link, ours.beside)
         return found.plan if isinstance(found, JointPlan) else None
 
     def prepare(self, devices: int, capacity: int) -> None:
         """Plans for up to `devices` devices of this capacity, while no member waits for them."""
         for count in range(1, devices + 1):
-            self.plan((capacity,) * count)
+            self.plan(((capacity, 1.0),) * count)

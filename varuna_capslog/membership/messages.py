@@ -66,7 +66,7 @@ __all__ = [
 
 
 Change = tuple[str, Member]
-"""A wished change: ("leave", member) or ("join", member)."""
+"""A wished change: ("leave", member), ("join", member), or ("rebalance", member): its speed asks for another plan."""
 
 
 class Proof(NamedTuple):
@@ -248,7 +248,7 @@ class Tick(ProtocolEvent):
 
 @dataclass(frozen=True, slots=True)
 class Wished(ProtocolEvent):
-    """A change that is wished: this member, or a straggler, is to leave; or one that is outside and warm is to join.
+    """A change that is wished: this member is to leave, one that is outside and warm to join, or a plan to be another.
 
     Attributes:
         urgent: no time for preparation.

@@ -28,7 +28,7 @@ from varuna_capslog.planning.verdict import (
     HostMemory,
     judge,
 )
-from varuna_capslog.plans.parts import Units
+from varuna_capslog.plans.parts import PlanRank, Units
 from varuna_capslog.plans.pipelines import pipelines_of, plan_of_pipelines
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
@@ -139,13 +139,18 @@ class Placer:
         if given is not None and choice is not None:
             return self._layout(given, choice, seats, limits)
         least, lost = self._protection(seats, limits)
-        joint = None if self._fleets is None else self._fleets.plan(tuple(seat.capacity for seat in seats))
+        kinds = tuple((seat.capacity, seat.speed) for seat in seats)
+        joint = None if self._fleets is None else self._fleets.plan(kinds)
         shared = None if joint is None else self._choice_of(joint)
         if joint is not None and shared is not None and lost(shared) <= least:
             return self._layout(joint, shared, seats, limits)
         size = len(self.layer_bytes)
         found = self.candidates.quickest(
-            len(seats), limits.usable, lambda one: lost(Choice.of_candidate(one, size)), least
+            len(seats),
+            limits.usable,
+            limits.speeds,
+            rank=lambda one: lost(Choice.of_candidate(one, size)),
+            best_rank=least,
         )
         if joint is not None and shared is not None:
             protected = found is not None and lost(Choice.of_candidate(found, size)) < lost(shared)
@@ -162,15 +167,22 @@ class Placer:
         """The plan for the record of a generation of these seats; None where every member computes it alike, which
         joint plans are not left to: their search adds and compares times in ways that two machines may round apart.
         """
+        unlike, found = _are_unlike(seats), None
         if self.budgeted is not None:
-            return self._proposed(seats) if len(seats) >= max(1, self.elastic.min_devices) else None
-        layout = self(seats) if self.proposes else None
-        return layout.plan if isinstance(layout, MemberLayout) else None
+            found = self._proposed(seats) if len(seats) >= max(1, self.elastic.min_devices) else None
+        elif self._fleets is not None or unlike:
+            layout = self(seats)
+            found = layout.plan if isinstance(layout, MemberLayout) else None
+        if found is None or found.ranks or not unlike:
+            return found
+        return dataclasses.replace(found, ranks=tuple(PlanRank(speed=seat.speed) for seat in seats[: found.num_ranks]))
 
     def _given_for(self, seats: Sequence[Seat], limits: _Limits) -> tuple[Plan, Choice] | tuple[None, None]:
-        """The run's own plan, where it is for so many devices and fits them."""
+        """The run's own plan, where it is for so many devices of one speed and fits them."""
         given, choice = self._given or (None, None)
-        if given is None or choice is None or given.num_ranks != len(seats) or not limits.allow(choice):
+        if given is None or choice is None or given.num_ranks != len(seats) or _are_unlike(seats):
+            return None, None
+        if not limits.allow(choice):
             return None, None
         return given, choice
 
@@ -215,7 +227,8 @@ class Placer:
         def loss(one: Candidate) -> int:
             return lost(Choice.of_candidate(one, size))
 
-        plan, equal = self.budget_plan(seats), self.candidates.quickest(len(seats), limits.usable, loss, least)
+        plan = self.budget_plan(seats)
+        equal = self.candidates.quickest(len(seats), limits.usable, limits.speeds, rank=loss, best_rank=least)
         if equal is None or self._lack(pipelines := self.pipelines(equal.cuts, equal.replicas), seats):
             return plan if plan.fits else None
         seconds = (equal.step_ticks or 0) * TICK
@@ -235,8 +248,8 @@ class Placer:
         Where nothing fits beside the snapshots, `fits` is False.
         """
         assert self.budgeted is not None
-        limits, capacities = _Limits(seats, self.candidates), [seat.capacity for seat in seats]
-        first, copies = self.budgeted.plan(capacities), [0] * len(seats)
+        limits = _Limits(seats, self.candidates)
+        first, copies = self.budgeted.plan(seats), [0] * len(seats)
         found = first
         for _ in range(_ROUNDS):
             if not found.fits:
@@ -248,7 +261,7 @@ class Placer:
             before, copies = copies, [sum(self._copy_bytes[n] for n in wanted.get(seat.member, ())) for seat in seats]
             if before == copies:
                 break
-            found = self.budgeted.plan(capacities, copies)
+            found = self.budgeted.plan(seats, copies)
         return first
 
     def look_ahead(self, seats: Sequence[Seat]) -> Iterator[list[Any]]:
@@ -349,10 +362,11 @@ class Placer:
 
 
 class _Limits:
-    """What each seat's device can use, by rank, and by stage of a candidate."""
+    """What each seat's device can use and how fast it is, by rank, and by stage of a candidate."""
 
     def __init__(self, seats: Sequence[Seat], candidates: Candidates) -> None:
         usable = candidates.headroom.usable
+        self._speeds = [seat.speed for seat in seats] if _are_unlike(seats) else None
         # An unknown capacity limits nothing.
         self.of_rank = [usable(seat.capacity) if seat.capacity else NEVER - 1 for seat in seats]
         self.any = candidates.described and any(seat.capacity for seat in seats)
@@ -366,6 +380,16 @@ class _Limits:
         if not self.any:
             return None
         return [min(self.of_rank[device : replicas * stages : stages]) for device in range(stages)]
+
+    def speeds(self, replicas: int, stages: int) -> tuple[float, ...] | None:
+        """Per stage, the slowest device of any replica; None where all devices are alike."""
+        if self._speeds is None:
+            return None
+        return tuple(min(self._speeds[device : replicas * stages : stages]) for device in range(stages))
+
+
+def _are_unlike(seats: Sequence[Seat]) -> bool:
+    return len({seat.speed for seat in seats}) > 1
 
 
 def _of_pipelines(candidates: Candidates, cuts: Sequence[int], replicas: int) -> Plan:

@@ -33,11 +33,14 @@ CHECKPOINT = None
 
 
 class Seat(NamedTuple):
-    """A member as the planner sees it: where it runs and the bytes of its device (0: unknown)."""
+    """A member as the planner sees it: where it runs, the bytes of its device (0: unknown), and the device's speed
+    beside the fastest one (above 0, at most 1), which the member that proposes a plan may know.
+    """
 
     member: Member
     host: str
     capacity: int
+    speed: float = 1.0
 
 
 class Place(Protocol):

@@ -112,11 +112,13 @@ def find_cuts(
     devices: int,
     usable: Sequence[int] | None = None,
     link: Link | None = None,
+    speeds: Sequence[float] | None = None,
 ) -> list[int]:
     """Return the first layer of each of `devices` stages, as the planner of this name chooses them.
 
     costs: of the profile for this run. usable: bytes that a stage may hold on each device; None means no limit.
-    run, link: for planners that need seconds; `throughput` answers with the smallest peak where no cut list fits.
+    run, link, speeds (of each device, at most 1): for planners that need seconds; `throughput` answers with the
+        smallest peak where no cut list fits.
 
     Raises CapslogError naming the first layer whose seconds (or bytes that cross a cut) the profile lacks.
     """
@@ -125,5 +127,5 @@ def find_cuts(
     if planner != "throughput":
         return PLANNERS[planner](costs, devices, usable)
     seconds = LayerSeconds.of_profile(profile, link)
-    best = fastest_cuts(costs, seconds, with_microbatches(run, devices), devices, usable)
+    best = fastest_cuts(costs, seconds, with_microbatches(run, devices), devices, usable, speeds)
     return exact_cuts(costs, devices, usable) if best is None else list(best.cuts)

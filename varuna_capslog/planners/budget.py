@@ -58,7 +58,8 @@ def kept_bound(chain: Layerwise, costs: StageCosts) -> float:
 def kept_cuts(chain: Layerwise, costs: StageCosts) -> list[int]:
     """The cuts of the shortest step of stages that keep everything, whatever the memory."""
     assert chain.question is not None, "made by Layerwise.of_profile"
-    found = fastest_cuts(costs, chain.question.seconds, of_cuts(chain.question.run), chain.stages, width=256)
+    run = of_cuts(chain.question.run)
+    found = fastest_cuts(costs, chain.question.seconds, run, chain.stages, speeds=chain.speeds, width=256)
     assert found is not None, "there is no limit"
     return list(found.cuts)
 
@@ -91,7 +92,7 @@ class BudgetSearch:
         for _ in range(_ROUNDS):
             usable = [min(NEVER - 1, size) - more for size, more in zip(chain.usable, left.tolist(), strict=True)]
             extra = [places.extra(stage, size) for stage, size in enumerate(usable)]
-            found = fastest_cuts(places, seconds, run, chain.stages, usable, width=256, extra=extra)
+            found = fastest_cuts(places, seconds, run, chain.stages, usable, chain.speeds, 256, extra)
             if found is None:
                 break
             stages = places.stages(found.cuts, usable)

@@ -70,6 +70,7 @@ class Layerwise:
     host_bandwidth: bytes per second between a device and its host tier; None: copies take no time.
     copies_beside: copies run beside the computation; else they take the device's own time.
     swaps_within_calls: saved tensors can leave the device before their call has ended.
+    speeds: [S] of the devices, above 0 and at most 1, so that no stage is quicker than its seconds; None: all 1.
     question: what these numbers were made of, for planners that ask more.
     """
 
@@ -86,6 +87,7 @@ class Layerwise:
     host_bandwidth: float | None = None
     copies_beside: bool = True
     swaps_within_calls: bool = True
+    speeds: Sequence[float] | None = None
     question: Question | None = None
 
     @classmethod
@@ -97,6 +99,7 @@ class Layerwise:
         usable: Sequence[int] | None = None,
         link: Link | None = None,
         has_tier: bool = True,
+        speeds: Sequence[float] | None = None,
     ) -> Layerwise:
         """The numbers of a profile.
 
@@ -105,6 +108,7 @@ class Layerwise:
             usable: bytes that a stage may hold on each device; None: no limit.
             link: between neighbouring stages, and to the host tier; None: transfers and copies take no time.
             has_tier: what is offloaded leaves the device's memory.
+            speeds: of the devices, each at most 1.
 
         Raises CapslogError naming the seconds, bytes or runs that the profile lacks.
         """
@@ -135,6 +139,7 @@ class Layerwise:
             link.host_bandwidth,
             beside,
             False,
+            speeds,
             Question(ranges, seconds, run),
         )
 

@@ -186,7 +186,8 @@ class _Candidates:
             if costs is None:
                 continue
             for planner in ("throughput", "exact"):
-                cuts = find_cuts(planner, self.profile, costs, run, self.chain.stages, usable, self.link)
+                count, speeds = self.chain.stages, self.chain.speeds
+                cuts = find_cuts(planner, self.profile, costs, run, count, usable, self.link, speeds)
                 for kind in kinds:
                     if self.weigh(self._alike(cuts, kind), name):
                         break

@@ -36,7 +36,7 @@ __all__ = ["check_memory", "judged_layerwise_plan", "layerwise_plan", "saying_wh
 
 def layerwise_plan(
     profile: Profile,
-    devices: int,
+    devices: int | Sequence[float],
     planner: str,
     capacity: int | Sequence[int] | None,
     run: RunShape,
@@ -47,6 +47,8 @@ def layerwise_plan(
     """The plan of a planner of `LAYERWISE`, not judged yet.
 
     Args:
+        devices: how many, all of one speed; or the speed of each beside the fastest, above 0 and at most 1, which
+            `budget` counts.
         capacity: bytes of every device, or one number per device; None: no limit, so that nothing is treated.
         run: of one pipeline, whose schedule `budget` chooses where it is `AUTO_SCHEDULE`. Where its number of
             microbatches is not known, the search counts `DEFAULT_MICROBATCHES_PER_STAGE` per stage.
@@ -58,6 +60,8 @@ def layerwise_plan(
 
     Raises CapslogError naming the seconds or runs that the profile lacks, and for more devices than layers.
     """
+    speeds = None if isinstance(devices, int) else tuple(devices)
+    devices = devices if isinstance(devices, int) else len(devices)
     check_devices(devices, profile)
     capacities, usable = capacities_of_devices(capacity, devices), usable_bytes(profile, capacity, devices)
     has_tier = not (tier or HostMemory()).is_device(profile)
@@ -73,8 +77,9 @@ def layerwise_plan(
         )
     first = "1f1b" if names[0] in WIDER else names[0]
     shape = dataclasses.replace(with_microbatches(run, devices), schedule=first)
-    chain = Layerwise.of_profile(profile, shape, devices, usable, link, has_tier)
+    chain = Layerwise.of_profile(profile, shape, devices, usable, link, has_tier, speeds)
     limits = [None] * devices if capacities is None else capacities
+    own = [None] * devices if speeds is None else speeds
 
     def plan_of(stages: Sequence[StageChoice], shape: RunShape) -> Plan:
         count = shape.num_microbatches
@@ -92,7 +97,7 @@ def layerwise_plan(
             ),
             Units(count, shape.microbatch_size, None if count is None else shape.num_blocks),
             shape.schedule,
-            ranks=tuple(PlanRank(capacity_bytes=size) for size in limits),
+            ranks=tuple(PlanRank(capacity_bytes=size, speed=speed) for size, speed in zip(limits, own, strict=True)),
             planner=planner,
             model=profile.model,
             profile_digest=profile.digest,

@@ -77,6 +77,15 @@ class Played:
         """Of the whole step, updates included."""
         return self.together + (self.update or 0.0)
 
+    @property
+    def busy_seconds(self) -> dict[int, float]:
+        """By rank, what its forwards, recomputations and backwards take; copies and updates are left out."""
+        return {
+            rank: sum(one.end_seconds - one.start_seconds for one in row if one.action.kind in "FRBIW")
+            for part, _, step, *_ in self.steps
+            for rank, row in zip(part.ranks, step.timeline.actions, strict=True)
+        }
+
 
 def play(
     profile: Profile,
@@ -120,6 +129,8 @@ def play(
         else:
             actions = [[action for action in row if action.kind != "U"] for row in given]
         seconds = stage_seconds(profile, chosen, run)
+        if (own_speeds := [plan.speed_of(stage.ranks[0]) for stage in chosen]) != [1.0] * len(chosen):
+            seconds = seconds.at_speeds(own_speeds)
         tells_updates &= "U" in seconds.other
         if any(waited := moment_seconds(profile, chosen, link.host_bandwidth)):
             updates = seconds.other.get("U", [0.0] * len(chosen))

@@ -85,7 +85,8 @@ def looped(
     if count > chain.num_layers:
         return
     run = replace(chain.question.run, schedule="1f1b", recompute=False)
-    found = fastest_cuts(costs, chain.question.seconds, run, count, width=64)
+    speeds = None if chain.speeds is None else [*chain.speeds] * STAGES_PER_RANK
+    found = fastest_cuts(costs, chain.question.seconds, run, count, speeds=speeds, width=64)
     if found is None:
         return
     bounds = list(zip(found.cuts, [*found.cuts[1:], chain.num_layers], strict=True))

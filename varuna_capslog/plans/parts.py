@@ -250,18 +250,22 @@ class PlanRank:
 
     bytes: predicted peak on the device; host_bytes: in the host tier; seconds: of its work; None: not predicted.
     capacity_bytes: None: no limit, or not known.
+    speed: of the device beside the fastest one of the plan, above 0 and at most 1; None: 1.
     """
 
     bytes: int | None = None
     host_bytes: int | None = None
     seconds: float | None = None
     capacity_bytes: int | None = None
+    speed: float | None = None
 
     def __post_init__(self) -> None:
         check_optional(self, "bytes", fields.whole, minimum=None)
         check_optional(self, "host_bytes", fields.whole)
         check_optional(self, "seconds", fields.seconds)
         check_optional(self, "capacity_bytes", fields.whole, minimum=1)
+        if self.speed is not None and not 0 < fields.seconds(self.speed, "speed") <= 1:
+            raise CapslogError(f"speed is {self.speed}; give a number above 0 and at most 1, the fastest device's")
 
 
 @dataclass(frozen=True)

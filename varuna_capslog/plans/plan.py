@@ -168,7 +168,7 @@ class Plan:
             for number, stage in enumerate(self.stages)
         )
         full = self.units.blocks is not None or self.actions is not None or self.variants or self.routes != "relay"
-        rest = any((one.host_bytes, one.seconds) != (None, None) for one in self.ranks)
+        rest = any((one.host_bytes, one.seconds, one.speed) != (None, None, None) for one in self.ranks)
         return plain and not full and not rest and self.cuts is not None and len(self.ranks) in (0, len(self.stages))
 
     @property
@@ -202,6 +202,11 @@ class Plan:
     def microbatch_size(self) -> int | None:
         """Samples of a unit."""
         return self.units.samples
+
+    def speed_of(self, rank: int) -> float:
+        """The speed of a rank's device beside the fastest one; 1 where the plan does not tell it."""
+        told = self.ranks[rank].speed if rank < len(self.ranks) else None
+        return 1.0 if told is None else told
 
     @property
     def capacity_bytes(self) -> int | tuple[int | None, ...] | None:

@@ -97,7 +97,7 @@ def plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         named = {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
         # left out where there are none, so that files of plans without them stay as they were
-        return {name: item for name, item in named.items() if name != "moments" or item}
+        return {name: item for name, item in named.items() if name not in ("moments", "speed") or item}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     return dict(value) if isinstance(value, Mapping) else value

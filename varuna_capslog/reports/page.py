@@ -12,8 +12,10 @@ from pathlib import Path
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.reports import markup
+from varuna_capslog.reports.busy import busy_parts
 from varuna_capslog.reports.changes import change_parts
 from varuna_capslog.reports.curves import draw_scores, draw_training, main_parts
+from varuna_capslog.reports.goodput import goodput_parts
 from varuna_capslog.reports.markup import Markup
 from varuna_capslog.reports.memory import draw_layers
 from varuna_capslog.reports.peaks import Rehearsal, peak_parts
@@ -57,10 +59,12 @@ def write_report(run_dir: Path, rehearse: Rehearsal | None = None) -> Path:
         raise CapslogError(f"{folder} cannot be written: {error.strerror or error}; check its permissions") from error
     sections: tuple[tuple[str, str, Callable[[RunRecord, Path], list[Markup]]], ...] = (
         ("summary", "Summary", lambda run, folder: summary_parts(run)),
+        ("goodput", "Where the time went", lambda run, folder: goodput_parts(run)),
         ("stages", "Stages", lambda run, folder: stage_parts(run)),
         ("changes", "Changes of the devices", change_parts),
         ("memory", "Peak memory of each stage", lambda run, folder: peak_parts(run, folder, rehearse)),
         ("schedule", "Schedule of one step", step_parts),
+        ("busy", "Work of each rank", lambda run, folder: busy_parts(run)),
         ("layers", "Memory of each layer", _layers),
         ("training", "Training", _training),
         ("evaluation", "Evaluation", _evaluation),

@@ -62,6 +62,7 @@ def _known_numbers(value: Any) -> dict[str, float]:
 
 
 _KnownNumbers = Annotated[Mapping[str, float], BeforeValidator(_known_numbers)]
+_Busy = Annotated[tuple[Annotated[float, Strict(), AllowInfNan(False)], ...] | None, _OR_NONE]
 _Peaks = Annotated[Annotated[tuple[_Whole, ...], Field(min_length=1)] | None, _OR_NONE]
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -80,6 +81,8 @@ class StepLine:
     """One line of metrics.jsonl. A value that is missing or invalid is None; a line without a step is refused.
 
     waited_seconds: how long the rank that waited longest for data did so.
+    busy_seconds: by rank, how long it worked.
+    time: when the step ended, in seconds since 1970.
     peak_bytes: measured peak per stage, on the steps where it was taken; peak_source says how, peak_input the shapes of
         the largest microbatch of the step.
     """
@@ -92,6 +95,8 @@ class StepLine:
     step_seconds: _Number = None
     waited_seconds: _Number = None
     samples_per_second: _Number = None
+    busy_seconds: _Busy = None
+    time: _Number = None
     generation: _WholeOrNone = None
     peak_bytes: _Peaks = None
     peak_source: Annotated[str | None, _OR_NONE] = None
@@ -118,6 +123,7 @@ class Evaluation:
     step: _Whole
     scores: _KnownNumbers
     per_class: _Numbers
+    generation: _WholeOrNone = None
 
     @property
     def value(self) -> float:
@@ -142,6 +148,7 @@ class RunRecord:
 
     plans: by generation; plan: the newest one, and its generation.
     steps, evaluations: rising in step, the last line of a step counts; last_step is the step of the last line.
+    every_step: all lines of steps as they were written, those of steps that were made again later included.
     predictions, texts: what the trained model makes of samples: pictures, and what is written.
     problems: by file name, why the file cannot be used (not written, not readable), or which part was left out.
     """
@@ -153,6 +160,7 @@ class RunRecord:
     generation: int | None
     plans: Mapping[int, Plan]
     steps: tuple[StepLine, ...]
+    every_step: tuple[StepLine, ...]
     last_step: int | None
     evaluations: tuple[Evaluation, ...]
     events: tuple[Event, ...]
@@ -250,6 +258,7 @@ def read_run(run_dir: Path) -> RunRecord:
         generation=generation,
         plans=every,
         steps=_last_of_each_step(steps),
+        every_step=tuple(steps),
         last_step=steps[-1].step if steps else None,
         evaluations=_last_of_each_step(evaluations),
         events=tuple(events),

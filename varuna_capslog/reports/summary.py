@@ -14,6 +14,7 @@ from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.reports import markup
 from varuna_capslog.reports.changes import changes_in_short
+from varuna_capslog.reports.goodput import account_of
 from varuna_capslog.reports.markup import Markup
 from varuna_capslog.reports.run import RunRecord
 from varuna_capslog.reports.wording import UNKNOWN, duration, moment, plain, plural, significant
@@ -31,6 +32,8 @@ _MUCH_WAITING = 0.1
 def summary_parts(run: RunRecord) -> list[Markup]:
     """What ran, where, for how long, how it ended, and what of its files could not be read."""
     rows = {**_model(run), **_placement(run), **_course(run), **_results(run), **_versions(run)}
+    if (account := account_of(run)) is not None:
+        rows["Productive"] = account.sentence()
     notes = []
     if run.last_step is not None and run.last_step < run.steps[-1].step:
         notes.append(

@@ -7,6 +7,7 @@ program.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -14,23 +15,24 @@ import resource
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from varuna_capslog.base import fields
+from varuna_capslog.base import fields, files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.executor import Observer
+from varuna_capslog.engine.stage import MicrobatchContext, Stage
 from varuna_capslog.schedules.lower import Instruction
 from varuna_capslog.start import member_worker as worker
 from varuna_capslog.start.member_worker import Equipment
 
-__all__ = ["VARIABLE", "Fault", "Instructions", "faults_of", "main", "prober"]
+__all__ = ["VARIABLE", "Fault", "Instructions", "Slowness", "faults_of", "main", "prober", "slow_down"]
 
 VARIABLE = "CAPSLOG_FAULTS"
 
-_KINDS = ("kill", "stop", "raise", "hang", "full", "starve", "wait")
+_KINDS = ("kill", "stop", "raise", "hang", "full", "starve", "slow", "wait")
 _LONGEST_WAIT = 60.0
 
 
@@ -41,8 +43,8 @@ class Fault:
     Attributes:
         do: "kill" and "stop" by signal; "raise" an error that nothing expects; "hang" for ever; "full": from now on
             nothing that this process writes finds room on the disk; "starve": an allocation of `name` bytes fails as
-            torch's on a CPU does; "wait" until somebody creates `<name>.go` in the
-            run's `faults/` (it creates `<name>.here` before), at most a minute.
+            torch's on a CPU does; "slow": from the next step on its work takes `name` times as long; "wait" until
+            somebody creates `<name>.go` in the run's `faults/` (it creates `<name>.here` before), at most a minute.
     """
 
     member: str
@@ -78,6 +80,8 @@ class Fault:
                 raise RuntimeError(
                     f"DefaultCPUAllocator: can't allocate memory: you tried to allocate {self.name} bytes. {why}"
                 )
+            case "slow":
+                slow_down(folder, self.member, float(self.name))
             case _:
                 _wait(folder, self.name)
 
@@ -117,13 +121,45 @@ def prober(faults: Sequence[Fault], member: str, folder: Path) -> Callable[[str]
     return probe
 
 
-class Instructions(Observer):
+def slow_down(folder: Path, member: str, factor: float) -> None:
+    """From its next step on, a member that `Slowness` observes from this folder works so many times as long; 1: as
+    before.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    files.write_text(folder / f"{member}.slow", str(factor))
+
+
+class Slowness(Observer):
+    """Makes the work of a member take longer, as `slow_down` says.
+
+    Args:
+        folder: of the run's faults.
+    """
+
+    def __init__(self, folder: Path, member: str) -> None:
+        self._file, self._factor = folder / f"{member}.slow", 1.0
+
+    def instruction(self, position: int, instruction: Instruction) -> None:
+        if position == 0:
+            self._factor = float(self._file.read_text()) if self._file.exists() else 1.0
+
+    @contextlib.contextmanager
+    def working(self, kind: str, stage: Stage, context: MicrobatchContext) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        if self._factor > 1:
+            time.sleep((self._factor - 1) * (time.perf_counter() - began))
+
+
+class Instructions(Slowness):
     """Tells a probe of every instruction that the engine comes to."""
 
-    def __init__(self, probe: Callable[[str], None]) -> None:
+    def __init__(self, probe: Callable[[str], None], folder: Path, member: str) -> None:
+        super().__init__(folder, member)
         self._probe = probe
 
     def instruction(self, position: int, instruction: Instruction) -> None:
+        super().instruction(position, instruction)
         self._probe(f"action {position}")
 
 
@@ -133,6 +169,8 @@ def main(
     """The entry of a member with faults: those of the variable; else as `worker.main`."""
     found = os.environ if environment is None else environment
     faults = faults_of(found.get(VARIABLE, "[]"))
-    probe = prober(faults, found["CAPSLOG_MEMBER"], Path(arguments[0]) / "faults")
-    equipment = dataclasses.replace(equipment or Equipment(), probe=probe, observer=Instructions(probe))
+    folder, member = Path(arguments[0]) / "faults", found["CAPSLOG_MEMBER"]
+    probe = prober(faults, member, folder)
+    observer = Instructions(probe, folder, member)
+    equipment = dataclasses.replace(equipment or Equipment(), probe=probe, observer=observer)
     return worker.main(arguments, equipment)

@@ -109,6 +109,7 @@ def armed(member: str, run_dir: Path) -> Callable[[str], None]:
 def main(arguments: Sequence[str]) -> int:
     """The entry of a watched member; like `elastic.worker.main`."""
     faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=True)
-    probe = armed(os.environ["CAPSLOG_MEMBER"], Path(arguments[0]))
-    observer, open_store = Instructions(probe), relayed.opener()
+    member, folder = os.environ["CAPSLOG_MEMBER"], Path(arguments[0])
+    probe = armed(member, folder)
+    observer, open_store = Instructions(probe, folder / "chaos", member), relayed.opener()
     return worker.main(arguments, Equipment(probe=probe, observer=observer, work=WatchedWork, open_store=open_store))

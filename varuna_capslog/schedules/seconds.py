@@ -5,7 +5,7 @@ from __future__ import annotations
 __all__ = ["StageSeconds"]
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.schedules.ordered import Piece
@@ -53,6 +53,25 @@ class StageSeconds:
         }
         for name, values in (named | {name: row for name, row in rest.items() if row is not None}).items():
             _check_times(name, values, num_stages)
+
+    def at_speeds(self, speeds: Sequence[float]) -> StageSeconds:
+        """What the stages take on devices of these speeds, one per stage, beside one of speed 1: their work is divided
+        by it; messages and copies (O, L) take what they took.
+        """
+
+        def divided(row: Sequence[float] | None) -> Sequence[float] | None:
+            return None if row is None else [one / speed for one, speed in zip(row, speeds, strict=True)]
+
+        return replace(
+            self,
+            forward=divided(self.forward) or (),
+            backward=divided(self.backward) or (),
+            recompute=divided(self.recompute),
+            bare_forward=divided(self.bare_forward),
+            backward_again=divided(self.backward_again),
+            backward_at_once=divided(self.backward_at_once),
+            other={kind: row if kind in "OL" else divided(row) or () for kind, row in self.other.items()},
+        )
 
     def of(self, work: Piece) -> float:
         """Of one action."""

@@ -74,6 +74,13 @@ def check_elastic(config: Config) -> None:
         raise CapslogError(
             f"elastic.enabled needs pipeline.transport=gloo; {config.pipeline.transport} groups cannot be left alone"
         )
+    from varuna_capslog.membership.candidates import BY_TIME
+
+    if config.elastic.rebalance and config.pipeline.planner not in BY_TIME:
+        raise CapslogError(
+            f"elastic.rebalance=true needs a planner that weighs time ({', '.join(BY_TIME)}), but pipeline.planner is "
+            f"{config.pipeline.planner}; choose one of them, or set elastic.rebalance=false"
+        )
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise CapslogError(
             "elastic.enabled cannot work under torchrun, whose agent ends all workers when one is lost; start `capslog "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -70,6 +71,7 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
         DoesNotFit: no plan keeps every stage within its device; the smallest-peak plan is written all the same.
         CapslogError: the model, the profile or the plan is impossible, or the folder's checkpoints are of another run.
     """
+    begun = time.time()
     # Before the profile, which may take minutes.
     fields.refuse_unknown([config.pipeline.planner], [*EVERY_PLANNER, JOINT, AUTOMATIC], "planner")
     fields.refuse_unknown([config.pipeline.memory], [AUTO, *MEMORY_MODELS], "memory model")
@@ -93,6 +95,7 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
         write_plan(plan_path(config.run_dir, 0 if last is None else last[0] + 1), plan)
     if plan.fits is False:
         raise DoesNotFit("; ".join(plan.notes) or "no plan fits the given capacity; add devices or capacity")
+    files.append_jsonl(config.run_dir / "events.jsonl", {"kind": "launch", "time": begun})
     return plan
 
 
@@ -186,6 +189,9 @@ def _plan(
     if config.elastic.enabled:
         from varuna_capslog.membership.protection import with_reserves
 
+        if config.elastic.rebalance and not profile.timed:
+            profile.column("forward_seconds")  # names the layer
+            profile.column("backward_seconds")
         plan, snapshots = with_reserves(config, profile, plan, find)
     if plan.short and plan.fits and capacity is not None and profile.source == "estimated":
         from varuna_capslog.profiling.rehearsal import rehearse_config

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.base.seeds import mix
-from varuna_capslog.engine.step import DataReport
+from varuna_capslog.engine.step import RankReport
 from varuna_capslog.model.workload import DataSource, LateTargets, Minibatch, Reading, ReadingSource
 
 __all__ = ["Feed", "evaluation_groups"]
@@ -119,9 +119,9 @@ class Feed:
 
         return load
 
-    def report(self) -> DataReport:
+    def report(self) -> RankReport:
         """How long this rank has waited for data since the last report, and what could not be read."""
-        found = DataReport(self._waited, self._failure)
+        found = RankReport(self._waited, self._failure)
         self._waited, self._failure = 0.0, None
         return found
 

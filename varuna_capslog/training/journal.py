@@ -46,6 +46,7 @@ def step_record(verdict: Verdict, rate: float, seconds: float, epoch: int, minib
         "step_seconds": seconds,
         "waited_seconds": max(verdict.waited_seconds, default=0.0),
         "samples_per_second": minibatch_size / seconds,
+        **({"busy_seconds": list(verdict.busy_seconds)} if verdict.busy_seconds else {}),
     }
 
 

@@ -100,6 +100,7 @@ class TrainingLoop:
     Attributes:
         engine: of the present generation; None between two generations.
         step: the last one that was applied.
+        step_seconds: that this step took here.
         minibatch: of the step under way.
         verdict: of the step that was voted on and neither applied nor discarded.
         run_began: on the monotonic clock; `max_seconds` counts from here. The driver sets it where the run began before
@@ -114,7 +115,7 @@ class TrainingLoop:
         self.log = Journal(setup.run_dir, setup.total_steps, train.log_every, train.loggers)
         self.boundaries = Boundaries(setup, self.log)
         self.engine: Engine | None = None
-        self.step = 0
+        self.step, self.step_seconds = 0, 0.0
         self.minibatch: Minibatch | None = None
         self.verdict: Verdict | None = None
         self._feed: Feed = setup.feed()
@@ -209,8 +210,8 @@ class TrainingLoop:
             rate = engine.apply(verdict)
         self.verdict = self.minibatch = None
         self.step = verdict.step
-        seconds, size = time.perf_counter() - self._step_began, self.setup.config.train.minibatch_size
-        record = step_record(verdict, rate, seconds, self._feed.epoch(self.step), size)
+        self.step_seconds, size = time.perf_counter() - self._step_began, self.setup.config.train.minibatch_size
+        record = step_record(verdict, rate, self.step_seconds, self._feed.epoch(self.step), size)
         if self._peaks is not None:
             count = engine.options.num_microbatches // engine.layout.replicas
             record |= peak_record(self._peaks, self._meter.source, minibatch.inputs[:count])

@@ -22,7 +22,7 @@ from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.optimizer import StageOptimizer
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.stage import LossFunction
-from varuna_capslog.engine.step import NO_REPORT, DataReport, Verdict, check_minibatch, data_failure
+from varuna_capslog.engine.step import NO_REPORT, RankReport, Verdict, check_minibatch, data_failure
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.varuna_plugin.building import forward_only
@@ -178,7 +178,7 @@ class VarunaEngine:
         minibatch: Minibatch,
         stop: bool = False,
         ballot: bytes = b"",
-        data: DataReport = NO_REPORT,
+        data: RankReport = NO_REPORT,
     ) -> Verdict:
         """As `Engine.vote`: the loss parts, the wishes to stop, the ballots and the reports are gathered."""
         norm = self._norm

@@ -46,11 +46,16 @@ def test_a_slice_of_histories_with_damage() -> None:
 
 @pytest.mark.parametrize("kind", ["", "ladder", "damage"])
 def test_a_slice_of_histories_with_plans_of_any_rectangles(kind: str) -> None:
-    """Founders draw what the members run: rectangles that no member could compute by itself."""
+    """Founders draw what the members run: rectangles that no member could compute by itself. Some wish for another plan
+    for the same members.
+    """
     ends: Counter[str] = Counter()
+    faults: Counter[str] = Counter()
     for seed in range(150):
         outcome = play(draw(seed, plans=True, **({kind: True} if kind else {})))
         ends[outcome.ended] += 1
+        faults += outcome.faults
+    assert faults["rebalance"] > 30
     assert "" not in ends
     assert ends["trained"] > 100
 

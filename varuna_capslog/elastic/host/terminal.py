@@ -130,6 +130,9 @@ def describe(event: Mapping[str, Any]) -> str | None:
         return (
             f"{event.get('member')} lacked {lacked} in step {event.get('step')}: the step is made again with less there"
         )
+    if kind == "rebalance":
+        gain = float(event.get("planned_gain", 1.0))
+        return f"{event.get('why')}; by the plans a step takes {gain:.2f} times as long without them"
     if kind == "lost":
         return str(event.get("why"))
     if kind == "waiting":

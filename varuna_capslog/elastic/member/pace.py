@@ -16,14 +16,22 @@ class Pace:
 
     Args:
         run: the whole step; what plans leave open. device: cpu or cuda.
+
+    Attributes:
+        told: what the event of the newest generation says of its plan.
     """
 
     def __init__(self, run: RunShape, device: str) -> None:
         self._run, self._device = run, device
         self._before: float | None = None
+        self.told: dict[str, Any] = {}
 
-    def of(self, plan: Plan) -> dict[str, Any]:
-        """What the event of a generation says of its plan; nothing where the plan does not know its step.
+    def begin(self, plan: Plan) -> None:
+        """A generation begins to train by this plan."""
+        self.told = self._of(plan)
+
+    def _of(self, plan: Plan) -> dict[str, Any]:
+        """Nothing where the plan does not know its step.
 
         Returns:
             "planned_step_seconds"; "planned_step_ratio", to the plan before, where that is known;

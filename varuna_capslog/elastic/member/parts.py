@@ -31,6 +31,8 @@ class ChangeReport:
     Attributes:
         before: members of the last generation that trained.
         proposal_seconds: what the search of a plan for the record took here, where this member founded the generation.
+        lost_step_seconds: how long the step had taken here that the change broke off.
+        rebalanced: why this member wished for another plan for the same members; None: it did not.
     """
 
     before: tuple[Member, ...] = ()
@@ -41,6 +43,8 @@ class ChangeReport:
     transfer_seconds: float = 0.0
     moved_bytes: int = 0
     why: tuple[str, ...] = ()
+    rebalanced: str | None = None
+    lost_step_seconds: float = 0.0
 
     def timed(self, place: Place) -> Place:
         """The same planner; how long its last search took becomes part of the report."""
@@ -60,14 +64,14 @@ class ChangeReport:
     def opened(self, members: Sequence[Member], dead: Collection[Member], moved_bytes: int) -> None:
         """All layers are where they belong."""
         self.transfer_seconds = time.monotonic() - self.transfer_began
-        self.why = reasons(members, self.before, dead)
+        self.why = reasons(members, self.before, dead, self.rebalanced)
         self.moved_bytes += moved_bytes
 
     def applied(self, now: float) -> None:
         """A step was applied, and the change before it, if there was one, was told: another report begins."""
         if self.why:
             self.search_seconds = self.proposal_seconds = self.transfer_began = self.transfer_seconds = 0.0
-            self.moved_bytes, self.why = 0, ()
+            self.moved_bytes, self.lost_step_seconds, self.why, self.rebalanced = 0, 0.0, (), None
         self.last_apply = now
 
     def event(self, record: Generation, step: int, step_began: float) -> tuple[str, dict[str, Any]]:
@@ -87,6 +91,7 @@ class ChangeReport:
             "pause_seconds": pause,
             "first_step_seconds": time.monotonic() - step_began,
             "moved_bytes": self.moved_bytes,
+            "lost_step_seconds": self.lost_step_seconds,
         }
 
 
@@ -126,12 +131,17 @@ class Parts:
         self.peers.send(target, kind, state, generation=generation, **about)
 
 
-def reasons(members: Collection[Member], before: Collection[Member], dead: Collection[Member]) -> tuple[str, ...]:
-    """Who was lost, left and joined between two generations that trained, in words."""
+def reasons(
+    members: Collection[Member], before: Collection[Member], dead: Collection[Member], rebalanced: str | None = None
+) -> tuple[str, ...]:
+    """Who was lost, left and joined between two generations that trained, in words; rebalanced: why there is another
+    plan where nobody was.
+    """
     if not before:
         return ("1 member begins" if len(members) == 1 else f"{len(members)} members begin",)
     lost = [member for member in before if member not in members and member in dead]
     left = [member for member in before if member not in members and member not in dead]
     new = [member for member in members if member not in before]
     found = [("lost", lost), ("left", left), ("joined", new)]
-    return tuple(f"{', '.join(names)} {what}" for what, names in found if names) or ("the same members again",)
+    changes = tuple(f"{', '.join(names)} {what}" for what, names in found if names)
+    return changes or (rebalanced or "the same members again",)

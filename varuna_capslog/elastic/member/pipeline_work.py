@@ -22,6 +22,7 @@ import torch
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import DiskFailed, StepRefused
 from varuna_capslog.config.settings import Config
+from varuna_capslog.elastic.member.balance import Balance
 from varuna_capslog.elastic.member.held_state import write_held
 from varuna_capslog.elastic.member.pace import Pace
 from varuna_capslog.elastic.member.start_up import MemberStart
@@ -33,7 +34,7 @@ from varuna_capslog.engine.layout import Layout, layout_of
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine, Ready
 from varuna_capslog.engine.step import train_step
-from varuna_capslog.membership.generation import INITIAL, Generation, MemberLayout, Stamp
+from varuna_capslog.membership.generation import INITIAL, Generation, Member, MemberLayout, Stamp
 from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.model.chain import Chain
@@ -152,12 +153,13 @@ class PipelineWork(Work):
         gradients = [layer_state.gradient_size(self.chain, index) for index in every]
         edges = self.chain.edges
         self.placer = Placer.of_config(run.config, run.profile, self.layer_bytes, gradients, run.plan, edges)
-        self.proposes = self.placer.proposes
+        self._balance = Balance(self.placer) if run.config.elastic.rebalance else None
+        self.proposes = self.placer.proposes or self._balance is not None
         self.loop = TrainingLoop(self.setup, device, start.offset, start.stop_wished)
         self.engine: PipelineEngine | None = None
         self._begun = 0, INITIAL  # the generation's number, and the boundary that it goes on from
         self._plan: Plan | None = None
-        self._pace, self._planned = Pace(RunShape.of_config(run.config).settled(), device.type), dict[str, Any]()
+        self._pace = Pace(RunShape.of_config(run.config).settled(), device.type)
         self._table = ShapeTable(self.chain, device.type, run.config.train.precision)
         self._by_index: dict[int, EngineLayer] = {}
         self._shelved: dict[int, tuple[EngineLayer, LayerState]] = {}
@@ -192,10 +194,21 @@ class PipelineWork(Work):
         return self.placer(seats, plan)
 
     def propose(self, seats: Sequence[Seat]) -> Plan | None:
-        return self.placer.propose(seats)
+        return self.placer.propose(self._seated(seats))
+
+    def _seated(self, seats: Sequence[Seat]) -> Sequence[Seat]:
+        return seats if self._balance is None else self._balance.seated(seats)
+
+    def rebalance(self, seats: Sequence[Seat]) -> tuple[Member, str] | None:
+        found = None if self._balance is None else self._balance.wanted(seats)
+        if found is None:
+            return None
+        about = {"member": found.member, "slower": found.slower, "speeds": found.speeds}
+        self.note("rebalance", why=found.why, planned_gain=found.gain, **about, generation=self._begun[0])
+        return found.member, found.why
 
     def look_ahead(self, seats: Sequence[Seat]) -> Iterator[Any]:
-        return self.placer.look_ahead(seats)
+        return self.placer.look_ahead(self._seated(seats))
 
     def learn(self, found: Any) -> None:
         self.placer.learn(found)
@@ -224,7 +237,10 @@ class PipelineWork(Work):
             self._fresh = None
         self._shelved = {}
         self.engine, self._begun = engine, (opening.number, opening.base)
-        self._plan, self._planned = plan, self._pace.of(plan)
+        self._plan = plan
+        self._pace.begin(plan)
+        if self._balance is not None:
+            self._balance.begin(opening.members, plan)
         writes = opening.members[0] == self.start.me
         arguments = (opening.number + self.start.offset, plan, layout.stages_of(communicator.rank), writes)
         threading.Thread(target=self._write_papers, args=arguments, name="write-papers", daemon=True).start()
@@ -277,7 +293,10 @@ class PipelineWork(Work):
         return Outcome(verdict.refusal is None, verdict.ballots, verdict.stop, verdict.scale)
 
     def apply(self, step: int) -> None:
+        busy = () if self.loop.verdict is None else self.loop.verdict.busy_seconds
         self.loop.apply()
+        if self._balance is not None:
+            self._balance.measured(busy, self.loop.step_seconds)
 
     def discard(self, step: int) -> str:
         return self.loop.discard(step)
@@ -330,7 +349,7 @@ class PipelineWork(Work):
             details |= {"cuts": ways[0], "replicas": layout.replicas, "idle": idle}
             if len(ways) > layout.replicas:
                 details["ways"] = ways
-            details |= self._planned
+            details |= self._pace.told
         generation = int(details.pop("generation", 0)) + self.start.offset
         if kind == "begin":
             details["step"] -= 1  # told after the first step, of the boundary before it

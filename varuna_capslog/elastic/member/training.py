@@ -55,6 +55,8 @@ class Training:
 
     def abort(self) -> None:
         """Nothing of the generation is computed any more."""
+        if self._computing is not None:
+            self._parts.report.lost_step_seconds += time.monotonic() - self._began
         self.todo = self._computing = None
 
     def adopt(self) -> None:
@@ -199,6 +201,18 @@ class Training:
             kind, details = report.event(record, step, self._began)
             self._parts.work.note(kind, **details)
         report.applied(now)
+        self._rebalance()
+
+    def _rebalance(self) -> None:
+        """Wishes for another plan for the same members where the speeds of their devices are worth it."""
+        parts, record = self._parts, self._loop.state.record
+        if parts.me != record.members[0] or not parts.seats.keys() >= set(record.members):
+            return
+        found = parts.work.rebalance([parts.seats[member] for member in record.members])
+        if found is not None:
+            member, parts.report.rebalanced = found
+            parts.proposals.known.clear()
+            self._loop.feed(m.Wished(("rebalance", member)))
 
     # -- copies -------------------------------------------------------------------------------------------------------
 

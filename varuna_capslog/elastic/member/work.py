@@ -87,6 +87,12 @@ class Work(Protocol):
         """
         return None
 
+    def rebalance(self, seats: Sequence[Seat]) -> tuple[Member, str] | None:
+        """After each step, asked of the first voter: whether the speeds that were measured are worth another plan,
+        which `propose` then gives; whose device was slowest, and why in words. None: the plan stays.
+        """
+        return None
+
     def look_ahead(self, seats: Sequence[Seat]) -> Iterator[Any]:
         """Searches for what generations that may follow these seats would run, in a thread of its own while training
         goes on; gives what it finds, for `learn` of other members, as JSON values.

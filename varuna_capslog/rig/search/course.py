@@ -17,7 +17,7 @@ from varuna_capslog.membership.state import Phase, State
 from varuna_capslog.rig.search.places import make_job, with_drawn_plan
 from varuna_capslog.rig.search.world import Transition, World
 
-__all__ = ["DAMAGE", "FAULTS", "LADDER", "Course", "History", "HistoryOutcome"]
+__all__ = ["DAMAGE", "FAULTS", "LADDER", "REBALANCE", "Course", "History", "HistoryOutcome"]
 
 Delivery = tuple[Any, ...]
 
@@ -29,6 +29,9 @@ FAULTS = (
 )
 LADDER = ("hint", "late leave")
 """More of them in histories with the whole ladder of notices: a hint; a leave that may be cut off on its way."""
+
+REBALANCE = ("rebalance", "rebalance")
+"""More of them in histories where founders draw plans: another plan is wished for the same members."""
 
 DAMAGE = ("damaged copy", "damaged layer", "damaged copy", "damaged layer")
 """More of them in histories with damage: of a copy made ahead of a change, of a layer on its way."""
@@ -296,6 +299,7 @@ class Course(World):
     def strike(self) -> None:
         """One fault, or one wished change, drawn at random."""
         kinds = (*FAULTS, *LADDER, *LADDER) if self.history.ladder else FAULTS
+        kinds = (*kinds, *REBALANCE) if self.history.plans else kinds
         kind = self.dice.choice((*kinds, *DAMAGE) if self.history.damage else kinds)
         inside = [i for i, state in enumerate(self.states) if self.alive[i] and state.phase is not Phase.STOPPED]
         if not inside or (kind == "store" and not self.history.store_may_die):
@@ -322,6 +326,8 @@ class Course(World):
                 self.feed(i, m.Suspects(frozenset([self.states[self.dice.choice(inside)].me])))
             case "leave" | "urgent leave":
                 self.feed(i, m.Wished(("leave", self.states[i].me), kind == "urgent leave"))
+            case "rebalance":
+                self.feed(i, m.Wished(("rebalance", self.states[i].me)))
             case "hint" | "late leave":  # all hear it by the log, each in its own time
                 change = ("leave", self.states[i].me)
                 event = m.Hint(change) if kind == "hint" else m.Wished(change, urgent=True, save=True)

@@ -1,0 +1,153 @@
+"""One of four ranks becomes twice as slow in the middle of a run: how soon, and how well, the cuts follow.
+
+The small model with blocks that sleep (`../small.yaml`), `elastic.rebalance=true`. From `--step` on every forward and
+backward of one member takes twice as long. Printed: the steps until the new cuts, the step before, with the slow
+member, and afterwards; the step of the same slow member under the plan that is searched for known speeds from the
+beginning; and whether the losses are those of one device, bit for bit. `--recover`: later the member is fast again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from live import HERE, Clock, Live, append_result, step_ends
+from live import main as live_main
+
+from varuna_capslog.config.reading import Config, load_config
+from varuna_capslog.planning.layerwise import layerwise_plan
+from varuna_capslog.planning.ranks import with_stage_bytes
+from varuna_capslog.plans.plan import Plan, write_plan
+from varuna_capslog.rig.faults import Slowness, slow_down
+from varuna_capslog.schedules import RunShape
+from varuna_capslog.start.prepare import profile_run
+
+FAULTS = "faults"
+ENTRY = "benchmarks.morph.rebalance.rebalance:member"
+OVERRIDES = [
+    "model.blocks=16",
+    "model.block_seconds=0.004",
+    "train.epochs=null",
+    "train.minibatch_size=64",
+    "train.microbatch_size=8",
+    "profile.source=measured",
+    "pipeline.schedule=auto",
+]
+
+
+def member(arguments: Sequence[str]) -> int:
+    """The entry of a member that may be slowed down."""
+    return live_main(arguments, observer=Slowness(Path(arguments[0]) / FAULTS, os.environ["CAPSLOG_MEMBER"]))
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """By step, that of the newest generation."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in sorted(rows, key=lambda row: row["generation"])}
+
+
+def step_seconds(live: Live, first: int, last: int) -> float:
+    """The median time from the end of one step to that of the next; changes between two steps are left out."""
+    ends = step_ends(live.marks())
+    found = [
+        generation[step][1] - generation[step - 1][1]
+        for generation in ends.values()
+        for step in range(first + 1, last + 1)
+        if step in generation and step - 1 in generation
+    ]
+    return statistics.median(found)
+
+
+def slow_run(
+    config: Path, overrides: Sequence[str], rank: int, factor: float, at: int, steps: int, recover: int | None = None
+) -> tuple[dict[str, Any], dict[int, float]]:
+    """Four members, one of which is slow from step `at` on (0: from the beginning); what came of it, and the losses.
+
+    recover: so many steps later it is fast again.
+    """
+    with Live(config, [*overrides, f"train.max_steps={steps}"], 4, ENTRY) as live:
+        name = f"h-{rank + 1}"
+        if at:
+            live.wait_steps(4, at, 120)
+        slow_down(live.folder / FAULTS, name, factor)
+        slow_at = max((mark.step for mark in live.marks()), default=0)
+        if recover is not None:
+            live.wait(lambda marks: max(mark.step for mark in marks) >= slow_at + recover, 120)
+            slow_down(live.folder / FAULTS, name, 1.0)
+        live.finish(300)
+        assert name == live.members[rank]
+        morphs = [event for event in live.events() if event["kind"] == "morph"]
+        found = [event for event in live.events() if event["kind"] == "rebalance"]
+        told = {
+            "slow_from_step": slow_at + 1,
+            "new_cuts_at_steps": [event["step"] for event in morphs],
+            "cuts": [event["cuts"] for event in live.events() if "cuts" in event],
+            "why": [event["why"] for event in found],
+            "planned_gains": [round(event["planned_gain"], 3) for event in found],
+            "pauses_ms": [round(1e3 * event["pause_seconds"], 1) for event in morphs],
+        }
+        borders = [0, slow_at, *[event["step"] - 1 for event in morphs], steps]
+        between = [pair for pair in itertools.pairwise(borders) if pair[1] > pair[0] + 3]
+        told["steps_ms"] = [round(1e3 * step_seconds(live, first + 2, last), 1) for first, last in between]
+        return told, losses(live.folder)
+
+
+def plan_for_known_speeds(config: Config, speeds: Sequence[float]) -> Plan:
+    """What planner `budget` answers where it is told the speeds."""
+    shape = RunShape.of_config(config)
+    return with_stage_bytes(layerwise_plan(profile_run(config, show=False), speeds, "budget", None, shape))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--step", type=int, default=50, help="from which on a member is slow")
+    parser.add_argument("--factor", type=float, default=2.0)
+    parser.add_argument("--rank", type=int, default=2)
+    parser.add_argument("--planner", default="budget")
+    parser.add_argument("--recover", action="store_true", help="the member is fast again 60 steps later")
+    parser.add_argument("--config", type=Path, default=HERE / "small.yaml")
+    given = parser.parse_args()
+    clock, steps = Clock(), given.step + (130 if given.recover else 70)
+    own = [*OVERRIDES, f"pipeline.planner={given.planner}"]
+    own += ["train.accumulation_blocks=1"] if given.planner == "budget" else []
+    about = given.rank, given.factor
+    learnt, mine = slow_run(
+        given.config, [*own, "elastic.rebalance=true"], *about, given.step, steps, 60 if given.recover else None
+    )
+    speeds = [1 / given.factor if rank == given.rank else 1.0 for rank in range(4)]
+    with tempfile.TemporaryDirectory() as folder:
+        plan = plan_for_known_speeds(load_config(given.config, [*own, "pipeline.devices=4"]), speeds)
+        write_plan(path := Path(folder) / "plan.json", plan)
+        given_plan = [f"pipeline.plan={path}", f"pipeline.schedule={plan.schedule}"]
+        known, _ = slow_run(given.config, [*own, *given_plan], *about, 0, 40)
+    with Live(given.config, [*own, f"train.max_steps={steps}"], 1) as alone:
+        alone.finish(600)
+        one = losses(alone.folder)
+    append_result(
+        "rebalance",
+        {
+            "planner": given.planner,
+            "factor": given.factor,
+            **learnt,
+            "steps_until_new_cuts": learnt["new_cuts_at_steps"][0] - learnt["slow_from_step"],
+            "cuts_for_known_speeds": plan.cuts,
+            "step_for_known_speeds_ms": known["steps_ms"][-1],
+            "step_to_that": round(learnt["steps_ms"][2] / known["steps_ms"][-1], 3),
+            "losses_bitwise": mine == one,
+            "seconds": clock.seconds,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

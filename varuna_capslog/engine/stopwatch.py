@@ -1,0 +1,48 @@
+"""How long a rank works in a step, its waiting for messages and data left out."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+__all__ = ["Stopwatch"]
+
+
+class Stopwatch:
+    """Adds up the seconds of the work on one device; entered around each piece of it.
+
+    On a CPU they are of wall time, so that what other programs take from the device counts. On CUDA they are those
+    between events on the current stream, and nothing waits for them before they are asked for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._seconds = self._began = 0.0
+        self._events: list[torch.cuda.Event] = []
+
+    def __enter__(self) -> None:
+        if self._on_cuda:
+            self._record()
+        else:
+            self._began = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        if self._on_cuda:
+            self._record()
+        else:
+            self._seconds += time.perf_counter() - self._began
+
+    def _record(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._events.append(event)
+
+    def take(self) -> float:
+        """The seconds since the last call; waits for the device where its work is not done yet."""
+        for begun, ended in zip(self._events[::2], self._events[1::2], strict=False):
+            ended.synchronize()
+            self._seconds += begun.elapsed_time(ended) / 1000
+        found, self._seconds = self._seconds, 0.0
+        self._events.clear()
+        return found

@@ -1,0 +1,158 @@
+"""Where the time of a run went, from its files alone: productive steps, and everything that was not.
+
+Every moment from the first launch to the last line of the run's files belongs to exactly one of the kinds below, so
+that they add up to the wall time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from varuna_capslog.reports import markup
+from varuna_capslog.reports.markup import Markup
+from varuna_capslog.reports.run import Event, RunRecord, StepLine
+from varuna_capslog.reports.wording import duration
+
+__all__ = ["KINDS", "Account", "account_of", "goodput_parts"]
+
+KINDS: Mapping[str, str] = {
+    "productive": "steps that count: the last time that each was made",
+    "repeated": "steps that were made again later, and the part of a step that a loss broke off",
+    "paused": "between the last step before a change of the devices and the first one after it, but for what follows",
+    "waiting": "waiting for devices",
+    "checkpointing": "standing still for a checkpoint",
+    "evaluating": "evaluations, with what else happens between the two steps",
+    "starting": "from a launch to its first step: profile, plan, processes, model",
+    "between steps": "all other time between two steps",
+    "ending": "from the last step to the end: the last checkpoint and evaluation",
+    "not running": "from the end of one launch to the next one",
+}
+"""In the order in which they are shown, with what each of them is."""
+
+
+@dataclass(frozen=True)
+class Account:
+    """Seconds by kind, in the order of `KINDS`."""
+
+    seconds: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        """From the first launch to the last line."""
+        return sum(self.seconds.values())
+
+    @property
+    def goodput(self) -> float:
+        """The share of the productive steps in all the time, 0 .. 1."""
+        return self.seconds["productive"] / self.total if self.total > 0 else 0.0
+
+    def sentence(self) -> str:
+        """What was not productive, the largest part first, in words."""
+        rest = [(seconds, kind) for kind, seconds in self.seconds.items() if kind != "productive" and seconds > 0]
+        named = ", ".join(f"{kind} {100 * seconds / self.total:.1f} %" for seconds, kind in sorted(rest, reverse=True))
+        return f"{100 * self.goodput:.1f} % of {duration(self.total)}" + (f" ({named})" if named else "")
+
+
+def account_of(run: RunRecord) -> Account | None:
+    """The account of a run; None where its lines have no times, as those of older versions."""
+    steps = [line for line in run.every_step if line.time is not None and line.step_seconds is not None]
+    if not steps or len(steps) < len(run.every_step):
+        return None
+    return Account(_Ledger(steps, run.events, {(one.step, one.generation) for one in run.evaluations}).account())
+
+
+class _Ledger:
+    """One run's time, taken apart from its beginning to its end."""
+
+    def __init__(
+        self, steps: Sequence[StepLine], events: Sequence[Event], evaluated: Collection[tuple[int, int | None]]
+    ) -> None:
+        self._steps = sorted(steps, key=lambda line: line.time or 0.0)
+        self._evaluated = evaluated
+        self._events = sorted((event for event in events if event.time is not None), key=lambda event: event.time or 0)
+        self._last = {line.step: number for number, line in enumerate(self._steps)}
+        self._found = dict.fromkeys(KINDS, 0.0)
+
+    def account(self) -> dict[str, float]:
+        """Seconds by kind."""
+        first = self._steps[0]
+        begin = _begin(first)
+        launches = [event.time or 0.0 for event in self._events if event.kind == "launch"]
+        at = min([begin, *launches])
+        self._before_a_step(at, begin, None, first)
+        for number, line in enumerate(self._steps):
+            end = max(begin, line.time or 0.0)
+            counts = self._last[line.step] == number
+            self._found["productive" if counts else "repeated"] += end - begin
+            if number + 1 < len(self._steps):
+                following = self._steps[number + 1]
+                begin = max(end, _begin(following))
+                self._before_a_step(end, begin, line, following)
+        whole = max([end, *(event.time or 0.0 for event in self._events)])
+        self._found["ending"] += whole - end
+        return self._found
+
+    def _before_a_step(self, begin: float, end: float, before: StepLine | None, after: StepLine) -> None:
+        """Time without a step, up to the begin of one."""
+        inside = [event for event in self._events if begin <= (event.time or 0.0) <= end]
+        launches = [event.time or 0.0 for event in inside if event.kind == "launch"]
+        if launches or before is None:
+            # what a launch that came to no step did, counts as its start
+            launched = launches[0] if launches else begin
+            said = [event.time or 0.0 for event in inside if (event.time or 0.0) < launched]
+            stopped = max([begin, *said])
+            self._found["ending"] += stopped - begin
+            self._found["not running"] += launched - stopped
+            self._found["starting"] += end - launched
+            return
+        left = end - begin
+        for kind, seconds in self._known(begin, end, before, after):
+            taken = min(left, max(0.0, seconds))
+            self._found[kind] += taken
+            left -= taken
+        self._found["between steps" if before.generation == after.generation else "paused"] += left
+
+    def _known(self, begin: float, end: float, before: StepLine, after: StepLine) -> list[tuple[str, float]]:
+        """What is known to have happened between two steps, and how long it took at most."""
+        found = [
+            ("checkpointing", _number(event, "stall_seconds"))
+            for event in self._events
+            if event.kind == "checkpoint" and event.step == before.step and event.generation == before.generation
+        ]
+        inside = [event for event in self._events if begin <= (event.time or 0.0) <= end]
+        if before.generation != after.generation:
+            changes = [event for event in self._events if event.kind in ("morph", "resume")]
+            own = next((event for event in changes if event.generation == after.generation), None)
+            if own is not None:
+                found.append(("repeated", _number(own, "lost_step_seconds")))
+            waits = [event.time or 0.0 for event in inside if event.kind == "waiting"]
+            if waits:  # until a device comes that ends it; the change itself is a pause
+                comes = [event.time or 0.0 for event in inside if event.kind == "join" and (event.time or 0) > waits[0]]
+                found.append(("waiting", (comes[-1] if comes else end) - waits[0]))
+        elif (before.step, before.generation) in self._evaluated:
+            found.append(("evaluating", end - begin))
+        return found
+
+
+def _begin(line: StepLine) -> float:
+    return (line.time or 0.0) - (line.step_seconds or 0.0)
+
+
+def _number(event: Event, name: str) -> float:
+    value = event.details.get(name)
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else 0.0
+
+
+def goodput_parts(run: RunRecord) -> list[Markup]:
+    """A table of the kinds with their shares; nothing where the times are not known."""
+    account = account_of(run)
+    if account is None:
+        return []
+    rows = []
+    for kind, what in KINDS.items():
+        if (seconds := account.seconds[kind]) > 0:
+            share = seconds / account.total
+            rows.append([kind, duration(seconds), f"{100 * share:.2f} %", markup.cell_bar(share), what])
+    rows.append(["all", duration(account.total), "100.00 %", "", ""])
+    return [markup.table("goodput-table", ("kind", "time", "share", "", "what it is"), rows, left=(0, 3, 4))]
