@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from varuna_capslog.rig.tally import Hit, by_class, quantile
+from varuna_capslog.rig.tally import Hit, by_class, causes_found, quantile
 
 
 @pytest.mark.parametrize(("share", "value"), [(0.0, 1.0), (0.5, 3.0), (0.9, 5.0), (1.0, 5.0)])
@@ -29,3 +29,13 @@ def test_classes_are_counted_apart_and_faults_without_recovery_have_no_times():
             "gap_seconds": {"p50": 2.0, "p90": 2.0, "max": 2.0},
         },
     ]
+
+
+def test_of_the_victims_that_were_lost_the_causes_are_compared():
+    hits = [
+        Hit(0, "kill", 0.0, causes={"a": "killed"}),
+        Hit(1, "pause", 0.0, causes={"b": "hung"}),
+        Hit(2, "cut", 0.0, causes={"c": "network", "d": "network"}),
+    ]
+    found = {"a": "killed", "c": "network", "d": "host", "z": "memory"}
+    assert causes_found(hits, found) == (2, ["d (cut): network, found host"])

@@ -31,6 +31,8 @@ class DiskFailed(CapslogError):
     This stops every member of a run, because all members share the folder.
     """
 
+    kind = "disk"
+
 
 class DoesNotFit(CapslogError):
     """No plan keeps every stage within its device's memory. Exit status 3."""

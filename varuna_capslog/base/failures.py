@@ -1,4 +1,4 @@
-"""How workers fail, and which of several failures is the cause.
+"""How workers fail, why each of them was lost, and which of several failures is the cause.
 
 A failure is known from the report that the worker wrote, or from the way its process ended. Supervisors collect the
 failures and ask this module which one to name. Nothing here starts, signals or waits for a process.
@@ -6,6 +6,7 @@ failures and ask this module which one to name. Nothing here starts, signals or 
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 from collections.abc import Iterable
@@ -13,9 +14,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Failure", "ended", "is_consequence", "read_failure", "root_cause", "signal_name"]
+__all__ = [
+    "CAUSES",
+    "Failure",
+    "ended",
+    "is_consequence",
+    "is_out_of_memory",
+    "kind_of",
+    "loss_cause",
+    "read_failure",
+    "root_cause",
+    "signal_name",
+]
 
 _SECONDARY_KINDS = ("peer", "stopped", "interrupted")  # consequences of another rank's end
+
+CAUSES = {
+    "killed": "killed by a signal",
+    "crashed": "crashed by a signal of its own, such as SIGSEGV",
+    "hung": "stopped or without an answer for too long",
+    "memory": "out of memory",
+    "disk": "disk full or not writable",
+    "device": "an error of its device",
+    "network": "cut off from the network",
+    "host": "its machine gone",
+    "failed": "an error of its program or its data",
+}
+"""Why a worker was lost, in words."""
+
+_OWN_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
+_OF_DEVICES = ("CUDA error", "cuDNN error", "CUBLAS_STATUS", "device-side assert", "HIP error")
 
 
 @dataclass(frozen=True)
@@ -24,12 +52,13 @@ class Failure:
 
     Attributes:
         cause: one sentence without an end stop.
-        kind: "user", "step_refused", "peer" (another rank went away), "defect", ... as the worker wrote it; "signal",
-            "exit" and "hang" are the supervisor's.
+        kind: "user", "step_refused", "peer" (another rank went away), "memory", "disk", "device", "defect", ... as the
+            worker wrote it; "signal", "exit" and "hang" are the supervisor's.
         time: seconds since the epoch.
         peer: the rank that the worker was waiting for, if its failure names another rank.
         after_step: the last step that the run finished, where the step of the failure is unknown.
         member: the worker's name, if workers have names instead of ranks.
+        status: its exit status, or minus the number of the signal that ended it; None: not known.
     """
 
     rank: int
@@ -42,6 +71,7 @@ class Failure:
     peer: int | None = None
     after_step: int | None = None
     member: str | None = None
+    status: int | None = None
 
     def sentence(self) -> str:
         """Rank, stage, step, microbatch and cause, as far as they are known."""
@@ -92,8 +122,35 @@ def ended(rank: int, status: int, log: Path, time: float, **known: Any) -> Failu
         known: further fields of the failure.
     """
     if status < 0:
-        return Failure(rank, f"was killed by {signal_name(-status)}", "signal", time, **known)
-    return Failure(rank, f"exit status {status}: {_last_line(log)}", "exit", time, **known)
+        return Failure(rank, f"was killed by {signal_name(-status)}", "signal", time, status=status, **known)
+    return Failure(rank, f"exit status {status}: {_last_line(log)}", "exit", time, status=status, **known)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on a device or in the memory of a CPU."""
+    named = any(one.__name__ in ("MemoryError", "OutOfMemoryError") for one in type(error).__mro__)
+    return named or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
+
+
+def kind_of(error: BaseException) -> str:
+    """The kind of a failure by an error that nothing expected."""
+    if is_out_of_memory(error):
+        return "memory"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return "disk"
+    named = any(one.__name__ == "AcceleratorError" for one in type(error).__mro__)
+    return "device" if named or any(word in str(error) for word in _OF_DEVICES) else "defect"
+
+
+def loss_cause(failure: Failure) -> str:
+    """Why the worker was lost: a name of `CAUSES`."""
+    if failure.kind in ("memory", "disk", "device"):
+        return failure.kind
+    if failure.kind == "hang":
+        return "hung"
+    if failure.kind == "signal":
+        return "crashed" if -(failure.status or 0) in _OWN_SIGNALS else "killed"
+    return "network" if failure.kind == "peer" else "failed"
 
 
 def signal_name(number: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["available_bytes", "granted_bytes"]
+__all__ = ["available_bytes", "granted_bytes", "oom_kills"]
 
 import os
 from pathlib import Path
@@ -37,3 +37,15 @@ def available_bytes() -> int:
     except (OSError, ValueError, StopIteration):  # no container, or one without a limit ("max")
         return available
     return max(0, min(available, limit - used + cache))
+
+
+def oom_kills() -> int:
+    """How many processes the system has ended for lack of memory: in this container where it counts them, else on this
+    machine; 0 where nobody counts.
+    """
+    for path, name in ((_GROUP / "memory.events", "oom_kill "), (Path("/proc/vmstat"), "oom_kill ")):
+        try:
+            return next(int(line.split()[1]) for line in path.read_text().splitlines() if line.startswith(name))
+        except (OSError, ValueError, StopIteration):
+            continue
+    return 0

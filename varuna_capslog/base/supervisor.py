@@ -36,7 +36,7 @@ SETTLE_SECONDS = 1.0  # a worker's neighbours often die before it does: wait for
 HANG_SECONDS = 5.0  # where all workers report a silent rank: wait also for the workers that only wait for it
 STOPPED_SECONDS = 10.0  # a worker may be stopped (SIGSTOP) for this long; the workers that wait for it give up later
 _TAIL_BYTES = 1 << 14
-EXIT_STATUS = {"user": 2, "does_not_fit": 3, "step_refused": 4, "interrupted": 130}
+EXIT_STATUS = {"user": 2, "disk": 2, "does_not_fit": 3, "step_refused": 4, "interrupted": 130}
 
 
 class WorkerFailed(CapslogError):

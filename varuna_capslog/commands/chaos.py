@@ -171,6 +171,11 @@ def _print(outcome: ChaosOutcome, found: dict[str, Any]) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    right, wrong = outcome.causes
+    if right or wrong:
+        console.print(f"causes: {right} of {right + len(wrong)} losses named as injected", highlight=False)
+    for one in wrong:
+        console.print(f"  {one}", highlight=False, soft_wrap=True, markup=False)
     if "share_of_ideal" in found:
         console.print(
             f"{found['trace']} at {found['scale']:g} times its pace: {found['changes']} changes, {found['lost_nodes']} "

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.failures import CAUSES
 from varuna_capslog.membership.generation import Generation, Member
 
 __all__ = [
@@ -117,11 +118,18 @@ class AskEntry(Entry, kind="ask"):
 
 @dataclass(frozen=True)
 class DeadEntry(Entry, kind="dead"):
-    """A member has ended, or is taken for dead; this is final. `by`: the host that says so."""
+    """A member has ended, or is taken for dead; this is final.
+
+    Attributes:
+        why: in a sentence.
+        by: the host that says so.
+        cause: a name of `base/failures.CAUSES`.
+    """
 
     member: Member
     why: str | None = None
     by: str | None = None
+    cause: str | None = None
 
 
 @dataclass(frozen=True)
@@ -245,6 +253,7 @@ _CHECKS: Mapping[str, Callable[[Any, str], object]] = {
     **dict.fromkeys(("slot", "capacity", "generation", "step", "workers"), fields.whole),
     **dict.fromkeys(("urgent", "stopped", "asked"), _is_a(bool, "true or false")),
     "why": _is_a(str, "a string"),
+    "cause": functools.partial(fields.choice, allowed=tuple(CAUSES)),
     "deadline": _time,
     "devices": functools.partial(fields.whole, minimum=1),
     "state": functools.partial(fields.choice, allowed=("here", "gone", "lost")),

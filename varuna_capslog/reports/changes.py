@@ -11,6 +11,7 @@ from typing import Any
 
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.reports import markup
+from varuna_capslog.reports.losses import losses_in_words
 from varuna_capslog.reports.markup import Markup
 from varuna_capslog.reports.memory import COLOURS, MOST_GENERATIONS, GenerationPeaks, draw_generations
 from varuna_capslog.reports.run import Event, RunRecord
@@ -73,6 +74,8 @@ def change_parts(run: RunRecord, folder: Path) -> list[Markup]:
             "the next one. Moved: state of layers that got another owner from a device, not from a copy it already had."
         )
     )
+    if (lost := losses_in_words([{"kind": event.kind, **event.details} for event in run.events])) is not None:
+        parts.append(markup.paragraph(f"Workers lost: {lost}."))
     parts += [
         markup.note(f"At {moment(event.time)} UTC it waited: {event.details.get('why')}.")
         for event in {str(event.details.get("why")): event for event in waits}.values()

@@ -12,15 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.supervisor import reserve
 from varuna_capslog.config.settings import Config
+from varuna_capslog.reports.losses import losses_by_cause
 from varuna_capslog.rig.machines.machines import Machines
 from varuna_capslog.rig.outcome import ChaosOptions, ChaosOutcome
 from varuna_capslog.rig.recovery import Hung, Recovery
 from varuna_capslog.rig.schedule import schedule
 from varuna_capslog.rig.strikes import READY_SECONDS, Strikes
-from varuna_capslog.rig.tally import Hit
+from varuna_capslog.rig.tally import Hit, causes_found
 from varuna_capslog.rig.verdict import breaches_of
 from varuna_capslog.start.prepare import prepare_run
 
@@ -83,6 +85,7 @@ class Chaos:
             self.options, breaches, self.hits, self.machines.members.joins, len(founded), last, len(made) - last,
             self.strikes.store_losses, sum(record.regress for record in founded), time.monotonic() - began,
             sorted(self.recovery.sizes), self.config.elastic.redundancy, self.config.elastic.protection,
+            causes_found(self.hits, losses_by_cause(files.read_jsonl(self.run_dir / "events.jsonl"))),
         )  # fmt: skip
 
     def summary(self) -> dict[str, Any]:

@@ -32,7 +32,7 @@ __all__ = ["VARIABLE", "Fault", "Instructions", "Slowness", "faults_of", "main",
 
 VARIABLE = "CAPSLOG_FAULTS"
 
-_KINDS = ("kill", "stop", "raise", "hang", "full", "starve", "slow", "wait")
+_KINDS = ("kill", "stop", "raise", "device", "memory", "hang", "full", "starve", "slow", "wait")
 _LONGEST_WAIT = 60.0
 
 
@@ -41,7 +41,8 @@ class Fault:
     """What happens to `member` when it comes to `point` for the `count`-th time.
 
     Attributes:
-        do: "kill" and "stop" by signal; "raise" an error that nothing expects; "hang" for ever; "full": from now on
+        do: "kill" and "stop" by signal; "raise" an error that nothing expects; "device" one of a GPU; "memory" an
+            allocation that fails; "hang" for ever; "full": from now on
             nothing that this process writes finds room on the disk; "starve": an allocation of `name` bytes fails as
             torch's on a CPU does; "slow": from the next step on its work takes `name` times as long; "wait" until
             somebody creates `<name>.go` in the run's `faults/` (it creates `<name>.here` before), at most a minute.
@@ -70,6 +71,10 @@ class Fault:
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "raise":
                 raise RuntimeError(f"a fault on purpose at {self.point!r}")
+            case "device":
+                raise RuntimeError("CUDA error: device-side assert triggered (a fault on purpose)")
+            case "memory":
+                raise MemoryError("a fault on purpose")
             case "hang":
                 while True:
                     time.sleep(3600.0)

@@ -60,6 +60,7 @@ class ChaosOutcome:
         store_losses: of `hits`, how many ended in a new start.
         regresses: generations that went back to a checkpoint, as more was lost than the redundancy covers.
         sizes: the numbers of members that made steps.
+        causes: how many losses the run gave the injected cause, and a sentence for each of the others.
     """
 
     options: ChaosOptions
@@ -75,6 +76,7 @@ class ChaosOutcome:
     sizes: list[int]
     redundancy: int
     protection: str
+    causes: tuple[int, list[str]] = (0, [])
 
     @property
     def passed(self) -> bool:
@@ -115,6 +117,7 @@ class ChaosOutcome:
             "redundancy": self.redundancy,
             "protection": self.protection,
             "seconds": round(self.seconds, 1),
+            "causes": {"right": self.causes[0], "wrong": self.causes[1]},
             "classes": by_class(self.hits),
         }
 

@@ -33,6 +33,9 @@ KINDS: Mapping[str, float] = {
     "in-leave": 4.0,
     "host": 1.0,
     "freeze": 1.0,
+    "error": 1.0,
+    "device": 1.0,
+    "memory": 1.0,
 }
 """Fault classes and their usual shares.
 
@@ -41,8 +44,9 @@ to leave. bulk: 2 or 3 killed at once. double: another one is killed up to 0.2 s
 is killed up to 0.2 s after another one's notice. join-kill: a worker is killed up to 0.2 s after a newcomer has asked.
 before-apply: killed or stopped between the vote and the step's becoming state. in-apply: inside that. in-step: while it
 computes or votes. in-change: killed or stopped at a point of the change that the loss of another one brought about.
-in-leave: the same for another one's notice. host: a host's supervisor and with it all its workers are killed. freeze:
-all processes of a host stand still for up to 6 s.
+in-leave: the same for another one's notice. error, device, memory: a worker ends by an error of its program, of its
+device, or for want of memory, while it applies a step. host: a host's supervisor and with it all its workers are
+killed. freeze: all processes of a host stand still for up to 6 s.
 """
 
 NETWORK: Mapping[str, float] = {"cut": 2.0, "half-open": 2.0, "delay": 2.0, "store-cut": 1.0}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from varuna_capslog.membership.generation import Member
 from varuna_capslog.rig import faults
@@ -72,7 +73,9 @@ class Strikes:
             case "kill" | "bulk":
                 return self._lose(hit, names)
             case "stop":
-                return self._lose(hit, names, signal.SIGSTOP)
+                return self._lose(hit, names, signal.SIGSTOP, "hung")
+            case "error" | "device" | "memory":
+                return self._fail(hit, names[0])
             case "double":
                 return self._twice(hit, names, fault.delay)
             case "pause":
@@ -83,6 +86,7 @@ class Strikes:
             case "notice-kill":
                 machines.notice(names[0], "chaos")
                 machines.agenda.later(fault.delay, lambda: members.signal(names[-1], signal.SIGKILL))
+                hit.causes = {names[-1]: "killed"}
                 return self._recovery.recover(hit, names)
             case "join-kill":
                 return self._join_kill(hit, fault, names)
@@ -103,21 +107,48 @@ class Strikes:
 
     # -- members -------------------------------------------------------------------------------------------------------
 
-    def _lose(self, hit: Hit, names: list[Member], number: int = signal.SIGKILL) -> Hit:
+    def _lose(self, hit: Hit, names: list[Member], number: int = signal.SIGKILL, cause: str = "killed") -> Hit:
         for name in names:
             self._members.signal(name, number)
+        hit.causes = dict.fromkeys(names, cause)
         return self._recovery.recover(hit, names)
+
+    def _fail(self, hit: Hit, name: Member) -> Hit | None:
+        """An error in the member's program, of the kind that the class says."""
+        do, cause = ("raise", "failed") if hit.kind == "error" else (hit.kind, hit.kind)
+        hit.causes = {name: cause}
+        fired = self._fired(self._arm(faults.Fault(name, "applying", do)))
+        if fired is None:
+            return None
+        hit.time = fired
+        return self._recovery.recover(hit, [name])
+
+    def _arm(self, fault: faults.Fault) -> Path:
+        """Lets a fault wait for its member; the file is there until it happens."""
+        segment, run_dir = str(self._records.number), self._machines.run_dir
+        arm(run_dir, segment, fault)
+        return run_dir / "chaos" / "armed" / f"{segment}-{fault.member}.json"
+
+    def _fired(self, armed: Path, over: Callable[[], bool] = lambda: False) -> float | None:
+        """When it happened, in seconds since 1970; None, and it is taken back, where it does not until it is over."""
+        until = time.monotonic() + _FIRE_SECONDS
+        while armed.exists() and not over() and time.monotonic() < until:
+            self._recovery.turn()
+        if armed.exists():
+            armed.unlink(missing_ok=True)
+            return None
+        return armed.with_suffix(".fired").stat().st_ctime
 
     def _twice(self, hit: Hit, names: list[Member], delay: float) -> Hit:
         self._members.signal(names[0], signal.SIGKILL)
         self._machines.agenda.later(delay, lambda: self._members.signal(names[-1], signal.SIGKILL))
-        hit.note = f"{1000 * delay:.0f} ms apart"
+        hit.note, hit.causes = f"{1000 * delay:.0f} ms apart", dict.fromkeys(names, "killed")
         return self._recovery.recover(hit, names)
 
     def _pause(self, hit: Hit, name: Member, seconds: float) -> Hit:
         self._members.signal(name, signal.SIGSTOP)
         self._machines.agenda.later(seconds, lambda: self._members.signal(name, signal.SIGCONT))
-        hit.victims, hit.note = (name,), f"for {seconds:.1f} s"
+        hit.victims, hit.note, hit.causes = (name,), f"for {seconds:.1f} s", {name: "hung"}
         return self._recovery.recover(hit, [], until=hit.time + seconds)
 
     def _join_kill(self, hit: Hit, fault: ScheduledFault, names: list[Member]) -> Hit:
@@ -132,37 +163,34 @@ class Strikes:
         hit.time = time.time()
         for name in names[1:]:
             self._members.signal(name, signal.SIGKILL)
+        hit.causes = dict.fromkeys(names, "killed")
         return self._recovery.recover(hit, names)
 
     def _at_point(self, hit: Hit, fault: ScheduledFault, names: list[Member]) -> Hit | None:
-        segment, run_dir = str(self._records.number), self._machines.run_dir
         do = "stop" if fault.stops else "kill"
-        arm(run_dir, segment, faults.Fault(names[0], fault.point, do))
+        armed = self._arm(faults.Fault(names[0], fault.point, do))
         changes = fault.kind in ("in-change", "in-leave")
+        hit.causes = {names[0]: "hung" if fault.stops else "killed"}
+        if fault.kind == "in-change":
+            hit.causes |= dict.fromkeys(names[1:], "killed")
         for name in names[1:] if changes else ():
             if fault.kind == "in-change":
                 self._members.signal(name, signal.SIGKILL)
             else:
                 self._machines.notice(name, "chaos")
-        path = run_dir / "chaos" / "armed" / f"{segment}-{names[0]}.json"
-        until = time.monotonic() + _FIRE_SECONDS
 
         def passed() -> bool:
             """Whether the change is over without it: not every member comes to every point of it."""
             newer = self._members.roster.generation.number > hit.generation
             return changes and newer and self._is_past(hit, names[1:])
 
-        while path.exists() and not passed() and time.monotonic() < until:
-            self._recovery.turn()
-        hit.note = f"{do} at {fault.point!r}"
-        if path.exists():
-            path.unlink(missing_ok=True)
+        fired, hit.note = self._fired(armed, passed), f"{do} at {fault.point!r}"
+        if fired is None:
             if not changes:
                 return None
             names, hit.note = names[1:], f"{names[0]} did not come to {fault.point!r}"
         elif not changes:
-            hit.time = path.with_suffix(".fired").stat().st_ctime
-            names = names[:1]
+            hit.time, names = fired, names[:1]
         return self._recovery.recover(hit, names)
 
     def _is_past(self, hit: Hit, gone: list[Member]) -> bool:
@@ -177,6 +205,7 @@ class Strikes:
 
     def _host(self, hit: Hit, machine: str) -> Hit:
         victims = self._members_on(machine)
+        hit.causes = dict.fromkeys(victims, "host")
         self._machines.signal(machine, signal.SIGKILL)
         return self._recovery.recover(hit, victims)
 
@@ -185,6 +214,7 @@ class Strikes:
         machines.signal(machine, signal.SIGSTOP, everything=True)
         machines.agenda.later(seconds, lambda: machines.signal(machine, signal.SIGCONT, everything=True))
         hit.victims, hit.note = tuple(self._members_on(machine)), f"for {seconds:.1f} s"
+        hit.causes = dict.fromkeys(hit.victims, "hung")
         return self._recovery.recover(hit, [], until=hit.time + seconds, excused=frozenset(hit.victims))
 
     # -- store and network ---------------------------------------------------------------------------------------------
@@ -239,6 +269,7 @@ class Strikes:
         else:
             ways, delay = {(away, other), (other, away)}, fault.size
         victims = frozenset(self._members_on(away))
+        hit.causes = dict.fromkeys(self._members_on(away), "network")
         network.disturb(ways, delay)
         hit.time = time.time()
         healed: list[float] = []

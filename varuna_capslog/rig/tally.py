@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Hit", "by_class", "quantile"]
+__all__ = ["Hit", "by_class", "causes_found", "quantile"]
 
 
 @dataclass
@@ -20,6 +20,7 @@ class Hit:
         recovered: seconds until the next finished step of a generation without the victims; where the membership did
             not change, until the next step after the end of the fault.
         gap: the longest time without a finished step from the last one before it until then.
+        causes: by victim, the name of `base/failures.CAUSES` that the run should find if it loses the victim.
     """
 
     number: int
@@ -31,6 +32,24 @@ class Hit:
     recovered: float | None = None
     gap: float | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+    causes: dict[str, str] = field(default_factory=dict)
+
+
+def causes_found(hits: Iterable[Hit], found: Mapping[str, str]) -> tuple[int, list[str]]:
+    """How many victims that the run has lost it gave the injected cause, and a sentence for each of the others.
+
+    found: by member, as `reports/losses.losses_by_cause` gives it.
+    """
+    right, wrong = 0, []
+    for hit in hits:
+        for member, cause in hit.causes.items():
+            if member not in found:
+                continue
+            if found[member] == cause:
+                right += 1
+            else:
+                wrong.append(f"{member} ({hit.kind}): {cause}, found {found[member]}")
+    return right, wrong
 
 
 def quantile(values: Sequence[float], share: float) -> float:

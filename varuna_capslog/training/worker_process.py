@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.failures import kind_of
 
 __all__ = ["StopWish", "choose_device", "leave", "report_failure"]
 
@@ -49,9 +50,9 @@ def report_failure(run_dir: Path, name: str, who: str, error: Exception, where: 
     if isinstance(error, CapslogError):
         cause, kind, status = str(error), error.kind, error.exit_status
     else:
-        cause, kind, status = f"{type(error).__name__}: {error}", "defect", 1
+        cause, kind, status = f"{type(error).__name__}: {error}", kind_of(error), 1
     with contextlib.suppress(OSError):  # the log may lie on a disk that is full
-        if kind == "defect" or os.environ.get("CAPSLOG_DEBUG"):
+        if not isinstance(error, CapslogError) or os.environ.get("CAPSLOG_DEBUG"):
             traceback.print_exc()
         sys.stderr.write(f"{who}: {cause}\n")
     report = {"peer": getattr(error, "peer", None), **where}

@@ -20,6 +20,7 @@ from tests.waiting import alive, wait_until
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.supervisor import Interrupted, WorkerFailed
 from varuna_capslog.config.settings import Elastic
+from varuna_capslog.elastic.host import workers
 from varuna_capslog.elastic.host.hooks import notice_of
 from varuna_capslog.elastic.host.host import Host, HostEnd, HostOptions
 from varuna_capslog.elastic.notices.gather import CallbackListener
@@ -179,6 +180,7 @@ def test_a_killed_worker_is_told_dead_at_once_and_the_others_go_on(tmp_path, sta
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: run.told("dead") == ["h-2"])
     assert run.of("dead")[0]["why"] == "worker h-2 was killed by SIGKILL"
+    assert run.of("dead")[0]["cause"] == "killed"
     assert alive(run.seen("h-1")["pid"])
     run.client.append({"kind": "finished", "step": 9, "stopped": False})
     run.go()
@@ -245,6 +247,23 @@ def test_an_exit_without_a_word_is_told_with_its_last_line(tmp_path, start):
     run = start(tmp_path, 1, all="crash=oops")
     assert "exit status 1: RuntimeError: oops" in str(run.end())
     assert "RuntimeError: oops" in run.of("dead")[0]["why"]
+    assert run.of("dead")[0]["cause"] == "failed"
+
+
+def test_a_worker_that_the_system_kills_for_memory_is_told_so(tmp_path, start, monkeypatch):
+    kills = [4]
+    monkeypatch.setattr(workers, "oom_kills", lambda: kills[0])
+    run = start(tmp_path, 2, all="wait=go leave=0")
+    pid = run.seen("h-2")["pid"]
+    wait_until(lambda: run.host.workers.by_member["h-2"].pid)
+    kills[0] += 1
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: run.told("dead") == ["h-2"])
+    assert run.of("dead")[0]["cause"] == "memory"
+    assert run.of("dead")[0]["why"] == "worker h-2 was killed by SIGKILL; this machine had no memory left"
+    run.client.append({"kind": "finished", "step": 9, "stopped": False})
+    run.go()
+    run.end()
 
 
 def test_a_worker_that_leaves_without_the_runs_end_is_told(tmp_path, start):
@@ -288,6 +307,7 @@ def test_a_stopped_worker_is_killed_and_then_told_dead(tmp_path, start):
     wait_until(lambda: run.told("dead") == ["h-1"])
     assert not alive(pid), "told dead before it was"
     assert "was stopped" in run.of("dead")[0]["why"]
+    assert run.of("dead")[0]["cause"] == "hung"
     assert alive(run.seen("h-2")["pid"])
 
 
@@ -315,6 +335,7 @@ def test_who_does_not_answer_after_a_break_is_killed_and_who_does_is_not(tmp_pat
     time.sleep(0.3)
     assert run.told("dead") == ["h-2"]
     assert "did not answer within 0.5 s after generation 1 broke" in run.of("dead")[0]["why"]
+    assert run.of("dead")[0]["cause"] == "hung"
     assert [alive(pids[member]) for member in ("h-1", "h-2", "h-3", "h-4")] == [True, False, True, True]
 
 
@@ -455,6 +476,7 @@ def test_a_host_that_vanishes_is_told_dead_with_all_its_workers(tmp_path, start)
         wait_until(lambda: len(run.told("dead")) == 2)
         assert sorted(run.told("dead")) == ["other-1", "other-2"]
         assert run.of("dead")[0]["why"] == "host other does not answer for 1 s"
+        assert run.of("dead")[0]["cause"] == "host"
         wait_until(lambda: not any(alive(pid) for pid in pids))
         run.client.append({"kind": "finished", "step": 1, "stopped": False})
         run.go()

@@ -184,7 +184,11 @@ class Host:
             self._settling[worker.member] = time.monotonic() + SETTLE_SECONDS
             return
         failure = self.workers.failure(worker, status, self._asked)
-        self.link.tell(entries.DeadEntry(worker.member, failure.sentence(), self.link.name))
+        cause = self.workers.cause(worker, failure)
+        why = failure.sentence()
+        if cause == "memory" and failure.kind == "signal":
+            why += "; this machine had no memory left"
+        self.link.tell(entries.DeadEntry(worker.member, why, self.link.name, cause))
         self.workers.say_losses()
         self._replace(worker, lost=status < 0 or worker.expelled_since is not None)
 
@@ -222,6 +226,7 @@ class Host:
                     self.link.tell(entries.NoticeEntry(member, source="request"))
             case entries.HostsEntry(self.link.name, "lost"):
                 # This host was too slow, or cut off for a while; its devices can be used again.
+                self.link.explain_absence()
                 self.link.tell_here()
             case entries.AnnounceEntry(self.link.name):
                 self._gathering.hear(hooks.notice_of(entry, self.link.name))
@@ -259,7 +264,7 @@ class Host:
         self.options.say(why)
         for member, where in tuple(self.roster.members.items()):
             if where == host:
-                self.link.tell(entries.DeadEntry(member, why, self.link.name))
+                self.link.tell(entries.DeadEntry(member, why, self.link.name, "host"))
         self.link.tell(entries.HostsEntry(host, "lost"))
 
     def _signalled(self) -> None:
@@ -292,7 +297,7 @@ class Host:
             return
         if member in roster.generation.members and member not in roster.dead:
             why = f"worker {member} ended before the run did"
-            self.link.tell(entries.DeadEntry(member, why, self.link.name))
+            self.link.tell(entries.DeadEntry(member, why, self.link.name, "failed"))
         else:
             self.link.tell(entries.LeftEntry(member))
 

@@ -69,6 +69,7 @@ class HostStore:
         self._offset = 0  # generation n of the store is n + offset in the run's files
         self._noticed: dict[Member, bool] = {}  # and whether urgently
         self._unfollow: Callable[[], None] | None = None
+        self._absence = "network"  # why this host gave no sign of life the last time
 
     def connect(self, stack: contextlib.ExitStack) -> None:
         """Opens the store, serves it first where this host begins the run, and finds the host's name.
@@ -173,10 +174,10 @@ class HostStore:
                 about = {"deadline": left, "source": notice.source}
                 self._append("notice", number, member=member, host=self.name, urgent=urgent, **about)
                 self._noticed[member] = urgent
-            case DeadEntry(member, why, by) if member not in before.dead:
+            case DeadEntry(member, why, by, cause) if member not in before.dead:
                 where = before.members.get(member, self.name)
                 if (by or where) == self.name:
-                    self._append("lost", number, member=member, host=where, why=why)
+                    self._append("lost", number, member=member, host=where, why=why, cause=cause)
             case GenerationEntry(record) if number:
                 for name in record.members:
                     if before.members.get(name) == self.name and not before.was_named(name):
@@ -187,6 +188,10 @@ class HostStore:
         about = {"time": time.time(), "generation": generation + self._offset, "step": last_step(run_dir)}
         with contextlib.suppress(CapslogError):  # a full disk stops no supervisor
             files.append_jsonl(run_dir / "events.jsonl", {"kind": kind, **about, **details})
+
+    def explain_absence(self) -> None:
+        """The others have taken this host for lost: says why, which only this host itself can know."""
+        self._append("cause", self._roster.generation.number, host=self.name, cause=self._absence)
 
     def leave(self) -> None:
         """Tells the log that this host has gone."""
@@ -220,18 +225,20 @@ class HostStore:
         signs: dict[str, str | None] = {}
         changed: dict[str, float] = {}
         looked = time.monotonic()
-        answers, beat = True, 0
+        answers, beat, began = True, 0, time.monotonic()
         while not ended.wait(seconds / 4):
+            if time.monotonic() - began > seconds * 3 / 4:  # all of this process stood still
+                self._absence = "hung"
             beat += 1
             try:
                 self.store.put(f"lease/{self.name}", str(beat))
                 others = [host for host in tuple(self._roster.hosts) if host != self.name]
                 found = {other: self.store.get(f"lease/{other}") for other in others}
             except StoreGone:
-                answers = False
+                answers, self._absence, began = False, "network", time.monotonic()
                 self._later(partial(self.lost, "the store does not answer"))
                 continue
-            now = time.monotonic()
+            now = began = time.monotonic()
             # A host that did not look for long (stopped, swapped out, cut off) has missed signs, and counts anew.
             away = not answers or now - looked > seconds / 2
             looked = now

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from varuna_capslog.base.failures import Failure, ended, read_failure, root_cause
+from varuna_capslog.base.failures import Failure, ended, loss_cause, read_failure, root_cause
 from varuna_capslog.base.fork_server import ForkServer
+from varuna_capslog.base.machine_memory import oom_kills
 from varuna_capslog.base.processes import is_stopped, signal_group, write_unless_there
 from varuna_capslog.base.supervisor import WorkerFailed
 from varuna_capslog.elastic.host.options import HostOptions
@@ -31,6 +32,9 @@ SETTLE_SECONDS = 0.3
 FAREWELL_SECONDS = 60.0
 """For a worker to end after the run has finished."""
 
+_OOM_SECONDS = 2.0
+"""Between two looks at how many processes the system has killed for memory."""
+
 _QUIET = {
     # torch asks for the name of every peer; a lost answer costs 1 s instead of 5
     "RES_OPTIONS": "timeout:1 attempts:5",
@@ -46,7 +50,7 @@ class HostWorker:
     Attributes:
         slot: number of its device here.
         pid: None until the fork server has forked it.
-        verdict: why it was killed by us.
+        verdict: why it was killed by us; cause: of that, a name of `failures.CAUSES`.
         stopped_since: when it was first seen stopped, by the monotonic clock.
         expelled_since: when the log said that it is dead while it lived.
     """
@@ -56,6 +60,7 @@ class HostWorker:
     pid: int | None = None
     ended: bool = False
     verdict: str | None = None
+    cause: str = "hung"
     stopped_since: float | None = None
     expelled_since: float | None = None
 
@@ -82,6 +87,7 @@ class HostWorkers:
         self.failures: list[Failure] = []
         self.server_gone = False
         self._options, self._host, self._roster = options, host, roster
+        self._oom_kills, self._oom_asked = [oom_kills()] * 2, time.monotonic()  # of the last looks, the older first
         self._signal: int | None = None
         self._breaks: dict[int, float] = {}
         self._finished_at: float | None = None
@@ -129,7 +135,8 @@ class HostWorkers:
             self.server_gone = True
             ends = [(worker, -int(signal.SIGKILL)) for worker in self.living()]
             for worker, _ in ends:
-                worker.verdict = worker.verdict or f"was lost with its nursery (see {self._server_log})"
+                if worker.verdict is None:
+                    worker.verdict, worker.cause = f"was lost with its nursery (see {self._server_log})", "killed"
         elif "signal" in what or "status" in what:
             status = -what["signal"] if "signal" in what else what["status"]
             ends = [(self.by_member[what["member"]], status)]
@@ -172,6 +179,8 @@ class HostWorkers:
 
     def look(self, now: float) -> None:
         """Kills the workers that are stopped, hang, or were taken for dead by another host."""
+        if now - self._oom_asked > _OOM_SECONDS:
+            self._oom_kills, self._oom_asked = [self._oom_kills[1], oom_kills()], now
         if is_stopped(self.fork_server.pid):  # while it is stopped it reports no end of a worker
             signal_group(self.fork_server.pid, signal.SIGCONT)
         settings = self._options.settings
@@ -184,7 +193,7 @@ class HostWorkers:
             if worker.stopped_since is not None and now - worker.stopped_since > settings.stopped_seconds:
                 self._kill(worker, "was stopped (SIGSTOP, or a debugger) and killed")
             elif worker.expelled_since is not None and now - worker.expelled_since > settings.hang_seconds:
-                self._kill(worker, "was taken for dead by another host and killed")
+                self._kill(worker, "was taken for dead by another host and killed", "host")
         for generation, since in list(self._breaks.items()):
             if now - since > settings.hang_seconds:
                 del self._breaks[generation]
@@ -193,10 +202,10 @@ class HostWorkers:
                     if worker.member in self._roster.silent(generation):
                         self._kill(worker, f"did not answer within {within} and was killed")
 
-    def _kill(self, worker: HostWorker, verdict: str) -> None:
+    def _kill(self, worker: HostWorker, verdict: str, cause: str = "hung") -> None:
         """Kills a worker. The log gets its loss only when the fork server has seen its end."""
         if worker.verdict is None and worker.pid is not None:
-            worker.verdict = verdict
+            worker.verdict, worker.cause = verdict, cause
             signal_group(worker.pid, signal.SIGKILL)
 
     # -- those that failed ---------------------------------------------------------------------------------------------
@@ -215,6 +224,18 @@ class HostWorkers:
             # the log may say that all members failed alike: then only the end of the run says so
             self._unsaid.append((time.monotonic() + SETTLE_SECONDS * (failure.kind != "signal"), failure.sentence()))
         return failure
+
+    def cause(self, worker: HostWorker, failure: Failure) -> str:
+        """Why a worker was lost: a name of `failures.CAUSES`."""
+        if worker.verdict is not None:
+            return worker.cause
+        if failure.status == -signal.SIGKILL and self._ran_out_of_memory():
+            return "memory"
+        return loss_cause(failure)
+
+    def _ran_out_of_memory(self) -> bool:
+        """Whether the system has killed a process for memory in the last seconds."""
+        return oom_kills() > self._oom_kills[0]
 
     def _failure(self, worker: HostWorker, status: int, killed_as_asked: bool) -> Failure:
         known: dict[str, Any] = {"member": worker.member}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-import torch
+from varuna_capslog.base.failures import is_out_of_memory
 
 __all__ = ["TRIES", "lacking_bytes"]
 
@@ -23,9 +23,7 @@ _UNKNOWN = 1 << 20
 
 def lacking_bytes(error: BaseException) -> int | None:
     """Bytes of the allocation that failed on a device or in the memory of a CPU; None: the error is another one."""
-    words = str(error)
-    on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in words
-    if not on_cpu and not isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+    if not is_out_of_memory(error):
         return None
-    found = _SIZE.search(words)
+    found = _SIZE.search(str(error))
     return _UNKNOWN if found is None else max(1, round(float(found[1]) * _UNITS[found[2]]))

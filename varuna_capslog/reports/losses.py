@@ -1,0 +1,40 @@
+"""Why each worker of a run was lost, by what the hosts wrote into events.jsonl.
+
+A host that is silent counts as gone. If it comes back, it says itself whether it was cut off or stood still.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from varuna_capslog.base.failures import CAUSES
+
+__all__ = ["losses_by_cause", "losses_in_words"]
+
+
+def losses_by_cause(events: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Member -> a name of `base/failures.CAUSES`, for all that were lost; "failed" where nobody said why.
+
+    events: lines of events.jsonl in their order.
+    """
+    found: dict[str, str] = {}
+    silent: dict[str, list[str]] = {}
+    for event in events:
+        cause = event.get("cause")
+        if event.get("kind") == "lost":
+            member = str(event.get("member"))
+            found[member] = str(cause) if cause in CAUSES else "failed"
+            if cause == "host":
+                silent.setdefault(str(event.get("host")), []).append(member)
+        elif event.get("kind") == "cause" and cause in CAUSES:
+            for member in silent.pop(str(event.get("host")), ()):
+                found[member] = str(cause)
+    return found
+
+
+def losses_in_words(events: Iterable[Mapping[str, Any]]) -> str | None:
+    """How many workers were lost for each cause, the commonest first; None where none was."""
+    counted = Counter(losses_by_cause(events).values())
+    return ", ".join(f"{count} {CAUSES[cause]}" for cause, count in counted.most_common()) or None
