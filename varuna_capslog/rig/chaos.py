@@ -16,7 +16,7 @@ from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.supervisor import reserve
 from varuna_capslog.config.settings import Config
-from varuna_capslog.reports.losses import losses_by_cause
+from varuna_capslog.elastic.losses import losses_by_cause
 from varuna_capslog.rig.machines.machines import Machines
 from varuna_capslog.rig.outcome import ChaosOptions, ChaosOutcome
 from varuna_capslog.rig.recovery import Hung, Recovery

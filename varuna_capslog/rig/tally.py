@@ -38,7 +38,7 @@ class Hit:
 def causes_found(hits: Iterable[Hit], found: Mapping[str, str]) -> tuple[int, list[str]]:
     """How many victims that the run has lost it gave the injected cause, and a sentence for each of the others.
 
-    found: by member, as `reports/losses.losses_by_cause` gives it.
+    found: by member, as `elastic/losses.losses_by_cause` gives it.
     """
     right, wrong = 0, []
     for hit in hits:
