@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.training.test_loop import begin, loop_of, make, saved_steps
 from varuna_capslog.base import files
@@ -208,3 +211,17 @@ def test_killed_while_writing_the_checkpoint_before_is_whole(tmp_path: Path) -> 
     assert (found.step, skipped) == (2, [])
     for name in found.manifest["layers"]:
         found.layer(name)
+
+
+def test_a_write_that_fails_under_torch_says_why(tmp_path: Path) -> None:
+    """torch's own error has a position in its file instead."""
+
+    class Full(io.BytesIO):
+        def write(self, data: Any) -> int:
+            if self.tell() + len(data) > 4096:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(data)
+
+    with pytest.raises(OSError, match="No space left") as caught:
+        checkpoint._save(Full(), {"weight": torch.zeros(10_000)})
+    assert caught.value.errno == errno.ENOSPC

@@ -139,7 +139,9 @@ def _save(file: BinaryIO, state: Mapping[str, Any]) -> None:
     try:
         torch.save(state, file)
     except RuntimeError as error:
-        # torch's zip writer reports a failed write as a RuntimeError
+        # torch's zip writer reports a failed write as a RuntimeError of its own
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from error
         raise OSError(None, str(error).splitlines()[0]) from error
 
 
