@@ -31,11 +31,23 @@ def test_classes_are_counted_apart_and_faults_without_recovery_have_no_times():
     ]
 
 
+def lost(member, time, cause):
+    return {"kind": "lost", "member": member, "time": time, "cause": cause, "host": "h"}
+
+
 def test_of_the_victims_that_were_lost_the_causes_are_compared():
     hits = [
-        Hit(0, "kill", 0.0, causes={"a": "killed"}),
-        Hit(1, "pause", 0.0, causes={"b": "hung"}),
-        Hit(2, "cut", 0.0, causes={"c": "network", "d": "network"}),
+        Hit(0, "kill", 1.0, causes={"a": "killed"}),
+        Hit(1, "pause", 2.0, causes={"b": "hung", "e": "hung"}),
+        Hit(2, "cut", 3.0, causes={"c": "network", "d": "network"}),
+        Hit(3, "kill", 9.0, causes={"e": "killed"}),
     ]
-    found = {"a": "killed", "c": "network", "d": "host", "z": "memory"}
-    assert causes_found(hits, found) == (2, ["d (cut): network, found host"])
+    events = [
+        lost("a", 1.5, "killed"),
+        lost("c", 3.5, "network"),
+        lost("d", 3.5, "killed"),
+        {"kind": "morph", "time": 4.0},
+        lost("e", 9.5, "killed"),
+        lost("z", 9.6, "memory"),
+    ]
+    assert causes_found(hits, events) == (3, ["d (cut): network, found killed"])

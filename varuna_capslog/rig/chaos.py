@@ -16,7 +16,6 @@ from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.supervisor import reserve
 from varuna_capslog.config.settings import Config
-from varuna_capslog.elastic.losses import losses_by_cause
 from varuna_capslog.rig.machines.machines import Machines
 from varuna_capslog.rig.outcome import ChaosOptions, ChaosOutcome
 from varuna_capslog.rig.recovery import Hung, Recovery
@@ -85,7 +84,7 @@ class Chaos:
             self.options, breaches, self.hits, self.machines.members.joins, len(founded), last, len(made) - last,
             self.strikes.store_losses, sum(record.regress for record in founded), time.monotonic() - began,
             sorted(self.recovery.sizes), self.config.elastic.redundancy, self.config.elastic.protection,
-            causes_found(self.hits, losses_by_cause(files.read_jsonl(self.run_dir / "events.jsonl"))),
+            causes_found(self.hits, files.read_jsonl(self.run_dir / "events.jsonl")),
         )  # fmt: skip
 
     def summary(self) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from varuna_capslog.elastic.losses import losses_by_cause
+
 __all__ = ["Hit", "by_class", "causes_found", "quantile"]
 
 
@@ -35,20 +37,27 @@ class Hit:
     causes: dict[str, str] = field(default_factory=dict)
 
 
-def causes_found(hits: Iterable[Hit], found: Mapping[str, str]) -> tuple[int, list[str]]:
+def causes_found(hits: Iterable[Hit], events: Sequence[Mapping[str, Any]]) -> tuple[int, list[str]]:
     """How many victims that the run has lost it gave the injected cause, and a sentence for each of the others.
 
-    found: by member, as `elastic/losses.losses_by_cause` gives it.
+    A member that outlives one fault may be lost by another: the last one that hit it before it was lost counts.
+
+    events: lines of events.jsonl.
     """
+    found = losses_by_cause(events)
+    lost_at = {str(event["member"]): float(event["time"]) for event in events if event.get("kind") == "lost"}
+    injected: dict[str, Hit] = {}
+    for hit in sorted(hits, key=lambda hit: hit.time):
+        for member in hit.causes:
+            if hit.time <= lost_at.get(member, 0.0):
+                injected[member] = hit
     right, wrong = 0, []
-    for hit in hits:
-        for member, cause in hit.causes.items():
-            if member not in found:
-                continue
-            if found[member] == cause:
-                right += 1
-            else:
-                wrong.append(f"{member} ({hit.kind}): {cause}, found {found[member]}")
+    for member, hit in injected.items():
+        cause = hit.causes[member]
+        if found[member] == cause:
+            right += 1
+        else:
+            wrong.append(f"{member} ({hit.kind}): {cause}, found {found[member]}")
     return right, wrong
 
 
