@@ -22,6 +22,7 @@ def test_a_line_of_results_says_what_was_done_and_how_it_ended(breaches, outcome
     assert set(versions) == {"varuna_capslog", "commit", "torch", "python", "system"}
     assert line.pop("date").endswith("Z")
     assert [row["kind"] for row in line.pop("classes")] == ["kill", "store"]
+    assert line.pop("causes") == {"right": 0, "wrong": []}
     assert line == {
         "format": "varuna-capslog/chaos/1", "seed": 7, "outcome": outcome, "breaches": breaches,
         "hosts": 3, "workers": 1, "network": "relay", "store": "tcp", "plans": False, "mean_seconds": 0.1,

@@ -36,6 +36,7 @@ KINDS: Mapping[str, float] = {
     "error": 1.0,
     "device": 1.0,
     "memory": 1.0,
+    "slow": 1.0,
 }
 """Fault classes and their usual shares.
 
@@ -46,7 +47,8 @@ before-apply: killed or stopped between the vote and the step's becoming state. 
 computes or votes. in-change: killed or stopped at a point of the change that the loss of another one brought about.
 in-leave: the same for another one's notice. error, device, memory: a worker ends by an error of its program, of its
 device, or for want of memory, while it applies a step. host: a host's supervisor and with it all its workers are
-killed. freeze: all processes of a host stand still for up to 6 s.
+killed. freeze: all processes of a host stand still for up to 6 s. slow: the work of a worker takes five times as long
+for up to 5 s, to which a run with `elastic.rebalance` answers with other cuts.
 """
 
 NETWORK: Mapping[str, float] = {"cut": 2.0, "half-open": 2.0, "delay": 2.0, "store-cut": 1.0}
@@ -68,6 +70,10 @@ POINTS: Mapping[str, tuple[str, ...]] = {
     "in-leave": ("prepare", "shadow sent", "prepared", "abort", "adopted", "gathered", "install", "installed"),
 }
 """Points of a member's life (`Runtime`'s) at which the classes of this name strike."""
+
+
+_LONGEST = {"freeze": 6.0, "slow": 5.0, "cut": 8.0, "half-open": 8.0, "store-cut": 8.0}
+"""Seconds until a fault of these classes is taken back, at most; of others 3."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +150,7 @@ def schedule(seed: int, weights: Mapping[str, float], mean_seconds: float) -> It
     while True:
         kind = draw.choices(kinds, shares)[0]
         points = POINTS.get(kind, ("",))
-        lasts = {"pause": 3.0, "freeze": 6.0, "cut": 8.0, "half-open": 8.0, "store-cut": 8.0}.get(kind, 3.0)
+        lasts = _LONGEST.get(kind, 3.0)
         yield ScheduledFault(
             number=number,
             kind=kind,

@@ -23,6 +23,9 @@ READY_SECONDS = 90.0
 """Longest wait for a run that begins, or begins again."""
 
 _FIRE_SECONDS = 10.0
+_SLOWER = 5.0
+_OF_ONE = ("kill", "stop", "pause", "slow", "notice", "urgent", "error", "device", "memory")
+"""Classes that hit one member."""
 
 
 class Strikes:
@@ -64,7 +67,7 @@ class Strikes:
         machines, members = self._machines, self._members
         machines.replenish_at = time.monotonic() + fault.rejoin
         voters = members.voters()
-        wanted = {"bulk": fault.count, "kill": 1, "stop": 1, "pause": 1, "notice": 1, "urgent": 1}.get(fault.kind, 2)
+        wanted = fault.count if fault.kind == "bulk" else 1 if fault.kind in _OF_ONE else 2
         names = [voters[index] for index in fault.pick(len(voters), min(wanted, max(1, len(voters) - 1)))]
         if not names:
             return None
@@ -74,6 +77,8 @@ class Strikes:
                 return self._lose(hit, names)
             case "stop":
                 return self._lose(hit, names, signal.SIGSTOP, "hung")
+            case "slow":
+                return self._slow(hit, names[0], fault.lasts)
             case "error" | "device" | "memory":
                 return self._fail(hit, names[0])
             case "double":
@@ -112,6 +117,13 @@ class Strikes:
             self._members.signal(name, number)
         hit.causes = dict.fromkeys(names, cause)
         return self._recovery.recover(hit, names)
+
+    def _slow(self, hit: Hit, name: Member, seconds: float) -> Hit:
+        folder = self._machines.run_dir / "chaos"
+        faults.slow_down(folder, name, _SLOWER)
+        self._machines.agenda.later(seconds, lambda: faults.slow_down(folder, name, 1.0))
+        hit.victims, hit.note = (name,), f"for {seconds:.1f} s"
+        return self._recovery.recover(hit, [], until=hit.time + seconds)
 
     def _fail(self, hit: Hit, name: Member) -> Hit | None:
         """An error in the member's program, of the kind that the class says."""

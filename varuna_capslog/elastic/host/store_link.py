@@ -227,7 +227,8 @@ class HostStore:
         looked = time.monotonic()
         answers, beat, began = True, 0, time.monotonic()
         while not ended.wait(seconds / 4):
-            if time.monotonic() - began > seconds * 3 / 4:  # all of this process stood still
+            woke = time.monotonic()
+            if woke - began > seconds * 3 / 4:  # all of this process stood still
                 self._absence = "hung"
             beat += 1
             try:
@@ -239,6 +240,8 @@ class HostStore:
                 self._later(partial(self.lost, "the store does not answer"))
                 continue
             now = began = time.monotonic()
+            if now - woke > seconds / 2:
+                self._absence = "network"
             # A host that did not look for long (stopped, swapped out, cut off) has missed signs, and counts anew.
             away = not answers or now - looked > seconds / 2
             looked = now
