@@ -59,7 +59,7 @@ def test_four_three_two_four(cradle: Cradle, truth: Truth, tmp_path: Path) -> No
     ended = live.finish()
     members = ended.members()
     assert members[:3] == [["m0", "m1", "m2", "m3"], ["m0", "m2", "m3"], ["m2", "m3"]]
-    assert members[-1] == ["m2", "m3", "m4", "m5"]
+    assert sorted(members[-1]) == ["m2", "m3", "m4", "m5"], "whoever asks first comes first"
     assert [len(cuts) for cuts in ended.cuts()][:3] == [4, 3, 2]
     assert {name: ended.status[name] for name in ("m0", "m1", "m2", "m3")} == {"m0": 0, "m1": -9, "m2": 0, "m3": 0}
     assert {name: ended.pids[name] for name in pids} == pids

@@ -73,15 +73,21 @@ def predict(
 
 
 def report(run_dir: shared.RunDirectory, as_json: shared.AsJson = False) -> None:
-    """Write RUN_DIR/report: peaks predicted and measured, the schedule, curves and sample predictions."""
+    """Write RUN_DIR/report: where the time went, peaks predicted and measured, the schedule, curves and samples."""
     settings = shared.run_config(run_dir)  # says so in one sentence where this is no run
 
     from varuna_capslog.api.reporting import write_run_report
+    from varuna_capslog.reports.goodput import account_of
+    from varuna_capslog.reports.run import read_run
 
     page, problem = write_run_report(settings)
+    account = account_of(read_run(settings.run_dir))
     if problem is not None:
         typer.echo(f"note: {problem}", err=True)
     if as_json:
-        shared.print_json({"report": str(page)})
+        seconds = None if account is None else dict(account.seconds)
+        shared.print_json({"report": str(page), "seconds": seconds})
     else:
+        if account is not None:
+            typer.echo(f"productive: {account.sentence()}")
         typer.echo(f"report: {page}")
