@@ -11,8 +11,10 @@ graph, and the others run again in the backward: such a stage has intervals of i
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -24,10 +26,10 @@ from varuna_capslog.planners.intervals import EXACT_LAYERS, Handling, IntervalFr
 from varuna_capslog.planners.layerwise import Intervals, Layerwise, Question, StageChoice
 from varuna_capslog.planners.throughput import fastest_cuts, least_step
 from varuna_capslog.plans.parts import INTERVAL_KINDS, MemoryInterval
-from varuna_capslog.schedules import Action, RunShape, backwards_at_once, make_schedule
+from varuna_capslog.schedules import Action, StageGraph, backwards_at_once, make_schedule, schedule_of
 from varuna_capslog.schedules.shape import ALWAYS_RECOMPUTE
 
-__all__ = ["LABELS", "BudgetSearch", "budget_stages", "kept_bound", "kept_cuts", "of_cuts"]
+__all__ = ["LABELS", "BudgetSearch", "budget_stages", "kept_bound", "kept_cuts"]
 
 LABELS = 32
 """Choices per first layer and cut that are kept in chains of more than `intervals.EXACT_LAYERS` layers."""
@@ -35,6 +37,8 @@ PLACES = 64
 """Longer chains than 1.5 times this are cut, and have intervals, at so many places at most."""
 _ROUNDS = 8
 """Searches with more left free, at most."""
+_ALL_STAGES, _ALL_CALLS = 5, 40
+"""Of so many stages, and calls of all stages together, every list of a schedule is looked at whose lists vary."""
 _RECOMPUTE = tuple(kind for kind in INTERVAL_KINDS if not MemoryInterval(0, 1, kind).offloads)
 
 
@@ -58,8 +62,9 @@ def kept_bound(chain: Layerwise, costs: StageCosts) -> float:
 def kept_cuts(chain: Layerwise, costs: StageCosts) -> list[int]:
     """The cuts of the shortest step of stages that keep everything, whatever the memory."""
     assert chain.question is not None, "made by Layerwise.of_profile"
-    run = of_cuts(chain.question.run)
-    found = fastest_cuts(costs, chain.question.seconds, run, chain.stages, speeds=chain.speeds, width=256)
+    nothing = [np.zeros((chain.num_layers, chain.num_layers + 1))] * chain.stages
+    seconds, run = chain.question.seconds, chain.question.run
+    found = fastest_cuts(costs, seconds, run, chain.stages, speeds=chain.speeds, width=256, extra=nothing)
     assert found is not None, "there is no limit"
     return list(found.cuts)
 
@@ -88,7 +93,7 @@ class BudgetSearch:
         Raises CapslogError where the profile does not tell the halves of split backwards, which the schedule has.
         """
         places, left = self._places(chain), np.zeros(chain.stages, dtype=np.int64)
-        seconds, run = places.question.seconds, of_cuts(places.question.run)
+        seconds, run = places.question.seconds, places.question.run
         for _ in range(_ROUNDS):
             usable = [min(NEVER - 1, size) - more for size, more in zip(chain.usable, left.tolist(), strict=True)]
             extra = [places.extra(stage, size) for stage, size in enumerate(usable)]
@@ -121,31 +126,37 @@ class BudgetSearch:
         """No step of a plan of any cuts and intervals is shorter, under the schedule of this chain; infinite where no
         plan can fit.
 
-        Where something is offloaded, or backwards are split, and for long chains, what the memory costs is not counted.
+        Of every range in every place it counts at least the seconds of the cheapest list that the memory allows
+        (`_work`), and `throughput.least_step` what no schedule can avoid for stages of such seconds, on the links
+        included. Where backwards are split, and for long chains, what the memory costs is not counted.
         """
         assert chain.question is not None, "made by Layerwise.of_profile"
         run = chain.question.run
         places = self._places(chain)
-        if self._offloads or run.splits_backwards or self.borders is not None:
+        if run.splits_backwards or self.borders is not None:
             return kept_bound(chain, places)
-        rows = make_schedule(run.schedule, chain.stages, run.microbatches, recompute=False, k=run.k)
-        work = [self._work(places, stage, row) for stage, row in enumerate(rows)]
+        held = _held_at_least(run.schedule, chain.stages, run.microbatches, run.k)
+        work = [self._work(places, stage, *one) for stage, one in enumerate(held)]
         bound = least_step(places, places.question.seconds, run, work)
         return min(bound, run.microbatches * self.longest)
 
-    def _work(self, places: _Places, stage: int, row: Sequence[Action]) -> NDArray[np.float64]:
-        """[L, L + 1]: by how much every call of a stage occupies its rank at least beyond its layers' own seconds.
+    def _work(
+        self, places: _Places, stage: int, in_flight: int, early: bool, last_at_once: bool
+    ) -> NDArray[np.float64]:
+        """[L, L + 1]: by how much every call of a stage occupies its rank, or the copies beside it, at least beyond its
+        layers' own seconds; the other arguments are those of `_held_at_least`.
 
-        `stage_bytes` is what a rank takes that runs a forward and a backward with so many calls in flight and with
-        gradients of parameters beside them. Where no forward follows the first backward, it takes no more than these
-        gradients less.
+        Admissible, since by `IntervalFronts.bounds` no list that fits takes less, and it fits only if the rank can hold
+        it at a forward, and at a backward, with so many calls in flight. Of these, both come behind the first backward,
+        with gradients of parameters beside them; where they may be early, the rank has room for these gradients more,
+        and for the running statistics of calls that have not begun.
         """
-        usable = min(NEVER - 1, places.chain.usable[stage])
-        fronts, (in_flight, together) = places.fronts[stage], _in_flight(row)
-        budget = usable + (fronts.made if together else 0.0)
-        _, bound = fronts.seconds(in_flight, budget)
+        usable, calls = min(NEVER - 1, places.chain.usable[stage]), places.question.run.microbatches
+        fronts = places.fronts[stage]
+        budget = usable + (fronts.made + (calls - in_flight) * fronts.statistics if early else 0.0)
+        bound = fronts.bounds(in_flight, budget, places.chain.copied, places.chain.entering)
         _, both = places.question.seconds.of_ranges()
-        return np.maximum(0.0, bound - both)
+        return np.maximum(0.0, bound - both) * ((calls - last_at_once) / calls)
 
     def _places(self, chain: Layerwise) -> _Places:
         assert chain.question is not None, "made by Layerwise.of_profile"
@@ -204,10 +215,33 @@ def _borders(chain: Layerwise) -> frozenset[int] | None:
     return frozenset({0, count, *np.abs(reached[:, None] - wanted).argmin(axis=0).tolist()})
 
 
-def of_cuts(run: RunShape) -> RunShape:
-    """The run by which cuts are searched: what runs again is in the seconds of the intervals."""
-    name = "1f1b" if run.schedule in ALWAYS_RECOMPUTE else run.schedule
-    return replace(run, schedule=name, recompute=False)
+@functools.lru_cache(maxsize=256)
+def _held_at_least(schedule: str, stages: int, calls: int, k: int) -> list[tuple[int, bool, bool]]:
+    """Per stage, of every list that the schedule makes: the calls in flight, and whether they may be early
+    (`_in_flight`); whether the backward of the last call may follow its forward at once, where others' do not, so that
+    nothing of it must run again.
+
+    The lists of schedules that always recompute depend on which stages do. None has fewer calls in flight than where
+    all do, and none has other calls than the last at once (`tests/planners/test_budget.py`); the rest is looked up in
+    all lists of short steps, and taken to be possible in long ones.
+    """
+    varies, graph = schedule in ALWAYS_RECOMPUTE, StageGraph.line(stages, calls)
+    short = varies and stages <= _ALL_STAGES and stages * calls <= _ALL_CALLS
+    every = itertools.product((False, True), repeat=stages) if short else iter([(varies,) * stages])
+    rows = zip(*(schedule_of(schedule, graph, again, k=k) for again in every), strict=True)
+    found = []
+    for some in rows:
+        of_lists = [_in_flight(row) for row in some]
+        at_once = [len(backwards_at_once(row)) for row in some]
+        unknown = varies and not short and at_once[0] < calls
+        found.append(
+            (
+                min(count for count, _ in of_lists),
+                unknown or any(early for _, early in of_lists),
+                unknown or any(0 < count < calls for count in at_once),
+            )
+        )
+    return found
 
 
 def _in_flight(row: Sequence[Action]) -> tuple[int, bool]:

@@ -69,6 +69,8 @@ class Layerwise:
     crossing: [L + 1] names of the tensors that cross each cut; None where they are not known.
     host_bandwidth: bytes per second between a device and its host tier; None: copies take no time.
     copies_beside: copies run beside the computation; else they take the device's own time.
+    copied: [L] bytes that a simulated step counts for the copy of a layer's saved tensors. entering: [L + 1] bytes of
+        the tensors across each cut, which it counts where an interval runs again from the host tier.
     swaps_within_calls: saved tensors can leave the device before their call has ended.
     speeds: [S] of the devices, above 0 and at most 1, so that no stage is quicker than its seconds; None: all 1.
     question: what these numbers were made of, for planners that ask more.
@@ -89,6 +91,8 @@ class Layerwise:
     swaps_within_calls: bool = True
     speeds: Sequence[float] | None = None
     question: Question | None = None
+    copied: Sequence[int] = ()
+    entering: Sequence[int] = ()
 
     @classmethod
     def of_profile(
@@ -118,13 +122,14 @@ class Layerwise:
         beside = link.copies_beside
         if beside is None:  # on a CPU a copy takes its rank's core, as in `planning/simulation`
             beside = not ranges.one_memory
-        crossing = None
+        crossing, entering = None, [0] * (profile.num_layers + 1)
         if profile.tensors:
-            lives = [(one.name, -1 if one.writer is None else one.writer, one.readers[-1]) for one in profile.tensors]
-            crossing = [
-                frozenset(name for name, writer, last in lives if writer < cut <= last)
-                for cut in range(profile.num_layers + 1)
+            lives = [(one, -1 if one.writer is None else one.writer, one.readers[-1]) for one in profile.tensors]
+            across = [
+                [one for one, writer, last in lives if writer < cut <= last] for cut in range(profile.num_layers + 1)
             ]
+            crossing = [frozenset(one.name for one in row) for row in across]
+            entering = [sum(one.bytes for one in row) for row in across]
         return cls(
             profile.column("forward_seconds"),
             profile.column("backward_seconds"),
@@ -141,6 +146,8 @@ class Layerwise:
             False,
             speeds,
             Question(ranges, seconds, run),
+            [layer.saved_bytes or 0 for layer in profile.layers],
+            entering,
         )
 
     def under(self, schedule: str) -> Layerwise:

@@ -21,10 +21,11 @@ from varuna_capslog.schedules import (
     Recv,
     RunShape,
     SendInstruction,
+    StageGraph,
     graph_keeping_forwards,
     in_turn,
     lower,
-    make_schedule,
+    schedule_of,
 )
 
 __all__ = ["LayerSeconds", "Link", "StepPlayer", "step_player"]
@@ -155,9 +156,11 @@ class StepPlayer:
     each of its steps is one numpy operation on a vector with one entry per cut list.
     """
 
-    def __init__(self, run: RunShape, stages: int) -> None:
+    def __init__(self, run: RunShape, stages: int, keeps: bool = False) -> None:
+        """keeps: nothing runs again, also under a schedule that otherwise always recomputes."""
         microbatches = run.microbatches
-        actions = make_schedule(run.schedule, stages, microbatches, recompute=run.recomputes, k=run.k)
+        graph, again = StageGraph.line(stages, microbatches), [run.recomputes and not keeps] * stages
+        actions = schedule_of(run.schedule, graph, again, k=run.k)
         self.stages, self.microbatches = stages, microbatches
         # No stage reads what the last one makes before it makes it again, so the engine leaves such a forward out.
         keeping = graph_keeping_forwards(actions)
@@ -237,9 +240,9 @@ class StepPlayer:
 
 
 @lru_cache(maxsize=256)
-def step_player(run: RunShape, stages: int) -> StepPlayer:
+def step_player(run: RunShape, stages: int, keeps: bool = False) -> StepPlayer:
     """Return the player of a run's schedule with stage s on rank s; made once per process."""
-    return StepPlayer(run, stages)
+    return StepPlayer(run, stages, keeps)
 
 
 def _running(seconds: Sequence[float]) -> Floats:

@@ -177,7 +177,7 @@ class _CutSearch:
         self.capacities, self.speeds = capacities, speeds
         self.num_microbatches = run.microbatches
         self.num_layers = costs.num_layers
-        self.player: StepPlayer = step_player(run, devices)
+        self.player: StepPlayer = step_player(run, devices, extra is not None)
         limits = in_flight_limits(run.schedule, devices, self.num_microbatches, run.k)
         self.paces = [_paces(run.schedule, self.num_microbatches, limit) for limit in limits]
         self._forward, self._both = seconds.of_ranges()

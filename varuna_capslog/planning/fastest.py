@@ -20,7 +20,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import AUTO, resolve
 from varuna_capslog.memory.costs import NEVER, StageCosts
 from varuna_capslog.planners import find_cuts
-from varuna_capslog.planners.budget import BudgetSearch, kept_bound, kept_cuts, of_cuts
+from varuna_capslog.planners.budget import BudgetSearch, kept_bound, kept_cuts
 from varuna_capslog.planners.intervals import EXACT_LAYERS
 from varuna_capslog.planners.layerwise import Intervals, Layerwise, StageChoice
 from varuna_capslog.planners.seconds import Link
@@ -199,10 +199,8 @@ class _Candidates:
         costs, fit, bounds = self._costs("1f1b", False), [], []
         if costs is None:
             return False
-        known: dict[RunShape, list[int]] = {}
         for name, own in list(self.chains.items()):
-            run = of_cuts(dataclasses.replace(self.run, schedule=name))
-            cuts = known[run] = known.get(run) or kept_cuts(own, costs)
+            cuts = kept_cuts(own, costs)
             fits = self.weigh(self._alike(cuts, None), name)
             if name in self.chains:
                 fit.append(fits)

@@ -102,6 +102,31 @@ def test_fewer_labels_are_never_too_good_and_know_what_they_may_have_missed(labe
     assert worse  # so few labels must miss something, or the bounds were not tried
 
 
+@pytest.mark.parametrize("labels", [0, 2])
+def test_no_list_is_below_the_bound_of_what_a_rank_can_hold(labels: int) -> None:
+    """A waiting call may hold as little as stays of it on the device, and a step may count a part of the copies."""
+    draw, below = random.Random(labels), 0
+    for _ in range(12):
+        stage = Stage(draw, draw.choice(SIZES), labels)
+        if stage.handling.split:
+            continue
+        size = stage.ranges.num_layers
+        copied = [stage.ranges.saved(at, at + 1) for at in range(size)]
+        entering = [stage.ranges.crossing[at] for at in range(size + 1)]
+        for in_flight in range(1, MOST_IN_FLIGHT + 1):
+            for budget in stage.budgets(draw, in_flight):
+                usual = stage.fronts.seconds(in_flight, budget)[1][stage.first, stage.end]
+                bound = stage.fronts.bounds(in_flight, budget, copied, entering)[stage.first, stage.end]
+                assert bound <= usual
+                if not stage.handling.later and stage.handling.host_bandwidth is None:
+                    assert bound == usual
+                below += bound < usual
+                if copied[0]:
+                    half = stage.fronts.bounds(in_flight, budget, [one // 2 for one in copied], entering)
+                    assert half[stage.first, stage.end] <= bound
+    assert below
+
+
 def test_moved_bytes_and_reruns_are_told() -> None:
     draw = random.Random(5)
     told = 0

@@ -110,17 +110,18 @@ class IntervalFronts:
             self._of_end(cut, [first for first in firsts if first < cut and may[cut]], there[cut])
             for cut in range(size + 1)
         ]
-        made, resident = np.zeros((2, size, size + 1))
+        made, statistics, resident = np.zeros((3, size, size + 1))
         for first in firsts:
             for cut in (np.flatnonzero(may[first + 1 :]) + first + 1).tolist():
                 if self._own[first, cut] > longest:
                     break
                 made[first, cut] = ranges.made(first, cut)
-                statistics = handling.calls * ranges.statistics(first, cut)
-                resident[first, cut] = ranges.resident(range(first, cut)) + statistics
-        self.made = made
-        """[L, L + 1]: bytes of the gradients of parameters of every range that was searched"""
-        self._resident = resident + handling.waiting_blocks * made
+                statistics[first, cut] = ranges.statistics(first, cut)
+                resident[first, cut] = ranges.resident(range(first, cut))
+        self.made, self.statistics = made, statistics
+        """[L, L + 1]: of every range that was searched, bytes of the gradients of parameters, and of the running
+        statistics of one call"""
+        self._resident = resident + handling.calls * statistics + handling.waiting_blocks * made
 
     def cheapest(self, first: int, end: int, in_flight: int, budget: float) -> IntervalChoice | None:
         """The fastest choice for a stage of layers first .. end-1 that takes at most `budget` bytes.
@@ -178,7 +179,52 @@ class IntervalFronts:
                 found[:, labels.first[begins], end] = least[[0, -1]]
         return found[0], found[1]
 
+    def bounds(self, in_flight: int, budget: float | Floats, copied: Sequence[int], entering: Sequence[int]) -> Floats:
+        """[L, L + 1]: seconds of a call of layers first .. end-1 below which no list is that a rank can hold; infinite
+        where it can hold none. The arguments are those of `seconds`, and of `layerwise.Layerwise`.
+
+        A list with an O may take less than `stage_bytes` says of it: that counts what one waiting call moves as well.
+        At least, each call in flight but the one at work holds what stays of it on the device, and the one at work
+        all that its F, R or B needs. A simulated step may count fewer bytes for its copies than are moved here: for
+        every interval at least the part that is the least of all intervals (`_counted`). Without copies both are the
+        numbers of `seconds`.
+        """
+        found = np.full(self._own.shape, np.inf)
+        budgets, handling = np.broadcast_to(budget, found.shape), self._handling
+        if handling.host_bandwidth is None:
+            part, at_least = 1.0, handling
+        else:
+            part = self._counted(copied, entering)
+            at_least = replace(handling, host_bandwidth=handling.host_bandwidth / max(part, 1e-12))
+        for end, labels in enumerate(self._finished):
+            if not len(labels):
+                continue
+            sizes = self._bytes(labels, end, in_flight, handling.later)[-1]
+            own, again = self._own[labels.first, end], labels.again[-1]
+            if handling.copies_beside:
+                seconds = combined_seconds(at_least, own + again, labels.sums.host[-1])
+            else:  # what labels were left out by is the sum of both, of which the part is less than what is counted
+                seconds = own + part * combined_seconds(handling, again, labels.sums.host[-1])
+            begins = np.flatnonzero(np.diff(labels.first, prepend=-1))
+            fit = np.where(sizes <= budgets[labels.first, end], seconds, np.inf)
+            found[labels.first[begins], end] = np.minimum.reduceat(fit, begins)
+        return found
+
     # -- the search
+
+    def _counted(self, copied: Sequence[int], entering: Sequence[int]) -> float:
+        """The least part of what an interval moves by these tables that a simulated step counts; at most 1."""
+        saved = np.concatenate([[0], np.cumsum(copied)])
+        counted = {
+            "offload": saved[None, :] - saved[:-1, None],
+            "recompute+offload": np.broadcast_to(np.array(entering)[:-1, None], self._own.shape),
+        }
+        least = 1.0
+        for kind, sizes in counted.items():
+            taken = self._table.taken(kind)
+            if kind in self._kinds and (moves := taken > 0).any():
+                least = min(least, float((sizes[moves] / taken[moves]).min()))
+        return least
 
     def _empty(self, cut: int, count: int) -> Labels:
         """A stage that begins at the cut; `count` 0: none does."""
@@ -295,14 +341,15 @@ class IntervalFronts:
             )
         return found[begin:behind]
 
-    def _bytes(self, labels: Labels, end: int, in_flight: int) -> Floats:
-        """`choice.stage_bytes` of every label."""
+    def _bytes(self, labels: Labels, end: int, in_flight: int, at_least: bool = False) -> Floats:
+        """`choice.stage_bytes` of every label; at_least: every waiting call counts with what stays of it alone."""
         made, always = self.made[labels.first, end], self._resident[labels.first, end]
         handling, sums = self._handling, labels.sums
         out = 0 if end == self._ranges.num_layers else self._ranges.gradient[end]
         actions = [sums.again, sums.back + out, *([sums.inputs] if handling.split else [])]
         most = np.maximum(getattr(sums, self._peak), np.maximum.reduce(actions) + made)
         others = others_bytes(handling, in_flight, sums.waits, sums.held, sums.host, handling.split * sums.between)
+        others = (in_flight - 1) * sums.waits if at_least else others
         found: Floats = always + others + most
         return found
 

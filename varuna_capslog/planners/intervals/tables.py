@@ -54,6 +54,11 @@ class SegmentTable:
         """Whether the layers before a cut have a backward."""
         return end == self.ranges.num_layers or self.ranges.carries[end]
 
+    def taken(self, kind: str) -> NDArray[np.float64]:
+        """[L, L + 1]: bytes of a segment of this kind that go to the host tier."""
+        found: NDArray[np.float64] = self.numbers[KINDS.index(kind), _NUMBERS.index("taken")]
+        return found
+
     def behind(self, kind: int, firsts: NDArray[np.intp], end: int) -> CallSegment:
         """The segments of this kind from each of these layers to `end`, as one with arrays for numbers."""
         part = MemoryInterval(end - 1, end, KINDS[kind])
