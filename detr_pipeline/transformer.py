@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from varuna_capslog.variants.attention import AttentionCore, EagerAttention, SdpaAttention
+
 if TYPE_CHECKING:
     from detr_pipeline.config import ModelConfig
 
@@ -68,22 +70,24 @@ def _codes(counts: Tensor, length: int, channels: int) -> Tensor:
     return torch.stack((scaled.sin(), scaled.cos()), dim=-1).flatten(2)
 
 
+_CORES = {"eager": EagerAttention, "sdpa": SdpaAttention}
+
+
 class Attention(nn.Module):
     """Multi-head attention.
 
     Args:
-        fused: torch's fused kernels. Otherwise the [B * heads, queries, keys] maps are computed one step after the
-            other and kept for the backward, as `nn.MultiheadAttention` does when asked for its weights; DETR's memory
-            profile rests on that. Both give the same numbers.
+        attention: as `model.attention`. The paper's memory profile rests on eager; a config's `variants` may choose
+            another way.
     """
 
-    def __init__(self, width: int, heads: int, dropout: float, fused: bool) -> None:
+    def __init__(self, width: int, heads: int, dropout: float, attention: str) -> None:
         super().__init__()
-        self.heads, self.fused = heads, fused
+        self.heads = heads
         self.in_proj_weight = nn.Parameter(torch.empty(3 * width, width))
         self.in_proj_bias = nn.Parameter(torch.zeros(3 * width))
         self.out_proj = nn.Linear(width, width)
-        self.dropout = nn.Dropout(dropout)
+        self.core: AttentionCore = _CORES[attention](dropout)
         # DETR draws every matrix of the transformer anew, the three stacked projections as one matrix.
         nn.init.xavier_uniform_(self.in_proj_weight)
         nn.init.xavier_uniform_(self.out_proj.weight)
@@ -96,27 +100,7 @@ class Attention(nn.Module):
             F.linear(x, weight, bias).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
         )
-        mixed = self._fused(q, k, v, padding) if self.fused else self._eager(q, k, v, padding)
-        return self.out_proj(mixed.transpose(1, 2).flatten(2))
-
-    def _fused(self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> Tensor:
-        seen = None if padding is None else ~padding[:, None, None, :]
-        rate = self.dropout.p if self.training else 0.0
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=rate)
-
-    def _eager(self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> Tensor:
-        batch = q.shape[0]
-        q, k, v = (x.flatten(0, 1) for x in (q * (1 / math.sqrt(q.shape[-1])), k, v))
-        if padding is None:
-            maps = torch.bmm(q, k.transpose(1, 2))
-        else:
-            bias = torch.zeros_like(padding, dtype=q.dtype).masked_fill(padding, -math.inf)
-            bias = bias[:, None].expand(-1, self.heads, -1).flatten(0, 1)[:, None]
-            maps = torch.baddbmm(bias, q, k.transpose(1, 2))
-        # One name for all three: each map is as large as all else together, and must go as soon as the next is there.
-        maps = maps.softmax(-1)
-        maps = self.dropout(maps)
-        return torch.bmm(maps, v).unflatten(0, (batch, -1))
+        return self.out_proj(self.core(q, k, v, padding).transpose(1, 2).flatten(2))
 
 
 class _FeedForward(nn.Module):
@@ -136,7 +120,7 @@ class _FeedForward(nn.Module):
 
 
 def _attention(config: ModelConfig) -> Attention:
-    return Attention(config.hidden_dim, config.attention_heads, config.dropout, config.attention == "sdpa")
+    return Attention(config.hidden_dim, config.attention_heads, config.dropout, config.attention)
 
 
 class EncoderLayer(_FeedForward):

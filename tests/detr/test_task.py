@@ -19,6 +19,8 @@ from detr_pipeline.weights import to_reference, write_reference
 from tests.detr.tiny import tiny_config
 from varuna_capslog.base.errors import CapslogError, ConfigError
 from varuna_capslog.config.settings import Config
+from varuna_capslog.model.workload import load_workload
+from varuna_capslog.variants.attention import ChunkedAttention, EagerAttention
 
 TINY = tiny_config().model_dump(mode="json", exclude_defaults=True)
 
@@ -165,3 +167,31 @@ def test_the_workload_samples_inputs(tmp_path: Path) -> None:
 def test_a_given_image_size_is_the_only_one(tmp_path: Path) -> None:
     task = tiny_workload(tmp_path, profile={"image_size": [64, 96]})
     assert task.sampled_inputs(2, count=6) == [task.profile_inputs(2)]
+
+
+def test_chosen_variants_are_in_the_chain_and_close_to_the_plain_one(tmp_path: Path) -> None:
+    plain = {"attention": "eager", "dropout": 0.0}
+    chosen = {"variants": {"encoder.*": "chunked", "*decoder*": "sdpa"}, "numerics": "close"}
+    results, inputs = [], None
+    for sections in ({}, chosen):
+        config = tiny_workload(tmp_path, plain, **sections).config
+        task = load_workload(config)
+        torch.manual_seed(0)
+        chain = task.chosen_chain()
+        kinds = {type(part) for layer in chain.layers for part in layer.module.modules()}
+        assert (ChunkedAttention in kinds, EagerAttention in kinds) == ((True, False) if sections else (False, True))
+        inputs = inputs or {
+            name: torch.rand(spec.shape) if spec.dtype.is_floating_point else torch.tensor([spec.shape[-2:]]) * 40
+            for name, spec in task.profile_inputs(1).items()
+        }
+        outputs = chain.run(inputs)
+        (outputs["logits"].square().sum() + outputs["boxes"].sum()).backward()
+        gradients = {name: p.grad for name, p in chain.named_parameters().items() if p.grad is not None}
+        results.append((outputs, gradients))
+    (expected, expected_gradients), (found, gradients) = results
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    largest = max(float(gradient.abs().max()) for gradient in expected_gradients.values())
+    for name, gradient in gradients.items():
+        assert (gradient - expected_gradients[name]).abs().max() <= 1e-5 * largest, name
+    with pytest.raises(CapslogError, match="numerics=same allows the same bits at most"):
+        load_workload(tiny_workload(tmp_path, plain, variants=chosen["variants"]).config).chosen_chain()

@@ -48,11 +48,11 @@ def test_mask_and_positions_as_in_the_reference(
     torch.testing.assert_close(sine_positions(valid, height, width, 32)[inside], torch.cat(codes, -1)[inside])
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("padded", [False, True])
-def test_attention_is_torchs_own(fused: bool, padded: bool) -> None:
+def test_attention_is_torchs_own(attention: str, padded: bool) -> None:
     torch.manual_seed(0)
-    ours = Attention(32, 4, 0.0, fused)
+    ours = Attention(32, 4, 0.0, attention)
     theirs = nn.MultiheadAttention(32, 4, batch_first=True)
     nn.init.uniform_(ours.in_proj_bias)
     theirs.load_state_dict(ours.state_dict())
@@ -79,7 +79,7 @@ def test_eager_and_fused_agree_in_outputs_and_gradients() -> None:
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_attention_drops_out_and_keeps_the_mean(attention: str) -> None:
     torch.manual_seed(0)
-    layer = Attention(8, 2, 0.5, attention == "sdpa")
+    layer = Attention(8, 2, 0.5, attention)
     x = torch.randn(1, 6, 8)
     calm = layer.eval()(x, x, x)
     layer.train()

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from detr_pipeline.task import DetrWorkload
 from tests.engine.layouts import Cuts, layout_for
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
@@ -16,7 +15,7 @@ from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, TensorSpec
-from varuna_capslog.model.workload import Minibatch
+from varuna_capslog.model.workload import Minibatch, Workload, load_workload
 from varuna_capslog.training.boundaries import verify_copies
 
 SMALL = {
@@ -39,11 +38,15 @@ MODELS: dict[str, dict[str, Any]] = {
 SIZES = ((64, 96), (96, 64), (64, 96), (80, 64))
 
 
-def build(name: str) -> tuple[DetrWorkload, Chain]:
-    workload = DetrWorkload(Config.model_validate({"workload": "detr_pipeline:workload", "model": MODELS[name]}))
+MODELS["chunked attention"] = SMALL | {"backbone": "resnet18", "last_layer": "layer3", "freeze": "none"}
+VARIANTS = {"chunked attention": {"variants": {"*coder.*": "chunked"}, "numerics": "close"}}
+
+
+def build(name: str) -> tuple[Workload, Chain]:
+    config = {"workload": "detr_pipeline:workload", "model": MODELS[name]} | VARIANTS.get(name, {})
+    workload = load_workload(Config.model_validate(config))
     torch.manual_seed(0)
-    chain = workload.build_chain()
-    return workload, chain
+    return workload, workload.chosen_chain()
 
 
 def minibatch() -> tuple[Minibatch, list[dict[str, Tensor]]]:

@@ -19,6 +19,7 @@ oracle = functools.cache(functools.partial(detr.plain, seed=7))
 CASES = {
     "dilated on four": ("dilated", Cuts((0, 4, 16, 21), (0, 1, 2, 3)), "varuna", True),
     "dilated, frozen stage first": ("dilated", Cuts((0, 1, 9), (0, 1, 2)), "1f1b", False),
+    "chunked attention, recomputed": ("chunked attention", Cuts((0, 7), (0, 1)), "1f1b", True),
     "shared heads on four": ("shared heads", Cuts((0, 8, 9, 10), (0, 1, 2, 3)), "varuna", True),
     "shared heads, two replicas": ("shared heads", Cuts((0, 7, 9), (0, 1, 2), 2), "gpipe", False),
     "batch norm on eight": ("batch norm", Cuts((0, 1, 2, 4, 6, 8, 10, 11), tuple(range(8))), "1f1b", True),

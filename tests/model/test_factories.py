@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from torch.nn.utils import parametrizations
 from tests.engine import models
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.seeds import mix
-from varuna_capslog.model.chain import Chain, LayerFactory
+from varuna_capslog.model.chain import Chain, LayerFactory, TensorSpec
 from varuna_capslog.model.signature import layer_signature
 from varuna_capslog.model.trace import ShapeTable
+from varuna_capslog.model.workload import Workload
 
 
 class Coded(nn.Module):
@@ -153,3 +155,22 @@ def test_what_factories_must_not_give() -> None:
     other = LayerFactory("c", lambda: nn.Linear(4, 4).requires_grad_(False))
     with pytest.raises(CapslogError, match=r"tied: 'b.weight' has .*True.*, but 'c.weight' has .*False.*; tie what is"):
         Chain.from_factories([*lines[1:], other], tied=[("b.weight", "c.weight")])
+
+
+def test_variants_are_refused_where_factories_build_the_layers() -> None:
+    """The engine builds a layer when it needs it, and would build it the plain way."""
+
+    class Made(Workload):
+        variants = MappingProxyType({"*": "chunked"})
+
+        def build_chain(self) -> Chain:
+            return coded(2)
+
+        def loss(self, outputs: Any, targets: Any, normalisers: Any) -> dict[str, Tensor]:
+            raise NotImplementedError
+
+        def profile_inputs(self, microbatch_size: int) -> dict[str, TensorSpec]:
+            raise NotImplementedError
+
+    with pytest.raises(CapslogError, match=r"the layers of 'model' are built by factories, which no variant can"):
+        Made().chosen_chain()

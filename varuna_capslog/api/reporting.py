@@ -64,7 +64,7 @@ def _trained(config: Config, workload: Workload) -> Chain:
     from varuna_capslog.training.checkpoint import best_checkpoint, load_chain
 
     checkpoint = best_checkpoint(config.run_dir / "checkpoints")
-    chain = workload.build_chain()
+    chain = workload.chosen_chain()
     load_chain(checkpoint, chain)
     return chain
 

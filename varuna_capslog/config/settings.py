@@ -263,6 +263,14 @@ class Config(Section):
     elastic: Elastic = Field(default_factory=Elastic)
     """What happens when devices leave or join."""
 
+    variants: dict[str, str] = Field(default_factory=dict)
+    """Pattern of layers' names -> how these layers are computed: eager, sdpa or chunked attention, or a variant of
+    your own (docs/your-model.md). Where several patterns match a layer, the last one counts."""
+
+    numerics: Literal["same", "close", "loose"] = "same"
+    """How far variants may be from the layers as the model's own keys have them: same bits, close (1e-5) or loose
+    (1e-2)."""
+
     run_dir: Path = Path("runs/run")
     """Folder of everything the run writes; by default runs/ and the config file's name."""
 

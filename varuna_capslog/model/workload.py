@@ -6,6 +6,7 @@ engine calls a workload only through this interface, and a workload never calls 
 
 from __future__ import annotations
 
+import copy
 import difflib
 import importlib
 import sys
@@ -13,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from varuna_capslog.base.errors import CapslogError, ConfigError
 from varuna_capslog.base.extras import extra_of, install_sentence
 from varuna_capslog.model.chain import Chain, TensorSpec
+from varuna_capslog.variants.registry import apply_variants
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
@@ -127,6 +130,27 @@ class Workload(ABC):
     """Built by the config's function from the resolved config. Building one must not open the data set."""
 
     name: str = "model"
+    variants: Mapping[str, str] = MappingProxyType({})
+    """Pattern of layers' names -> the variant that computes them, as the config has it (`load_workload`)."""
+    numerics: str = "same"
+    """The weakest numerical class that those variants may have."""
+
+    def chosen_chain(self, evaluates: bool = True) -> Chain:
+        """The chain that a run trains: that of `build_chain`, or of `build_training_chain` where it never evaluates,
+        its layers computed as `variants` say.
+
+        Raises:
+            CapslogError: a variant that is unknown, not allowed or without a layer; what the builder raises.
+        """
+        chain = self.build_chain() if evaluates else self.build_training_chain()
+        if self.variants and chain.factories is not None:
+            raise CapslogError(
+                f"variants is {dict(self.variants)}, but the layers of {chain.name!r} are built by factories, which no "
+                "variant can change; choose the way to compute them in the factories"
+            )
+        if self.variants:
+            apply_variants([(layer.name, layer.module) for layer in chain.layers], self.variants, self.numerics)
+        return chain
 
     @abstractmethod
     def build_chain(self) -> Chain:
@@ -219,7 +243,7 @@ def load_workload(config: Config) -> Workload:
         ConfigError: as `call_function`, or it gave no Workload.
     """
     if config.given_workload is not None:
-        return config.given_workload
+        return _with_variants(config.given_workload, config)
     name = f"workload={config.workload!r}"
     try:
         workload = call_function(config.workload, name, config)
@@ -229,6 +253,15 @@ def load_workload(config: Config) -> Workload:
             )
     except ConfigError as error:
         raise ConfigError(f"{config.source}: {error}" if config.source else str(error)) from error
+    return _with_variants(workload, config)
+
+
+def _with_variants(workload: Workload, config: Config) -> Workload:
+    """The workload, or where the config chooses variants a copy of it that knows them."""
+    if not config.variants:
+        return workload
+    workload = copy.copy(workload)
+    workload.variants, workload.numerics = config.variants, config.numerics
     return workload
 
 

@@ -7,6 +7,7 @@ changes the workload's own modules.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ def skeleton(workload: Workload, evaluates: bool = False) -> Chain:
     evaluates: whether its layers run in eval mode too.
     """
     torch.manual_seed(0)
-    build = workload.build_chain if evaluates else workload.build_training_chain
+    build = functools.partial(workload.chosen_chain, evaluates)
     chain, modules = built_hollow(build, lambda built: [layer.module for layer in built.layers])
     return _with_modules(chain, modules)
 

@@ -292,7 +292,7 @@ def _hand_over(config: Config) -> None:
 def _chain(config: Config) -> Chain:
     from varuna_capslog.model.workload import load_workload  # imports torch, which planning from a profile does without
 
-    return load_workload(config).build_chain()
+    return load_workload(config).chosen_chain()
 
 
 def _judged(plan: Plan, config: Config, profile: Profile, memo: Memo | None) -> Plan:

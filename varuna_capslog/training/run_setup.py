@@ -72,7 +72,7 @@ class RunSetup:
 def build_chain(config: Config, workload: Workload) -> tuple[Chain, list[str]]:
     """The whole chain with the weights that the run begins from, alike on every rank; and what `init_from` left out."""
     torch.manual_seed(config.train.seed)
-    chain = workload.build_chain()
+    chain = workload.chosen_chain()
     if config.init_from is None:
         return chain, []
     # only values are taken over; optimizer, step and data order start afresh

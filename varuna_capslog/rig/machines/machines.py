@@ -212,7 +212,7 @@ class Machines:
     @functools.cached_property
     def _chain(self) -> Chain:
         """As every member builds it; its edges say what can be drawn."""
-        return load_workload(self.config).build_chain()
+        return load_workload(self.config).chosen_chain()
 
     def _draw(self, members: Sequence[Member]) -> Plan | None:
         """What the first generation runs; None where nothing is drawn."""

@@ -1,0 +1,106 @@
+"""Chunks of queries against whole maps: outputs, gradients, dropout, and what is kept for the backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from varuna_capslog.variants.attention import AttentionCore, ChunkedAttention, EagerAttention, SdpaAttention, put_in
+
+
+def inputs(queries: int, keys: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 3, queries, 4), (2, 3, keys, 4), (2, 3, keys, 5)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+
+
+def padding_of(keys: int) -> Tensor:
+    return torch.arange(keys) >= torch.tensor([[keys], [1]])
+
+
+def results(core: AttentionCore, given: list[Tensor], padding: Tensor | None) -> list[Tensor]:
+    out = core(*given, padding)
+    upper = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    return [out, *torch.autograd.grad(out, given, upper)]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("size", [1, 3, 7, 20])
+@pytest.mark.parametrize(("queries", "keys"), [(7, 7), (7, 4), (1, 9)])
+def test_chunks_are_exact_in_float64(queries: int, keys: int, size: int, padded: bool) -> None:
+    padding = padding_of(keys) if padded else None
+    whole = results(EagerAttention(), inputs(queries, keys), padding)
+    chunked = results(ChunkedAttention(queries=size), inputs(queries, keys), padding)
+    for ours, expected in zip(chunked, whole, strict=True):
+        assert (ours - expected).abs().max() <= 1e-12
+
+
+def test_large_scores_are_exact_too() -> None:
+    q, k, v = (tensor.detach() for tensor in inputs(6, 6))
+    given = [(q * 1e4).requires_grad_(), k.requires_grad_(), v.requires_grad_()]
+    for ours, expected in zip(
+        results(ChunkedAttention(queries=4), given, None), results(EagerAttention(), given, None), strict=True
+    ):
+        torch.testing.assert_close(ours, expected, atol=1e-12, rtol=1e-12)
+
+
+def test_the_backward_drops_the_entries_that_the_forward_dropped() -> None:
+    core = ChunkedAttention(0.4, queries=2)
+
+    def seeded(*given: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return core(*given, padding_of(4))
+
+    assert torch.autograd.gradcheck(seeded, inputs(5, 4))
+    torch.manual_seed(7)
+    before = torch.rand(1)
+    torch.manual_seed(7)
+    out = seeded(*inputs(5, 4)).sum()
+    torch.manual_seed(7)
+    out.backward()  # draws its own entries again and leaves the random state as it was
+    assert torch.equal(torch.rand(1), before)
+
+
+def test_dropout_keeps_the_mean_and_ends_in_evaluation() -> None:
+    q, k, v = (tensor.detach().float()[:1].expand(3000, -1, -1, -1) for tensor in inputs(5, 4))
+    core = ChunkedAttention(0.5, queries=2)
+    expected = EagerAttention().eval()(q[:1], k[:1], v[:1])
+    torch.manual_seed(0)
+    noisy = core(q, k, v)
+    assert noisy.std(0).min() > 0.01
+    torch.testing.assert_close(noisy.mean(0), expected[0], atol=0.1, rtol=0)
+    torch.testing.assert_close(core.eval()(q[:1], k[:1], v[:1]), expected)
+
+
+@pytest.mark.parametrize(("core", "kept"), [(EagerAttention(), True), (ChunkedAttention(queries=8), False)])
+def test_no_map_is_kept_for_the_backward(core: AttentionCore, kept: bool) -> None:
+    sizes: list[int] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.numel())
+        return tensor
+
+    given = inputs(64, 64)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        core(*given)
+    assert (max(sizes) >= 2 * 3 * 64 * 64) == kept
+
+
+def test_halves_are_as_near_as_the_eager_way() -> None:
+    exact = results(EagerAttention(), inputs(9, 9), None)
+    for core in (EagerAttention(), ChunkedAttention(queries=4)):
+        found = results(core, inputs(9, 9, torch.bfloat16), None)
+        for ours, expected in zip(found, exact, strict=True):
+            torch.testing.assert_close(ours.double(), expected, atol=0.05, rtol=0.05)
+
+
+def test_a_replaced_core_keeps_rate_and_mode() -> None:
+    layer = nn.Sequential(nn.Linear(2, 2), nn.Sequential(EagerAttention(0.25), SdpaAttention(0.5))).eval()
+    assert put_in(layer, ChunkedAttention) == 2
+    assert [(type(core), core.rate, core.training) for core in layer[1]] == [  # type: ignore[union-attr]
+        (ChunkedAttention, 0.25, False),
+        (ChunkedAttention, 0.5, False),
+    ]
+    assert put_in(layer, ChunkedAttention) == 0
+    assert put_in(nn.Linear(2, 2), ChunkedAttention) is None
