@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from varuna_capslog.variants.attention import AttentionCore, ChunkedAttention, EagerAttention, SdpaAttention, put_in
 
@@ -85,6 +88,26 @@ def test_no_map_is_kept_for_the_backward(core: AttentionCore, kept: bool) -> Non
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         core(*given)
     assert (max(sizes) >= 2 * 3 * 64 * 64) == kept
+
+
+class _Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operator gives."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor):
+                self.found = max(self.found, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_forward_and_backward_compute_one_chunk_at_a_time(rate: float) -> None:
+    with _Largest() as largest:
+        results(ChunkedAttention(rate, queries=8), inputs(64, 64), padding_of(64))
+    assert largest.found == 2 * 3 * 8 * 64
 
 
 def test_halves_are_as_near_as_the_eager_way() -> None:
