@@ -39,7 +39,7 @@ __all__ = ["SCHEDULES_TRIED", "PlanOf", "fastest_plan"]
 
 SCHEDULES_TRIED = ("1f1b", "zb-h1", "varuna", "gpipe")
 """What the search chooses from where a run leaves it open."""
-_FIRST_LONGEST = 1.5
+_FIRST_LONGEST = 1.75
 """Calls longer than this times those of equal stages are left out at first."""
 
 PlanOf = Callable[[Sequence[StageChoice], RunShape], Plan]
@@ -130,6 +130,8 @@ class _Candidates:
         """By schedule, of the plans that fit."""
         self._searches: list[BudgetSearch] = []
         self._ranges: Known = {self.run.recomputes: chain.question.ranges}
+        self._bounds: dict[str, float] = {}
+        """By schedule, seconds below which no plan is, without the update."""
         self._kept: dict[str, float] = {}
         """The bounds of schedules under which stages that keep everything fit and are as fast as these bounds."""
 
@@ -205,6 +207,7 @@ class _Candidates:
             if name in self.chains:
                 fit.append(fits)
                 bounds.append(kept_bound(own, costs))
+                self._bounds[name] = bounds[-1]
                 if fits and self._fastest[name].step <= (bounds[-1] + self._update) * (1 + SAME):
                     self._kept[name] = bounds[-1]
         self.bound = min(bounds)
@@ -231,7 +234,7 @@ class _Candidates:
                 self._search(BudgetSearch(self.chain, again))
 
     def weigh_nearby(self) -> None:
-        """Plans near the best one of every schedule, unless that cannot be shorter."""
+        """Plans near the best one of every schedule under which any could be shorter than the best of all."""
         most = weighings(self.chain)
         for number, one in enumerate(sorted(self._fastest.values(), key=lambda one: one.step)):
             assert self.best is not None, "one fits"
@@ -239,7 +242,7 @@ class _Candidates:
                 return
             name = one.plan.schedule
             assert name is not None, "every plan has one"
-            if name in self._kept:
+            if name in self._kept or self._bounds.get(name, 0.0) + self._update >= self.best.step:
                 continue
 
             def weigh(stages: Sequence[StageChoice], name: str = name) -> float:
@@ -301,6 +304,7 @@ class _Candidates:
             try:
                 found = search.stages(own)
                 bounds.append(search.bound_seconds(own))
+                self._bounds[name] = max(bounds[-1], self._bounds.get(name, 0.0))
             except CapslogError:
                 if len(self.chains) == 1:
                     raise

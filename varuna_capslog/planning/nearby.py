@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from varuna_capslog.planners.layerwise import Intervals, Layerwise, StageChoice
@@ -123,6 +123,10 @@ class _Way:
     order: bool
 
 
+def _in_order(way: _Way) -> tuple[tuple[float, ...], list[tuple[int, int, str]]]:
+    return way.key, [(one.first, one.end, one.kind) for one in way.intervals]
+
+
 class _Ways:
     """The intervals with which a range fits as a stage, without those that are worse in all ways than another.
 
@@ -180,7 +184,7 @@ class _Ways:
         ways = [self._way(stage, end, one) for one in self._lists(stage, first, end)]
         kept: list[_Way] = []
         # a way comes behind all that are no more than it in every number of the key
-        for way in sorted(ways, key=lambda one: (one.key, [astuple(part) for part in one.intervals])):
+        for way in sorted(ways, key=_in_order):
             if self._calls * (own + way.inside) >= self.longest:
                 continue
             alike = (one.key for one in kept if one.order == way.order)

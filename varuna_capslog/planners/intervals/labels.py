@@ -76,6 +76,10 @@ def undominated(points: Floats, before: Floats | None = None) -> tuple[Numbers, 
     a found one. What was found is so itself.
     """
     own = np.empty((0, points.shape[1])) if before is None else before
+    if len(points) == 1:  # a quarter of all calls
+        smaller = (own <= points).all(axis=1)
+        one = int(smaller.argmax()) if smaller.any() else len(own)
+        return np.arange(int(one == len(own))), np.array([one])
     order = np.lexsort(points.T[::-1])
     ordered, kept, size = points[order], [own], len(own)
     stands, found = np.full(len(points), -1), [np.empty(0, dtype=np.intp)]
