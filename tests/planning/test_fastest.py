@@ -89,6 +89,19 @@ def test_no_plan_that_offloads_is_below_the_bound(seed: int, schedule: str) -> N
         assert found.step_seconds == pytest.approx(best, rel=1e-9)
 
 
+@pytest.mark.parametrize("seed", [2, 15, 18])
+def test_plans_near_the_best_are_left_out_only_where_a_bound_rules_them_out(seed: int) -> None:
+    """Here the fastest plan is near what the search finds, and not the same."""
+    draw = random.Random(seed)
+    size, devices = draw.choice([(3, 2), (4, 2), (3, 3)])
+    profile, schedule = timed(draw, size), draw.choice(["varuna", "gpipe"])
+    run = RunShape(draw.choice([2, 3, 4]), schedule, microbatch_size=1, num_blocks=1)
+    everything = every_plan(profile, devices, run)
+    for capacity in sorted({peak for _, peak in everything}):
+        found = judged_layerwise_plan(profile, devices, "budget", "auto", capacity, run)
+        assert found.step_seconds == pytest.approx(min(step for step, peak in everything if peak <= capacity), rel=1e-9)
+
+
 def test_where_something_may_be_offloaded_the_bound_counts_what_the_memory_costs() -> None:
     """The story: it counted nothing, and was up to 38 % below plans that were 5 % above what is possible."""
     profile, run = timed(random.Random(2), 6), RunShape(6, "1f1b", microbatch_size=1, num_blocks=1)
