@@ -36,9 +36,9 @@ def floors() -> None:
             print(f"{model:12} {way:8} {largest / 2**30:5.2f} GiB", flush=True)
 
 
-def seconds(rounds: int) -> None:
+def seconds(rounds: int, side: int) -> None:
     """Forward and backward of one encoder layer without dropout, each round in another order."""
-    memory, valid = torch.randn(1, SIDE, SIDE, 256), torch.tensor([[SIDE, SIDE]])
+    memory, valid = torch.randn(1, side, side, 256), torch.tensor([[side, side]])
     layers = {}
     for way in WAYS:
         torch.manual_seed(0)
@@ -72,11 +72,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=["floors", "seconds"])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--side", type=int, default=SIDE, help="rows and columns of the feature map")
     given = parser.parse_args()
     if given.what == "floors":
         floors()
     else:
-        seconds(given.rounds)
+        seconds(given.rounds, given.side)
 
 
 if __name__ == "__main__":
