@@ -18,7 +18,7 @@ from varuna_capslog.planning.layerwise import judged_layerwise_plan, layerwise_p
 from varuna_capslog.planning.ranks import fold_plan
 from varuna_capslog.planning.search import plan
 from varuna_capslog.planning.simulation import simulate_plan
-from varuna_capslog.plans.parts import INTERVAL_KINDS, PlanRank, PlanStage, Units
+from varuna_capslog.plans.parts import INTERVAL_KINDS, PlanStage, Units
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
@@ -32,18 +32,35 @@ def every_plan(
     link: Link | None = None,
     speeds: Sequence[float] = (),
 ) -> list[tuple[float, int]]:
-    """The step and the peak of every cut list with every choice of intervals of these kinds."""
-    ranks = tuple(PlanRank(speed=speed) for speed in speeds)
+    """The step and the peak of every cut list with every choice of intervals of these kinds.
+
+    speeds: of the devices; each layer then has the seconds that it takes where it lies.
+    """
     found, size = [], profile.num_layers
     for cuts in all_cuts(size, devices):
         bounds = list(itertools.pairwise((*cuts, size)))
         memory: tuple[Intervals, ...]
         for memory in itertools.product(*(choices(first, end, kinds) for first, end in bounds)):
             stages = [PlanStage((own,), (rank,), memory=memory[rank]) for rank, own in enumerate(bounds)]
-            one = Plan(size, tuple(stages), Units(run.num_microbatches, 1, 1), run.schedule, ranks=ranks)
+            one = Plan(size, tuple(stages), Units(run.num_microbatches, 1, 1), run.schedule)
             peak = max(rank.peak_bytes for rank in fold_plan(profile, one, run))
-            found.append((simulate_plan(profile, one, run=run, link=link).step_seconds, peak))
+            own = on_devices(profile, bounds, speeds) if speeds else profile
+            found.append((simulate_plan(own, one, run=run, link=link).step_seconds, peak))
     return found
+
+
+def on_devices(profile: Profile, bounds: Sequence[tuple[int, int]], speeds: Sequence[float]) -> Profile:
+    """The profile with the seconds that every layer takes on the device that holds it."""
+    layers = [
+        replace(
+            layer,
+            forward_seconds=(layer.forward_seconds or 0) / speed,
+            backward_seconds=(layer.backward_seconds or 0) / speed,
+        )
+        for (first, end), speed in zip(bounds, speeds, strict=True)
+        for layer in profile.layers[first:end]
+    ]
+    return replace(profile, layers=tuple(layers))
 
 
 @pytest.mark.parametrize(("seed", "schedule"), list(enumerate(["1f1b", "varuna", "gpipe"] * 3)))
@@ -133,6 +150,23 @@ def test_no_plan_for_devices_of_unlike_speeds_is_faster(seed: int, schedule: str
         assert [rank.speed for rank in found.ranks] == speeds
         assert found.step_seconds == pytest.approx(min(fitting), rel=1e-9)
         assert found.bound_seconds <= found.step_seconds
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_longer_chain_is_cut_for_the_speeds_of_its_devices(seed: int) -> None:
+    """Of so many layers not every plan is weighed."""
+    draw = random.Random(seed)
+    profile, run = timed(draw, 14), RunShape(8, "1f1b", microbatch_size=1, num_blocks=1)
+    speeds = draw.choice([[1.0, 0.3, 1.0], [0.2, 1.0, 1.0], [1.0, 1.0, 0.5]])
+    found = layerwise_plan(profile, speeds, "budget", None, run)
+    assert found.step_seconds is not None
+    steps = []
+    for cuts in all_cuts(14, 3):
+        bounds = list(itertools.pairwise((*cuts, 14)))
+        stages = [PlanStage((own,), (rank,), memory=()) for rank, own in enumerate(bounds)]
+        one = Plan(14, tuple(stages), Units(8, 1, 1), "1f1b")
+        steps.append(simulate_plan(on_devices(profile, bounds, speeds), one, run=run).step_seconds)
+    assert found.step_seconds == pytest.approx(min(steps), rel=1e-9)
 
 
 def test_a_model_that_does_not_fit_one_device_gets_intervals_there() -> None:
