@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import wait_until
 from varuna_capslog.base import files
+from varuna_capslog.config.settings import Elastic
 from varuna_capslog.elastic.host.options import HostOptions
 from varuna_capslog.elastic.host.store_link import HostStore
 from varuna_capslog.elastic.host.terminal import describe
@@ -34,12 +36,15 @@ class Said:
 class Connected:
     """A host's connection with a store that it serves itself, and all that it passes on."""
 
-    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
+    def __init__(self, folder: Path, stack: contextlib.ExitStack, lease_seconds: float = 3.0) -> None:
         self.lines: list[str] = []
         self.roster = Roster()
         self.calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.heard: list[dict[str, Any]] = []
-        options = HostOptions(folder, name="h", num_workers=2, keys={"first-plan": "3"}, say=self.lines.append)
+        settings = Elastic(lease_seconds=lease_seconds)
+        options = HostOptions(
+            folder, name="h", num_workers=2, keys={"first-plan": "3"}, say=self.lines.append, settings=settings
+        )
         self.link = HostStore(options, self.roster, self.logged, lambda host: None, self.calls.put)
         (folder / "workers").mkdir()
         self.link.connect(stack)
@@ -185,3 +190,32 @@ def test_a_disk_that_is_full_stops_no_supervisor(tmp_path: Path, log: list[dict[
     (tmp_path / "events.jsonl").mkdir()
     loss = {"kind": "dead", "member": "b-1", "why": "x", "by": "a"}
     assert read_by("a", tmp_path, [*log, loss]).dead == {"b-1"}
+
+
+@pytest.mark.parametrize("why", ["cut off", "cut off for long", "stood still"])
+def test_a_host_that_was_taken_for_lost_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    """A store that does not answer, one that answers late, and one that answers late since this process was stopped."""
+    with contextlib.ExitStack() as stack:
+        link = Connected(tmp_path, stack, lease_seconds=0.4).link
+        put, tries = link.store.put, 0
+
+        def disturbed(key: str, value: str) -> None:
+            nonlocal tries
+            tries += 1
+            if why == "cut off":
+                raise StoreGone("the store is gone")
+            if tries == 1:
+                if why == "stood still":
+                    time.sleep(0.5)
+                until = time.monotonic() + 0.5
+                while time.monotonic() < until:
+                    link.awake(time.monotonic())
+                    time.sleep(0.02)
+            put(key, value)
+
+        link.awake(time.monotonic())
+        monkeypatch.setattr(link.store, "put", disturbed)
+        wait_until(lambda: tries >= 2)
+        link.explain_absence()
+    (event,) = [line for line in files.read_jsonl(tmp_path / "events.jsonl") if line["kind"] == "cause"]
+    assert (event["host"], event["cause"]) == ("h", "hung" if why == "stood still" else "network")

@@ -32,6 +32,10 @@ from varuna_capslog.membership.roster import Roster
 __all__ = ["HostStore"]
 
 
+_WAKING_SECONDS = 0.2
+"""By then all threads of a process that stood still are at work again."""
+
+
 class HostStore:
     """The store as one host uses it. Called by the host's thread, once `connect` has returned.
 
@@ -70,6 +74,7 @@ class HostStore:
         self._noticed: dict[Member, bool] = {}  # and whether urgently
         self._unfollow: Callable[[], None] | None = None
         self._absence = "network"  # why this host gave no sign of life the last time
+        self._looked = self._stood_still = time.monotonic()
 
     def connect(self, stack: contextlib.ExitStack) -> None:
         """Opens the store, serves it first where this host begins the run, and finds the host's name.
@@ -189,6 +194,12 @@ class HostStore:
         with contextlib.suppress(CapslogError):  # a full disk stops no supervisor
             files.append_jsonl(run_dir / "events.jsonl", {"kind": kind, **about, **details})
 
+    def awake(self, now: float) -> None:
+        """Called again and again while the host is at work: much time between two calls shows that it stood still."""
+        if now - self._looked > self._options.settings.lease_seconds / 2:
+            self._stood_still = now
+        self._looked = now
+
     def explain_absence(self) -> None:
         """The others have taken this host for lost: says why, which only this host itself can know."""
         self._append("cause", self._roster.generation.number, host=self.name, cause=self._absence)
@@ -241,7 +252,9 @@ class HostStore:
                 continue
             now = began = time.monotonic()
             if now - woke > seconds / 2:
-                self._absence = "network"
+                ended.wait(_WAKING_SECONDS)
+                self._absence = "hung" if self._stood_still > woke else "network"
+                began = time.monotonic()
             # A host that did not look for long (stopped, swapped out, cut off) has missed signs, and counts anew.
             away = not answers or now - looked > seconds / 2
             looked = now
