@@ -280,7 +280,6 @@ class Host:
         if now - self._looked < POLL_SECONDS:
             return
         self._looked = now
-        self.link.awake(now)
         for member, until in list(self._settling.items()):
             if now >= until:
                 del self._settling[member]

@@ -74,7 +74,7 @@ class HostStore:
         self._noticed: dict[Member, bool] = {}  # and whether urgently
         self._unfollow: Callable[[], None] | None = None
         self._absence = "network"  # why this host gave no sign of life the last time
-        self._looked = self._stood_still = time.monotonic()
+        self._stood_still = time.monotonic()  # when it last began to run again
 
     def connect(self, stack: contextlib.ExitStack) -> None:
         """Opens the store, serves it first where this host begins the run, and finds the host's name.
@@ -113,6 +113,7 @@ class HostStore:
         ended = threading.Event()
         self.store.put(f"lease/{self.name}", "0")
         threading.Thread(target=self._keep_lease, args=(ended,), name="leases", daemon=True).start()
+        threading.Thread(target=self._notice_stops, args=(ended,), name="stops", daemon=True).start()
         stack.callback(ended.set)
         self.tell_here()
         self._follow()
@@ -194,12 +195,6 @@ class HostStore:
         with contextlib.suppress(CapslogError):  # a full disk stops no supervisor
             files.append_jsonl(run_dir / "events.jsonl", {"kind": kind, **about, **details})
 
-    def awake(self, now: float) -> None:
-        """Called again and again while the host is at work: much time between two calls shows that it stood still."""
-        if now - self._looked > self._options.settings.lease_seconds / 2:
-            self._stood_still = now
-        self._looked = now
-
     def explain_absence(self) -> None:
         """The others have taken this host for lost: says why, which only this host itself can know."""
         self._append("cause", self._roster.generation.number, host=self.name, cause=self._absence)
@@ -224,6 +219,15 @@ class HostStore:
             lambda why: self._later(partial(self.unheard, why)),
             self._roster.taken,
         )
+
+    def _notice_stops(self, ended: threading.Event) -> None:
+        """Notes when all of this process stood still, in a thread that waits for nothing but the clock."""
+        seconds, last = self._options.settings.lease_seconds, time.monotonic()
+        while not ended.wait(seconds / 8):
+            now = time.monotonic()
+            if now - last > seconds / 2:
+                self._stood_still = now
+            last = now
 
     def _keep_lease(self, ended: threading.Event) -> None:
         """Gives signs of life, and looks at those of the other hosts, in a thread of its own: a supervisor that waits
