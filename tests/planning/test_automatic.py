@@ -45,7 +45,7 @@ def test_every_planner_is_asked_but_the_one_that_searches_for_a_minute() -> None
 def test_no_planner_has_a_faster_plan_that_fits() -> None:
     """Beside a comparison, which asks each alone and plays the plan itself."""
     winners = set()
-    for seed, devices in itertools.product(range(3), (2, 3)):
+    for seed, devices in ((0, 2), (1, 3), (2, 3)):
         profile, link = timed(seed, 5), Link(3000.0)
         peak = min(row.peak_bytes or 0 for row in compare(profile, devices, names=["budget"], run=RUN, link=link))
         for capacity in (None, int(peak * 1.1)):

@@ -15,7 +15,7 @@ from varuna_capslog.rig.search.places import make_job
 _TWO: dict[str, Any] = {"members": 2, "processes": 2, "job": make_job(2)}
 
 SCENARIOS: Mapping[str, Mapping[str, Any]] = {
-    "2 crashes": {"faults": 2, "kinds": ("crash",), "steps": 1},
+    "crash": {"faults": 1, "kinds": ("crash",), "steps": 1},
     "async": {"faults": 1, "kinds": ("crash",), "steps": 1, "job": make_job(3, sync=False)},
     "2 crashes of 2": {"faults": 2, "kinds": ("crash",)} | _TWO,
     "hang": {"faults": 1, "kinds": ("hang",)} | _TWO,
