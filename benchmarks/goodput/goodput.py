@@ -16,25 +16,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "morph"))
 
-from live import HERE, Live, append_result
+from live import HERE, SLEEPING, Live, append_result
 
 from varuna_capslog.base import files
 from varuna_capslog.elastic.losses import losses_by_cause
 from varuna_capslog.reports.goodput import account_of
 from varuna_capslog.reports.run import read_run
-
-OVERRIDES = [
-    "model.blocks=16",
-    "model.block_seconds=0.004",
-    "train.epochs=null",
-    "train.minibatch_size=64",
-    "train.microbatch_size=8",
-    "train.accumulation_blocks=1",
-    "pipeline.planner=budget",
-    "pipeline.schedule=auto",
-    "profile.source=measured",
-    "train.checkpoint_every=500",
-]
 
 
 def main() -> None:
@@ -43,8 +30,9 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=60.0, help="seconds between faults")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
+    own = ["train.checkpoint_every=500", f"train.max_steps={given.steps}"]
     draw, began, killed = random.Random(given.seed), time.time(), 0
-    with Live(HERE / "small.yaml", [*OVERRIDES, f"train.max_steps={given.steps}"], 4) as live:
+    with Live(HERE / "small.yaml", [*SLEEPING, *own], 4) as live:
         live.wait_steps(4, 5, 120)
         until = time.monotonic() + given.every
         while live.ended is None:

@@ -32,7 +32,32 @@ from varuna_capslog.membership.entries import NoticeEntry
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
-__all__ = ["Clock", "Live", "Mark", "Pause", "append_result", "main", "pauses", "quantiles", "step_ends"]
+__all__ = [
+    "SLEEPING",
+    "Clock",
+    "Live",
+    "Mark",
+    "Pause",
+    "append_result",
+    "losses",
+    "main",
+    "pauses",
+    "quantiles",
+    "step_ends",
+]
+
+SLEEPING = (
+    "model.blocks=16",
+    "model.block_seconds=0.004",
+    "train.epochs=null",
+    "train.minibatch_size=64",
+    "train.microbatch_size=8",
+    "train.accumulation_blocks=1",
+    "profile.source=measured",
+    "pipeline.planner=budget",
+    "pipeline.schedule=auto",
+)
+"""Overrides of `small.yaml`: 16 blocks that sleep 4 ms in each forward, steps of about 200 ms on four members."""
 
 
 class Clock:
@@ -247,6 +272,12 @@ class Live:
         """Of events.jsonl."""
         path = self.folder / "events.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """By step, that of the newest generation."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in sorted(rows, key=lambda row: row["generation"])}
 
 
 # -- from marks to numbers ---------------------------------------------------------------------------------------------

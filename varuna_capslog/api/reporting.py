@@ -17,27 +17,31 @@ if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
     from varuna_capslog.model.chain import Chain
     from varuna_capslog.model.workload import Workload
+    from varuna_capslog.reports.run import RunRecord
 
 __all__ = ["draw_predictions", "write_run_report"]
 
 _NUM_SAMPLES = 8
 
 
-def write_run_report(config: Config) -> tuple[Path, str | None]:
-    """Writes the page into the folder of a run: its path, and a sentence where sample predictions are missing.
+def write_run_report(config: Config) -> tuple[Path, str | None, RunRecord]:
+    """Writes the page into the folder of a run: its path, a sentence where sample predictions are missing, and what the
+    folder holds.
 
     Raises:
         CapslogError: matplotlib is not installed (the extra `report` brings it); the folder cannot be read or written.
     """
     with needed("a report"):
         from varuna_capslog.reports.page import write_report
+        from varuna_capslog.reports.run import read_run
 
     problem = None
     try:
         _draw_samples(config)
     except CapslogError as error:
         problem = f"no sample predictions: {error}"  # a page without pictures is better than none
-    return write_report(config.run_dir, _rehearse), problem
+    run = read_run(config.run_dir)
+    return write_report(run, _rehearse), problem, run
 
 
 def _rehearse(config: Config, cuts: Sequence[int], shapes: Mapping[str, Sequence[int]]) -> list[int]:

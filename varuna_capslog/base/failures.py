@@ -6,13 +6,14 @@ failures and ask this module which one to name. Nothing here starts, signals or 
 
 from __future__ import annotations
 
-import errno
 import json
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from varuna_capslog.base.files import is_full
 
 __all__ = [
     "CAUSES",
@@ -58,7 +59,7 @@ class Failure:
         peer: the rank that the worker was waiting for, if its failure names another rank.
         after_step: the last step that the run finished, where the step of the failure is unknown.
         member: the worker's name, if workers have names instead of ranks.
-        status: its exit status, or minus the number of the signal that ended it; None: not known.
+        loss: why the worker was lost, a name of `CAUSES`, where its supervisor saw it; None: the kind says it.
     """
 
     rank: int
@@ -71,7 +72,7 @@ class Failure:
     peer: int | None = None
     after_step: int | None = None
     member: str | None = None
-    status: int | None = None
+    loss: str | None = None
 
     def sentence(self) -> str:
         """Rank, stage, step, microbatch and cause, as far as they are known."""
@@ -122,8 +123,9 @@ def ended(rank: int, status: int, log: Path, time: float, **known: Any) -> Failu
         known: further fields of the failure.
     """
     if status < 0:
-        return Failure(rank, f"was killed by {signal_name(-status)}", "signal", time, status=status, **known)
-    return Failure(rank, f"exit status {status}: {_last_line(log)}", "exit", time, status=status, **known)
+        loss = "crashed" if -status in _OWN_SIGNALS else "killed"
+        return Failure(rank, f"was killed by {signal_name(-status)}", "signal", time, loss=loss, **known)
+    return Failure(rank, f"exit status {status}: {_last_line(log)}", "exit", time, **known)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -136,7 +138,7 @@ def kind_of(error: BaseException) -> str:
     """The kind of a failure by an error that nothing expected."""
     if is_out_of_memory(error):
         return "memory"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+    if isinstance(error, OSError) and is_full(error):
         return "disk"
     named = any(one.__name__ == "AcceleratorError" for one in type(error).__mro__)
     return "device" if named or any(word in str(error) for word in _OF_DEVICES) else "defect"
@@ -144,13 +146,8 @@ def kind_of(error: BaseException) -> str:
 
 def loss_cause(failure: Failure) -> str:
     """Why the worker was lost: a name of `CAUSES`."""
-    if failure.kind in ("memory", "disk", "device"):
-        return failure.kind
-    if failure.kind == "hang":
-        return "hung"
-    if failure.kind == "signal":
-        return "crashed" if -(failure.status or 0) in _OWN_SIGNALS else "killed"
-    return "network" if failure.kind == "peer" else "failed"
+    by_kind = {"signal": "killed", "hang": "hung", "peer": "network"}.get(failure.kind, failure.kind)
+    return failure.loss or (by_kind if by_kind in CAUSES else "failed")
 
 
 def signal_name(number: int) -> str:

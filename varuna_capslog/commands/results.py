@@ -78,10 +78,9 @@ def report(run_dir: shared.RunDirectory, as_json: shared.AsJson = False) -> None
 
     from varuna_capslog.api.reporting import write_run_report
     from varuna_capslog.reports.goodput import account_of
-    from varuna_capslog.reports.run import read_run
 
-    page, problem = write_run_report(settings)
-    account = account_of(read_run(settings.run_dir))
+    page, problem, run = write_run_report(settings)
+    account = account_of(run)
     if problem is not None:
         typer.echo(f"note: {problem}", err=True)
     if as_json:

@@ -305,7 +305,7 @@ class PipelineEngine:
     def forget(self) -> None:
         """Drops all traces of a broken-off step."""
         if self._executor is not None:
-            self._executor.stopwatch.take()
+            self._executor.stopwatch.reset()
         for stage in self.stages.values():
             stage.forget()
         self._gradients.forget()

@@ -187,8 +187,8 @@ class Poll:
         scale = min(1.0, largest / (norm + 1e-6)) if largest > 0 else 1.0
         ballots = tuple(self._communicator.gather(ballot)) if any(given.tolist()) else ()
         parts = dict(zip(names, total, strict=True))
-        stopped, seconds = bool(stops[0] > 0), (tuple(waited.tolist()), tuple(busy.tolist()))
-        return Verdict(step, parts, norm, scale, finite, refusal, stopped, ballots, *seconds)
+        seconds = {"waited_seconds": tuple(waited.tolist()), "busy_seconds": tuple(busy.tolist())}
+        return Verdict(step, parts, norm, scale, finite, refusal, bool(stops[0] > 0), ballots, **seconds)
 
     def _names(self, last: Sequence[Stage]) -> list[str]:
         """Names of the loss parts, told once by the ranks that compute the loss."""

@@ -43,6 +43,11 @@ class Stopwatch:
         for begun, ended in zip(self._events[::2], self._events[1::2], strict=False):
             ended.synchronize()
             self._seconds += begun.elapsed_time(ended) / 1000
-        found, self._seconds = self._seconds, 0.0
-        self._events.clear()
+        found = self._seconds
+        self.reset()
         return found
+
+    def reset(self) -> None:
+        """Forgets what was measured; waits for nothing, also where the device has failed."""
+        self._seconds = 0.0
+        self._events.clear()

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from varuna_capslog.membership.candidates import Candidates
-from varuna_capslog.membership.recovery import Seat
+from varuna_capslog.membership.recovery import Seat, speeds_of
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import BUDGET
 from varuna_capslog.planners.seconds import Link
@@ -72,9 +72,8 @@ class Budgeted:
         Args:
             copies: bytes that each rank keeps for others; default none.
         """
-        speeds = tuple(seat.speed for seat in seats)
-        alike = speeds == (1.0,) * len(seats)
-        key = tuple(seat.capacity for seat in seats), tuple(copies) if any(copies) else (), () if alike else speeds
+        capacities, held = tuple(seat.capacity for seat in seats), tuple(copies) if any(copies) else ()
+        key = capacities, held, speeds_of(seats) or ()
         if key not in self._known:
             self._known[key] = found = self._search(*key)
             self._new.append([*key, found.to_json()])

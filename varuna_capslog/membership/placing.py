@@ -19,7 +19,7 @@ from varuna_capslog.membership.candidates import TICK, Candidate, Candidates
 from varuna_capslog.membership.choice import Choice
 from varuna_capslog.membership.fleets import Fleets
 from varuna_capslog.membership.generation import MemberLayout
-from varuna_capslog.membership.recovery import Seat
+from varuna_capslog.membership.recovery import Seat, speeds_of
 from varuna_capslog.membership.redundancy import Copies, place_copies
 from varuna_capslog.memory import NEVER
 from varuna_capslog.planners.seconds import Link
@@ -167,22 +167,21 @@ class Placer:
         """The plan for the record of a generation of these seats; None where every member computes it alike, which
         joint plans are not left to: their search adds and compares times in ways that two machines may round apart.
         """
-        unlike, found = _are_unlike(seats), None
+        speeds, found = speeds_of(seats), None
         if self.budgeted is not None:
             found = self._proposed(seats) if len(seats) >= max(1, self.elastic.min_devices) else None
-        elif self._fleets is not None or unlike:
+        elif self._fleets is not None or speeds:
             layout = self(seats)
             found = layout.plan if isinstance(layout, MemberLayout) else None
-        if found is None or found.ranks or not unlike:
+        if found is None or found.ranks or not speeds:
             return found
-        return dataclasses.replace(found, ranks=tuple(PlanRank(speed=seat.speed) for seat in seats[: found.num_ranks]))
+        return dataclasses.replace(found, ranks=tuple(PlanRank(speed=one) for one in speeds[: found.num_ranks]))
 
     def _given_for(self, seats: Sequence[Seat], limits: _Limits) -> tuple[Plan, Choice] | tuple[None, None]:
         """The run's own plan, where it is for so many devices of one speed and fits them."""
         given, choice = self._given or (None, None)
-        if given is None or choice is None or given.num_ranks != len(seats) or _are_unlike(seats):
-            return None, None
-        if not limits.allow(choice):
+        fits = given is not None and given.num_ranks == len(seats) and not speeds_of(seats)
+        if given is None or choice is None or not fits or not limits.allow(choice):
             return None, None
         return given, choice
 
@@ -366,7 +365,7 @@ class _Limits:
 
     def __init__(self, seats: Sequence[Seat], candidates: Candidates) -> None:
         usable = candidates.headroom.usable
-        self._speeds = [seat.speed for seat in seats] if _are_unlike(seats) else None
+        self._speeds = speeds_of(seats)
         # An unknown capacity limits nothing.
         self.of_rank = [usable(seat.capacity) if seat.capacity else NEVER - 1 for seat in seats]
         self.any = candidates.described and any(seat.capacity for seat in seats)
@@ -386,10 +385,6 @@ class _Limits:
         if self._speeds is None:
             return None
         return tuple(min(self._speeds[device : replicas * stages : stages]) for device in range(stages))
-
-
-def _are_unlike(seats: Sequence[Seat]) -> bool:
-    return len({seat.speed for seat in seats}) > 1
 
 
 def _of_pipelines(candidates: Candidates, cuts: Sequence[int], replicas: int) -> Plan:

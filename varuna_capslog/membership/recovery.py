@@ -25,6 +25,7 @@ __all__ = [
     "distrusted",
     "list_moves",
     "newest_boundary",
+    "speeds_of",
     "without",
 ]
 
@@ -41,6 +42,12 @@ class Seat(NamedTuple):
     host: str
     capacity: int
     speed: float = 1.0
+
+
+def speeds_of(seats: Sequence[Seat]) -> tuple[float, ...] | None:
+    """Of the devices of these seats, by rank; None where all are alike."""
+    speeds = tuple(seat.speed for seat in seats)
+    return speeds if len(set(speeds)) > 1 else None
 
 
 class Place(Protocol):

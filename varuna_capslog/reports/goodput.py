@@ -6,6 +6,9 @@ that they add up to the wall time.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -48,9 +51,10 @@ class Account:
         return self.seconds["productive"] / self.total if self.total > 0 else 0.0
 
     def sentence(self) -> str:
-        """What was not productive, the largest part first, in words."""
-        rest = [(seconds, kind) for kind, seconds in self.seconds.items() if kind != "productive" and seconds > 0]
-        named = ", ".join(f"{kind} {100 * seconds / self.total:.1f} %" for seconds, kind in sorted(rest, reverse=True))
+        """What was not productive, the largest part first, in words; parts below 0.05 % are left out."""
+        percent = {kind: 100 * seconds / self.total for kind, seconds in self.seconds.items() if self.total > 0}
+        rest = [(share, kind) for kind, share in percent.items() if kind != "productive" and share >= 0.05]
+        named = ", ".join(f"{kind} {share:.1f} %" for share, kind in sorted(rest, reverse=True))
         return f"{100 * self.goodput:.1f} % of {duration(self.total)}" + (f" ({named})" if named else "")
 
 
@@ -69,8 +73,16 @@ class _Ledger:
         self, steps: Sequence[StepLine], events: Sequence[Event], evaluated: Collection[tuple[int, int | None]]
     ) -> None:
         self._steps = sorted(steps, key=lambda line: line.time or 0.0)
+        self._events = sorted((event for event in events if event.time is not None), key=_time)
+        self._times = [_time(event) for event in self._events]
         self._evaluated = evaluated
-        self._events = sorted((event for event in events if event.time is not None), key=lambda event: event.time or 0)
+        self._stalls: dict[tuple[int | None, int | None], float] = defaultdict(float)
+        self._broken_off: dict[int | None, float] = {}
+        for event in self._events:
+            if event.kind == "checkpoint":
+                self._stalls[event.step, event.generation] += _number(event, "stall_seconds")
+            elif event.kind in ("morph", "resume"):
+                self._broken_off.setdefault(event.generation, _number(event, "lost_step_seconds"))
         self._last = {line.step: number for number, line in enumerate(self._steps)}
         self._found = dict.fromkeys(KINDS, 0.0)
 
@@ -78,8 +90,7 @@ class _Ledger:
         """Seconds by kind."""
         first = self._steps[0]
         begin = _begin(first)
-        launches = [event.time or 0.0 for event in self._events if event.kind == "launch"]
-        at = min([begin, *launches])
+        at = min([begin, *(_time(event) for event in self._events if event.kind == "launch")])
         self._before_a_step(at, begin, None, first)
         for number, line in enumerate(self._steps):
             end = max(begin, line.time or 0.0)
@@ -89,50 +100,47 @@ class _Ledger:
                 following = self._steps[number + 1]
                 begin = max(end, _begin(following))
                 self._before_a_step(end, begin, line, following)
-        whole = max([end, *(event.time or 0.0 for event in self._events)])
-        self._found["ending"] += whole - end
+        self._found["ending"] += max([end, *self._times[-1:]]) - end
         return self._found
 
     def _before_a_step(self, begin: float, end: float, before: StepLine | None, after: StepLine) -> None:
         """Time without a step, up to the begin of one."""
-        inside = [event for event in self._events if begin <= (event.time or 0.0) <= end]
-        launches = [event.time or 0.0 for event in inside if event.kind == "launch"]
+        inside = self._events[bisect_left(self._times, begin) : bisect_right(self._times, end)]
+        launches = [_time(event) for event in inside if event.kind == "launch"]
         if launches or before is None:
             # what a launch that came to no step did, counts as its start
             launched = launches[0] if launches else begin
-            said = [event.time or 0.0 for event in inside if (event.time or 0.0) < launched]
-            stopped = max([begin, *said])
+            stopped = max([begin, *(at for event in inside if (at := _time(event)) < launched)])
             self._found["ending"] += stopped - begin
             self._found["not running"] += launched - stopped
             self._found["starting"] += end - launched
             return
         left = end - begin
-        for kind, seconds in self._known(begin, end, before, after):
+        for kind, seconds in self._known(end, inside, before, after):
             taken = min(left, max(0.0, seconds))
             self._found[kind] += taken
             left -= taken
         self._found["between steps" if before.generation == after.generation else "paused"] += left
 
-    def _known(self, begin: float, end: float, before: StepLine, after: StepLine) -> list[tuple[str, float]]:
+    def _known(
+        self, end: float, inside: Sequence[Event], before: StepLine, after: StepLine
+    ) -> list[tuple[str, float]]:
         """What is known to have happened between two steps, and how long it took at most."""
-        found = [
-            ("checkpointing", _number(event, "stall_seconds"))
-            for event in self._events
-            if event.kind == "checkpoint" and event.step == before.step and event.generation == before.generation
-        ]
-        inside = [event for event in self._events if begin <= (event.time or 0.0) <= end]
+        boundary = before.step, before.generation
+        found = [("checkpointing", self._stalls.get(boundary, 0.0))]
         if before.generation != after.generation:
-            changes = [event for event in self._events if event.kind in ("morph", "resume")]
-            own = next((event for event in changes if event.generation == after.generation), None)
-            if own is not None:
-                found.append(("repeated", _number(own, "lost_step_seconds")))
-            waits = [event.time or 0.0 for event in inside if event.kind == "waiting"]
+            found.append(("repeated", self._broken_off.get(after.generation, 0.0)))
+            waits = [_time(event) for event in inside if event.kind == "waiting"]
             if waits:  # until a device comes that ends it; the change itself is a pause
-                comes = [event.time or 0.0 for event in inside if event.kind == "join" and (event.time or 0) > waits[0]]
+                comes = [at for event in inside if event.kind == "join" and (at := _time(event)) > waits[0]]
                 found.append(("waiting", (comes[-1] if comes else end) - waits[0]))
-        elif (before.step, before.generation) in self._evaluated:
-            found.append(("evaluating", end - begin))
+        elif boundary in self._evaluated:
+            found.append(("evaluating", math.inf))  # the rest
         return found
+
+
+def _time(event: Event) -> float:
+    return event.time or 0.0
 
 
 def _begin(line: StepLine) -> float:

@@ -34,20 +34,21 @@ _MOST_EVENTS = 60
 _PREDICTION = "prediction-"
 
 
-def write_report(run_dir: Path, rehearse: Rehearsal | None = None) -> Path:
-    """Writes `run_dir/report/`, index.html with its pictures beside it, and returns the page's path.
+def write_report(run: RunRecord | Path, rehearse: Rehearsal | None = None) -> Path:
+    """Writes `report/` into the folder of a run, index.html with its pictures beside it, and returns the page's path.
 
     If a file of the run is missing or unreadable, the section that needs it says so. An earlier report
     in the folder is replaced; other files there stay.
 
     Args:
+        run: as it was read, or its folder.
         rehearse: predicts the peaks of a cut list for given input shapes (`rehearsal.rehearse_config`), for a run whose
             peaks were measured at other sizes than the plan's predictions hold for; None: these are not compared then.
 
     Raises:
         CapslogError: no such folder, nothing in it that a run writes, or the report cannot be written.
     """
-    run = read_run(Path(run_dir))
+    run = run if isinstance(run, RunRecord) else read_run(run)
     folder = run.run_dir / "report"
     try:
         folder.mkdir(exist_ok=True)

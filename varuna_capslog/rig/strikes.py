@@ -137,9 +137,7 @@ class Strikes:
 
     def _arm(self, fault: faults.Fault) -> Path:
         """Lets a fault wait for its member; the file is there until it happens."""
-        segment, run_dir = str(self._records.number), self._machines.run_dir
-        arm(run_dir, segment, fault)
-        return run_dir / "chaos" / "armed" / f"{segment}-{fault.member}.json"
+        return arm(self._machines.run_dir, str(self._records.number), fault)
 
     def _fired(self, armed: Path, over: Callable[[], bool] = lambda: False) -> float | None:
         """When it happened, in seconds since 1970; None, and it is taken back, where it does not until it is over."""

@@ -77,13 +77,15 @@ class WatchedWork(DrawingWork):
         os.write(self._records, line.encode() + b"\n")  # at once, so that no line is torn by a kill
 
 
-def arm(run_dir: Path, segment: str, fault: Fault) -> None:
-    """Has a fault wait in a member: at the next time that it comes to the fault's point."""
+def arm(run_dir: Path, segment: str, fault: Fault) -> Path:
+    """Has a fault wait in a member: at the next time that it comes to the fault's point. Returns the file that is there
+    until then.
+    """
     folder = run_dir / "chaos" / "armed"
     folder.mkdir(parents=True, exist_ok=True)
     fresh = folder / f"{segment}-{fault.member}.new"
     fresh.write_text(json.dumps(fault.to_json()))
-    os.replace(fresh, folder / f"{segment}-{fault.member}.json")
+    return fresh.replace(fresh.with_suffix(".json"))
 
 
 def armed(member: str, run_dir: Path) -> Callable[[str], None]:

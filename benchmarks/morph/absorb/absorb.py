@@ -9,7 +9,6 @@ The losses are compared with those of one device without a limit.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from live import HERE, Clock, Live, append_result, quantiles
+from live import HERE, Clock, Live, append_result, losses, quantiles
 
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.membership.protection import budget_with_reserves
@@ -49,12 +48,6 @@ def capacity_of(config: Path, overrides: Sequence[str]) -> int:
         keeps = plan is not None and plan.fits and not any(stage.memory for stage in plan.stages)
         low, high = (low, middle) if keeps else (middle, high)
     return high * 99 // 100
-
-
-def losses(folder: Path) -> dict[int, float]:
-    """By step, that of the newest generation."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["loss"] for row in sorted(rows, key=lambda row: row["generation"])}
 
 
 def main() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import statistics
 import sys
@@ -21,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from live import HERE, Clock, Live, append_result, step_ends
+from live import HERE, SLEEPING, Clock, Live, append_result, losses, step_ends
 from live import main as live_main
 
 from varuna_capslog.config.reading import Config, load_config
@@ -34,26 +33,11 @@ from varuna_capslog.start.prepare import profile_run
 
 FAULTS = "faults"
 ENTRY = "benchmarks.morph.rebalance.rebalance:member"
-OVERRIDES = [
-    "model.blocks=16",
-    "model.block_seconds=0.004",
-    "train.epochs=null",
-    "train.minibatch_size=64",
-    "train.microbatch_size=8",
-    "profile.source=measured",
-    "pipeline.schedule=auto",
-]
 
 
 def member(arguments: Sequence[str]) -> int:
     """The entry of a member that may be slowed down."""
     return live_main(arguments, observer=Slowness(Path(arguments[0]) / FAULTS, os.environ["CAPSLOG_MEMBER"]))
-
-
-def losses(folder: Path) -> dict[int, float]:
-    """By step, that of the newest generation."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["loss"] for row in sorted(rows, key=lambda row: row["generation"])}
 
 
 def step_seconds(live: Live, first: int, last: int) -> float:
@@ -113,14 +97,11 @@ def main() -> None:
     parser.add_argument("--step", type=int, default=50, help="from which on a member is slow")
     parser.add_argument("--factor", type=float, default=2.0)
     parser.add_argument("--rank", type=int, default=2)
-    parser.add_argument("--planner", default="budget")
     parser.add_argument("--recover", action="store_true", help="the member is fast again 60 steps later")
     parser.add_argument("--config", type=Path, default=HERE / "small.yaml")
     given = parser.parse_args()
     clock, steps = Clock(), given.step + (130 if given.recover else 70)
-    own = [*OVERRIDES, f"pipeline.planner={given.planner}"]
-    own += ["train.accumulation_blocks=1"] if given.planner == "budget" else []
-    about = given.rank, given.factor
+    own, about = SLEEPING, (given.rank, given.factor)
     learnt, mine = slow_run(
         given.config, [*own, "elastic.rebalance=true"], *about, given.step, steps, 60 if given.recover else None
     )
@@ -136,7 +117,6 @@ def main() -> None:
     append_result(
         "rebalance",
         {
-            "planner": given.planner,
             "factor": given.factor,
             **learnt,
             "steps_until_new_cuts": learnt["new_cuts_at_steps"][0] - learnt["slow_from_step"],

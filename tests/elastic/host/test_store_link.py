@@ -207,7 +207,7 @@ def test_a_host_that_was_taken_for_lost_says_why(tmp_path: Path, monkeypatch: py
             if tries == 1:
                 time.sleep(0.6)
                 if why == "stood still":  # as the thread that looks at the clock would find it
-                    link._stood_still = time.monotonic()
+                    link._awoke = time.monotonic()
             put(key, value)
 
         monkeypatch.setattr(link.store, "put", disturbed)

@@ -61,7 +61,7 @@ class Members:
             self.balance.measured(self._busy(), self.step_seconds())
             found = self.balance.wanted(self.seats)
             until = time.monotonic() + 10
-            while found is None and self.balance.searches and time.monotonic() < until:
+            while found is None and self.balance._search is not None and time.monotonic() < until:
                 found = self.balance.wanted(self.seats)
             if found is not None:
                 return found
@@ -139,6 +139,22 @@ def test_a_member_that_is_too_slow_for_any_layer_is_tried_again_after_a_long_tim
     assert found is not None
     members.follow()
     assert len(members.cuts) == 3
+
+
+def test_a_change_that_brings_what_it_promised_keeps_the_next_one_as_near() -> None:
+    """Some steps are made by the old plan until the change is prepared: they say nothing of the promise."""
+    members = Members([1.0, 1.0, 1.0, 1.0])
+    members.steps(WINDOW)
+    members.speeds[2] = 0.5
+    assert members.steps(2 * WINDOW) is not None
+    assert members.steps(3) is None
+    members.follow()
+    assert members.steps(WINDOW + 1) is None
+    members.speeds = [1.0, 0.5, 1.0, 1.0]
+    count = 1
+    while members.steps(1) is None and count < 100:
+        count += 1
+    assert count == WINDOW // 2 + 1, "as soon as most steps of the window are slow"
 
 
 def test_speeds_stay_as_they_are_for_the_planner_where_measurements_differ_a_little() -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from varuna_capslog.base.failures import Failure
+from varuna_capslog.base.failures import Failure, loss_cause
 from varuna_capslog.base.processes import heard_signals
 from varuna_capslog.base.supervisor import Interrupted, WorkerFailed, last_step, new_run, usable
 from varuna_capslog.elastic.host import hooks
@@ -184,11 +184,7 @@ class Host:
             self._settling[worker.member] = time.monotonic() + SETTLE_SECONDS
             return
         failure = self.workers.failure(worker, status, self._asked)
-        cause = self.workers.cause(worker, failure)
-        why = failure.sentence()
-        if cause == "memory" and failure.kind == "signal":
-            why += "; this machine had no memory left"
-        self.link.tell(entries.DeadEntry(worker.member, why, self.link.name, cause))
+        self.link.tell(entries.DeadEntry(worker.member, failure.sentence(), self.link.name, loss_cause(failure)))
         self.workers.say_losses()
         self._replace(worker, lost=status < 0 or worker.expelled_since is not None)
 

@@ -32,10 +32,6 @@ from varuna_capslog.membership.roster import Roster
 __all__ = ["HostStore"]
 
 
-_WAKING_SECONDS = 0.2
-"""By then all threads of a process that stood still are at work again."""
-
-
 class HostStore:
     """The store as one host uses it. Called by the host's thread, once `connect` has returned.
 
@@ -73,8 +69,9 @@ class HostStore:
         self._offset = 0  # generation n of the store is n + offset in the run's files
         self._noticed: dict[Member, bool] = {}  # and whether urgently
         self._unfollow: Callable[[], None] | None = None
-        self._absence = "network"  # why this host gave no sign of life the last time
-        self._stood_still = time.monotonic()  # when it last began to run again
+        # by the monotonic clock: when this process ran again after it stood still, and when a call began that the store
+        # answered late or not at all
+        self._awoke = self._late_call = 0.0
 
     def connect(self, stack: contextlib.ExitStack) -> None:
         """Opens the store, serves it first where this host begins the run, and finds the host's name.
@@ -197,7 +194,8 @@ class HostStore:
 
     def explain_absence(self) -> None:
         """The others have taken this host for lost: says why, which only this host itself can know."""
-        self._append("cause", self._roster.generation.number, host=self.name, cause=self._absence)
+        cause = "hung" if self._awoke > self._late_call else "network"
+        self._append("cause", self._roster.generation.number, host=self.name, cause=cause)
 
     def leave(self) -> None:
         """Tells the log that this host has gone."""
@@ -226,7 +224,7 @@ class HostStore:
         while not ended.wait(seconds / 8):
             now = time.monotonic()
             if now - last > seconds / 2:
-                self._stood_still = now
+                self._awoke = now
             last = now
 
     def _keep_lease(self, ended: threading.Event) -> None:
@@ -240,25 +238,20 @@ class HostStore:
         signs: dict[str, str | None] = {}
         changed: dict[str, float] = {}
         looked = time.monotonic()
-        answers, beat, began = True, 0, time.monotonic()
+        answers, beat = True, 0
         while not ended.wait(seconds / 4):
-            woke = time.monotonic()
-            if woke - began > seconds * 3 / 4:  # all of this process stood still
-                self._absence = "hung"
-            beat += 1
+            beat, began = beat + 1, time.monotonic()
             try:
                 self.store.put(f"lease/{self.name}", str(beat))
                 others = [host for host in tuple(self._roster.hosts) if host != self.name]
                 found = {other: self.store.get(f"lease/{other}") for other in others}
             except StoreGone:
-                answers, self._absence, began = False, "network", time.monotonic()
+                answers, self._late_call = False, began
                 self._later(partial(self.lost, "the store does not answer"))
                 continue
-            now = began = time.monotonic()
-            if now - woke > seconds / 2:
-                ended.wait(_WAKING_SECONDS)
-                self._absence = "hung" if self._stood_still > woke else "network"
-                began = time.monotonic()
+            now = time.monotonic()
+            if now - began > seconds / 2:
+                self._late_call = began
             # A host that did not look for long (stopped, swapped out, cut off) has missed signs, and counts anew.
             away = not answers or now - looked > seconds / 2
             looked = now

@@ -9,11 +9,11 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from varuna_capslog.base.failures import Failure, ended, loss_cause, read_failure, root_cause
+from varuna_capslog.base.failures import Failure, ended, read_failure, root_cause
 from varuna_capslog.base.fork_server import ForkServer
 from varuna_capslog.base.machine_memory import oom_kills
 from varuna_capslog.base.processes import is_stopped, signal_group, write_unless_there
@@ -225,14 +225,6 @@ class HostWorkers:
             self._unsaid.append((time.monotonic() + SETTLE_SECONDS * (failure.kind != "signal"), failure.sentence()))
         return failure
 
-    def cause(self, worker: HostWorker, failure: Failure) -> str:
-        """Why a worker was lost: a name of `failures.CAUSES`."""
-        if worker.verdict is not None:
-            return worker.cause
-        if failure.status == -signal.SIGKILL and self._ran_out_of_memory():
-            return "memory"
-        return loss_cause(failure)
-
     def _ran_out_of_memory(self) -> bool:
         """Whether the system has killed a process for memory in the last seconds."""
         return oom_kills() > self._oom_kills[0]
@@ -240,10 +232,12 @@ class HostWorkers:
     def _failure(self, worker: HostWorker, status: int, killed_as_asked: bool) -> Failure:
         known: dict[str, Any] = {"member": worker.member}
         if worker.verdict is not None or (status < 0 and killed_as_asked):
-            cause = worker.verdict or "was killed as asked"
-            return Failure(worker.slot, cause, "signal", time.time(), **known)
+            cause, loss = (worker.verdict, worker.cause) if worker.verdict else ("was killed as asked", "killed")
+            return Failure(worker.slot, cause, "signal", time.time(), loss=loss, **known)
         report = read_failure(self._options.folder / f"{worker.member}.error.json", worker.slot, None, **known)
         seen = ended(worker.slot, status, self.log(worker.member), time.time(), **known)
+        if status == -signal.SIGKILL and self._ran_out_of_memory():
+            return replace(seen, cause=f"{seen.cause}; this machine had no memory left", loss="memory")
         return seen if status < 0 or report is None else report
 
     def say_losses(self, all_of_them: bool = False) -> None:

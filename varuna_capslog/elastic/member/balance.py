@@ -78,7 +78,8 @@ class Balance:
         self._made = 0  # steps of this generation
         self._patience = WINDOW
         self._slowness: dict[Member, float] = {}
-        self._promised: tuple[float, float] | None = None  # the step before a change, and the gain that was expected
+        # the plan that was found wanting, its step, and the gain that another one promised
+        self._promised: tuple[Plan, float, float] | None = None
         self._speeds: dict[Member, float] = {}  # that plans are searched with
         self._tried: dict[Member, float] = {}  # those of the last search in this generation
         self._search: _PlanSearch | None = None
@@ -106,8 +107,8 @@ class Balance:
                 self._slowness[member] = statistics.median(row[rank] for row in self._busy) / seconds
             elif self._made > _RETRIED * self._patience:
                 self._slowness.pop(member, None)
-        if self._promised is not None:
-            before, gain = self._promised
+        if self._promised is not None and self._promised[0] is not self._plan:  # the change has been made
+            _, before, gain = self._promised
             self._promised = None
             kept = before / statistics.median(self._steps) >= (1 + gain) / 2
             self._patience = WINDOW if kept else 2 * self._patience
@@ -117,21 +118,16 @@ class Balance:
         speeds = self._speeds_of([seat.member for seat in seats])
         return [seat._replace(speed=speeds[seat.member]) for seat in seats]
 
-    @property
-    def searches(self) -> bool:
-        """Whether a plan is searched, or what was found was not asked for yet."""
-        return self._search is not None
-
     def wanted(self, seats: Sequence[Seat]) -> Finding | None:
         """What is worth a change now, once; asked after every step by the first voter."""
+        if self._plan is None or (self._search is not None and self._search.is_alive()):
+            return None
         if self._search is not None:
-            if self._search.is_alive():
-                return None
             found, self._search = self._search.found, None
             if found is not None:
-                self._promised = statistics.median(self._steps), found.gain
+                self._promised = self._plan, statistics.median(self._steps), found.gain
             return found
-        if len(self._busy) < WINDOW or self._made < self._patience or self._plan is None:
+        if len(self._busy) < WINDOW or self._made < self._patience:
             return None
         speeds = self._speeds_of(self._members)
         known = self._tried or {one: self._plan.speed_of(rank) for rank, one in enumerate(self._members)}

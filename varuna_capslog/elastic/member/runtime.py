@@ -154,7 +154,7 @@ class Runtime:
 
     def _end_for_all(self, error: DiskFailed) -> None:
         """Ends the run: a member that took the writing over would fail in the same way."""
-        failure = {"member": self.me, "cause": str(error), "kind": "user", "time": time.time()}
+        failure = {"member": self.me, "cause": str(error), "kind": error.kind, "time": time.time()}
         self.append(entries.FinishedEntry(self.state.at.step, stopped=True, failure=failure))
 
     def _catch_up(self) -> None:
