@@ -40,13 +40,15 @@ def test_a_run_on_two_machines_comes_through_a_kill_a_cut_and_a_loss_inside_appl
 
 def test_every_generation_may_run_a_plan_that_its_founder_drew(tmp_path):
     """Stages of any kind, direct routes and orders among them, through a kill and a notice: all that the verdict asks
-    holds for them, too. How many generations a run has depends on the machine's speed, so up to three runs draw.
+    holds for them, too, also where tensors travel as over NCCL. How many generations a run has depends on the machine's
+    speed, so up to three runs draw.
     """
     drawn = []
     for seed in ("5", "6", "7"):
         folder = tmp_path / seed
         words = ["chaos", "model.towers=true", "train.accumulation_blocks=4", "pipeline.schedule=zb-h1", "--plans"]
         words += ["--network", "loopback", "--faults", "2", "--seed", seed]
+        words += ["pipeline.transport=varuna_capslog.rig.nccl_manners:open_group"]
         words += ["--mean", "50ms", "--kinds", "kill,notice", "-o", str(folder), "--json"]
         done = CliRunner().invoke(app, words)
         assert done.exit_code == 0, done.output

@@ -142,7 +142,7 @@ def test_what_only_a_run_with_changing_members_needs_is_asked_of_no_other(tmp_pa
         ("elastic: {enabled: 1}", "elastic.enabled is 1 but must be a valid boolean"),
         ("elastic: {lease_second: 1}", "elastic.lease_second is not a known key; did you mean elastic.lease_seconds?"),
         ("engine: varuna\nelastic: {enabled: true}", "elastic.enabled=true but engine=varuna"),
-        ("pipeline: {transport: nccl}\nelastic: {enabled: true}", "but pipeline.transport=nccl"),
+        ("pipeline: {transport: ncl}", "'ncl' is none of gloo, nccl, or a function"),
         ("device: gpu", "device is \"gpu\" but must be 'cpu', 'cuda' or 'auto'"),
         ("train: {minibatch_size: 9, microbatch_size: 2}", "train.minibatch_size=9 is not divisible by"),
         ("train: {accumulation_blocks: 3}", "train.accumulation_blocks=3 must divide the 8 microbatches"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import os
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, Layer, LayerFactory
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.plans.plan import Plan
+from varuna_capslog.rig import nccl_manners
 from varuna_capslog.training import checkpoint
 from varuna_capslog.training.boundaries import verify_copies
 from varuna_capslog.training.run import Run
@@ -73,7 +75,8 @@ def train(
                 first[address] = parameter.grad.clone()
 
     if twist == "pair groups":
-        communicator.open_pair_groups(engine.pairs(), "gloo")
+        os.environ[nccl_manners.MANNERS] = "0,0,0"
+        communicator.open_pair_groups(engine.pairs(), nccl_manners.open_group, torch.device("cpu"))
     calls: list[str] = []
     for index, stage in engine.stages.items():
         stage.before_step.append(lambda index=index: calls.append(f"before {index}"))

@@ -167,9 +167,7 @@ def test_the_comparison_notices_a_broken_engine(pool: WorkerPool, sabotage: str)
 
 @pytest.mark.parametrize("name", ["heads on three ranks", "stages in any order", "two replicas of two"])
 def test_one_group_per_ordered_pair_carries_the_same_step(pool: WorkerPool, name: str) -> None:
-    """NCCL's way of sending, tried with gloo: every pair that talks has a group, and no message is needed out of
-    order.
-    """
+    """NCCL's way of sending, by its stand-in: every pair that talks has a group, and no message comes out of order."""
     results = run(pool, name, twist="pair groups")
     assert results[0]["parts"] == one_rank(pool)["parts"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PrivateAttr, ValidationInfo, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, ValidationInfo, model_validator
 
 from varuna_capslog.base import fields, units
 from varuna_capslog.base.gpus import gpu_of, parse_device
@@ -25,6 +25,12 @@ def _capacity(value: Any) -> Any:
     if isinstance(value, list):
         return [units.parse_bytes(entry, f"pipeline.capacity[{device}]") for device, entry in enumerate(value)]
     return None if value is None else units.parse_capacity(value)
+
+
+def _transport(value: str) -> str:
+    if value not in ("gloo", "nccl") and ":" not in value:
+        raise ValueError(f"{value!r} is none of gloo, nccl, or a function of the form package.module:name")
+    return value
 
 
 def _bytes(value: Any, info: ValidationInfo) -> Any:
@@ -103,9 +109,10 @@ class Pipeline(Section):
     """Bytes in a second, such as 2GiB, that the copies of a worker to and from the host tier may take on a CPU; null:
     as many as they can."""
 
-    transport: Literal["gloo", "nccl"] = "gloo"
+    transport: Annotated[str, AfterValidator(_transport)] = "gloo"
     """How tensors travel: gloo works everywhere (CUDA tensors by way of pinned host memory, so ranks may share a GPU);
-    nccl needs one GPU per rank."""
+    nccl needs one GPU per rank; or a function package.module:name that opens a group of two ranks (see
+    varuna_capslog.engine.pair_groups.Opener)."""
 
     memory: str = defaults.MEMORY
     """Memory model that predicts a stage's peak: additive, composition, gpipe, 1f1b, varuna or ranks. auto uses the
@@ -359,11 +366,6 @@ class Config(Section):
             raise ValueError(
                 f"elastic.enabled=true but engine={self.engine}: only our own engine changes its members while it "
                 "trains; set engine to capslog, or elastic.enabled to false"
-            )
-        if self.pipeline.transport != "gloo":
-            raise ValueError(
-                f"elastic.enabled=true but pipeline.transport={self.pipeline.transport}: only gloo's connections can "
-                "be given up and opened anew; set pipeline.transport to gloo, or elastic.enabled to false"
             )
         return self
 

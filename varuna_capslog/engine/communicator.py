@@ -7,6 +7,7 @@ explicit; a lost peer is named.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import pickle
 import re
@@ -19,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from varuna_capslog.base.errors import CapslogError, PeerLost
+from varuna_capslog.base.errors import PeerLost
+from varuna_capslog.engine.pair_groups import NotOpened, Opener, PairGroup, PairGroups, Waiting
 from varuna_capslog.model.chain import TensorSpec
 
 __all__ = ["Communicator", "PeerLost", "Pending", "connect", "connect_group", "why_lost"]
@@ -77,7 +79,7 @@ def connect_group(
     """Joins ranks that share a store, without any state of the process: the next group may open while one is closing.
 
     Args:
-        store: not used by others during the call, which waits in it; a client of its own is best.
+        store: not used by others during the call, which waits in it; a client of the communicator's own is best.
         prefix: names the group, and is the communicator's generation; never used twice in a store.
         timeout_seconds: longest wait for the other ranks, and then for any message of theirs.
 
@@ -93,7 +95,7 @@ def connect_group(
             text = str(error).splitlines()[0]
             raise PeerLost(f"rank {rank} could not join {world_size} ranks as {prefix!r}: {text}", None) from error
     # a backend has the methods of a group, whatever torch's stubs say
-    return Communicator(rank, world_size, prefix, timeout, cast("dist.ProcessGroup | None", group))
+    return Communicator(rank, world_size, prefix, timeout, cast("dist.ProcessGroup | None", group), store)
 
 
 class Pending:
@@ -102,7 +104,7 @@ class Pending:
     def __init__(
         self,
         communicator: Communicator,
-        work: dist.Work | None,
+        work: Waiting | None,
         peer: int,
         doing: str,
         buffer: Tensor,
@@ -112,10 +114,16 @@ class Pending:
         self._buffer, self._device = buffer, device
 
     def wait(self) -> Tensor:
-        """The received tensor, on the rank's device, or the sent one, which may be changed now. Raises PeerLost."""
+        """The received tensor, on the rank's device, or the sent one, which may be changed now. Raises PeerLost.
+
+        Over a pair group no error says that the communicator was aborted meanwhile: what arrived is worthless then, and
+        `Communicator.check_open` raises.
+        """
         if self._work is not None:
+            pairs = self._communicator._pairs
             try:
-                self._work.wait()
+                with contextlib.nullcontext() if pairs is None else pairs.progress.waiting(self._doing):
+                    self._work.wait()
             except RuntimeError as error:
                 raise self._communicator._lost(error, self._doing, self._peer) from error
             self._work = None
@@ -130,7 +138,7 @@ class Communicator:
 
     Args:
         group: gloo, of all ranks; None where there is only one.
-        store: of the process's default group, where this is it; the rank that serves it keeps it alive with the group.
+        store: where its ranks meet; the rank that serves it keeps it alive with the group.
 
     Attributes:
         aborted: whether it was ended here.
@@ -151,29 +159,48 @@ class Communicator:
         self._timeout = timeout
         self._names: dict[int, str] = {}
         self._group, self._store = group, store
-        # by (source, destination): the group, and the other rank's number in it
-        self._pair_groups: dict[tuple[int, int], tuple[dist.ProcessGroup, int]] = {}
+        self._pairs: PairGroups | None = None
+        self._overdue = ""
         self.aborted = False
         self._aborting = threading.Lock()
         self._beside: list[Callable[[], None]] = []
 
-    def open_pair_groups(self, pairs: Iterable[tuple[int, int]], backend: str) -> None:
-        """From now on tensors travel over a group of `backend` ("nccl") per ordered pair (source, destination).
+    def open_pair_groups(self, pairs: Iterable[tuple[int, int]], opener: Opener, device: torch.device) -> None:
+        """From now on tensors travel over a group of its own per ordered pair (source, destination), as NCCL needs it.
 
         NCCL has no tags and matches by order, so each direction of each pair has a communicator and a stream of its
         own; senders and receivers keep one order per pair anyway. Votes and gathers stay on gloo. Every rank calls this
-        with the same pairs; NCCL needs one GPU per rank.
+        with the same pairs, once, before its first message.
+
+        Args:
+            device: of this rank's tensors.
 
         Raises:
-            CapslogError: the communicator is not one of `connect`.
+            NotOpened: a group cannot be opened.
+            PeerLost: this communicator was aborted meanwhile.
         """
-        if self._store is None:
-            raise CapslogError(f"groups per pair ({backend}) need the default group; set pipeline.transport=gloo")
-        for pair in sorted(set(pairs)):
-            group = dist.new_group(list(pair), timeout=self._timeout, backend=backend)
-            if isinstance(group, dist.ProcessGroup):  # ranks outside the pair get a number
-                other = pair[0] if pair[1] == self.rank else pair[1]
-                self._pair_groups[pair] = group, dist.get_group_rank(group, other)
+        own = sorted({pair for pair in pairs if self.rank in pair})  # one order on all ranks
+        if not own:
+            return
+        assert self._store is not None
+        store = dist.PrefixStore(str(self.generation), self._store)
+        self._pairs = PairGroups(self.rank, store, self._timeout, device, self._is_overdue)
+        self.abort_with(self._pairs.abort)
+        for pair in own:
+            peer = sum(pair) - self.rank
+            doing = f"opening a group with {self._name(peer)}"
+            try:
+                self._pairs.open(pair, opener, doing)
+            except RuntimeError as error:
+                self.check_open(doing, peer)
+                self.abort()
+                text = str(error).splitlines()[0]
+                raise NotOpened(f"{self._name(self.rank)} was {doing}: {text}", peer) from error
+        self.check_open("opening groups")
+
+    def _is_overdue(self, doing: str) -> None:
+        self._overdue = f"{self._name(self.rank)} was {doing}: no answer within {self._timeout.total_seconds():g} s"
+        self.abort()
 
     def describe_ranks(self, names: dict[int, str]) -> None:
         """Names used in errors, e.g. {2: "rank 2 (stage 2)"}."""
@@ -182,22 +209,24 @@ class Communicator:
     def _name(self, peer: int) -> str:
         return self._names.get(peer, f"rank {peer}")
 
-    def _check_open(self, doing: str, peer: int | None) -> None:
+    def check_open(self, doing: str, peer: int | None = None) -> None:
+        """Raises PeerLost once it was aborted, with what was being done."""
         if self.aborted:
-            raise PeerLost(f"{self._name(self.rank)} cannot be {doing}: its generation was ended here", peer)
+            ended = f"{self._name(self.rank)} cannot be {doing}: its generation was ended here"
+            raise PeerLost(self._overdue or ended, peer)
 
-    def _route(self, source: int, destination: int) -> tuple[dist.ProcessGroup, int]:
+    def _route(self, source: int, destination: int) -> tuple[PairGroup | dist.ProcessGroup, int]:
         """The group that carries messages from one rank to the other, and the other's number in it."""
-        found = self._pair_groups.get((source, destination))
-        if found is not None:
-            return found
+        if self._pairs is not None:
+            return self._pairs.route(source, destination)
         assert self._group is not None, "a communicator of one rank has no peers"
         return self._group, destination if source == self.rank else source
 
     def _lost(self, error: RuntimeError, doing: str, peer: int | None) -> PeerLost:
         """The error to raise; ends the group, so that a rank which waits for this one gets an error, too."""
         if self.aborted:
-            return PeerLost(f"{self._name(self.rank)} was {doing} when its generation was ended here", peer)
+            ended = f"{self._name(self.rank)} was {doing} when its generation was ended here"
+            return PeerLost(self._overdue or ended, peer)
         reason = why_lost(error, f"no answer within {self._timeout.total_seconds():g} s")
         self.abort()
         return PeerLost(f"{self._name(self.rank)} was {doing}: {reason}", peer)
@@ -210,9 +239,9 @@ class Communicator:
             tag: matched by the receiver; unique among messages under way to `peer`.
         """
         doing = f"sending to {self._name(peer)}"
-        self._check_open(doing, peer)
+        self.check_open(doing, peer)
         host = tensor.detach()
-        if host.device.type == "cuda" and (self.rank, peer) not in self._pair_groups:
+        if host.device.type == "cuda" and self._pairs is None:
             pinned = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, pin_memory=True)
             pinned.copy_(host, non_blocking=True)
             torch.cuda.current_stream(host.device).synchronize()
@@ -229,8 +258,8 @@ class Communicator:
     def receive(self, spec: TensorSpec, peer: int, tag: int, device: torch.device) -> Pending:
         """Posts a receive of a tensor of `spec`; it lands on `device`."""
         doing = f"waiting for {self._name(peer)}"
-        self._check_open(doing, peer)
-        staged = device.type == "cuda" and (peer, self.rank) not in self._pair_groups
+        self.check_open(doing, peer)
+        staged = device.type == "cuda" and self._pairs is None
         where = torch.device("cpu") if staged else device
         buffer = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=where, pin_memory=staged)
         if buffer.numel() == 0:
@@ -253,7 +282,7 @@ class Communicator:
         return self._add_up(tensor, "adding over all ranks")
 
     def _add_up(self, tensor: Tensor, doing: str) -> Tensor:
-        self._check_open(doing, None)
+        self.check_open(doing)
         if self.world_size > 1:
             assert self._group is not None
             try:
@@ -264,7 +293,7 @@ class Communicator:
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's picklable `value`, by rank. For results and reports, not for tensors of a step."""
-        self._check_open("gathering from all ranks", None)
+        self.check_open("gathering from all ranks")
         if self.world_size == 1:
             return [value]
         assert self._group is not None
@@ -351,11 +380,6 @@ class Communicator:
         with self._aborting:
             if self._group is not None:
                 _end(self._group, [rank for rank in range(self.world_size) if rank != self.rank])
-            for group, peer in self._pair_groups.values():
-                if group.name() == "nccl":
-                    group.abort()
-                else:
-                    _end(group, [peer])
 
     def abort_with(self, end: Callable[[], None]) -> None:
         """Calls `end` whenever this communicator is aborted, from the thread that does it; at once, if it was."""
@@ -365,9 +389,10 @@ class Communicator:
 
     def close(self) -> None:
         """Leaves the generation; no message may be under way, unless it was aborted."""
-        self._pair_groups.clear()
-        self._group = None
-        if self._store is not None and dist.is_initialized():
+        if self._pairs is not None:
+            self._pairs.abort()
+        group, self._group, self._store = self._group, None, None
+        if group is not None and group is dist.group.WORLD:
             dist.destroy_process_group()
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError, PeerLost
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.executor import Contexts, Executor, Observer
 from varuna_capslog.engine.gradients import GradientBook
@@ -26,6 +26,7 @@ from varuna_capslog.engine.layers import EngineLayer, take_layers
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.optimizer import StageOptimizer
 from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.engine.pair_groups import opener_of
 from varuna_capslog.engine.routes import Reach, Routes
 from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
 from varuna_capslog.engine.statistics import StatisticsBook
@@ -134,8 +135,9 @@ class PipelineEngine:
         self._reported = [layer.index for layer in self.layers if layout.reporter(layer.index) == self.rank]
         self._gradients = GradientBook(chain, self.layers, communicator, layout)
         self._statistics = StatisticsBook(self.layers, communicator, layout, options.num_microbatches)
-        if options.transport != "gloo":
-            communicator.open_pair_groups(self.pairs(), options.transport)
+        opener = opener_of(options.transport)
+        if opener is not None:
+            communicator.open_pair_groups(self.pairs(), opener, device)
         self.optimizer = StageOptimizer(self.layers, options.recipe, layout.moments_away(self.rank), tier)
         self._observer = observer
         self._executor: Executor | None = None
@@ -245,8 +247,9 @@ class PipelineEngine:
             self._executor.run(contexts, load, after_backward)
             self._gradients.finish()
             self._statistics.collect()
-        except BaseException:
+        except BaseException as error:
             self.forget()
+            self._explain(error, "computing a step")
             raise
 
     def vote(
@@ -302,8 +305,17 @@ class PipelineEngine:
         """The action under way, for error messages."""
         return self._executor.doing if self._executor else "starting"
 
+    def _explain(self, error: BaseException, doing: str) -> None:
+        """Raises PeerLost where the communicator was aborted: what arrived after that is worthless, and so is an error
+        that a model or a loss raises about it.
+        """
+        if isinstance(error, Exception) and not isinstance(error, PeerLost):
+            self.communicator.check_open(doing)
+
     def forget(self) -> None:
         """Drops all traces of a broken-off step."""
+        if self.communicator.aborted and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # what was begun still writes into tensors of this step
         if self._executor is not None:
             self._executor.stopwatch.reset()
         for stage in self.stages.values():
@@ -353,6 +365,9 @@ class PipelineEngine:
             layer.layer.module.eval()
         try:
             executor.run(context, loaded, evaluate=taken)
+        except Exception as error:
+            self._explain(error, "evaluating")
+            raise
         finally:
             for layer in self.layers:
                 layer.layer.module.train()

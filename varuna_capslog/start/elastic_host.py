@@ -67,13 +67,9 @@ def starting_point(config: Config, say: Callable[[str], None] = lambda line: Non
 
 
 def check_elastic(config: Config) -> None:
-    """Raises CapslogError for an engine, transport or launcher that cannot change its members while it trains."""
+    """Raises CapslogError for an engine, planner or launcher that cannot change its members while it trains."""
     if config.engine != "capslog":
         raise CapslogError(f"elastic.enabled needs engine=capslog; engine={config.engine} restarts from checkpoints")
-    if config.pipeline.transport != "gloo":
-        raise CapslogError(
-            f"elastic.enabled needs pipeline.transport=gloo; {config.pipeline.transport} groups cannot be left alone"
-        )
     from varuna_capslog.membership.candidates import BY_TIME
 
     if config.elastic.rebalance and config.pipeline.planner not in BY_TIME:

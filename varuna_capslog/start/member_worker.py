@@ -26,6 +26,7 @@ from varuna_capslog.elastic.member.start_up import RuntimeOptions, enter, local_
 from varuna_capslog.elastic.member.timeouts import Timeouts
 from varuna_capslog.elastic.store.opening import MembershipStore, open_store
 from varuna_capslog.engine.executor import Observer
+from varuna_capslog.engine.pair_groups import check_devices
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.plans.plan import read_plan
 from varuna_capslog.profiles.record import read_profile
@@ -100,6 +101,7 @@ def _take_part(run_dir: Path, wish: StopWish, equipment: Equipment) -> int:
         read_profile(profile) if profile.exists() else None,
     )
     device, file = choose_device(config.device, local_rank()), MemberFile(run_dir, start.me)
+    check_devices(config.pipeline.transport, device, local_rank())
     work = equipment.work(start, run, device, file.write_stage, equipment.observer)
     began = store.get("began")
     if began is None:

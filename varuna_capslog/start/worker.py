@@ -23,8 +23,6 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.training.worker_process import StopWish, choose_device, leave, report_failure
 
 if TYPE_CHECKING:
-    import torch
-
     from varuna_capslog.engine.communicator import Communicator
     from varuna_capslog.training.run import Run
 
@@ -87,6 +85,7 @@ def _work(
 
     from varuna_capslog.config.reading import load_config
     from varuna_capslog.engine.layout import layout_of
+    from varuna_capslog.engine.pair_groups import check_devices
     from varuna_capslog.model.workload import load_workload
     from varuna_capslog.plans.plan import latest_plan
     from varuna_capslog.start import ENGINES
@@ -110,9 +109,9 @@ def _work(
     state["name"] = layout.describe(rank)
     place = {"rank": rank, "pid": os.getpid(), "host": socket.gethostname(), "stage": state["stage"]}
     files.write_json(run_dir / "workers" / f"{rank}.json", place)
-    device = choose_device(config.device, int(os.environ.get("LOCAL_RANK", rank)))
-    if config.pipeline.transport == "nccl":
-        _check_nccl(device)
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    device = choose_device(config.device, local_rank)
+    check_devices(config.pipeline.transport, device, local_rank)
     with _connected(rank, f"run-{generation}", config.pipeline.timeout_seconds) as communicator:
         run = Run(config, plan, load_workload(config), communicator, device, generation, wish, ENGINES)
         state["run"] = run
@@ -157,17 +156,6 @@ def _connected(rank: int, generation: str, timeout_seconds: float) -> Iterator[C
     # only after success: a failed rank ends its process, which tells the others at once
     communicator.barrier()
     communicator.close()
-
-
-def _check_nccl(device: torch.device) -> None:
-    import torch
-
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if device.type != "cuda" or here > torch.cuda.device_count():
-        raise CapslogError(
-            f"pipeline.transport=nccl needs one GPU per rank, but {here} ranks run here on {device.type} with "
-            f"{torch.cuda.device_count()} GPUs; set pipeline.transport=gloo"
-        )
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from varuna_capslog.elastic.member.training import Training
 from varuna_capslog.elastic.member.work import Opening
 from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone
 from varuna_capslog.engine.communicator import PeerLost
+from varuna_capslog.engine.pair_groups import NotOpened
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.ahead import first_owner, stay_with
 from varuna_capslog.membership.entries import AskEntry, BrokenEntry
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Effects"]
 
+_OPENINGS = 5
+"""Without success, before a member gives up."""
+
 
 class Effects:
     """What one member does because of the protocol. Called by its one thread."""
@@ -35,6 +39,7 @@ class Effects:
         self._parts, self._store, self._training, self._loop = parts, store, training, loop
         self._decided: m.Decided | None = None
         self._refused: str | None = None
+        self._not_opened = 0
 
     def carry_out(self, effect: m.Effect) -> Iterable[m.ProtocolEvent]:
         """One effect, in the order in which the protocol gives them. Returns what follows from it at once.
@@ -199,8 +204,17 @@ class Effects:
         )
         try:
             parts.work.open(opening, communicator, own)
+        except NotOpened as error:
+            self._not_opened += 1
+            if self._not_opened >= _OPENINGS:
+                raise CapslogError(
+                    f"{error}; that was so {_OPENINGS} times in a row: mend what keeps the devices from connecting, or "
+                    "set pipeline.transport=gloo"
+                ) from error
+            return broken
         except PeerLost:
             return broken
+        self._not_opened = 0
         parts.holdings.open(self._loop.state.roles.own, self._loop.state.roles.copies, effect.base)
         self._send_copies(effect, decided.values)
         known = [parts.seats[member] for member in record.members if member in parts.seats]

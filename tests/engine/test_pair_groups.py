@@ -1,0 +1,211 @@
+"""Groups of two ranks without tags, whose operations never end by themselves: opening, waiting, ending."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.engine import models
+from varuna_capslog.base.errors import CapslogError, PeerLost
+from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.layout import Layout
+from varuna_capslog.engine.learning_rate import LearningRate
+from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.engine.pair_groups import NotOpened, Opener, PairGroups, Progress, check_devices, opener_of
+from varuna_capslog.engine.pipeline import PipelineEngine
+from varuna_capslog.engine.recipe import Recipe
+from varuna_capslog.engine.step import train_step
+from varuna_capslog.model.chain import TensorSpec
+from varuna_capslog.rig import nccl_manners
+
+CPU = torch.device("cpu")
+SECONDS = datetime.timedelta(seconds=20)
+FLAWLESS = "0,0,0"
+
+
+@pytest.fixture(autouse=True)
+def _flawless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(nccl_manners.MANNERS, FLAWLESS)
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+def two_ranks(
+    store: dist.Store, pool: ThreadPoolExecutor, limit: datetime.timedelta = SECONDS
+) -> tuple[list[PairGroups], list[str]]:
+    """The groups of ranks 0 and 1, in both directions; and what their watches will have said."""
+    late: list[str] = []
+    ranks = [PairGroups(rank, store, limit, CPU, late.append) for rank in range(2)]
+
+    def connect(rank: int) -> None:
+        for pair in ((0, 1), (1, 0)):
+            ranks[rank].open(pair, device_of(rank), f"opening {pair}")
+
+    list(pool.map(connect, range(2)))
+    return ranks, late
+
+
+def device_of(rank: int) -> Opener:
+    """An opener for a rank that lives in this process, as if it were in one of its own."""
+
+    def opener(store: dist.Store, number: int, timeout: datetime.timedelta) -> nccl_manners.StandIn:
+        return nccl_manners.open_group(store, number, timeout, device=f"device {rank}")
+
+    return opener
+
+
+def sent(groups: PairGroups, value: float, to: int, rank: int) -> Any:
+    group, number = groups.route(rank, to)
+    return group.send([torch.full((4,), value).view(torch.uint8)], number, 0)
+
+
+def received(groups: PairGroups, source: int, rank: int) -> tuple[torch.Tensor, Any]:
+    room = torch.zeros(4)
+    group, number = groups.route(source, rank)
+    return room, group.recv([room.view(torch.uint8)], number, 0)
+
+
+def test_messages_meet_in_order_in_both_directions(threads: ThreadPoolExecutor) -> None:
+    ranks, _ = two_ranks(dist.HashStore(), threads)
+    rooms = [received(ranks[1], 0, 1) for _ in range(3)] + [received(ranks[0], 1, 0)]
+    for value in (1.0, 2.0, 3.0):
+        sent(ranks[0], value, 1, 0)
+    sent(ranks[1], 4.0, 0, 1)
+    for _, work in rooms:
+        work.wait()
+    assert [room.tolist() for room, _ in rooms] == [[value] * 4 for value in (1.0, 2.0, 3.0, 4.0)]
+    for groups in ranks:
+        groups.abort()
+
+
+def test_a_dead_peer_says_nothing_and_an_abort_ends_the_wait_with_noise(threads: ThreadPoolExecutor) -> None:
+    ranks, _ = two_ranks(dist.HashStore(), threads)
+    ranks[0].abort()  # as if its process had been killed
+    room, work = received(ranks[1], 0, 1)
+    waiting = threads.submit(work.wait)
+    time.sleep(0.1)
+    assert not waiting.done()
+    ranks[1].abort()
+    waiting.result(timeout=5)
+    assert room.isnan().all(), "what arrived is worthless, and no error says so"
+    with pytest.raises(RuntimeError, match="aborted"):
+        received(ranks[1], 0, 1)
+
+
+def test_many_generations_leave_nothing_behind(threads: ThreadPoolExecutor) -> None:
+    list(threads.map(time.sleep, [0.01] * 8))  # the pool's own threads are there
+    store, before = dist.HashStore(), threading.active_count()
+    for generation in range(20):
+        ranks, _ = two_ranks(dist.PrefixStore(str(generation), store), threads)
+        received(ranks[1], 0, 1)  # under way for ever
+        for groups in ranks:
+            groups.abort()
+    assert nccl_manners.left_open() == 0
+    until = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < until:
+        time.sleep(0.02)
+    assert threading.active_count() <= before
+
+
+def test_a_peer_that_never_comes_does_not_hold_an_abort(threads: ThreadPoolExecutor) -> None:
+    groups = PairGroups(0, dist.HashStore(), SECONDS, CPU, lambda doing: None)
+    opening = threads.submit(groups.open, (0, 1), device_of(0), "opening")
+    time.sleep(0.1)
+    assert not opening.done()
+    began = time.monotonic()
+    groups.abort()
+    opening.result(timeout=5)
+    assert time.monotonic() - began < 2
+
+
+def refused(store: dist.Store, number: int, timeout: datetime.timedelta) -> Any:
+    raise RuntimeError("NCCL error: unhandled system error\nand a long trace")
+
+
+def test_a_group_that_cannot_be_opened_is_one_sentence() -> None:
+    alone = Communicator(0, 2, "g", SECONDS, None, dist.HashStore())
+    alone.describe_ranks({1: "rank 1 (stage 1)"})
+    with pytest.raises(NotOpened) as caught:
+        alone.open_pair_groups([(0, 1)], refused, CPU)
+    wanted = "rank 0 was opening a group with rank 1 (stage 1): NCCL error: unhandled system error"
+    assert str(caught.value) == wanted
+    assert alone.aborted
+
+
+def test_two_ranks_of_one_device_are_refused(threads: ThreadPoolExecutor) -> None:
+    store = dist.HashStore()
+    both: list[Future[Any]] = [threads.submit(device_of(0), store, number, SECONDS) for number in range(2)]
+    for one in both:
+        with pytest.raises(RuntimeError, match="both ranks are on device device 0"):
+            one.result(timeout=10)
+
+
+def test_a_peer_that_does_not_answer_is_named(threads: ThreadPoolExecutor) -> None:
+    """NCCL itself would wait for ever; here a watch ends the generation."""
+    store = dist.HashStore()
+    communicators = [Communicator(rank, 2, "g", datetime.timedelta(seconds=0.5), None, store) for rank in range(2)]
+    opened = [threads.submit(one.open_pair_groups, [(0, 1), (1, 0)], device_of(one.rank), CPU) for one in communicators]
+    for one in opened:
+        one.result(timeout=10)
+    waiting = communicators[1].receive(TensorSpec((4,)), 0, 7, CPU)
+    waiting.wait()  # returns, though nothing came
+    for doing in (lambda: communicators[1].check_open("computing"), communicators[1].barrier):
+        with pytest.raises(PeerLost, match=r"rank 1 was waiting for rank 0: no answer within 0\.5 s"):
+            doing()
+    communicators[0].abort()
+
+
+def test_a_watch_counts_from_the_last_progress() -> None:
+    late: list[str] = []
+    progress = Progress(0.4, CPU, late.append)
+    time.sleep(0.6)  # nothing is waited for
+    for _ in range(4):
+        with progress.waiting("a short wait"):
+            time.sleep(0.2)
+    assert late == []
+    with progress.waiting("a long wait"):
+        time.sleep(1.0)
+    assert late == ["a long wait"]
+    progress.close()
+
+
+def test_an_error_about_noise_is_the_loss_of_a_peer() -> None:
+    """A loss may refuse what an aborted message left behind, with an error of its own that means nothing."""
+    chain = models.build_chain()
+    alone = Communicator(0, 1, "g", SECONDS)
+
+    def loss(outputs: Any, targets: Any, normalisers: Any) -> Any:
+        alone.abort()
+        raise ValueError("matrix contains invalid numeric entries")
+
+    options = EngineOptions(4, recipe=Recipe(LearningRate(1e-3)))
+    engine = PipelineEngine(chain, loss, Layout.pipelines((0,), len(chain)), options, alone, CPU)
+    minibatch, inputs = models.make_minibatch(4, 1)
+    with pytest.raises(PeerLost, match="its generation was ended here"):
+        train_step(engine, 1, minibatch, inputs.__getitem__)
+
+
+def test_transports_are_named_by_config() -> None:
+    assert opener_of("gloo") is None
+    assert opener_of("varuna_capslog.rig.nccl_manners:open_group") is nccl_manners.open_group
+    wrong = "varuna_capslog.rig.nccl_manners:open_grup"
+    with pytest.raises(CapslogError, match=rf"pipeline\.transport='{wrong}'.*did you mean 'open_group'"):
+        opener_of(wrong)
+
+
+def test_nccl_without_a_gpu_is_one_sentence() -> None:
+    check_devices("gloo", CPU, 7)
+    with pytest.raises(CapslogError, match=r"needs one GPU per rank, but worker 0 of this machine runs on cpu"):
+        check_devices("nccl", CPU, 0)

@@ -1,0 +1,245 @@
+"""Groups of two ranks that carry tensors one way: NCCL's, or others with its manners.
+
+Such a group has no tags: the n-th send meets the n-th receive. Its operations may wait for ever for a peer that is
+gone, until another thread aborts the group; what a receive leaves behind then is worthless, and no error says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from typing import Any, Protocol, TypeAlias, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from varuna_capslog.base.errors import CapslogError, PeerLost
+from varuna_capslog.model.workload import imported
+
+__all__ = ["NotOpened", "Opener", "PairGroup", "PairGroups", "Progress", "Waiting", "check_devices", "opener_of"]
+
+_ABORT_SECONDS = 5.0
+_LOOK_SECONDS = 0.005
+
+
+class NotOpened(PeerLost):
+    """A group of two ranks could not be opened, for a reason of its own."""
+
+
+class Waiting(Protocol):
+    """A message under way, as torch's `Work`."""
+
+    def wait(self) -> Any:
+        """Until what follows on this device may use the tensor; raises RuntimeError."""
+
+
+class PairGroup(Protocol):
+    """Two ranks; number 0 sends, number 1 receives. As torch's process groups, as far as it is used."""
+
+    def send(self, tensors: list[Tensor], number: int, tag: int) -> Waiting:
+        """Begins to send one tensor of bytes to the rank of this number."""
+
+    def recv(self, tensors: list[Tensor], number: int, tag: int) -> Waiting:
+        """Begins to receive one."""
+
+    def abort(self) -> None:
+        """From any thread, also once more: ends what is under way, on this side; writes to no tensor afterwards."""
+
+
+Opener: TypeAlias = "Callable[[dist.Store, int, datetime.timedelta], PairGroup]"
+"""Called by both ranks with a store of the pair's own, the rank's number in the group and the longest wait for the
+other one; it may return before the two have met. Raises RuntimeError."""
+
+
+def opener_of(transport: str) -> Opener | None:
+    """What opens the groups of `pipeline.transport`; None for gloo, which needs none.
+
+    Raises:
+        CapslogError: a function of the user's that cannot be imported.
+    """
+    if transport == "gloo":
+        return None
+    if transport == "nccl":
+        return _open_nccl
+    found: Opener = imported(transport, f"pipeline.transport={transport!r}")
+    return found
+
+
+def check_devices(transport: str, device: torch.device, local_rank: int) -> None:
+    """Raises CapslogError where nccl would have to connect ranks without a GPU each.
+
+    Args:
+        local_rank: the number of this rank among those of its machine.
+    """
+    count = torch.cuda.device_count()
+    if transport == "nccl" and (device.type != "cuda" or local_rank >= count):
+        raise CapslogError(
+            f"pipeline.transport=nccl needs one GPU per rank, but worker {local_rank} of this machine runs on "
+            f"{device.type}, and there are {count} GPUs; set pipeline.transport=gloo, or start fewer workers here"
+        )
+
+
+def _open_nccl(store: dist.Store, number: int, timeout: datetime.timedelta) -> PairGroup:
+    # else torch ends the whole process where a message is late; here a late message ends a generation
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    # a backend has the methods of a group, whatever torch's stubs say
+    return cast("PairGroup", dist.ProcessGroupNCCL(store, number, 2, options))
+
+
+class PairGroups:
+    """The groups of one rank in one generation.
+
+    Args:
+        store: of the generation.
+        timeout: longest wait for a peer.
+        device: of this rank's tensors.
+        late: called once, from another thread, where a peer does not answer in time, with what was being done.
+
+    Attributes:
+        progress: around every wait for a message.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        store: dist.Store,
+        timeout: datetime.timedelta,
+        device: torch.device,
+        late: Callable[[str], None],
+    ) -> None:
+        self._rank, self._store, self._timeout, self._device = rank, store, timeout, device
+        self._groups: dict[tuple[int, int], PairGroup] = {}
+        self._lock, self._aborted = threading.Lock(), threading.Event()
+        self.progress = Progress(timeout.total_seconds(), device, late)
+
+    def open(self, pair: tuple[int, int], opener: Opener, doing: str) -> None:
+        """Opens the group of an ordered pair that this rank is in. Returns at once where it is aborted meanwhile.
+
+        Raises:
+            RuntimeError: it cannot be opened.
+        """
+        # in a thread, as nothing can break it off
+        future: Future[None] = Future()
+
+        def do() -> None:
+            try:
+                self._connect(pair, opener, doing)
+                future.set_result(None)
+            except Exception as error:
+                future.set_exception(error)
+
+        threading.Thread(target=do, name="open-pair", daemon=True).start()
+        while not self._aborted.is_set():
+            if wait([future], _LOOK_SECONDS).done:
+                future.result()
+                return
+
+    def _connect(self, pair: tuple[int, int], opener: Opener, doing: str) -> None:
+        sends = pair[0] == self._rank
+        group = opener(dist.PrefixStore(f"{pair[0]}-{pair[1]}", self._store), 0 if sends else 1, self._timeout)
+        with self._lock:
+            self._groups[pair] = group
+            aborted = self._aborted.is_set()
+        if aborted:
+            group.abort()
+            return
+        # NCCL connects at the first message
+        first = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        with self.progress.waiting(doing):
+            work = group.send([first], 1, 0) if sends else group.recv([first], 0, 0)
+            work.wait()
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+
+    def route(self, source: int, destination: int) -> tuple[PairGroup, int]:
+        """The group that carries messages from one rank to the other, and the other's number in it."""
+        return self._groups[source, destination], 1 if source == self._rank else 0
+
+    def abort(self) -> None:
+        """Ends everything that is open or being opened; from any thread, also once more.
+
+        All groups at a time: some versions of NCCL wait until the peer has aborted its side, too, and some never
+        return, which are left alone after some seconds.
+        """
+        self.progress.close()
+        with self._lock:
+            self._aborted.set()
+            groups = [*self._groups.values()]
+        threads = [threading.Thread(target=group.abort, name="end-pair", daemon=True) for group in groups]
+        for thread in threads:
+            thread.start()
+        until = time.monotonic() + _ABORT_SECONDS
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+
+class Progress:
+    """Sees to it that no message over pair groups is waited for longer than a limit, as no such group does itself.
+
+    On CUDA a wait holds back the device's stream, not the caller: what counts there is that the stream gets past one
+    wait after the other.
+
+    Args:
+        limit: seconds without any progress while something is waited for.
+        end: called once, from a thread of this object, with what was being done.
+    """
+
+    def __init__(self, limit: float, device: torch.device, end: Callable[[str], None]) -> None:
+        self._limit, self._device, self._end = limit, device, end
+        self._lock = threading.Lock()
+        self._waits: deque[list[Any]] = deque()  # (doing, event), the event once the stream waits, not the caller
+        self._since = 0.0
+        self._closed = threading.Event()
+        threading.Thread(target=self._look, name="pair-progress", daemon=True).start()
+
+    @contextlib.contextmanager
+    def waiting(self, doing: str) -> Iterator[None]:
+        """Around the wait for a message."""
+        one: list[Any] = [doing, None]
+        with self._lock:
+            if not self._waits:
+                self._since = time.monotonic()
+            self._waits.append(one)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._since = time.monotonic()
+                if self._device.type == "cuda":
+                    one[1] = torch.cuda.Event()
+                    one[1].record(torch.cuda.current_stream(self._device))
+                else:
+                    self._waits.remove(one)
+
+    def close(self) -> None:
+        """Nothing is waited for any more."""
+        self._closed.set()
+
+    def _look(self) -> None:
+        while not self._closed.wait(min(1.0, self._limit / 5)):
+            with self._lock:
+                while self._waits and _is_past(self._waits[0][1]):
+                    self._waits.popleft()
+                    self._since = time.monotonic()
+                late = bool(self._waits) and time.monotonic() - self._since > self._limit
+                doing = self._waits[0][0] if late else ""
+            if late:
+                self._end(doing)
+                return
+
+
+def _is_past(event: torch.cuda.Event | None) -> bool:
+    """Whether the stream got past a wait; also where the device has failed, which the caller's own thread will see."""
+    try:
+        return event is not None and event.query()
+    except RuntimeError:
+        return True
