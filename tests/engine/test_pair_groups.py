@@ -42,19 +42,17 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def two_ranks(
-    store: dist.Store, pool: ThreadPoolExecutor, limit: datetime.timedelta = SECONDS
-) -> tuple[list[PairGroups], list[str]]:
-    """The groups of ranks 0 and 1, in both directions; and what their watches will have said."""
-    late: list[str] = []
-    ranks = [PairGroups(rank, store, limit, CPU, late.append) for rank in range(2)]
+def two_ranks(store: dist.Store) -> list[PairGroups]:
+    """The groups of ranks 0 and 1, in both directions."""
+    ranks = [PairGroups(rank, store, SECONDS, CPU, lambda doing: None) for rank in range(2)]
 
-    def connect(rank: int) -> None:
-        for pair in ((0, 1), (1, 0)):
-            ranks[rank].open(pair, device_of(rank), f"opening {pair}")
-
-    list(pool.map(connect, range(2)))
-    return ranks, late
+    pairs = ((0, 1), (1, 0))
+    for rank in range(2):
+        ranks[rank].begin(pairs, device_of(rank))
+    for groups in ranks:
+        for pair in pairs:
+            groups.wait(pair)
+    return ranks
 
 
 def device_of(rank: int) -> Opener:
@@ -77,8 +75,8 @@ def received(groups: PairGroups, source: int, rank: int) -> tuple[torch.Tensor, 
     return room, group.recv([room.view(torch.uint8)], number, 0)
 
 
-def test_messages_meet_in_order_in_both_directions(threads: ThreadPoolExecutor) -> None:
-    ranks, _ = two_ranks(dist.HashStore(), threads)
+def test_messages_meet_in_order_in_both_directions() -> None:
+    ranks = two_ranks(dist.HashStore())
     rooms = [received(ranks[1], 0, 1) for _ in range(3)] + [received(ranks[0], 1, 0)]
     for value in (1.0, 2.0, 3.0):
         sent(ranks[0], value, 1, 0)
@@ -91,7 +89,7 @@ def test_messages_meet_in_order_in_both_directions(threads: ThreadPoolExecutor) 
 
 
 def test_a_dead_peer_says_nothing_and_an_abort_ends_the_wait_with_noise(threads: ThreadPoolExecutor) -> None:
-    ranks, _ = two_ranks(dist.HashStore(), threads)
+    ranks = two_ranks(dist.HashStore())
     ranks[0].abort()  # as if its process had been killed
     room, work = received(ranks[1], 0, 1)
     waiting = threads.submit(work.wait)
@@ -104,11 +102,10 @@ def test_a_dead_peer_says_nothing_and_an_abort_ends_the_wait_with_noise(threads:
         received(ranks[1], 0, 1)
 
 
-def test_many_generations_leave_nothing_behind(threads: ThreadPoolExecutor) -> None:
-    list(threads.map(time.sleep, [0.01] * 8))  # the pool's own threads are there
+def test_many_generations_leave_nothing_behind() -> None:
     store, before = dist.HashStore(), threading.active_count()
     for generation in range(20):
-        ranks, _ = two_ranks(dist.PrefixStore(str(generation), store), threads)
+        ranks = two_ranks(dist.PrefixStore(str(generation), store))
         received(ranks[1], 0, 1)  # under way for ever
         for groups in ranks:
             groups.abort()
@@ -121,9 +118,11 @@ def test_many_generations_leave_nothing_behind(threads: ThreadPoolExecutor) -> N
 
 def test_a_peer_that_never_comes_does_not_hold_an_abort(threads: ThreadPoolExecutor) -> None:
     groups = PairGroups(0, dist.HashStore(), SECONDS, CPU, lambda doing: None)
-    opening = threads.submit(groups.open, (0, 1), device_of(0), "opening")
+    groups.begin([(0, 1)], device_of(0))
+    opening = threads.submit(groups.wait, (0, 1))
     time.sleep(0.1)
     assert not opening.done()
+    assert not groups.settled
     began = time.monotonic()
     groups.abort()
     opening.result(timeout=5)

@@ -165,32 +165,46 @@ class Communicator:
         self._aborting = threading.Lock()
         self._beside: list[Callable[[], None]] = []
 
+    def begin_pair_groups(self, pairs: Iterable[tuple[int, int]], opener: Opener, device: torch.device) -> None:
+        """Begins to open the group of each of these ordered pairs (source, destination) that this rank is in, beside
+        what else goes on; see `open_pair_groups`.
+
+        Args:
+            device: of this rank's tensors.
+        """
+        own = {pair for pair in pairs if self.rank in pair}
+        if own and self._pairs is None:
+            assert self._store is not None
+            store = dist.PrefixStore(str(self.generation), self._store)
+            self._pairs = PairGroups(self.rank, store, self._timeout, device, self._is_overdue)
+            self.abort_with(self._pairs.abort)
+        if self._pairs is not None:
+            self._pairs.begin(own, opener)
+
+    @property
+    def pair_groups_settled(self) -> bool:
+        """Whether no group of two ranks is being opened."""
+        return self._pairs is None or self._pairs.settled
+
     def open_pair_groups(self, pairs: Iterable[tuple[int, int]], opener: Opener, device: torch.device) -> None:
         """From now on tensors travel over a group of its own per ordered pair (source, destination), as NCCL needs it.
 
         NCCL has no tags and matches by order, so each direction of each pair has a communicator and a stream of its
         own; senders and receivers keep one order per pair anyway. Votes and gathers stay on gloo. Every rank calls this
-        with the same pairs, once, before its first message.
-
-        Args:
-            device: of this rank's tensors.
+        with the same pairs, before its first message; what was begun before only has to be waited for.
 
         Raises:
             NotOpened: a group cannot be opened.
             PeerLost: this communicator was aborted meanwhile.
         """
-        own = sorted({pair for pair in pairs if self.rank in pair})  # one order on all ranks
-        if not own:
-            return
-        assert self._store is not None
-        store = dist.PrefixStore(str(self.generation), self._store)
-        self._pairs = PairGroups(self.rank, store, self._timeout, device, self._is_overdue)
-        self.abort_with(self._pairs.abort)
+        own = sorted({pair for pair in pairs if self.rank in pair})
+        self.begin_pair_groups(own, opener, device)
         for pair in own:
+            assert self._pairs is not None
             peer = sum(pair) - self.rank
             doing = f"opening a group with {self._name(peer)}"
             try:
-                self._pairs.open(pair, opener, doing)
+                self._pairs.wait(pair)
             except RuntimeError as error:
                 self.check_open(doing, peer)
                 self.abort()

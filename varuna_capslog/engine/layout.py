@@ -147,6 +147,19 @@ class Layout:
         """The rank that runs a layer for a block."""
         return self._ranks_of_layer[layer][block]
 
+    def pairs(self, edges: Iterable[tuple[int, int]], shared: Iterable[Sequence[int]]) -> set[tuple[int, int]]:
+        """Every ordered pair of ranks between which tensors travel: over cuts, shared parameters and replicas.
+
+        Args:
+            edges: of the graph of the stages; see `graph`.
+            shared: the layers of each shared parameter.
+        """
+        groups = [{self.ranks[one], self.ranks[other]} for one, other in edges]
+        groups += [set(self.holders(layer)) for layer in range(self.num_layers)]
+        for layers in shared:
+            groups += [{rank, peer} for rank, row in self.uses_from(layers).items() for peer in row.values()]
+        return {(a, b) for group in groups for a in group for b in group if a != b}
+
     def holders(self, layer: int) -> list[int]:
         """The ranks that hold a layer, in the order of their first block."""
         return list(dict.fromkeys(self._ranks_of_layer[layer]))

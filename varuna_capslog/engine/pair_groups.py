@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from typing import Any, Protocol, TypeAlias, cast
 
@@ -118,32 +118,45 @@ class PairGroups:
     ) -> None:
         self._rank, self._store, self._timeout, self._device = rank, store, timeout, device
         self._groups: dict[tuple[int, int], PairGroup] = {}
+        self._begun: dict[tuple[int, int], Future[None]] = {}
         self._lock, self._aborted = threading.Lock(), threading.Event()
         self.progress = Progress(timeout.total_seconds(), device, late)
 
-    def open(self, pair: tuple[int, int], opener: Opener, doing: str) -> None:
-        """Opens the group of an ordered pair that this rank is in. Returns at once where it is aborted meanwhile.
+    def begin(self, pairs: Iterable[tuple[int, int]], opener: Opener) -> None:
+        """Begins to open the groups of those of these ordered pairs that this rank is in, once each."""
+        begun = {pair: Future[None]() for pair in sorted(pairs) if self._rank in pair and pair not in self._begun}
+        self._begun |= begun
+
+        def connect() -> None:  # one after the other, in one order on all ranks
+            for pair, future in begun.items():
+                try:
+                    self._connect(pair, opener)
+                    future.set_result(None)
+                except Exception as error:
+                    future.set_exception(error)
+
+        if begun:  # in a thread, as nothing can break it off
+            threading.Thread(target=connect, name="open-pairs", daemon=True).start()
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is being opened."""
+        return all(future.done() for future in [*self._begun.values()])
+
+    def wait(self, pair: tuple[int, int]) -> None:
+        """Until the group of a pair that was begun is open; returns at once where all are aborted meanwhile.
 
         Raises:
             RuntimeError: it cannot be opened.
         """
-        # in a thread, as nothing can break it off
-        future: Future[None] = Future()
-
-        def do() -> None:
-            try:
-                self._connect(pair, opener, doing)
-                future.set_result(None)
-            except Exception as error:
-                future.set_exception(error)
-
-        threading.Thread(target=do, name="open-pair", daemon=True).start()
         while not self._aborted.is_set():
-            if wait([future], _LOOK_SECONDS).done:
-                future.result()
+            if wait([self._begun[pair]], _LOOK_SECONDS).done:
+                self._begun[pair].result()
                 return
 
-    def _connect(self, pair: tuple[int, int], opener: Opener, doing: str) -> None:
+    def _connect(self, pair: tuple[int, int], opener: Opener) -> None:
+        if self._aborted.is_set():
+            return
         sends = pair[0] == self._rank
         group = opener(dist.PrefixStore(f"{pair[0]}-{pair[1]}", self._store), 0 if sends else 1, self._timeout)
         with self._lock:
@@ -154,7 +167,7 @@ class PairGroups:
             return
         # NCCL connects at the first message
         first = torch.zeros(1, dtype=torch.uint8, device=self._device)
-        with self.progress.waiting(doing):
+        with self.progress.waiting(f"opening a group with rank {sum(pair) - self._rank}"):
             work = group.send([first], 1, 0) if sends else group.recv([first], 0, 0)
             work.wait()
             if self._device.type == "cuda":

@@ -159,12 +159,7 @@ class PipelineEngine:
 
     def pairs(self) -> set[tuple[int, int]]:
         """Every ordered pair of ranks between which tensors travel: over cuts, shared parameters and replicas."""
-        layout = self.layout
-        groups = [{layout.ranks[one], layout.ranks[other]} for one, other in self._graph.edges]
-        groups += [set(layout.holders(layer)) for layer in range(len(self.chain))]
-        for shared in self.chain.shared:
-            groups += [{rank, peer} for rank, row in layout.uses_from(shared.layers).items() for peer in row.values()]
-        return {(a, b) for group in groups for a in group for b in group if a != b}
+        return self.layout.pairs(self._graph.edges, [shared.layers for shared in self.chain.shared])
 
     # -- microbatches ------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ class Ahead:
         sent: layer -> members that were sent a copy in this generation, for whatever change; they get every update.
         began: the copies of this change have been sent.
         hinted: it may never be made; no vote waits for it.
+        layout: who will own and copy what; None where the next generation will wait.
     """
 
     changes: frozenset[Change]
@@ -33,6 +34,7 @@ class Ahead:
     sent: dict[int, tuple[Member, ...]] = field(default_factory=dict)
     began: bool = False
     hinted: bool = False
+    layout: MemberLayout | None = None
 
     def due(self) -> list[tuple[int, tuple[Member, ...]]]:
         """What is to be sent now, each copy once: layers and those that have not got them."""
@@ -88,4 +90,5 @@ def find_ahead(
             mine.add(move.layer)
         elif first_owner(move.layer, layout, record.members) == me:
             targets.setdefault(move.layer, []).append(move.target)
-    return Ahead(changes, {layer: tuple(members) for layer, members in targets.items()}, frozenset(mine))
+    sent = {layer: tuple(members) for layer, members in targets.items()}
+    return Ahead(changes, sent, frozenset(mine), layout=wanted)

@@ -26,6 +26,7 @@ from varuna_capslog.membership.messages import Change
 __all__ = ["DataPath"]
 
 Group = tuple[Communicator, tuple[Any, ...]]
+Pairs = Iterable[tuple[int, int]]
 
 _LOOK_SECONDS = 0.005
 
@@ -38,6 +39,7 @@ class DataPath:
         timeouts: `peer`: longest wait for the others, and then for any message of theirs; `gather`: longest wait of a
             planned change for a data path that is being opened ahead.
         knows: what this member tells the others of a group as soon as it is open; called in another thread.
+        begin_pairs: begins to open groups of two members; see `Work`.
     """
 
     def __init__(
@@ -47,16 +49,21 @@ class DataPath:
         rendezvous: Callable[[], dist.Store],
         timeouts: Timeouts,
         knows: Callable[[], Any],
+        begin_pairs: Callable[[Communicator, Pairs], None],
     ) -> None:
         self._me, self._inbox, self._rendezvous = me, inbox, rendezvous
-        self._timeouts, self._knows = timeouts, knows
+        self._timeouts, self._knows, self._begin_pairs = timeouts, knows, begin_pairs
         self._opening: dict[tuple[int, str], Future[Group]] = {}
         self._communicator: Communicator | None = None
         self._old: Communicator | None = None
         self._meet_until = 0.0
 
-    def begin(self, generation: int, members: Sequence[Member]) -> None:
-        """Begins to open the group of these members, by rank; nothing where that was begun, or it is not for us."""
+    def begin(self, generation: int, members: Sequence[Member], pairs: Pairs = ()) -> None:
+        """Begins to open the group of these members, by rank; nothing where that was begun, or it is not for us.
+
+        Args:
+            pairs: of ranks, whose groups are opened as well, where these are known already.
+        """
         if self._me not in members:
             return
         self._drop(generation)
@@ -70,17 +77,19 @@ class DataPath:
         def open_it() -> None:
             try:
                 communicator = connect_group(self._rendezvous(), name, rank, size, self._timeouts.peer)
-                future.set_result((communicator, tuple(communicator.gather(self._knows()))))
+                told = tuple(communicator.gather(self._knows()))
+                self._begin_pairs(communicator, pairs)
+                future.set_result((communicator, told))
             except Exception as error:
                 # without its traceback, which would keep the store's connection until the next long garbage collection
                 future.set_exception(CapslogError(f"the group of generation {generation} cannot be opened: {error}"))
 
         threading.Thread(target=open_it, name=f"connect-{generation}", daemon=True).start()
 
-    def meet(self, generation: int, members: Sequence[Member]) -> None:
+    def meet(self, generation: int, members: Sequence[Member], pairs: Pairs) -> None:
         """As `begin`, for a planned change that waits for it; see `has_met`."""
         self._meet_until = time.monotonic() + self._timeouts.gather
-        self.begin(generation, members)
+        self.begin(generation, members, pairs)
 
     def has_met(self, record: Generation, changes: Iterable[Change], dead: set[Member]) -> bool:
         """Whether the data path of the generation that these changes lead to is open, so that no member waits for it.
@@ -90,7 +99,11 @@ class DataPath:
         stay = stay_with(record, frozenset(changes))
         hopeless = time.monotonic() > self._meet_until or not dead.isdisjoint(stay)
         opening = self._opening.get((record.number + 1, _name(record.number + 1, stay)))
-        return hopeless or opening is None or opening.done()  # done: also where it could not be opened
+        if hopeless or opening is None:
+            return True
+        if not opening.done():
+            return False
+        return opening.exception() is not None or opening.result()[0].pair_groups_settled
 
     def take(self, record: Generation) -> Group | None:
         """The open data path of a generation; None where it could not be opened, or a member of it is lost."""

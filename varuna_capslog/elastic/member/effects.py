@@ -170,11 +170,12 @@ class Effects:
             return
         self._parts.probe("prepare")
         record = self._loop.state.record
-        stay = stay_with(record, effect.changes)
+        stay, coming = stay_with(record, effect.changes), self._training.coming
+        pairs = sorted(self._parts.work.pairs(coming)) if coming is not None else []
         if self._parts.me in stay:
             for member in set(stay) - set(record.members):
-                self._parts.peers.send(member, "meet", generation=record.number, members=stay)
-        self._parts.path.meet(record.number + 1, stay)
+                self._parts.peers.send(member, "meet", generation=record.number, members=stay, pairs=pairs)
+        self._parts.path.meet(record.number + 1, stay, pairs)
 
     # -- from one generation to the next ------------------------------------------------------------------------------
 

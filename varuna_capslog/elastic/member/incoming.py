@@ -54,7 +54,8 @@ class Incoming:
         match message.kind:
             case "meet":  # this member is about to be let in
                 if phase is Phase.OUTSIDE and state.wants_in:
-                    self._parts.path.begin(generation + 1, message.header["members"])
+                    pairs = [(source, destination) for source, destination in message.header["pairs"]]
+                    self._parts.path.begin(generation + 1, message.header["members"], pairs)
                     self._parts.peers.send(message.sender, "met", generation=generation)  # opens the connection ahead
                 return True
             case "met":

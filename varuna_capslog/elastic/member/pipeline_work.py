@@ -13,7 +13,7 @@ import datetime
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ from varuna_capslog.engine.executor import Observer
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.layout import Layout, layout_of
 from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.engine.pair_groups import opener_of
 from varuna_capslog.engine.pipeline import PipelineEngine, Ready
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.membership.generation import INITIAL, Generation, Member, MemberLayout, Stamp
@@ -214,6 +215,18 @@ class PipelineWork(Work):
         self.placer.learn(found)
 
     # -- generations --------------------------------------------------------------------------------------------------
+
+    def pairs(self, layout: MemberLayout) -> Iterable[tuple[int, int]]:
+        if layout.plan is None or opener_of(self.setup.options.transport) is None:
+            return ()
+        ranks = self._run.layout_of(layout.plan)
+        graph = ranks.graph(self.setup.options.num_microbatches, self.chain.edges)
+        return ranks.pairs(graph.edges, [shared.layers for shared in self.chain.shared])
+
+    def begin_pairs(self, communicator: Communicator, pairs: Iterable[tuple[int, int]]) -> None:
+        opener = opener_of(self.setup.options.transport)
+        if opener is not None:
+            communicator.begin_pair_groups(pairs, opener, self.device)
 
     def open(self, opening: Opening, communicator: Communicator, states: Mapping[int, LayerState]) -> None:
         plan = opening.layout.plan

@@ -68,7 +68,7 @@ class Runtime:
         job = Job(work.layer_bytes, report.timed(work.place), options.sync, options.shadows)
         self.roster = Roster()
         self.inbox = Inbox(start, store)
-        path = DataPath(me, self.inbox, store.rendezvous, timeouts, work.knows)
+        path = DataPath(me, self.inbox, store.rendezvous, timeouts, work.knows, work.begin_pairs)
         peers = self.inbox.peers
         proposals = Proposals(me, work, peers, job.place)
         self.parts = Parts(me, work, job, Holdings(work), peers, path, options.probe, report, proposals)

@@ -19,7 +19,7 @@ from varuna_capslog.engine.communicator import PeerLost
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.ahead import Ahead, find_ahead, first_owner, stay_with
 from varuna_capslog.membership.entries import CheckpointEntry
-from varuna_capslog.membership.generation import Member, Stamp
+from varuna_capslog.membership.generation import Member, MemberLayout, Stamp
 from varuna_capslog.membership.state import Phase
 
 if TYPE_CHECKING:
@@ -263,6 +263,11 @@ class Training:
     def is_sent(self, layer: int) -> bool:
         """Whether it was sent ahead in this generation, to all that need it."""
         return self._ahead is not None and layer in self._ahead.sent
+
+    @property
+    def coming(self) -> MemberLayout | None:
+        """What the generation will run that a planned change leads to, as far as it is known here."""
+        return None if self._ahead is None else self._ahead.layout
 
     def prepare(self, changes: frozenset[m.Change], hinted: bool = False) -> bool:
         """Finds out what would move for these changes; False where that is known, or cannot be known yet.

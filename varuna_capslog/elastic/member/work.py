@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -106,6 +106,14 @@ class Work(Protocol):
     def knows(self) -> Any:
         """What this member can tell joining members; picklable. Asked in another thread, ahead of `open`."""
         return None
+
+    def pairs(self, layout: MemberLayout) -> Iterable[tuple[int, int]]:
+        """The ordered pairs of ranks that exchange tensors over groups of their own in a generation of this layout."""
+        return ()
+
+    def begin_pairs(self, communicator: Communicator, pairs: Iterable[tuple[int, int]]) -> None:
+        """Begins to open the groups of these pairs, ahead of `open`. Asked in another thread."""
+        return
 
     def open(self, opening: Opening, communicator: Communicator, states: Mapping[int, LayerState]) -> None:
         """Begins a generation: builds this rank's part from the states of its layers, which it may keep."""

@@ -1,0 +1,88 @@
+"""The data path of the next generation, opened while the present one trains."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from varuna_capslog.elastic.member.data_path import DataPath, Pairs
+from varuna_capslog.elastic.member.timeouts import Timeouts
+from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.membership.generation import Generation
+from varuna_capslog.rig import nccl_manners
+
+CPU = torch.device("cpu")
+MEMBERS = ("m0", "m1")
+PAIRS = [(0, 1), (1, 0)]
+
+
+class QuietInbox:
+    """Of a member that hears nothing."""
+
+    def engage(self, generation: int, members: frozenset[str]) -> None:
+        """Nothing is lost."""
+
+    def guard(self, communicator: Communicator | None) -> None:
+        """Nothing is broken off."""
+
+    def disturbed(self) -> bool:
+        """Nothing disturbs."""
+        return False
+
+
+def paths(begin_pairs: Callable[[Communicator, Pairs], None]) -> list[DataPath]:
+    store = dist.HashStore()
+    timeouts = Timeouts(peer=20.0, gather=20.0)
+    return [
+        DataPath(member, QuietInbox(), lambda: store, timeouts, lambda: None, begin_pairs)  # type: ignore[arg-type]
+        for member in MEMBERS
+    ]
+
+
+def until_met(path: DataPath, record: Generation, seconds: float = 20.0) -> bool:
+    until = time.monotonic() + seconds
+    while not path.has_met(record, [("join", "m1")], set()):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def take_both(found: Sequence[DataPath], record: Generation) -> list[Communicator]:
+    with ThreadPoolExecutor(2) as pool:
+        groups = list(pool.map(lambda path: path.take(record), found))
+    return [group[0] for group in groups if group is not None]
+
+
+def test_groups_of_two_ranks_are_open_before_the_change_that_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(nccl_manners.MANNERS, "0,0,0")
+    opened: list[int] = []
+
+    def opener(store: dist.Store, number: int, timeout: datetime.timedelta) -> nccl_manners.StandIn:
+        time.sleep(0.3)
+        opened.append(number)
+        return nccl_manners.open_group(store, number, timeout, f"device {len(opened)}")
+
+    first, second = paths(lambda communicator, pairs: communicator.begin_pair_groups(pairs, opener, CPU))
+    present = Generation(3, ("m0",))
+    for path in (first, second):
+        path.meet(4, MEMBERS, PAIRS)
+    assert not until_met(first, present, 0.2), "they are being opened"
+    assert until_met(first, present)
+    assert until_met(second, present)
+    assert sorted(opened) == [0, 0, 1, 1]
+    ranks = take_both((first, second), Generation(4, MEMBERS))
+    began = time.monotonic()
+    for rank in ranks:
+        rank.open_pair_groups(PAIRS, opener, CPU)
+    assert time.monotonic() - began < 0.3, "nothing is opened again"
+    assert len(opened) == 4
+    for path in (first, second):
+        path.close()
+    assert nccl_manners.left_open() == 0
