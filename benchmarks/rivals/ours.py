@@ -1,0 +1,169 @@
+"""The same training as an elastic run of this library: one `Host` per machine, each with one worker.
+
+python ours.py FOLDER --slot 0 --port 29401 --devices 1 --replicas 4 --seconds 0.0005 --steps 300
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+
+from task import BLOCKS, PIXELS, Digits, StepLog, all_layers  # noqa: E402
+
+from varuna_capslog.config.settings import Config  # noqa: E402
+from varuna_capslog.model.chain import Chain, Layer, TensorSpec  # noqa: E402
+from varuna_capslog.model.workload import DataSource, Minibatch, Workload  # noqa: E402
+
+__all__ = ["main", "settings", "work", "workload"]
+
+
+class Samples(DataSource):
+    """The digits, addressed by their numbers."""
+
+    def __init__(self) -> None:
+        self.data = Digits()
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def minibatch(self, groups: Sequence[Sequence[int]], epoch: int) -> Minibatch:
+        return Minibatch(
+            [{"x": TensorSpec((len(group), PIXELS))} for group in groups],
+            [self.data.classes[list(group)] for group in groups],
+            {"samples": float(sum(len(group) for group in groups))},
+            [list(group) for group in groups],
+            [list(group) for group in groups],
+        )
+
+    def load(self, minibatch: Minibatch, microbatch: int) -> dict[str, Tensor]:
+        return {"x": self.data.pixels[minibatch.recipes[microbatch]]}
+
+
+class Sleeping(Workload):
+    """The model of `task` as a chain."""
+
+    name = "rivals"
+
+    def __init__(self, config: Config) -> None:
+        self.seconds = float(config.model.get("seconds", 0.0))
+
+    def build_chain(self) -> Chain:
+        names = ["stem", *(f"block.{k}" for k in range(BLOCKS)), "head"]
+        layers = [Layer(name, module) for name, module in zip(names, all_layers(self.seconds), strict=True)]
+        return Chain(layers, name=self.name)
+
+    def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
+        (logits,) = outputs.values()
+        return {"loss": F.cross_entropy(logits, targets, reduction="sum") / normalisers["samples"]}
+
+    def profile_inputs(self, microbatch_size: int) -> dict[str, TensorSpec]:
+        return {"x": TensorSpec((microbatch_size, PIXELS))}
+
+    def profile_targets(self, microbatch_size: int) -> tuple[Any, dict[str, float]]:
+        return torch.zeros(microbatch_size, dtype=torch.long), {"samples": float(microbatch_size)}
+
+    def train_data(self) -> DataSource:
+        return Samples()
+
+
+def workload(config: Config) -> Workload:
+    """What the config names."""
+    return Sleeping(config)
+
+
+def settings(folder: Path, devices: int, replicas: int, seconds: float, steps: int) -> Config:
+    """`rivals.yaml` with what differs between runs."""
+    from varuna_capslog.config.reading import load_config
+
+    own = {
+        "run_dir": folder / "run",
+        "model.seconds": seconds,
+        "train.max_steps": steps,
+        "pipeline.devices": devices,
+        "pipeline.replicas": replicas,
+    }
+    return load_config(HERE / "rivals.yaml", [f"{key}={value}" for key, value in own.items()])
+
+
+def work(arguments: Sequence[str]) -> int:
+    """The entry of a worker: an ordinary member that also writes the judge's lines."""
+    from varuna_capslog.elastic.member.pipeline_work import PipelineWork
+    from varuna_capslog.start import member_worker
+
+    log = StepLog(Path(arguments[0]).parent, os.environ["CAPSLOG_MEMBER"])
+
+    class Logged(PipelineWork):
+        _tries: tuple[int, int, int] = 0, 0, 0  # generation, step, how often it was tried
+
+        def _attempt(self) -> str:
+            return f"{self._tries[0]}-{self._tries[2]}"
+
+        def compute(self, step: int) -> bool:
+            generation = self._begun[0]
+            again = self._tries[2] + 1 if self._tries[:2] == (generation, step) else 1
+            self._tries = generation, step, again
+            try:
+                return super().compute(step)
+            finally:
+                minibatch, engine = self.loop.minibatch, self.engine
+                if minibatch is not None and engine is not None:
+                    samples = [s for k in engine.loaded_microbatches for s in minibatch.recipes[k]]
+                    log.tried(step, self._attempt(), samples)
+
+        def apply(self, step: int) -> None:
+            super().apply(step)
+            log.kept(step, self._attempt())
+
+    return member_worker.main(arguments[:1], member_worker.Equipment(work=Logged))
+
+
+def main() -> None:
+    """One machine's part."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--slot", type=int, required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--devices", type=int, required=True)
+    parser.add_argument("--replicas", type=int, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    given = parser.parse_args()
+    from varuna_capslog.elastic.host.host import Host, HostOptions
+    from varuna_capslog.start.elastic_host import _MODULES, starting_point, wait_for_store
+    from varuna_capslog.start.prepare import prepare_run
+
+    config = settings(given.folder, given.devices, given.replicas, given.seconds, given.steps)
+    address = f"127.0.0.1:{given.port}"
+    path = os.pathsep.join([str(HERE), str(HERE.parents[1])])
+    common: dict[str, Any] = {
+        "entry": "ours:work",
+        "name": f"machine{given.slot}",
+        "environment": {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        "settings": config.elastic,
+        "say": lambda line: print(line, flush=True),
+        "sources": (),
+        "modules": (*_MODULES, "ours"),
+        "hosts": given.devices * given.replicas,
+    }
+    if given.slot == 0:
+        prepare_run(config, show=False)
+        keys, stamp = starting_point(config)
+        Host(HostOptions(config.run_dir, serve_at=address, keys=keys, first=stamp, **common)).run()
+    else:
+        wait_for_store(address, 280, common["say"])
+        Host(HostOptions(config.run_dir, store=address, **common)).run()
+
+
+if __name__ == "__main__":
+    main()
