@@ -388,6 +388,7 @@ def _rounds(given: argparse.Namespace) -> None:
                 "python": platform.python_version(),
                 "torch": torch.__version__,
                 "round": number,
+                "setting": setting._asdict(),
                 "one_device_loss": alone,
                 **found,
             }
@@ -401,11 +402,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", action="append", help="the names of contenders; may be given several times")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--faults", type=int, nargs="*", default=[48, 128], help="steps after which a machine is lost")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--faults", type=int, nargs="*", default=[22, 63], help="steps after which a machine is lost")
     parser.add_argument("--back", type=float, default=20.0, help="seconds until a lost machine is back")
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds after which a run is given up")
-    parser.add_argument("--seconds", type=float, default=0.0005, help="that a block sleeps per sample")
+    parser.add_argument("--limit", type=float, default=400.0, help="seconds after which a run is given up")
+    parser.add_argument("--seconds", type=float, default=0.0015, help="that a block sleeps per sample")
     parser.add_argument("--dry", action="store_true", help="write no results")
     parser.add_argument("--table", action="store_true")
     given = parser.parse_args()
