@@ -104,8 +104,14 @@ EPOCH = 1797 // MINIBATCH
 """Steps; torch's documentation shows a checkpoint after each epoch."""
 CONTENDERS = (
     Contender("ours-dp", _ours(1, 4)),
-    Contender("ours-2x2", _ours(2, 2)),
     Contender("torchrun-default", _torchrun(EPOCH, "--nnodes=4")),
+    Contender(
+        "torchft-best",
+        _torchft("participants"),
+        _lighthouse("--quorum_tick_ms", "10", "--join_timeout_ms", "1000", "--heartbeat_timeout_ms", "1000"),
+        "torchft-nightly",
+    ),
+    Contender("ours-2x2", _ours(2, 2)),
     Contender(
         "torchrun-best",
         _torchrun(
@@ -119,12 +125,6 @@ CONTENDERS = (
         "torchft-documented",
         _torchft("documented"),
         _lighthouse("--quorum_tick_ms", "100", "--join_timeout_ms", "10000"),
-        "torchft-nightly",
-    ),
-    Contender(
-        "torchft-best",
-        _torchft("participants"),
-        _lighthouse("--quorum_tick_ms", "10", "--join_timeout_ms", "1000", "--heartbeat_timeout_ms", "1000"),
         "torchft-nightly",
     ),
 )
@@ -402,8 +402,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", action="append", help="the names of contenders; may be given several times")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--faults", type=int, nargs="*", default=[22, 63], help="steps after which a machine is lost")
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--faults", type=int, nargs="*", default=[22, 53], help="steps after which a machine is lost")
     parser.add_argument("--back", type=float, default=20.0, help="seconds until a lost machine is back")
     parser.add_argument("--limit", type=float, default=400.0, help="seconds after which a run is given up")
     parser.add_argument("--seconds", type=float, default=0.0015, help="that a block sleeps per sample")
