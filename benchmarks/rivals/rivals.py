@@ -189,6 +189,11 @@ class Machines:
             environment = {**os.environ, **quiet, **lighthouse, **own, **path}
             self._started.append(subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=HERE))
 
+    @property
+    def alive(self) -> bool:
+        """Whether any machine has not ended by itself; lost ones come back as long as there is one."""
+        return any(process.poll() is None for process in self._started[self._contender.service is not None :])
+
     def kill(self, slot: int) -> None:
         """All processes of a machine, at once."""
         self.most = max(self.most, len(_marked(f"{self._folder}:")))
@@ -277,7 +282,7 @@ def _run(contender: Contender, setting: Setting, victims: list[int], steps: list
     try:
         for slot in range(WORKERS):
             machines.start(slot)
-        while progress.look() < setting.steps and time.time() - began < setting.limit:
+        while progress.look() < setting.steps and time.time() - began < setting.limit and machines.alive:
             if due and progress.step >= due[0]:
                 slot = victims[len(killed)]
                 due.pop(0)
@@ -340,10 +345,13 @@ def _middle(seconds: list[float]) -> str:
 
 
 def _table() -> str:
-    """One row per contender: medians, and sums over its runs."""
+    """One row per contender, of the runs whose setting is that of the newest line."""
     runs: dict[str, list[dict[str, Any]]] = {}
     alone = None
-    for line in map(json.loads, RESULTS.read_text().splitlines()):
+    lines = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    for line in lines:
+        if any(line["setting"][key] != lines[-1]["setting"][key] for key in ("steps", "seconds", "faults", "back")):
+            continue
         alone = line["one_device_loss"]
         runs.setdefault(line["contender"], []).append(line)
     text = [
