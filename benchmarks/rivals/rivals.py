@@ -422,6 +422,7 @@ def main() -> None:
         print(_table())
         return
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no machine outlives this script
     with tempfile.TemporaryDirectory(prefix="rivals-data-") as data:
         os.environ["RIVALS_DATA"] = str(Path(data) / "digits.pt")
         write_digits(Path(os.environ["RIVALS_DATA"]))
