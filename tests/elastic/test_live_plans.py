@@ -290,8 +290,10 @@ def test_a_member_that_becomes_slow_is_given_fewer_layers_with_the_same_bits(cra
     assert f"m1 takes {found['slower']:.2f} times as long as planned" in str(line_of(found))
     first, second = [event["cuts"] for event in outcome.events if event["kind"] in ("start", "morph")][:2]
     assert second == [0] or second[1] > first[1], "m1 has the second stage, or none"
-    morph = next(event for event in outcome.events if event["kind"] == "morph")
-    assert morph["why"] == [found["why"]]
+    changes = [event for event in outcome.events if event["kind"] in ("rebalance", "morph")]
+    at = next(place for place, event in enumerate(changes) if event["kind"] == "morph")
+    # Where the machine's own speed changes before the change, the member finds once more, and its last finding counts.
+    assert changes[at]["why"] == [changes[at - 1]["why"]], describe(outcome)
     assert all(len(row["busy_seconds"]) == 2 and row["busy_seconds"][0] > 0 for row in outcome.rows)
 
 
