@@ -260,7 +260,8 @@ def test_four_devices_become_one_by_kills_and_four_again_without_waiting(
     alone = next(Plan.from_json(record["plan"]) for record in records if len(record["members"]) == 1)
     assert alone.stages[0].memory
     written = [read_plan(path) for path in sorted(tmp_path.glob("plan-*.json"))]
-    assert [one.num_ranks for one in written] == [4, 3, 2, 1, 4]
+    # two pipelines of one stage are faster than one of three, whose third rank keeps copies alone
+    assert [one.num_ranks for one in written] == [4, 2, 2, 1, 4]
     for one in written:
         assert one.planner == "budget"
         assert one.fits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Sequence
@@ -32,12 +33,17 @@ def seats_of(capacities: Sequence[int], host: str | None = None) -> list[Seat]:
 
 
 def placer_of(
-    profile: Profile, state: int, redundancy: int = 0, planner: str = "budget", link: Link | None = None
+    profile: Profile,
+    state: int,
+    redundancy: int = 0,
+    planner: str = "budget",
+    link: Link | None = None,
+    run: RunShape = RUN,
 ) -> Placer:
     """Every layer has so many bytes of state, which lie beside training as snapshots."""
     sizes = [state] * profile.num_layers
-    candidates = Candidates(profile, sizes, RUN.settled(), planner, beside=sizes)
-    budgeted = Budgeted.of(candidates, RUN, HostMemory(), link or Link())
+    candidates = Candidates(profile, sizes, run.settled(), planner, beside=sizes)
+    budgeted = Budgeted.of(candidates, run, HostMemory(), link or Link())
     return Placer(candidates, Elastic.model_validate({"redundancy": redundancy}), budgeted=budgeted)
 
 
@@ -95,6 +101,30 @@ def test_fewer_devices_run_layers_again_where_cuts_alone_would_wait() -> None:
     assert roomy.step_seconds <= plan.step_seconds
     assert placer.propose(seats_of([1000])) is None
     assert "does not fit 1 device(s)" in str(placer(seats_of([1000])))
+
+
+def test_devices_become_as_many_pipelines_as_are_fastest_and_fit() -> None:
+    """Replicas of one stage have no bubble, but each holds all layers; of three devices one or two are made."""
+    profile, run = timed(random.Random(6), 5), RunShape(8, "1f1b", microbatch_size=1, num_blocks=4)
+    placer = placer_of(profile, 2_000, run=run)
+    whole = kept_peak(profile, 2_000)
+    shapes: dict[tuple[int, float], tuple[int, bool]] = {}
+    for count, part in itertools.product((2, 3, 4), (0.6, 0.85, 4.0)):
+        seats = seats_of([int(part * whole)] * count)
+        plan = placer.propose(seats)
+        assert plan is not None
+        layout = placer(seats, Plan.from_json(json.loads(json.dumps(plan.to_json()))))
+        assert isinstance(layout, MemberLayout)
+        assert max(most_of(profile, plan, layout, placer, seats)) <= seats[0].capacity
+        replicas = sum(stage.first == 0 for stage in plan.stages)
+        shapes[count, part] = replicas, any(stage.memory for stage in plan.stages)
+        others = [placer.budget_plan(seats, one) for one in placer.budgeted.replicas(count)] if placer.budgeted else []
+        steps = [one.step_seconds for one in others if one.fits]
+        assert plan.step_seconds == min(step for step in steps if step is not None)
+    assert shapes[2, 4.0] == (2, False)
+    assert shapes[4, 4.0] == (4, False)
+    assert shapes[3, 4.0][0] in (1, 2)
+    assert len(set(shapes.values())) > 2
 
 
 def test_what_leaves_for_the_host_is_part_of_a_proposal() -> None:

@@ -636,6 +636,7 @@ def test_a_config_gives_the_placer_its_run() -> None:
         {
             "workload": "a:b",
             "train": {"minibatch_size": 8, "accumulation_blocks": 4},
+            "pipeline": {"planner": "exact"},
             "elastic": {"enabled": True, "redundancy": 2, "protection": "async", "min_devices": 2},
         },
         "",

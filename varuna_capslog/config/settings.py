@@ -343,11 +343,10 @@ class Config(Section):
         pipeline = self.pipeline
         others = [
             self.engine != "capslog",
-            pipeline.replicas > 1 or pipeline.rounds > 1 or pipeline.schedule == "1f1b-star",
+            pipeline.rounds > 1 or pipeline.schedule == "1f1b-star",
             pipeline.cuts is not None or pipeline.plan is not None,
             pipeline.memory not in ("auto", "ranks"),
             not {"recompute", "stage_inputs"}.isdisjoint(pipeline.model_fields_set),
-            self.elastic.enabled and self.num_blocks > 1,  # several pipelines after a change
         ]
         return defaults.SMALLEST if any(others) else defaults.FASTEST
 

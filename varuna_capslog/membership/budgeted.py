@@ -1,4 +1,4 @@
-"""Plans of planner `budget` for the members of a run: one pipeline with memory intervals that keeps to its devices.
+"""Plans of planner `budget` for the members of a run: equal pipelines with memory intervals that keep to their devices.
 
 Asked by the member that proposes a generation, and ahead of time for what may follow. Snapshots, and the copies that a
 rank keeps for others, lie beside training and count against its device. Pure; no torch.
@@ -15,12 +15,14 @@ from varuna_capslog.membership.recovery import Seat, speeds_of
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import BUDGET
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.layerwise import layerwise_plan
+from varuna_capslog.planning.equal_pipelines import equal_pipelines_plan
+from varuna_capslog.planning.playing import even_share_seconds
 from varuna_capslog.planning.ranks import judged, with_stage_bytes
 from varuna_capslog.planning.verdict import HostMemory
 from varuna_capslog.plans.parts import PlanRank
 from varuna_capslog.plans.plan import Plan
-from varuna_capslog.profiles.record import LayerProfile, Profile
+from varuna_capslog.profiles.beside import with_beside
+from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 
 __all__ = ["Budgeted", "neighbours"]
@@ -36,7 +38,7 @@ class Budgeted:
         profile: with seconds.
         run: the whole step; its schedule may be left open.
         beside: bytes on the device beside training, per layer that a rank owns.
-        tier, link: as in `layerwise_plan`.
+        tier, link: as in `equal_pipelines_plan`.
         limit_seconds: when to end a search; None: when all is searched.
     """
 
@@ -50,8 +52,8 @@ class Budgeted:
         limit_seconds: float | None = None,
     ) -> None:
         self._profile, self._run, self._tier, self._link = profile, run, tier, link
-        self._held, self._limit_seconds = _with_beside(profile, beside), limit_seconds
-        self._known: dict[tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]], Plan] = {}
+        self._held, self._limit_seconds = with_beside(profile, beside), limit_seconds
+        self._known: dict[tuple[int, tuple[int, ...], tuple[int, ...], tuple[float, ...]], Plan] = {}
         self._new: list[Any] = []
 
     @classmethod
@@ -64,20 +66,32 @@ class Budgeted:
             return None
         return cls(profile, run, beside or [0] * profile.num_layers, tier, link, limit_seconds)
 
-    def plan(self, seats: Sequence[Seat], copies: Sequence[int] = ()) -> Plan:
-        """The plan for the devices of these seats, by rank; where none fits, the one that lacks least.
+    def plan(self, seats: Sequence[Seat], copies: Sequence[int] = (), replicas: int = 1) -> Plan:
+        """The plan of so many equal pipelines for the devices of these seats, by rank; where none fits, the one that
+        lacks least.
 
         Its bytes are those of training alone; what lies beside is in its verdict.
 
         Args:
             copies: bytes that each rank keeps for others; default none.
+            replicas: divides the run's blocks.
         """
         capacities, held = tuple(seat.capacity for seat in seats), tuple(copies) if any(copies) else ()
-        key = capacities, held, speeds_of(seats) or ()
+        key = replicas, capacities, held, speeds_of(seats) or ()
         if key not in self._known:
             self._known[key] = found = self._search(*key)
             self._new.append([*key, found.to_json()])
         return self._known[key]
+
+    def replicas(self, devices: int) -> list[int]:
+        """Numbers of equal pipelines that so many devices could be, those with the shortest step at best first."""
+        counts = [one for one in range(1, min(devices, self._run.num_blocks) + 1) if self._run.num_blocks % one == 0]
+        return sorted(counts, key=lambda one: (self.least_seconds(devices, one), -one))
+
+    def least_seconds(self, devices: int, replicas: int) -> float:
+        """No plan of so many equal pipelines on these devices has a shorter step."""
+        used = replicas * min(devices // replicas, self._profile.num_layers)
+        return even_share_seconds(self._profile, self._run.microbatches, used)
 
     def lack(self, plan: Plan, capacities: Sequence[int]) -> str | None:
         """What a plan of any pipelines lacks on these devices by the fold of its ranks, snapshots counted; None: it
@@ -95,27 +109,29 @@ class Budgeted:
 
     def learn(self, entries: Sequence[Any]) -> None:
         """What another member's `taken` gave. Raises CapslogError for what is no plan."""
-        for capacities, copies, speeds, plan in entries:
-            key = tuple(capacities), tuple(copies), tuple(speeds)
+        for replicas, capacities, copies, speeds, plan in entries:
+            key = replicas, tuple(capacities), tuple(copies), tuple(speeds)
             self._known.setdefault(key, Plan.from_json(plan, "a plan that was prepared for a change"))
 
-    def _search(self, capacities: tuple[int, ...], copies: tuple[int, ...], speeds: tuple[float, ...]) -> Plan:
+    def _search(
+        self, replicas: int, capacities: tuple[int, ...], copies: tuple[int, ...], speeds: tuple[float, ...]
+    ) -> Plan:
         profile, headroom = self._profile, Headroom.of(self._profile)
-        own = capacities[: profile.num_layers]
-        limits = None
+        own = capacities[: replicas * min(len(capacities) // replicas, profile.num_layers)]
+        limits: list[int | None] = [None] * len(own)
         if any(own):
             kept = copies or (0,) * len(own)
             left = [max(0, headroom.usable(size or _NO_LIMIT) - more) for size, more in zip(own, kept, strict=False)]
             limits = [max(1, headroom.reserved(size)) for size in left]
-        found = layerwise_plan(
+        found = equal_pipelines_plan(
             self._held,
-            speeds[: len(own)] or len(own),
-            BUDGET,
+            replicas,
             limits,
             self._run,
             self._link,
             self._tier,
             self._limit_seconds,
+            speeds[: len(own)] or None,
         )
         run = dataclasses.replace(self._run, schedule=found.schedule or self._run.schedule)
         verdict = judged(self._held, found, run, tier=self._tier)
@@ -152,31 +168,3 @@ def neighbours(seats: Sequence[Seat], least: int = 1) -> Iterator[list[Seat]]:
         if len(one) >= least and alike not in seen:
             seen.add(alike)
             yield one
-
-
-def _with_beside(profile: Profile, beside: Sequence[int]) -> Profile:
-    """The profile of layers that always hold so many bytes more."""
-
-    def raised(size: int | None, first: int, end: int) -> int | None:
-        return None if size is None else size + sum(beside[first:end])
-
-    def layer(one: LayerProfile, at: int) -> LayerProfile:
-        return dataclasses.replace(
-            one,
-            isolated_bytes=one.isolated_bytes + beside[at],
-            added_bytes=raised(one.added_bytes, at, at + 1),
-            static_bytes=raised(one.static_bytes, at, at + 1),
-        )
-
-    return dataclasses.replace(
-        profile,
-        layers=tuple(layer(one, at) for at, one in enumerate(profile.layers)),
-        observations=tuple(
-            dataclasses.replace(
-                row,
-                peak_bytes=row.peak_bytes + sum(beside[slice(*row.layers)]),
-                static_bytes=raised(row.static_bytes, *row.layers),
-            )
-            for row in profile.observations
-        ),
-    )

@@ -24,6 +24,7 @@ from varuna_capslog.membership.redundancy import Copies, place_copies
 from varuna_capslog.memory import NEVER
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.limits import with_limits
+from varuna_capslog.planning.playing import SAME
 from varuna_capslog.planning.verdict import (
     HostMemory,
     judge,
@@ -226,29 +227,37 @@ class Placer:
         def loss(one: Candidate) -> int:
             return lost(Choice.of_candidate(one, size))
 
-        plan = self.budget_plan(seats)
+        found: tuple[int, float, Plan] | None = None
+        for replicas in self.budgeted.replicas(len(seats)):
+            bound = self.budgeted.least_seconds(len(seats), replicas)
+            if found is not None and found[0] <= least and found[1] <= bound * (1 + SAME):
+                break
+            plan = self.budget_plan(seats, replicas)
+            if plan.fits and plan.step_seconds is not None:
+                weight = lost(self._choice_of(plan)), plan.step_seconds
+                if found is None or weight < found[:2]:
+                    found = *weight, plan
         equal = self.candidates.quickest(len(seats), limits.usable, limits.speeds, rank=loss, best_rank=least)
         if equal is None or self._lack(pipelines := self.pipelines(equal.cuts, equal.replicas), seats):
-            return plan if plan.fits else None
+            return None if found is None else found[2]
         seconds = (equal.step_ticks or 0) * TICK
-        if plan.fits and plan.step_seconds is not None:
-            mine, theirs = (lost(self._choice_of(plan)), plan.step_seconds), (loss(equal), seconds)
-            if mine <= theirs:
-                return plan
+        if found is not None and found[:2] <= (loss(equal), seconds):
+            return found[2]
         return dataclasses.replace(pipelines, step_seconds=seconds)
 
     def _lack(self, plan: Plan, seats: Sequence[Seat]) -> str | None:
         """Where planner `budget` is the run's: what equal pipelines lack by the fold, which judges that planner's."""
         return None if self.budgeted is None else self.budgeted.lack(plan, [seat.capacity for seat in seats])
 
-    def budget_plan(self, seats: Sequence[Seat]) -> Plan:
-        """Planner `budget`'s plan for these seats, with room for its copies where that can be had.
+    def budget_plan(self, seats: Sequence[Seat], replicas: int = 1) -> Plan:
+        """Planner `budget`'s plan of so many equal pipelines for these seats, with room for its copies where that can
+        be had.
 
         Where nothing fits beside the snapshots, `fits` is False.
         """
         assert self.budgeted is not None
         limits = _Limits(seats, self.candidates)
-        first, copies = self.budgeted.plan(seats), [0] * len(seats)
+        first, copies = self.budgeted.plan(seats, replicas=replicas), [0] * len(seats)
         found = first
         for _ in range(_ROUNDS):
             if not found.fits:
@@ -260,7 +269,7 @@ class Placer:
             before, copies = copies, [sum(self._copy_bytes[n] for n in wanted.get(seat.member, ())) for seat in seats]
             if before == copies:
                 break
-            found = self.budgeted.plan(seats, copies)
+            found = self.budgeted.plan(seats, copies, replicas)
         return first
 
     def look_ahead(self, seats: Sequence[Seat]) -> Iterator[list[Any]]:

@@ -54,8 +54,8 @@ def describe_reserves(found: Mapping[Member, Reserve]) -> str:
 
 
 def budget_with_reserves(config: Config, profile: Profile) -> Plan | None:
-    """Before a run: the plan of planner `budget` for one pipeline of equal hosts, in which protection has room; None
-    where nothing limits it, or what protection takes is not known.
+    """Before a run: the plan of planner `budget` for the config's pipelines on equal hosts, in which protection has
+    room; None where nothing limits it, or what protection takes is not known.
 
     Raises CapslogError as `Placer`.
     """
@@ -63,8 +63,9 @@ def budget_with_reserves(config: Config, profile: Profile) -> Plan | None:
     if limits is None or sizes is None:
         return None
     placer = Placer.of_config(config, profile, *sizes, edges=profile.known_edges or ())
-    seats = [Seat(f"rank {rank}", f"host {rank}", size) for rank, size in enumerate(limits)]
-    return None if placer.budgeted is None else placer.budget_plan(seats)
+    every = limits * config.pipeline.replicas
+    seats = [Seat(f"rank {rank}", f"host {rank}", size) for rank, size in enumerate(every)]
+    return None if placer.budgeted is None else placer.budget_plan(seats, config.pipeline.replicas)
 
 
 def with_reserves(config: Config, profile: Profile, plan: Plan, find: Callable[..., Plan]) -> tuple[Plan, list[int]]:

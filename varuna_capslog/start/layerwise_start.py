@@ -1,16 +1,19 @@
-"""The plan that a run with planner `budget`, `dawnpiper` or `vpipe` begins with: one pipeline with memory intervals."""
+"""The plan that a run with planner `budget`, `dawnpiper` or `vpipe` begins with: pipelines with memory intervals."""
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable
+from dataclasses import replace
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.defaults import STAGES_PER_RANK
 from varuna_capslog.config.settings import Config
+from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import BUDGET, LAYERWISE
 from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.equal_pipelines import equal_pipelines_plan, lacking
 from varuna_capslog.planning.layerwise import check_memory, layerwise_plan
-from varuna_capslog.planning.verdict import HostMemory
+from varuna_capslog.planning.verdict import HostMemory, capacities_of_devices
 from varuna_capslog.planning.wider import LOOPED
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
@@ -18,6 +21,9 @@ from varuna_capslog.schedules import RunShape
 from varuna_capslog.schedules.shape import AUTO_SCHEDULE
 
 __all__ = ["asks_layerwise", "check_layerwise", "configured_link", "plan_layerwise", "with_schedule_of"]
+
+_SEARCHES = 3
+"""Each for devices of less memory than the one before."""
 
 
 def asks_layerwise(config: Config) -> bool:
@@ -27,7 +33,7 @@ def asks_layerwise(config: Config) -> bool:
 
 
 def check_layerwise(config: Config) -> None:
-    """Raises CapslogError for a run that cannot be one pipeline with memory intervals, by the key that says so."""
+    """Raises CapslogError for a run that cannot have such pipelines, by the key that says so."""
     if not asks_layerwise(config):
         return
     pipeline = config.pipeline
@@ -35,7 +41,10 @@ def check_layerwise(config: Config) -> None:
     goes_round = pipeline.planner == BUDGET and pipeline.schedule == LOOPED and not config.elastic.enabled
     rules = {
         f"engine={config.engine}": (config.engine == "varuna", "Varuna runs no memory intervals; set engine=capslog"),
-        f"pipeline.replicas={pipeline.replicas}": (pipeline.replicas > 1, "it plans one pipeline; set replicas=1"),
+        f"pipeline.replicas={pipeline.replicas}": (
+            pipeline.replicas > 1 and pipeline.planner != BUDGET,
+            "it plans one pipeline; set replicas=1, or choose planner budget",
+        ),
         f"pipeline.stages_per_rank={pipeline.rounds}": (
             pipeline.rounds > 1 and not (goes_round and pipeline.rounds == STAGES_PER_RANK),
             "it plans one stage per rank; set 1",
@@ -58,7 +67,7 @@ def configured_link(config: Config, link: Link | None) -> Link:
     """The link with the config's bandwidth of the host tier and its devices per node, where it has none of its own."""
     link, pipeline = link or Link(), config.pipeline
     found = {name: getattr(pipeline, name) for name in ("host_bandwidth", "node_devices")}
-    return dataclasses.replace(link, **{name: given for name, given in found.items() if getattr(link, name) is None})
+    return replace(link, **{name: given for name, given in found.items() if getattr(link, name) is None})
 
 
 def with_schedule_of(config: Config, plan: Plan) -> Config:
@@ -69,14 +78,49 @@ def with_schedule_of(config: Config, plan: Plan) -> Config:
     return config.model_copy(update={"pipeline": pipeline})
 
 
-def plan_layerwise(config: Config, profile: Profile, link: Link) -> Plan:
-    """The planner's plan, not judged yet; in an elastic run with a capacity, one in which protection has room."""
+def plan_layerwise(config: Config, profile: Profile, link: Link, judge: Callable[[Plan, Config], Plan]) -> Plan:
+    """The planner's plan, judged; in an elastic run with a capacity, one in which protection has room.
+
+    Where the programs of its ranks need a little more than the search took them to, it is searched again for devices
+    that have so much less; the first plan is the answer where none of these fits.
+
+    Args:
+        judge: a plan, and the config with its schedule, -> whether it fits, by more than the search knows.
+    """
+    limits = capacities_of_devices(config.pipeline.capacity, config.pipeline.devices)
+    first, less = None, config
+    for _ in range(_SEARCHES):
+        found = _searched(less, profile, link)
+        if limits is not None and less is not config:
+            sizes = limits * config.pipeline.replicas
+            ranks = [replace(one, capacity_bytes=size) for one, size in zip(found.ranks, sizes, strict=True)]
+            found = replace(found, ranks=tuple(ranks))
+        plan = judge(found, with_schedule_of(config, found))
+        first = first or plan
+        if plan.fits is not False:
+            return plan
+        lack = lacking(plan, limits, Headroom.of(profile)) if limits is not None else []
+        if found.step_seconds is None or not any(lack):  # the search itself has found nothing that fits
+            break
+        sizes = capacities_of_devices(less.pipeline.capacity, config.pipeline.devices) or []
+        spared = [max(1, size - more) for size, more in zip(sizes, lack, strict=True)]
+        less = config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"capacity": spared})})
+    assert first is not None
+    return first
+
+
+def _searched(config: Config, profile: Profile, link: Link) -> Plan:
+    """The planner's plan, not judged."""
     if config.elastic.enabled:
         from varuna_capslog.membership.protection import budget_with_reserves
 
         if (found := budget_with_reserves(config, profile)) is not None:
-            return dataclasses.replace(found, fits=None, shortfall=None, notes=())
+            return replace(found, fits=None, shortfall=None, notes=())
     pipeline, run = config.pipeline, RunShape.of_config(config)
     tier = HostMemory.of_config(config)
     limit, name = pipeline.search_seconds, pipeline.planner
+    if pipeline.replicas > 1:
+        limits = capacities_of_devices(pipeline.capacity, pipeline.devices)
+        every: list[int | None] = [*(limits or [None] * pipeline.devices)] * pipeline.replicas
+        return equal_pipelines_plan(profile, pipeline.replicas, every, run, link, tier, limit)
     return layerwise_plan(profile, pipeline.devices, name, pipeline.capacity, run, link, tier, limit)

@@ -164,9 +164,8 @@ def _plan(
     if given is not None and not given.short:
         plan = _judged(given, config, profile, memo)
     elif asks_layerwise(config):
-        plan = plan_layerwise(config, profile, link)
-        plan = with_stage_bytes(_judged(plan, with_schedule_of(config, plan), profile, memo))
-        plan = saying_what_fits(profile, plan, run)
+        plan = plan_layerwise(config, profile, link, lambda one, own: _judged(one, own, profile, memo))
+        plan = saying_what_fits(profile, with_stage_bytes(plan), run)
     elif given is None and (pipeline.rounds > 1 or run.limits_by_plan):
         plan = _of_cuts(config, profile, link)
         if run.limits_by_plan:

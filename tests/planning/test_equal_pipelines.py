@@ -1,0 +1,83 @@
+"""Planner `budget` for several equal pipelines beside every plan of small ones, folded and played as they would run."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from tests.planners.test_budget import all_cuts, choices, timed
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.equal_pipelines import equal_pipelines_plan
+from varuna_capslog.planning.playing import with_step_seconds
+from varuna_capslog.planning.ranks import fold_plan, judged
+from varuna_capslog.plans.parts import PlanStage, Units
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules import RunShape
+
+LINK = Link(bandwidth=1e5)
+
+
+def every_plan(profile: Profile, replicas: int, devices: int, run: RunShape) -> list[tuple[float, int]]:
+    """The step and the peak of every cut list with every choice of layers that run again, alike in all pipelines."""
+    found, size, share = [], profile.num_layers, run.num_blocks // replicas
+    for cuts in all_cuts(size, devices):
+        bounds = list(itertools.pairwise((*cuts, size)))
+        for memory in itertools.product(*(choices(first, end, ("recompute",)) for first, end in bounds)):
+            stages = [
+                PlanStage(
+                    (own,),
+                    (replica * devices + at,),
+                    tuple(range(replica * share, (replica + 1) * share)),
+                    memory=memory[at],
+                )
+                for replica in range(replicas)
+                for at, own in enumerate(bounds)
+            ]
+            plan = Plan(size, tuple(stages), Units(run.num_microbatches, 1, run.num_blocks), run.schedule)
+            step = with_step_seconds(profile, plan, run, LINK).step_seconds
+            assert step is not None
+            found.append((step, max(rank.peak_bytes for rank in fold_plan(profile, plan, run))))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("seed", "replicas", "devices", "blocks"), [(1, 2, 2, 2), (2, 2, 2, 4), (3, 3, 1, 3), (4, 2, 1, 4)]
+)
+def test_no_plan_of_equal_pipelines_is_faster(seed: int, replicas: int, devices: int, blocks: int) -> None:
+    """Each pipeline keeps the gradients of all its blocks until the exchange, so less fits than in one alone."""
+    draw = random.Random(seed)
+    profile = timed(draw, draw.choice([3, 4]))
+    run = RunShape(2 * blocks, "1f1b", microbatch_size=1, num_blocks=blocks)
+    everything = every_plan(profile, replicas, devices, run)
+    peaks = sorted({peak for _, peak in everything})
+    for capacity in (peaks[0], *draw.sample(peaks, min(3, len(peaks))), peaks[-1]):
+        best = min(step for step, peak in everything if peak <= capacity)
+        plan = equal_pipelines_plan(profile, replicas, [capacity] * (replicas * devices), run, LINK)
+        assert judged(profile, plan, run).fits
+        assert plan.step_seconds == pytest.approx(best, rel=1e-9)
+        assert with_step_seconds(profile, plan, run, LINK).step_seconds == plan.step_seconds
+        assert plan.bound_seconds is not None
+        assert plan.bound_seconds <= best * (1 + 1e-9)
+        assert plan.proven is (plan.step_seconds <= plan.bound_seconds * (1 + 1e-9))
+    smaller = judged(profile, equal_pipelines_plan(profile, replicas, [peaks[0] - 1] * (replicas * devices), run), run)
+    assert smaller.fits is False
+
+
+def test_a_stage_keeps_to_the_least_of_its_devices_and_is_as_fast_as_the_slowest() -> None:
+    profile = timed(random.Random(5), 4)
+    run = RunShape(4, "1f1b", microbatch_size=1, num_blocks=2)
+    everything = [peak for _, peak in every_plan(profile, 2, 2, run)]
+    low, high = min(everything), max(everything)
+    mixed = equal_pipelines_plan(profile, 2, [high, low, low, high], run)
+    alike = equal_pipelines_plan(profile, 2, [low] * 4, run)
+    assert mixed.stages == alike.stages
+    assert [one.capacity_bytes for one in mixed.ranks] == [high, low, low, high]
+    slow = equal_pipelines_plan(profile, 2, [None] * 4, run, speeds=(1.0, 1.0, 0.25, 1.0))
+    assert [one.speed for one in slow.ranks] == [1.0, 1.0, 0.25, 1.0]
+    assert slow.stages[0].end < equal_pipelines_plan(profile, 2, [None] * 4, run).stages[0].end
+    with pytest.raises(CapslogError, match="3 pipelines cannot share 4 accumulation block"):
+        equal_pipelines_plan(profile, 3, [None] * 3, RunShape(4, "1f1b", microbatch_size=1, num_blocks=4))

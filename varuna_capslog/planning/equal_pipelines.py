@@ -1,0 +1,136 @@
+"""Planner `budget` for several equal pipelines, which share the accumulation blocks of a step: one plan for all.
+
+`planning/layerwise` searches one pipeline; beside what it holds alone, each of several keeps the gradients of all its
+blocks until they are exchanged. `start/layerwise_start` asks for the config's replicas, `membership/budgeted` for what
+the devices could be after a change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.planners import BUDGET
+from varuna_capslog.planners.pipelines import waiting_blocks
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.layerwise import layerwise_plan
+from varuna_capslog.planning.playing import SAME, with_step_seconds
+from varuna_capslog.planning.ranks import judged
+from varuna_capslog.planning.verdict import HostMemory
+from varuna_capslog.plans.parts import PlanRank, PlanStage, Units
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.beside import with_beside
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules import RunShape
+
+__all__ = ["equal_pipelines_plan", "lacking"]
+
+_ROUNDS = 4
+"""Searches, each with less memory than the one before, until the pipelines fit together."""
+
+
+def equal_pipelines_plan(
+    profile: Profile,
+    replicas: int,
+    capacities: Sequence[int | None],
+    run: RunShape,
+    link: Link | None = None,
+    tier: HostMemory | None = None,
+    limit_seconds: float | None = None,
+    speeds: Sequence[float] | None = None,
+) -> Plan:
+    """The plan of planner `budget` for so many equal pipelines, not judged yet.
+
+    Args:
+        replicas: divides the accumulation blocks of the run.
+        capacities: bytes of each device or None, pipeline after pipeline. A stage keeps to the smallest of its devices.
+        run: the whole step, its number of microbatches known where there are several pipelines.
+        link, tier, limit_seconds: as in `layerwise_plan`.
+        speeds: of each device beside the fastest; default: all are alike. A stage is as fast as the slowest of its
+            devices.
+
+    Raises CapslogError as `layerwise_plan`, and for accumulation blocks that cannot be shared evenly.
+    """
+    begun, width = time.perf_counter(), len(capacities) // replicas
+    if run.num_blocks % replicas:
+        raise CapslogError(
+            f"{replicas} pipelines cannot share {run.num_blocks} accumulation block(s) evenly; set "
+            "train.accumulation_blocks to a multiple of them"
+        )
+    own = _by_stage(capacities, width)
+    limits = [size for size in own if size is not None]
+    devices = width if speeds is None else [min(speeds[at::width]) for at in range(width)]
+    share = run if replicas == 1 else run.share(replicas)
+    held = with_beside(profile, _waiting_bytes(profile, run, share))
+    usable: list[int] | None = limits if len(limits) == width else None
+    for _ in range(_ROUNDS):
+        left = None if limit_seconds is None else max(0.0, limit_seconds - (time.perf_counter() - begun))
+        found = layerwise_plan(held, devices, BUDGET, usable, share, link, tier, left)
+        plan = _together(profile, found, replicas, capacities, run, speeds)
+        if replicas == 1 or usable is None or found.step_seconds is None:
+            break
+        lack = lacking(judged(profile, plan, run, tier=tier), own, Headroom.of(profile))
+        if not any(lack):
+            break
+        usable = [max(1, size - more) for size, more in zip(usable, lack, strict=True)]
+    if replicas > 1 and found.step_seconds is not None:  # which is its own where it was found to fit
+        plan = with_step_seconds(profile, plan, run, link)
+        if found.bound_seconds is not None and plan.step_seconds is not None:
+            space = f"{found.search_space}, in {replicas} equal pipelines"
+            proven = plan.step_seconds <= found.bound_seconds * (1 + SAME)
+            plan = dataclasses.replace(plan, proven=proven, search_space=space)
+    return dataclasses.replace(plan, search_seconds=time.perf_counter() - begun)
+
+
+def _by_stage(capacities: Sequence[int | None], width: int) -> list[int | None]:
+    """The smallest capacity of each stage's devices."""
+    rows = [[size for size in capacities[at::width] if size is not None] for at in range(width)]
+    return [min(row) if row else None for row in rows]
+
+
+def _waiting_bytes(profile: Profile, run: RunShape, share: RunShape) -> list[int]:
+    """By layer, the gradients that one of several pipelines keeps and a single one of as many blocks does not."""
+    many = waiting_blocks(profile, share.num_blocks, run.num_blocks)
+    more = many - waiting_blocks(profile, share.num_blocks, share.num_blocks)
+    return [more * (layer.parameter_bytes or 0) for layer in profile.layers]
+
+
+def _together(
+    profile: Profile,
+    one: Plan,
+    replicas: int,
+    capacities: Sequence[int | None],
+    run: RunShape,
+    speeds: Sequence[float] | None,
+) -> Plan:
+    """So many times the stages of a plan, each with its devices and its blocks."""
+    width = len(capacities) // replicas
+    own = [None] * len(capacities) if speeds is None else speeds
+    share = run.num_blocks // replicas
+
+    def at(stage: PlanStage, replica: int) -> PlanStage:
+        blocks = None if replicas == 1 else tuple(range(replica * share, (replica + 1) * share))
+        return dataclasses.replace(stage, ranks=(replica * width + stage.rank,), blocks=blocks)
+
+    units = Units(run.num_microbatches, run.microbatch_size, one.units.blocks and run.num_blocks)
+    return dataclasses.replace(
+        one,
+        stages=tuple(at(stage, replica) for replica in range(replicas) for stage in one.stages),
+        units=units,
+        ranks=tuple(PlanRank(capacity_bytes=size, speed=speed) for size, speed in zip(capacities, own, strict=True)),
+        profile_digest=profile.digest,
+    )
+
+
+def lacking(plan: Plan, limits: Sequence[int | None], headroom: Headroom) -> list[int]:
+    """By stage, what the fullest of its devices lacks in a judged plan; 0 where it fits, or lacks something else.
+
+    limits: bytes of the devices of one pipeline.
+    """
+    if plan.fits is not False:
+        return [0] * len(limits)
+    sizes = [max(one.bytes or 0 for one in plan.ranks[at :: len(limits)]) for at in range(len(limits))]
+    return [max(0, headroom.reserved(size) - limit) if limit else 0 for size, limit in zip(sizes, limits, strict=True)]
