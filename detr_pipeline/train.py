@@ -34,7 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say = lambda line: sys.stdout.write(f"{line}\n") if rank == 0 else None  # noqa: E731
         if load_config(given[0], given[1:]).elastic.enabled:
             say("elastic.enabled is ignored here; launch/elastic.sh starts a run that goes on live")
-        config = load_run_config(given[0], [*given[1:], "elastic.enabled=false"], say)
+        # the variants are checked by rank 0, and the others read what has passed
+        more = ["elastic.enabled=false", *(["variants={}"] if rank else [])]
+        config = load_run_config(given[0], [*given[1:], *more], say)
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         if world_size != config.world_size:
             raise CapslogError(

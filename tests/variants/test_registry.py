@@ -31,6 +31,10 @@ def test_the_last_pattern_that_matches_counts() -> None:
     assert kinds(found) == [ChunkedAttention, SdpaAttention, ChunkedAttention]
 
 
+def test_a_layer_can_be_chosen_by_its_number() -> None:
+    assert apply_variants(layers(), {"encoder.*": "chunked", "#2": "sdpa"}, "close") == {1: "chunked", 2: "sdpa"}
+
+
 def test_what_a_layer_is_already_is_allowed_in_every_class() -> None:
     assert apply_variants(layers(), {"encoder.*": "eager"}) == {1: "eager", 2: "eager"}
 
@@ -39,7 +43,9 @@ def test_what_a_layer_is_already_is_allowed_in_every_class() -> None:
     ("choices", "numerics", "sentence"),
     [
         ({"encoder.*": "chunkd"}, "close", r"unknown variant 'chunkd'; did you mean 'chunked'\?"),
-        ({"encodr.*": "sdpa"}, "close", r"the pattern 'encodr\.\*', which matches no layer; the layers are called"),
+        ({"encodr.*": "sdpa"}, "close", r"the pattern 'encodr\.\*', which matches no layer; .* mean 'encoder\.\*'"),
+        ({"*block*": "sdpa"}, "close", r"'\*block\*', which matches no layer; the layers are called stem, encoder\.0"),
+        ({"#4": "sdpa"}, "close", r"'#4', which matches no layer"),
         ({"stem": "sdpa"}, "close", "gives 'stem' the variant 'sdpa', which none of these layers has a place for"),
         ({"encoder.1": "sdpa"}, "same", "layer 'encoder.1' .* within 1e-5, .*numerics=same .*set numerics=close"),
     ],

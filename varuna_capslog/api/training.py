@@ -16,6 +16,7 @@ from varuna_capslog.api.reporting import write_run_report
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.tables import Table
 from varuna_capslog.config.reading import Config, assign, load_config, section
+from varuna_capslog.start.checked_variants import with_checked_variants
 from varuna_capslog.start.given_plan import with_given_plan
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def train(
         run = own_data_values(run, dataset, data, settings)
     elif data:
         raise CapslogError(f"{next(iter(data))} goes with a dataset, and there is none; give it after the model")
-    config = with_given_plan(_config(run, settings), tell)
+    config = with_checked_variants(with_given_plan(_config(run, settings), tell), tell)
     train_here(config, show_plan, tell, show)
     return TrainedRun(config.run_dir)
 

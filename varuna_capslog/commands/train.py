@@ -133,6 +133,8 @@ def _spread(given: HostFlags) -> tuple[Config, int]:
     overrides, nnodes, nproc = [*(given.overrides or ()), "elastic.enabled=true"], given.nnodes, given.nproc
     if given.store is not None and nproc is not None:
         overrides.append("pipeline.plan=null")  # a machine may join with any number; the one that serves has the plan
+    if given.store is not None:
+        overrides.append("variants={}")  # what has passed its check is in the folder of the run
     settings = shared.load(given.config, overrides)
     wanted = settings.world_size
     if nproc is None:

@@ -17,6 +17,7 @@ from varuna_capslog.config.settings import Config
 from varuna_capslog.planning.verdict import capacities_of_devices
 from varuna_capslog.plans.parts import PlanRank
 from varuna_capslog.plans.plan import Plan, read_plan
+from varuna_capslog.start.checked_variants import with_checked_variants
 
 __all__ = ["given_plan", "load_run_config", "with_given_plan"]
 
@@ -24,13 +25,14 @@ __all__ = ["given_plan", "load_run_config", "with_given_plan"]
 def load_run_config(
     path: Path | str, overrides: Sequence[str] = (), say: Callable[[str], object] = lambda line: None
 ) -> Config:
-    """The config of a YAML file with `a.b=value` overrides, and with everything that its `pipeline.plan` decides.
+    """The config of a YAML file with `a.b=value` overrides, with everything that its `pipeline.plan` decides, and with
+    those of its variants that pass their check.
 
     Raises:
         ConfigError: as `load_config`.
-        CapslogError: as `with_given_plan`.
+        CapslogError: as `with_given_plan` and `with_checked_variants`.
     """
-    return with_given_plan(load_config(path, overrides), say)
+    return with_checked_variants(with_given_plan(load_config(path, overrides), say), say)
 
 
 def with_given_plan(config: Config, say: Callable[[str], object] = lambda line: None) -> Config:

@@ -7,6 +7,7 @@ an entry point of the group `varuna_capslog.variants` that names a `Variant`.
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,10 +20,13 @@ from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.variants.attention import ChunkedAttention, EagerAttention, SdpaAttention, put_in
 
-__all__ = ["NUMERICS", "Variant", "apply_variants", "known_variants", "register"]
+__all__ = ["NUMERICS", "TOLERANCES", "Variant", "apply_variants", "known_variants", "matched", "register"]
 
 NUMERICS = {"same": "the same bits", "close": "results within 1e-5", "loose": "results within 1e-2"}
 """Numerical classes, the strictest first, and what each promises against the layer as configured."""
+
+TOLERANCES = {"same": 0.0, "close": 1e-5, "loose": 1e-2}
+"""What each promises as a part of the largest value; see `check.difference`."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,35 @@ def known_variants() -> Mapping[str, Variant]:
     return dict(_registered)
 
 
+def matched(names: Sequence[str], choices: Mapping[str, str]) -> dict[int, str]:
+    """Layer -> name of the variant that a config's `variants` choose for it.
+
+    Args:
+        names: of every layer of a chain.
+        choices: pattern of layers' names (`*`, `?`, `[...]`) -> name of a variant; `#3` is layer 3 by its number. Where
+            several match a layer, the last one counts.
+
+    Raises:
+        CapslogError: a variant that is not known, or a pattern that matches no layer; it says the nearest name.
+    """
+    fields.refuse_unknown(list(choices.values()), list(known_variants()), "variant")
+    wanted: dict[int, str] = {}
+    for pattern, name in choices.items():
+        matching = [number for number, layer in enumerate(names) if _is_meant(pattern, number, layer)]
+        if not matching:
+            families = {layer.rpartition(".")[0] + ".*" for layer in names if "." in layer}
+            near = difflib.get_close_matches(pattern, [*names, *sorted(families)], n=1)
+            some = ", ".join(names[:: max(1, len(names) // 4)])
+            advice = f"did you mean {near[0]!r}?" if near else f"the layers are called {some}"
+            raise CapslogError(f"variants has the pattern {pattern!r}, which matches no layer; {advice}")
+        wanted |= dict.fromkeys(matching, name)
+    return dict(sorted(wanted.items()))
+
+
+def _is_meant(pattern: str, number: int, name: str) -> bool:
+    return pattern == f"#{number}" or fnmatchcase(name, pattern)
+
+
 def apply_variants(
     layers: Sequence[tuple[str, nn.Module]], choices: Mapping[str, str], numerics: str = "same"
 ) -> dict[int, str]:
@@ -90,30 +123,19 @@ def apply_variants(
 
     Args:
         layers: name and module of every layer of a chain.
-        choices: pattern of layers' names (`*`, `?`, `[...]`) -> name of a variant; where several patterns match a
-            layer, the last one counts.
+        choices: as for `matched`.
         numerics: the weakest numerical class that is allowed.
 
     Returns:
         Layer -> variant, for every layer that a variant is for.
 
     Raises:
-        CapslogError: a variant that is not known, or of a weaker class than is allowed; a pattern that matches no
-            layer, or none that its variant is for.
+        CapslogError: as `matched`; a variant of a weaker class than is allowed; a pattern of layers none of which its
+            variant is for.
     """
     known, classes = known_variants(), list(NUMERICS)
-    fields.refuse_unknown(list(choices.values()), list(known), "variant")
-    wanted: dict[int, str] = {}
-    for pattern, name in choices.items():
-        matching = [index for index, (layer, _) in enumerate(layers) if fnmatchcase(layer, pattern)]
-        if not matching:
-            raise CapslogError(
-                f"variants has the pattern {pattern!r}, which matches no layer; the layers are called "
-                f"{', '.join(layer for layer, _ in layers[:: max(1, len(layers) // 4)])}"
-            )
-        wanted |= dict.fromkeys(matching, name)
     found: dict[int, str] = {}
-    for index, name in sorted(wanted.items()):
+    for index, name in matched([layer for layer, _ in layers], choices).items():
         variant = known[name]
         changed = variant.rewrite(layers[index][1])
         if changed and classes.index(variant.numerics) > classes.index(numerics):
@@ -125,7 +147,7 @@ def apply_variants(
         if changed is not None:
             found[index] = name
     for pattern, name in choices.items():
-        if not any(fnmatchcase(layers[index][0], pattern) for index in found):
+        if not any(_is_meant(pattern, index, layers[index][0]) for index in found):
             raise CapslogError(
                 f"variants gives {pattern!r} the variant {name!r}, which none of these layers has a place for; leave "
                 "it out, or name other layers"

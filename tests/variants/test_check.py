@@ -1,0 +1,67 @@
+"""Differences of a rewritten layer, in its outputs and in each of its gradients."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from varuna_capslog.variants.check import Difference, difference
+
+
+class _Layer(nn.Module):
+    """Two parameters and dropout; what it gets wrong is chosen."""
+
+    def __init__(self, wrong: str = "", rate: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.second, self.drop, self.wrong = nn.Linear(4, 8), nn.Linear(8, 4), nn.Dropout(rate), wrong
+
+    def forward(self, x: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.drop(self.first(x).relu())
+        if self.wrong == "gradient of a parameter":
+            weight = self.second.weight
+            out = nn.functional.linear(hidden, weight.detach() + 1.001 * (weight - weight.detach()), self.second.bias)
+        else:
+            out = self.second(hidden)
+        if self.wrong == "gradient of an input":
+            out = out + 1e-4 * (x - x.detach())
+        if self.wrong == "no gradient":
+            out = out.detach() + 0 * self.second.bias
+        if self.wrong == "output":
+            out = out * (1 + 1e-4)
+        if self.wrong == "not a number":
+            out = out / 0
+        return x * 1, torch.where(seen, out, 0.0)
+
+
+def compared(wrong: str, rate: float = 0.0) -> Difference:
+    torch.manual_seed(0)
+    plain = _Layer(rate=rate)
+    other = copy.deepcopy(plain)
+    other.wrong = wrong
+    return difference(plain, other, [torch.randn(3, 4, requires_grad=True), torch.tensor([True, True, False, True])])
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_equal_layers_do_not_differ_with_dropout_either(rate: float) -> None:
+    assert compared("", rate).part == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what", "least", "most"),
+    [
+        ("output", "output 1", 0.9e-4, 1.1e-4),
+        ("gradient of a parameter", "the gradient of second.weight", 0.9e-3, 1.1e-3),
+        ("gradient of an input", "the gradient of input 0", 1e-6, 1e-3),
+        ("no gradient", "the gradient of first.weight", 0.9, float("inf")),
+        ("not a number", "output 1", float("inf"), float("inf")),
+    ],
+)
+def test_what_differs_is_named_with_its_part_of_the_largest_value(
+    wrong: str, what: str, least: float, most: float
+) -> None:
+    found = compared(wrong)
+    assert least <= found.part <= most
+    assert found.what == what

@@ -1,0 +1,217 @@
+"""Checks the variants that a config or a planner chooses against the plain layers, before a run uses them.
+
+`start/checked_variants` calls this once, where a run starts; the workers get what has passed. Layers that do the
+same work are checked once, on the CPU in float32, on the shapes of the run, or on smaller inputs where these would take
+too long.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.chain import Chain, Layer, TensorSpec
+from varuna_capslog.model.signature import layer_signature
+from varuna_capslog.model.trace import ShapeTable, call_on, fake_operands
+from varuna_capslog.model.workload import Workload
+from varuna_capslog.profiling.skeleton import real_tensors, skeleton
+from varuna_capslog.profiling.trim import dummy_inputs
+from varuna_capslog.variants.check import difference
+from varuna_capslog.variants.registry import NUMERICS, TOLERANCES, known_variants, matched
+
+__all__ = ["VariantCheck", "check_variants", "checked_choices", "plain_chain"]
+
+_MOST_WORK = 3e9
+"""Multiplications and additions of one forward of a layer that are checked on the shapes of the run: some tenths of a
+second."""
+_LEAST_SIZE = 64
+"""Only sizes from this on are made smaller: those of images and sequences, hardly those of batches or channels."""
+_LEAST_LIMIT = 8
+_PARTS = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class VariantCheck:
+    """What one check has found, for all layers that do the same work.
+
+    Attributes:
+        layers: their numbers.
+        names: their names.
+        variant: what computes them instead.
+        inputs: shapes of what the layer was called with, as text.
+        smaller: whether these are smaller than those of the run.
+        fault: why the variant is not what it promises; empty where it is.
+    """
+
+    layers: tuple[int, ...]
+    names: tuple[str, ...]
+    variant: str
+    inputs: str
+    smaller: bool
+    fault: str
+
+    def sentence(self) -> str:
+        """For the user: what was checked and what came of it."""
+        promise = NUMERICS[known_variants()[self.variant].numerics]
+        where = f"on {self.inputs}{', smaller than the run' if self.smaller else ''}"
+        who = f"{self.names[0]!r}" + (f" and {len(self.names) - 1} like it" if len(self.names) > 1 else "")
+        if self.fault:
+            return (
+                f"variant {self.variant!r} of layer {who} promises {promise}, but {self.fault} ({where}); the plain "
+                "layer is used"
+            )
+        return f"variant {self.variant!r} of layer {who} keeps its promise, {promise} ({where})"
+
+
+def plain_chain(workload: Workload) -> Chain:
+    """The chain of a workload without its variants and without memory for parameters.
+
+    Raises:
+        CapslogError: its layers are built by factories, which no variant can change.
+    """
+    plain = copy.copy(workload)
+    plain.variants = {}
+    with torch.random.fork_rng(devices=[]):
+        chain = skeleton(plain, evaluates=True)
+    if chain.factories is not None:
+        workload.chosen_chain()  # says so
+    return chain
+
+
+def checked_choices(workload: Workload, microbatch_size: int) -> tuple[dict[str, str], list[VariantCheck]]:
+    """The workload's `variants` without those layers whose variant fails its check; and all checks.
+
+    The same patterns come back where nothing fails, else the number of every layer that is left, as `#3`.
+
+    Raises:
+        CapslogError: as `registry.apply_variants`.
+    """
+    workload.chosen_chain()  # refuses what is not allowed
+    chain = plain_chain(workload)
+    chosen = matched([layer.name for layer in chain.layers], workload.variants)
+    found = check_variants(chain, chosen, workload.profile_inputs(microbatch_size))
+    failed = {layer for one in found if one.fault for layer in one.layers}
+    if not failed:
+        return dict(workload.variants), found
+    passed = {layer for one in found for layer in one.layers} - failed
+    return {f"#{layer}": chosen[layer] for layer in sorted(passed)}, found
+
+
+def check_variants(chain: Chain, chosen: Mapping[int, str], inputs: Mapping[str, TensorSpec]) -> list[VariantCheck]:
+    """Checks a variant of some layers of a plain chain, which is not changed, where they have a place for it.
+
+    Args:
+        chain: its parameters may have shapes only.
+        chosen: layer -> variant.
+        inputs: specs of the chain's inputs in the run.
+    """
+    sizes = _Sizes(chain, inputs)
+    alike: dict[object, list[int]] = {}
+    for layer, variant in sorted(chosen.items()):
+        key = variant, layer_signature(chain.layers[layer]), sizes.read(layer, 1)
+        alike.setdefault(key, []).append(layer)
+    found = []
+    for (variant, *_), layers in zip(_keys(alike), alike.values(), strict=True):
+        one = _check(chain.layers[layers[0]], variant, sizes, layers[0])
+        if one is not None:
+            found.append(replace(one, layers=tuple(layers), names=tuple(chain.layers[at].name for at in layers)))
+    return found
+
+
+def _keys(alike: Mapping[object, list[int]]) -> Iterator[tuple[str, object, object]]:
+    for key in alike:
+        assert isinstance(key, tuple)
+        yield key
+
+
+class _Sizes:
+    """What every layer reads, on the inputs of the run (part 1), or on inputs that are this many times smaller."""
+
+    def __init__(self, chain: Chain, inputs: Mapping[str, TensorSpec]) -> None:
+        self._chain, self._inputs, self._table = chain, inputs, ShapeTable(chain)
+        self._cuts: dict[int, list[dict[str, TensorSpec]] | None] = {}
+
+    def read(self, layer: int, part: int) -> tuple[TensorSpec, ...] | None:
+        """None where the chain cannot run on smaller inputs."""
+        if part not in self._cuts:
+            self._cuts[part] = self._boundaries(part)
+        cuts = self._cuts[part]
+        return None if cuts is None else tuple(cuts[layer][name] for name in self._chain.layers[layer].reads)
+
+    def _boundaries(self, part: int) -> list[dict[str, TensorSpec]] | None:
+        if part == 1:
+            return self._table.boundaries(self._inputs)
+        shapes = {
+            name: tuple(size // part if size // part >= _LEAST_SIZE else size for size in spec.shape)
+            for name, spec in self._inputs.items()
+        }
+        if shapes == {name: spec.shape for name, spec in self._inputs.items()}:
+            return None
+        try:
+            return self._table.boundaries(
+                {name: TensorSpec(shape, self._inputs[name].dtype) for name, shape in shapes.items()}
+            )
+        except CapslogError:  # captured for one size
+            return None
+
+
+def _check(layer: Layer, name: str, sizes: _Sizes, number: int) -> VariantCheck | None:
+    variant = known_variants()[name]
+    read, part = sizes.read(number, 1), 1
+    assert read is not None, "the run's own shapes"
+    try:
+        for smaller in _PARTS:
+            specs = sizes.read(number, smaller)
+            if specs is not None:
+                read, part = specs, smaller
+                if _work(layer, specs) <= _MOST_WORK:
+                    break
+        shapes = ", ".join(f"{one}{list(spec.shape)}" for one, spec in zip(layer.reads, read, strict=True))
+        report = VariantCheck((), (), name, shapes, part > 1, "")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            plain = copy.deepcopy(layer.module, real_tensors([layer]))
+            other = copy.deepcopy(plain)
+            if variant.rewrite(other) is None:
+                return None
+            try:
+                found = difference(plain, other, list(_arguments(read, drawn=True)))
+            except (IndexError, RuntimeError, ValueError):  # such as numbers of classes, of which there are fewer
+                found = difference(plain, other, list(_arguments(read, drawn=False)))
+    except Exception as error:  # a variant may be anybody's code
+        reason = " ".join(str(error).split()) or type(error).__name__
+        return VariantCheck((), (), name, "the shapes of the run", False, f"it cannot be checked: {reason}")
+    if found.part <= TOLERANCES[variant.numerics]:
+        return report
+    return replace(report, fault=f"{found.what} differs by {found.part:.1e} of the largest value")
+
+
+def _work(layer: Layer, read: Sequence[TensorSpec]) -> int:
+    """Multiplications and additions of a forward."""
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), FlopCounterMode(display=False) as counter:
+        state, arguments = fake_operands(layer, tuple(read), "cpu")
+        call_on(layer, state, arguments)
+    return int(counter.get_total_flops())
+
+
+def _arguments(read: Sequence[TensorSpec], drawn: bool) -> Iterator[Tensor]:
+    """Numbers around 0; False but for the last quarter, since masks hide, or show, a part; whole numbers from 1 to the
+    least of the larger sizes where they are `drawn`, else ones.
+    """
+    most = min((size for spec in read for size in spec.shape if size >= _LEAST_LIMIT), default=1)
+    for spec in read:
+        value = dummy_inputs({"": spec})[""]
+        if spec.dtype.is_floating_point:
+            value.normal_()
+        elif spec.dtype == torch.bool and value.dim():
+            value[..., value.shape[-1] - value.shape[-1] // 4 :] = True
+        elif spec.dtype != torch.bool and drawn:
+            value.random_(1, most + 1)
+        yield value.requires_grad_(spec.requires_grad)
