@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from varuna_capslog.variants.attention import AttentionCore, ChunkedAttention, EagerAttention, SdpaAttention, put_in
+from varuna_capslog.variants.attention import (
+    AttentionCore,
+    ChunkedAttention,
+    EagerAttention,
+    SdpaAttention,
+    SplitKeysAttention,
+    put_in,
+)
 
 
 def inputs(queries: int, keys: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -39,17 +46,55 @@ def test_chunks_are_exact_in_float64(queries: int, keys: int, size: int, padded:
         assert (ours - expected).abs().max() <= 1e-12
 
 
-def test_large_scores_are_exact_too() -> None:
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3, 20])
+@pytest.mark.parametrize(("queries", "keys"), [(7, 7), (7, 4), (1, 9)])
+def test_chunks_of_keys_are_merged_exactly(queries: int, keys: int, size: int, padded: bool) -> None:
+    """Padding hides all keys but the first of the second sample: whole chunks of keys are hidden."""
+    padding = padding_of(keys) if padded else None
+    whole = results(EagerAttention(), inputs(queries, keys), padding)
+    split = results(SplitKeysAttention(queries=3, keys=size), inputs(queries, keys), padding)
+    for ours, expected in zip(split, whole, strict=True):
+        assert (ours - expected).abs().max() <= 1e-12
+
+
+def test_keys_that_are_hidden_before_the_first_that_is_seen_count_nothing() -> None:
+    hidden = torch.arange(9)[None] < torch.tensor([[5], [0]])
+    whole, split = (
+        results(core, inputs(4, 9), hidden) for core in (EagerAttention(), SplitKeysAttention(queries=2, keys=2))
+    )
+    for ours, expected in zip(split, whole, strict=True):
+        assert (ours - expected).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("core", "most"), [(ChunkedAttention(queries=4), 1e-12), (SplitKeysAttention(queries=4, keys=2), 1e-8)]
+)
+def test_large_scores_are_exact_too(core: AttentionCore, most: float) -> None:
+    """Where keys are split, gradients are as exact as 1e-12 of the queries, of 1e4, by which they are multiplied."""
     q, k, v = (tensor.detach() for tensor in inputs(6, 6))
     given = [(q * 1e4).requires_grad_(), k.requires_grad_(), v.requires_grad_()]
-    for ours, expected in zip(
-        results(ChunkedAttention(queries=4), given, None), results(EagerAttention(), given, None), strict=True
-    ):
-        torch.testing.assert_close(ours, expected, atol=1e-12, rtol=1e-12)
+    for ours, expected in zip(results(core, given, None), results(EagerAttention(), given, None), strict=True):
+        torch.testing.assert_close(ours, expected, atol=most, rtol=1e-12)
 
 
-def test_the_backward_drops_the_entries_that_the_forward_dropped() -> None:
-    core = ChunkedAttention(0.4, queries=2)
+def test_logits_get_what_is_added_in_every_shape_and_one_that_takes_a_gradient_is_refused() -> None:
+    for shape in ((2, 1, 7, 9), (1, 1, 7, 9), (1, 3, 1, 9), (2, 3, 7, 1)):
+        bias, found = torch.randn(shape, dtype=torch.float64), []
+        for core in (EagerAttention(), SdpaAttention(), ChunkedAttention(queries=2), SplitKeysAttention(0.0, 2, 4)):
+            given = inputs(7, 9)
+            out = core.attend(*given, bias, 0.3)
+            found.append([out, *torch.autograd.grad(out.square().sum(), given)])
+        for other in found[1:]:
+            for ours, expected in zip(other, found[0], strict=True):
+                assert (ours - expected).abs().max() <= 1e-12
+    with pytest.raises(RuntimeError, match="no gradient of what is added to the logits"):
+        ChunkedAttention().attend(*inputs(7, 9), torch.zeros(1, 1, 7, 9, requires_grad=True), 1.0)
+
+
+@pytest.mark.parametrize("keys", [None, 3])
+def test_the_backward_drops_the_entries_that_the_forward_dropped(keys: int | None) -> None:
+    core = ChunkedAttention(0.4, queries=2, keys=keys)
 
     def seeded(*given: Tensor) -> Tensor:
         torch.manual_seed(3)

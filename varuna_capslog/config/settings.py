@@ -271,8 +271,8 @@ class Config(Section):
     """What happens when devices leave or join."""
 
     variants: dict[str, str] = Field(default_factory=dict)
-    """Pattern of layers' names -> how these layers are computed: eager, sdpa or chunked attention, or a variant of
-    your own (docs/your-model.md). Where several patterns match a layer, the last one counts."""
+    """Pattern of layers' names -> how these layers are computed: eager, sdpa, chunked, split-keys, channels-last,
+    bfloat16, or a way of your own (docs/your-model.md). Where several patterns match a layer, the last one counts."""
 
     numerics: Literal["same", "close", "loose"] = "same"
     """How far variants may be from the layers as the model's own keys have them: same bits, close (1e-5) or loose

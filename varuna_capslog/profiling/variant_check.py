@@ -24,7 +24,7 @@ from varuna_capslog.model.workload import Workload
 from varuna_capslog.profiling.skeleton import real_tensors, skeleton
 from varuna_capslog.profiling.trim import dummy_inputs
 from varuna_capslog.variants.check import difference
-from varuna_capslog.variants.registry import NUMERICS, TOLERANCES, known_variants, matched
+from varuna_capslog.variants.registry import NUMERICS, TOLERANCES, apply_variants, known_variants, matched
 
 __all__ = ["VariantCheck", "check_variants", "checked_choices", "plain_chain"]
 
@@ -93,8 +93,9 @@ def checked_choices(workload: Workload, microbatch_size: int) -> tuple[dict[str,
     Raises:
         CapslogError: as `registry.apply_variants`.
     """
-    workload.chosen_chain()  # refuses what is not allowed
     chain = plain_chain(workload)
+    copies = [(layer.name, copy.deepcopy(layer.module)) for layer in chain.layers]
+    apply_variants(copies, workload.variants, workload.numerics)  # refuses what is not allowed
     chosen = matched([layer.name for layer in chain.layers], workload.variants)
     found = check_variants(chain, chosen, workload.profile_inputs(microbatch_size))
     failed = {layer for one in found if one.fault for layer in one.layers}

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["AttentionCore", "ChunkedAttention", "EagerAttention", "SdpaAttention", "put_in"]
+__all__ = ["AttentionCore", "ChunkedAttention", "EagerAttention", "SdpaAttention", "SplitKeysAttention", "put_in"]
 
 QUERIES = 256
 """Queries of one chunk: maps of [256, keys] are small beside the layer's other tensors, and fill a device."""
+KEYS = 1024
+"""Keys of one chunk where they are split as well."""
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -37,6 +39,14 @@ class AttentionCore(nn.Module):
 
         Returns [B, H, T, D].
         """
+        bias = None if padding is None else _bias(padding, q.dtype)
+        return self.attend(q, k, v, bias, 1 / math.sqrt(q.shape[-1]))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+        """softmax(scale q k^T + bias) v.
+
+        Args: q, k, v as of `forward`; bias: as wide as [B, H, T, S], or 1 where it is the same, without a gradient.
+        """
         raise NotImplementedError
 
 
@@ -46,14 +56,12 @@ class EagerAttention(AttentionCore):
     So does `nn.MultiheadAttention` when asked for its weights.
     """
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None = None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
         """See `AttentionCore`."""
         batch, heads = q.shape[:2]
-        q, k, v = (x.flatten(0, 1) for x in (q * (1 / math.sqrt(q.shape[-1])), k, v))
-        if padding is None:
-            maps = torch.bmm(q, k.transpose(1, 2))
-        else:
-            maps = torch.baddbmm(_bias(padding, heads, q.dtype), q, k.transpose(1, 2))
+        rows = None if bias is None else bias.expand(batch, heads, *bias.shape[2:]).flatten(0, 1)
+        q, k, v = (x.flatten(0, 1) for x in (q * scale, k, v))
+        maps = torch.bmm(q, k.transpose(1, 2)) if rows is None else torch.baddbmm(rows, q, k.transpose(1, 2))
         # One name for all three: each map is as large as all else together, and must go as soon as the next is there.
         maps = maps.softmax(-1)
         maps = F.dropout(maps, self.rate, self.training)
@@ -65,85 +73,167 @@ class SdpaAttention(AttentionCore):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None = None) -> Tensor:
         """See `AttentionCore`."""
-        seen = None if padding is None else ~padding[:, None, None, :]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=self.rate if self.training else 0.0)
+        return self._attend(q, k, v, None if padding is None else ~padding[:, None, None, :], None)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+        """See `AttentionCore`."""
+        return self._attend(q, k, v, bias, scale)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+        rate = self.rate if self.training else 0.0
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=rate, scale=scale)
 
 
 class ChunkedAttention(AttentionCore):
     """The maps of `queries` queries at a time. The backward computes each again, so that none is kept.
 
     A row of the map depends on one query alone: every output is the one of `EagerAttention`. The gradients of keys and
-    values are sums over the chunks, first chunk first. The same idea, with the keys in chunks too: Rabe and Staats,
-    "Self-attention Does Not Need O(n^2) Memory" (2021).
+    values are sums over the chunks, first chunk first. With `keys` each chunk also sees so many keys at a time, and
+    what it has of them is merged: of the largest logit m so far and the sum l of exp(logit - m), either part counts
+    with exp(its m - the larger m). Both ideas: Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory" (2021).
+
+    Args:
+        queries: of one chunk.
+        keys: of one chunk; None: all.
     """
 
-    def __init__(self, rate: float = 0.0, queries: int = QUERIES) -> None:
+    def __init__(self, rate: float = 0.0, queries: int = QUERIES, keys: int | None = None) -> None:
         super().__init__(rate)
-        self.queries = queries
+        self.queries, self.keys = queries, keys
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None = None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
         """See `AttentionCore`."""
-        batch, heads = q.shape[:2]
-        q, k, v = (x.flatten(0, 1) for x in (q * (1 / math.sqrt(q.shape[-1])), k, v))
-        bias = None if padding is None else _bias(padding, heads, q.dtype)
-        rate = self.rate if self.training else 0.0
-        return _InChunks.apply(q, k, v, bias, rate, self.queries).unflatten(0, (batch, -1))
+        if bias is not None and bias.requires_grad:
+            raise RuntimeError("attention in chunks has no gradient of what is added to the logits")
+        heads, rate = q.shape[:2], self.rate if self.training else 0.0
+        q, k, v = (x.flatten(0, 1) for x in (q * scale, k, v))
+        keys = k.shape[1] if self.keys is None else self.keys
+        return _InChunks.apply(q, k, v, bias, rate, (self.queries, keys), heads).unflatten(0, heads)
+
+
+class SplitKeysAttention(ChunkedAttention):
+    """`ChunkedAttention` of `QUERIES` queries and `KEYS` keys at a time."""
+
+    def __init__(self, rate: float = 0.0, queries: int = QUERIES, keys: int = KEYS) -> None:
+        super().__init__(rate, queries, keys)
 
 
 class _InChunks(torch.autograd.Function):
-    """Chunked attention of scaled queries q [N, T, D], keys and values [N, S, D] and what is added to each row."""
+    """Chunked attention of scaled queries q [N, T, D], keys and values [N, S, D] and what is added to the logits.
+
+    sizes: queries and keys of a chunk. heads: (B, H), whose product is N.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, rate: float, queries: int) -> Tensor:
-        ctx.save_for_backward(q, k, v, bias)
-        ctx.rate, ctx.queries, ctx.random = rate, queries, _random_state(q) if rate else None
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        rate: float,
+        sizes: tuple[int, int],
+        heads: tuple[int, int],
+    ) -> Tensor:
+        ctx.rate, ctx.sizes, ctx.heads, ctx.random = rate, sizes, heads, _random_state(q) if rate else None
         found = q.new_empty(*q.shape[:2], v.shape[-1])
+        most, sums = (q.new_empty(*q.shape[:2], 1, dtype=_wide(q)) for _ in range(2))
         with torch.autocast(q.device.type, enabled=False):
-            for part, out in zip(q.split(queries, 1), found.split(queries, 1), strict=True):
-                maps = _maps(part, k, bias)
-                if rate:
-                    maps *= _kept(maps, rate)
-                out.copy_(torch.bmm(maps.to(v.dtype), v))
+            for rows in _chunks(q.shape[1], sizes[0]):
+                merged = _Merged(found[:, rows], most[:, rows], sums[:, rows])
+                for columns in _chunks(k.shape[1], sizes[1]):
+                    logits = _logits(q[:, rows], k[:, columns], bias, rows, columns, heads)
+                    merged.add(logits, v[:, columns], rate)
+                merged.finish()
+        ctx.save_for_backward(q, k, v, bias, found, most, sums)
         return found
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, bias = ctx.saved_tensors
-        wide = torch.float32 if q.dtype in _HALVES else q.dtype
-        of_q, of_k, of_v = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+        q, k, v, bias, found, most, sums = ctx.saved_tensors
+        wide = _wide(q)
+        of_q, of_k, of_v = (torch.zeros_like(one, dtype=wide) for one in (q, k, v))
         devices = [q.device] if q.is_cuda else []
         with torch.autocast(q.device.type, enabled=False), torch.random.fork_rng(devices, enabled=ctx.rate > 0):
             if ctx.rate:
                 _set_random_state(q, ctx.random)
-            parts = (tensor.split(ctx.queries, 1) for tensor in (q, gradient, of_q))
-            for part, upper, out in zip(*parts, strict=True):
-                maps = _maps(part, k, bias)
-                of_maps = torch.bmm(upper, v.transpose(1, 2)).to(maps.dtype)
-                dropped = maps
-                if ctx.rate:
-                    kept = _kept(maps, ctx.rate)
-                    of_maps *= kept
-                    dropped = maps * kept
-                of_v += torch.bmm(dropped.to(v.dtype).transpose(1, 2), upper)
-                # the softmax's own backward: maps * (of_maps - the row's sum of of_maps * maps)
-                of_maps -= (of_maps * maps).sum(-1, keepdim=True)
-                of_maps = of_maps.mul_(maps).to(k.dtype)
-                out.copy_(torch.bmm(of_maps, k))
-                of_k += torch.bmm(of_maps.transpose(1, 2), part)
-        return of_q, of_k.to(k.dtype), of_v.to(v.dtype), None, None, None
+            for rows in _chunks(q.shape[1], ctx.sizes[0]):
+                part, upper, parts = q[:, rows], gradient[:, rows], _chunks(k.shape[1], ctx.sizes[1])
+                # the row's sum of of_maps * maps over all keys
+                of_row = (upper.to(wide) * found[:, rows].to(wide)).sum(-1, keepdim=True)
+                for columns in parts:
+                    maps = _logits(part, k[:, columns], bias, rows, columns, ctx.heads)
+                    maps = maps.sub_(most[:, rows]).exp_().div_(sums[:, rows])
+                    of_maps = torch.bmm(upper, v[:, columns].transpose(1, 2)).to(wide)
+                    dropped = maps
+                    if ctx.rate:
+                        kept = _kept(maps, ctx.rate)
+                        of_maps *= kept
+                        dropped = maps * kept
+                    of_v[:, columns] += torch.bmm(dropped.to(v.dtype).transpose(1, 2), upper)
+                    if len(parts) == 1:  # the same sum, whose rounding cancels where one key outweighs all others
+                        of_row = (of_maps * maps).sum(-1, keepdim=True)
+                    # the softmax's own backward
+                    of_maps = of_maps.sub_(of_row).mul_(maps).to(k.dtype)
+                    of_q[:, rows] += torch.bmm(of_maps, k[:, columns])
+                    of_k[:, columns] += torch.bmm(of_maps.transpose(1, 2), part)
+        return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None, None, None, None
 
 
-def _bias(padding: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-    """[B * heads, 1, S]: minus infinity where a key must not be seen, else 0."""
-    bias = torch.zeros_like(padding, dtype=dtype).masked_fill(padding, -math.inf)
-    return bias[:, None].expand(-1, heads, -1).flatten(0, 1)[:, None]
+class _Merged:
+    """Some rows of the output, from one chunk of keys after the other.
+
+    out: [N, rows, D], the rows' outputs, written by `finish`. most, sums: [N, rows, 1], the largest logit of each row,
+    and the sum of exp(logit - the largest). Where all keys are hidden both outputs and gradients are no numbers, as
+    those of a softmax are.
+    """
+
+    def __init__(self, out: Tensor, most: Tensor, sums: Tensor) -> None:
+        self._out, self._most, self._sums = out, most.fill_(-math.inf), sums.zero_()
+        self._total: Tensor | None = None
+
+    def add(self, logits: Tensor, v: Tensor, rate: float) -> None:
+        """logits: [N, rows, keys], overwritten. v: [N, keys, D]."""
+        most = torch.maximum(self._most, logits.amax(-1, keepdim=True))
+        shift = most.masked_fill(most == -math.inf, 0.0)  # no key is seen so far
+        maps = logits.sub_(shift).exp_()
+        before = (self._most - shift).exp_()
+        self._sums.mul_(before).add_(maps.sum(-1, keepdim=True))
+        self._most.copy_(most)
+        if rate:
+            maps *= _kept(maps, rate)
+        new = torch.bmm(maps.to(v.dtype), v).to(maps.dtype)
+        self._total = new if self._total is None else self._total.mul_(before).add_(new)
+
+    def finish(self) -> None:
+        """Writes the output."""
+        assert self._total is not None, "there is a key"
+        self._out.copy_(self._total / self._sums)
 
 
-def _maps(part: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
-    """[N, queries, S], float32 for halves."""
-    maps = torch.bmm(part, k.transpose(1, 2)) if bias is None else torch.baddbmm(bias, part, k.transpose(1, 2))
-    return maps.softmax(-1, torch.float32 if part.dtype in _HALVES else part.dtype)
+def _chunks(count: int, size: int) -> list[slice]:
+    return [slice(begin, min(begin + size, count)) for begin in range(0, count, size)]
+
+
+def _wide(q: Tensor) -> torch.dtype:
+    return torch.float32 if q.dtype in _HALVES else q.dtype
+
+
+def _bias(padding: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, 1, 1, S]: minus infinity where a key must not be seen, else 0."""
+    return torch.zeros_like(padding, dtype=dtype).masked_fill(padding, -math.inf)[:, None, None]
+
+
+def _logits(
+    part: Tensor, k: Tensor, bias: Tensor | None, rows: slice, columns: slice, heads: tuple[int, int]
+) -> Tensor:
+    """[N, rows, columns], float32 for halves."""
+    logits = torch.bmm(part, k.transpose(1, 2)).to(_wide(part))
+    if bias is not None:
+        own = bias[:, :, rows if bias.shape[2] > 1 else slice(None), columns if bias.shape[3] > 1 else slice(None)]
+        logits.unflatten(0, heads).add_(own)
+    return logits
 
 
 def _kept(maps: Tensor, rate: float) -> Tensor:

@@ -18,7 +18,9 @@ from torch import nn
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.variants.attention import ChunkedAttention, EagerAttention, SdpaAttention, put_in
+from varuna_capslog.variants.attention import ChunkedAttention, EagerAttention, SdpaAttention, SplitKeysAttention
+from varuna_capslog.variants.captured import attention_everywhere
+from varuna_capslog.variants.wrapped import in_bfloat16, in_channels_last
 
 __all__ = ["NUMERICS", "TOLERANCES", "Variant", "apply_variants", "known_variants", "matched", "register"]
 
@@ -49,13 +51,19 @@ class Variant:
         fields.choice(self.numerics, f"numerics of variant {self.name!r}", allowed=tuple(NUMERICS))
 
 
+_ATTENTION = {
+    "eager": EagerAttention,
+    "sdpa": SdpaAttention,
+    "chunked": ChunkedAttention,
+    "split-keys": SplitKeysAttention,
+}
 _registered: dict[str, Variant] = {
-    one.name: one
-    for one in (
-        Variant("eager", "close", functools.partial(put_in, kind=EagerAttention)),
-        Variant("sdpa", "close", functools.partial(put_in, kind=SdpaAttention)),
-        Variant("chunked", "close", functools.partial(put_in, kind=ChunkedAttention)),
-    )
+    **{
+        name: Variant(name, "close", functools.partial(attention_everywhere, kind=kind))
+        for name, kind in _ATTENTION.items()
+    },
+    "channels-last": Variant("channels-last", "close", in_channels_last),
+    "bfloat16": Variant("bfloat16", "loose", in_bfloat16),
 }
 
 

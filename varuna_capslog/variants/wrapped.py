@@ -1,0 +1,66 @@
+"""Whole layers that run in another memory format, or in another type, inside, and give what the plain layer gives.
+
+The layer's module keeps all that it holds; it gets a class whose `forward` runs the plain one in between. Conversions
+at its borders are a part of the layer, and so of its costs: neighbours see tensors as before.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+__all__ = ["in_bfloat16", "in_channels_last"]
+
+
+class _ChannelsLast(nn.Module):
+    def forward(self, *tensors: Any) -> Any:
+        found = super().forward(*(_laid_out(one, torch.channels_last) for one in tensors))
+        if isinstance(found, Tensor):
+            return _laid_out(found, torch.contiguous_format)
+        return tuple(_laid_out(one, torch.contiguous_format) for one in found)
+
+
+def _laid_out(tensor: Any, memory_format: torch.memory_format) -> Any:
+    of_image = isinstance(tensor, Tensor) and tensor.dim() == 4 and tensor.is_floating_point()
+    return tensor.contiguous(memory_format=memory_format) if of_image else tensor
+
+
+class _Bfloat16(nn.Module):
+    def forward(self, *tensors: Any) -> Any:
+        device = next((one.device.type for one in tensors if isinstance(one, Tensor)), "cpu")
+        if torch.is_autocast_enabled(device):  # the whole run is
+            return super().forward(*tensors)
+        with torch.autocast(device, torch.bfloat16):
+            found = super().forward(*tensors)
+        return _wide(found) if isinstance(found, Tensor) else tuple(map(_wide, found))
+
+
+def _wide(tensor: Any) -> Any:
+    return tensor.float() if isinstance(tensor, Tensor) and tensor.dtype == torch.bfloat16 else tensor
+
+
+@functools.lru_cache(maxsize=1024)
+def _class(kind: Any, plain: Any) -> Any:
+    return type(f"{kind.__name__[1:]}{plain.__name__}", (kind, plain), {})
+
+
+def _wrap(layer: nn.Module, kind: type[nn.Module]) -> int:
+    if isinstance(layer, kind):
+        return 0
+    layer.__class__ = _class(kind, type(layer))
+    return 1
+
+
+def in_channels_last(layer: nn.Module) -> int | None:
+    """Convolutions of images work on [B, H, W, C] in memory, as many kernels want it; None without such ones."""
+    return _wrap(layer, _ChannelsLast) if any(isinstance(one, nn.Conv2d) for one in layer.modules()) else None
+
+
+def in_bfloat16(layer: nn.Module) -> int | None:
+    """What torch's autocast takes for safe runs in bfloat16; parameters and outputs stay float32. None without any."""
+    floats = [one for one in layer.parameters() if one.dtype == torch.float32 and one.dim() > 1]
+    graphs = any(isinstance(one, fx.GraphModule) for one in layer.modules())
+    return _wrap(layer, _Bfloat16) if floats or graphs else None
