@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.engine import models
 from varuna_capslog.base.errors import CapslogError, PeerLost
-from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.communicator import Communicator, connect_group
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.learning_rate import LearningRate
 from varuna_capslog.engine.options import EngineOptions
@@ -178,6 +178,89 @@ def test_a_watch_counts_from_the_last_progress() -> None:
         time.sleep(1.0)
     assert late == ["a long wait"]
     progress.close()
+
+
+class Sluggish:
+    """A group with the manners that only NCCL has, not the stand-in: it connects in its first message, and may take its
+    time to end.
+
+    Args:
+        connects, ends: what its first message and its end wait for.
+    """
+
+    def __init__(self, connects: threading.Event, ends: threading.Event) -> None:
+        self.connects, self.ends = connects, ends
+        self.begun, self.aborted = threading.Event(), 0
+
+    def send(self, tensors: list[torch.Tensor], number: int, tag: int) -> Any:
+        self.begun.set()
+        assert self.connects.wait(10)
+        done: Future[None] = Future()
+        done.set_result(None)
+        done.wait = done.result  # type: ignore[attr-defined]
+        return done
+
+    recv = send
+
+    def abort(self) -> None:
+        self.ends.wait(10)
+        self.aborted += 1
+
+
+def happened() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event
+
+
+def test_a_group_that_connects_after_the_abort_is_ended_too() -> None:
+    """NCCL's abort ends what is connected by then; the first message may be connecting still."""
+    connects = threading.Event()
+    group = Sluggish(connects, happened())
+    groups = PairGroups(0, dist.HashStore(), SECONDS, CPU, lambda doing: None)
+    groups.begin([(0, 1)], lambda store, number, timeout: group)
+    assert group.begun.wait(5)
+    groups.abort()
+    assert group.aborted == 1
+    connects.set()
+    until = time.monotonic() + 5
+    while not groups.settled and time.monotonic() < until:
+        time.sleep(0.01)
+    assert group.aborted == 2
+
+
+def test_every_abort_waits_until_the_groups_have_ended(threads: ThreadPoolExecutor) -> None:
+    """Else one thread would go on with the memory that the group of another thread's abort still writes to."""
+    ends = threading.Event()
+    group = Sluggish(happened(), ends)
+    groups = PairGroups(0, dist.HashStore(), SECONDS, CPU, lambda doing: None)
+    groups.begin([(0, 1)], lambda store, number, timeout: group)
+    groups.wait((0, 1))
+    both = [threads.submit(groups.abort) for _ in range(2)]
+    time.sleep(0.2)
+    assert not any(one.done() for one in both)
+    ends.set()
+    for one in both:
+        one.result(timeout=5)
+    assert group.aborted == 1
+    with pytest.raises(RuntimeError, match="were aborted"):
+        groups.route(0, 1)
+
+
+def test_peers_learn_of_an_abort_though_a_group_of_two_waits_for_them_to_end_it(threads: ThreadPoolExecutor) -> None:
+    """Some versions of NCCL end a communicator only together: the vote must fail first, so that the peer ends its."""
+    store, ends = dist.HashStore(), threading.Event()
+    ranks = list(threads.map(lambda rank: connect_group(store, "g", rank, 2, 20), range(2)))
+    group = Sluggish(happened(), ends)
+    ranks[0].open_pair_groups([(0, 1)], lambda store, number, timeout: group, CPU)
+    ranks[1].abort_with(ends.set)
+    vote = threads.submit(ranks[1].barrier)
+    time.sleep(0.1)
+    began = time.monotonic()
+    ranks[0].abort()
+    with pytest.raises(PeerLost):
+        vote.result(timeout=10)
+    assert time.monotonic() - began < 3, "else it waits out the seconds that are granted to an abort"
 
 
 def test_an_error_about_noise_is_the_loss_of_a_peer() -> None:

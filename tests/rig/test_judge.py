@@ -161,6 +161,12 @@ def nobody_begins(run):
     del run.opened[3:]
 
 
+def keeps_groups(run):
+    run.opened += [
+        dataclasses.replace(run.opened[4], time=8.6 + n / 10, left=left) for n, left in enumerate((2, 3, 1, 4))
+    ]
+
+
 def goes_back(run, redundancy, **values):
     """After step 4 generation 2 goes back to step 0."""
     record = dataclasses.replace(run.founded[1][0], regress=True, **values)
@@ -197,6 +203,7 @@ def goes_back(run, redundancy, **values):
         (nobody_lost, "none of its members was lost and all of them had made more"),
         (voted_change, "generation 1 had made step 4, none of its members was lost and it ended by a vote"),
         (nobody_begins, "nobody has begun generation 3"),
+        (keeps_groups, "c had 1 groups of older generations open at each of 4 openings"),
     ],
 )
 def test_every_breach_is_found(breach, words):

@@ -262,8 +262,8 @@ class Communicator:
             host = pinned
         if host.numel() == 0:
             return Pending(self, None, peer, doing, host, host.device)
-        group, number = self._route(self.rank, peer)
         try:
+            group, number = self._route(self.rank, peer)
             work = group.send([_wire(host)], number, tag)
         except RuntimeError as error:
             raise self._lost(error, doing, peer) from error
@@ -278,8 +278,8 @@ class Communicator:
         buffer = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=where, pin_memory=staged)
         if buffer.numel() == 0:
             return Pending(self, None, peer, doing, buffer, device)
-        group, number = self._route(peer, self.rank)
         try:
+            group, number = self._route(peer, self.rank)
             work = group.recv([_wire(buffer)], number, tag)
         except RuntimeError as error:
             raise self._lost(error, doing, peer) from error
@@ -384,16 +384,19 @@ class Communicator:
         """Ends every pending and every later operation, here and at the peers, within some milliseconds.
 
         From any thread, also while another one is blocked; what was pending raises PeerLost there, as does everything
-        asked for later. Nothing in torch interrupts a blocked wait of gloo, but gloo closes all connections of a group
-        in which a wait times out: so a receive for a message that no rank sends is given a millisecond. A peer that
-        waits for another peer gets its error when that one aborts, which it does as soon as it loses a message.
+        asked for later. The gloo group ends first: its peers then abort what they have, for which the end of a pair
+        group may have to wait.
+
+        Nothing in torch interrupts a blocked wait of gloo, but gloo closes all connections of a group in which a wait
+        times out: so a receive for a message that no rank sends is given a millisecond. A peer that waits for another
+        peer gets its error when that one aborts, which it does as soon as it loses a message.
         """
         self.aborted = True
-        for end in self._beside:
-            end()
         with self._aborting:
             if self._group is not None:
                 _end(self._group, [rank for rank in range(self.world_size) if rank != self.rank])
+        for end in self._beside:
+            end()
 
     def abort_with(self, end: Callable[[], None]) -> None:
         """Calls `end` whenever this communicator is aborted, from the thread that does it; at once, if it was."""

@@ -87,8 +87,10 @@ def check_devices(transport: str, device: torch.device, local_rank: int) -> None
 
 
 def _open_nccl(store: dist.Store, number: int, timeout: datetime.timedelta) -> PairGroup:
-    # else torch ends the whole process where a message is late; here a late message ends a generation
+    # else torch ends the whole process where a message is late, or where an abort does not return; here a late message
+    # ends a generation (both variables are described in torch's ProcessGroupNCCL.hpp)
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     # a backend has the methods of a group, whatever torch's stubs say
@@ -120,6 +122,7 @@ class PairGroups:
         self._groups: dict[tuple[int, int], PairGroup] = {}
         self._begun: dict[tuple[int, int], Future[None]] = {}
         self._lock, self._aborted = threading.Lock(), threading.Event()
+        self._ending: list[threading.Thread] = []
         self.progress = Progress(timeout.total_seconds(), device, late)
 
     def begin(self, pairs: Iterable[tuple[int, int]], opener: Opener) -> None:
@@ -160,39 +163,65 @@ class PairGroups:
         sends = pair[0] == self._rank
         group = opener(dist.PrefixStore(f"{pair[0]}-{pair[1]}", self._store), 0 if sends else 1, self._timeout)
         with self._lock:
-            self._groups[pair] = group
             aborted = self._aborted.is_set()
-        if aborted:
-            group.abort()
-            return
-        # NCCL connects at the first message
-        first = torch.zeros(1, dtype=torch.uint8, device=self._device)
-        with self.progress.waiting(f"opening a group with rank {sum(pair) - self._rank}"):
-            work = group.send([first], 1, 0) if sends else group.recv([first], 0, 0)
-            work.wait()
+            if not aborted:
+                self._groups[pair] = group
+        try:
+            if not aborted:
+                self._meet(group, sum(pair) - self._rank, sends)
+        finally:
+            if self._aborted.is_set():  # once more: NCCL connects in the first message, also after an abort
+                self._end(group)
+
+    def _meet(self, group: PairGroup, peer: int, sends: bool) -> None:
+        """Sends or receives a first message: only with it does NCCL connect."""
+        with contextlib.ExitStack() as stack:
             if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+                # a stream of its own: the stream of a training beside this must not wait for a peer that is yet to come
+                stream = torch.cuda.Stream(self._device)
+                stack.enter_context(torch.cuda.stream(stream))
+                stack.callback(stream.synchronize)
+            first = torch.zeros(1, dtype=torch.uint8, device=self._device)
+            with self.progress.waiting(f"opening a group with rank {peer}"):
+                work = group.send([first], 1, 0) if sends else group.recv([first], 0, 0)
+                work.wait()
 
     def route(self, source: int, destination: int) -> tuple[PairGroup, int]:
-        """The group that carries messages from one rank to the other, and the other's number in it."""
-        return self._groups[source, destination], 1 if source == self._rank else 0
+        """The group that carries messages from one rank to the other, and the other's number in it.
+
+        Raises:
+            RuntimeError: all groups were aborted.
+        """
+        group = self._groups.get((source, destination))
+        if group is None and self._aborted.is_set():
+            raise RuntimeError("the groups of this generation were aborted")
+        assert group is not None, f"no group was opened from rank {source} to rank {destination}"
+        return group, 1 if source == self._rank else 0
 
     def abort(self) -> None:
-        """Ends everything that is open or being opened; from any thread, also once more.
+        """Ends everything that is open or being opened; from any thread, also once more: every call waits for the end.
 
         All groups at a time: some versions of NCCL wait until the peer has aborted its side, too, and some never
-        return, which are left alone after some seconds.
+        return, which are left alone after some seconds. A group that has ended is kept by nothing here.
         """
         self.progress.close()
         with self._lock:
             self._aborted.set()
-            groups = [*self._groups.values()]
-        threads = [threading.Thread(target=group.abort, name="end-pair", daemon=True) for group in groups]
-        for thread in threads:
-            thread.start()
+            groups, self._groups = [*self._groups.values()], {}
+            begun = [threading.Thread(target=self._end, args=(one,), name="end-pair", daemon=True) for one in groups]
+            for thread in begun:
+                thread.start()
+            self._ending += begun
+            ending = [*self._ending]
         until = time.monotonic() + _ABORT_SECONDS
-        for thread in threads:
+        for thread in ending:
             thread.join(max(0.0, until - time.monotonic()))
+
+    def _end(self, group: PairGroup) -> None:
+        with contextlib.suppress(RuntimeError):  # it is of no more use; if the device has failed, others will see it
+            group.abort()
+        if self._device.type == "cuda":  # what an aborted kernel was writing to may be used again only after it
+            torch.cuda.synchronize(self._device)
 
 
 class Progress:

@@ -16,17 +16,25 @@ from varuna_capslog.membership.generation import Generation, Member, Stamp
 __all__ = ["NetworkPartition", "Opened", "Segment", "Stepped", "Truth", "judge", "read_segment"]
 
 _MOST = 20
+_OPENINGS = 4
+"""A group of two ranks that is being ended may be there still when the next generation is opened; one that is there at
+so many openings in a row was forgotten."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A member has begun a generation."""
+    """A member has begun a generation.
+
+    Attributes:
+        left: groups of two ranks in its process that are not of this generation; counted with the stand-in for NCCL.
+    """
 
     member: Member
     generation: int
     base: Stamp
     members: tuple[Member, ...]
     time: float
+    left: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,9 +100,8 @@ def read_segment(lines: Iterable[Mapping[str, Any]], segment: Segment) -> None:
     """Adds the lines that watched members left."""
     for line in lines:
         if line["kind"] == "open":
-            found = Opened(
-                line["member"], line["generation"], Stamp(*line["base"]), tuple(line["members"]), line["time"]
-            )
+            base, members = Stamp(*line["base"]), tuple(line["members"])
+            found = Opened(line["member"], line["generation"], base, members, line["time"], line.get("left", 0))
             segment.opened.append(found)
         elif line["kind"] == "step":
             segment.stepped.append(
@@ -137,6 +144,7 @@ def judge(
         found += [name + text for text in _lineage(segment)]
         found += [name + text for text in _taken_back(segment, settled_within, redundancy)]
         found += [name + text for text in _sides(segment)]
+        found += [name + text for text in _left_behind(segment)]
     found += _history(segments, last)
     for layer in sorted(set(truth.weights) | set(weights)):
         if truth.weights.get(layer) != weights.get(layer):
@@ -326,6 +334,22 @@ def _sides(segment: Segment) -> Iterable[str]:
         for member, count in steps.items():
             if count > 1:
                 yield f"{member} applied {count} steps while it was cut off from the rest and from the store"
+
+
+def _left_behind(segment: Segment) -> Iterable[str]:
+    """No member keeps groups of two ranks of generations that have ended."""
+    openings: dict[Member, list[Opened]] = defaultdict(list)
+    for one in sorted(segment.opened, key=lambda one: one.time):
+        openings[one.member].append(one)
+    for member, mine in openings.items():
+        for last in range(_OPENINGS, len(mine) + 1):
+            least = min(one.left for one in mine[last - _OPENINGS : last])
+            if least > 0:
+                yield (
+                    f"{member} had {least} groups of older generations open at each of {_OPENINGS} openings, "
+                    f"the last of generation {mine[last - 1].generation}"
+                )
+                break
 
 
 def _history(segments: Sequence[Segment], last: int) -> Iterable[str]:

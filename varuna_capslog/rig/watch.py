@@ -20,7 +20,7 @@ from typing import Any
 
 from varuna_capslog.elastic.member.work import LayerState, Opening
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.rig import relayed
+from varuna_capslog.rig import nccl_manners, relayed
 from varuna_capslog.rig.drawing import DrawingWork
 from varuna_capslog.rig.faults import Fault, Instructions
 from varuna_capslog.start import member_worker as worker
@@ -58,9 +58,9 @@ class WatchedWork(DrawingWork):
         super().open(opening, communicator, states)
         self._opened, self._own = opening.number, sorted(states)
         ways = self._running.layout.layers_of_ways
-        self._record(
-            "open", generation=opening.number, base=list(opening.base), members=list(opening.members), ways=ways
-        )
+        own = sum(communicator.rank in pair for pair in self._running.pairs())
+        about = {"ways": ways, "left": max(0, nccl_manners.left_open() - own)}
+        self._record("open", generation=opening.number, base=list(opening.base), members=list(opening.members), **about)
 
     def apply(self, step: int) -> None:
         verdict = self.loop.verdict
