@@ -22,12 +22,14 @@ class Gpu:
         float32_flops: of the data sheet, per second, without tensor cores.
         tensor_flops: in TF32, dense, per second; 0 where there is none.
         bytes_per_second: of its memory, by the data sheet.
+        hopper: of the architecture Hopper or a later one, for which torch gives cuBLAS larger workspaces.
     """
 
     memory_gib: float
     float32_flops: float
     tensor_flops: float
     bytes_per_second: float
+    hopper: bool = False
 
     @property
     def memory_bytes(self) -> int:
@@ -48,8 +50,8 @@ GPUS = {
     "l40s": Gpu(44.3, 91.6e12, 183e12, 864e9),
     "rtx3090": Gpu(23.6, 35.6e12, 35.6e12, 936e9),
     "rtx4090": Gpu(23.6, 82.6e12, 82.6e12, 1008e9),
-    "h100-80gb": Gpu(79.1, 67e12, 494e12, 3350e9),
-    "h200": Gpu(139.7, 67e12, 494e12, 4800e9),
+    "h100-80gb": Gpu(79.1, 67e12, 494e12, 3350e9, True),
+    "h200": Gpu(139.7, 67e12, 494e12, 4800e9, True),
 }
 """By name, from the makers' data sheets (SXM modules where there are several)."""
 

@@ -192,7 +192,7 @@ class StepSearch:
 
     def _rehearsed(self, intervals: tuple[MemoryInterval, ...]) -> int:
         conditions = self._estimator.conditions
-        quirks, mode = Quirks(conditions.device), FakeTensorMode(allow_non_fake_inputs=True)
+        quirks, mode = Quirks(conditions.device, conditions.gpu), FakeTensorMode(allow_non_fake_inputs=True)
         with torch.random.fork_rng(devices=[]), mode, quirks.dispatch():
             chain = with_real_layers(self._estimator.chain, range(self._end + 1))
             parameters = list(chain.named_parameters().values())

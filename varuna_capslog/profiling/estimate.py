@@ -115,7 +115,7 @@ class StageEstimator:
     ) -> None:
         self.workload, self.grain = workload, grain
         conditions = conditions or RunConditions()
-        quirks = Quirks(conditions.device)
+        quirks = Quirks(conditions.device, conditions.gpu)
         self.speed = speed or speed_of(conditions.device, conditions.gpu)
         with torch.random.fork_rng(devices=[]):
             self.chain = skeleton(workload)
@@ -184,7 +184,7 @@ class StageEstimator:
         run, key = self._run(first, end), (self.run_key(first, end), self.speed)
         found = self._memo.runs.get(key)
         if found is None:
-            quirks = Quirks(self.conditions.device)
+            quirks = Quirks(self.conditions.device, self.conditions.gpu)
             loss = self._loss
             found = run_hollow(self._mode, self.chain, run, self.conditions, loss, quirks, self.speed, self.recipes)
             self._memo.runs[key] = found
@@ -202,7 +202,7 @@ class StageEstimator:
         run, key = self._run(first, end), ("halves", self.run_key(first, end), self.speed)
         found = self._memo.halves.get(key)
         if found is None:
-            quirks, loss = Quirks(self.conditions.device), self._loss
+            quirks, loss = Quirks(self.conditions.device, self.conditions.gpu), self._loss
             found = run_halves(self._mode, self.chain, run, self.conditions, loss, quirks, self.speed, self.recipes)
             self._memo.halves[key] = found
         return found
@@ -320,7 +320,7 @@ def _headroom(
     deciding = {stage.events: stage for stage in stages if 2 * stage.peak_bytes >= largest}
     picked = sorted(deciding.values(), key=lambda stage: -stage.peak_bytes)[:_SIMULATED]
     traces = [[stage, *(other.stage(*stage.layers) for other in others)] for stage in picked]
-    return state_headroom(device, transport, traces)
+    return state_headroom(device, transport, traces, estimator.conditions.gpu)
 
 
 def _key(estimator: StageEstimator, sizes: InputSizes, transport: str) -> dict[str, Any]:
@@ -370,7 +370,14 @@ def _run_key(chain: Chain, run: TrimmedRun, conditions: RunConditions, workload:
     return (
         key_of_range(chain, run.first, run.end, run.specs),
         (run.has_upstream, run.has_downstream),
-        (conditions.device, conditions.precision, conditions.recompute, conditions.stage_inputs, conditions.blocks),
+        (
+            conditions.device,
+            conditions.gpu,
+            conditions.precision,
+            conditions.recompute,
+            conditions.stage_inputs,
+            conditions.blocks,
+        ),
         str(conditions.recipe),
         None if run.has_downstream else (workload.loss_key(), conditions.microbatch_size),
     )

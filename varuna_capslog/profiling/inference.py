@@ -61,7 +61,7 @@ def estimate_inference(model: InferenceModel, served: Served) -> Profile:
         CapslogError: the model cannot be captured, or a layer cannot run on fake tensors; a cache is stated where the
             model says itself what it caches, or where no layer attends.
     """
-    size, quirks = served.microbatch_size, Quirks(served.device)
+    size, quirks = served.microbatch_size, Quirks(served.device, served.gpu)
     with torch.random.fork_rng(devices=[]):
         chain = skeleton(model, evaluates=True)
     inputs = model.profile_inputs(size)
@@ -75,7 +75,7 @@ def estimate_inference(model: InferenceModel, served: Served) -> Profile:
     for first, end in runs:
         key = key_of_range(chain, first, end, specs[first : end + 1])
         if key not in known:
-            fresh = Quirks(served.device)
+            fresh = Quirks(served.device, served.gpu)
             known[key] = run_forward(mode, chain, (first, end), specs[first], fresh, speed, recipes)
         found.append(known[key])
     conditions = RunConditions(served.device, size, shapes_of(inputs), recompute=False, stage_inputs="device")
@@ -97,7 +97,7 @@ def estimate_inference(model: InferenceModel, served: Served) -> Profile:
         "quirks_version": QUIRKS_VERSION,
         "torch": torch.__version__,
         "seconds": f"roofline({speed.name})",
-        "headroom": _headroom(found, served.device),
+        "headroom": _headroom(found, served),
         "sequence": model.tokens,
         CACHE_BYTES: _cache_bytes(model, served, found[: len(chain)]),
     }
@@ -124,15 +124,15 @@ def _cache_bytes(model: InferenceModel, served: Served, single: list[ForwardRun]
     return [stated * model.tokens if one.attends else 0 for one in single]
 
 
-def _headroom(found: list[ForwardRun], device: str) -> dict[str, Any]:
+def _headroom(found: list[ForwardRun], served: Served) -> dict[str, Any]:
     """What a device needs beyond a peak. GPUs talk over NCCL when they serve.
 
     Weights and caches are allocated once and stay, so that only a forward's own tensors leave gaps: what the allocator
     reserves beyond the peak of the largest runs is added, and nothing is multiplied.
     """
-    if device == "cpu":
-        return state_headroom(device, "gloo", [])
-    stated = state_headroom(device, "nccl", [])
+    if served.device == "cpu":
+        return state_headroom(served.device, "gloo", [])
+    stated = state_headroom(served.device, "nccl", [], served.gpu)
     largest = {one.events: one for one in sorted(found, key=lambda one: one.peak_bytes)[-_SIMULATED:]}
     gaps = max(math.ceil((fragmentation([one]) - 1) * one.peak_bytes) for one in largest.values())
     parts = stated["parts"] | {"gaps_bytes": gaps, "simulated": ["gaps_bytes"], "simulated_stages": len(largest)}

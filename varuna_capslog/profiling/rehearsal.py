@@ -222,7 +222,8 @@ def _rehearse_rank(
     own = layout.layers_of(rank)
     if not own:
         return RankRehearsal(0, ())
-    quirks, positions = Quirks(estimator.conditions.device), _Positions()
+    conditions = estimator.conditions
+    quirks, positions = Quirks(conditions.device, conditions.gpu), _Positions()
     mode, recipes = fake
     with torch.random.fork_rng(devices=[]), mode, quirks.dispatch():
         engine = PipelineEngine(

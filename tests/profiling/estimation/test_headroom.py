@@ -13,6 +13,7 @@ from varuna_capslog.profiling.estimation.headroom import (
     NCCL_BYTES,
     UNSEEN_PART,
     StepTrace,
+    cublas_bytes,
     fragmentation,
     run_of_steps,
     state_headroom,
@@ -76,11 +77,26 @@ def test_changing_sizes_reserve_more_than_any_one_of_them():
 def test_cuda_states_every_part():
     stages = [[trace(12, 14)], [trace(12, 14), trace(16, 20)]]
     stated = state_headroom("cuda", "gloo", stages)
-    assert stated["fixed_bytes"] == CONTEXT_BYTES
+    # of cuBLASLt 1 MiB for each of two threads, and what Hopper's workspaces have more than the 8.125 MiB in the peak
+    cublas = 2 * (MIB + 32 * MIB - 8519680)
+    assert stated["fixed_bytes"] == CONTEXT_BYTES + cublas
     assert stated["fragmentation"] == pytest.approx(max(map(fragmentation, stages)), abs=1e-4)
     assert stated["parts"]["simulated_sizes"] == 2
     assert set(stated["parts"]["assumed"]) == {"context_bytes", "communication_bytes"}
-    assert state_headroom("cuda", "nccl", stages)["fixed_bytes"] == CONTEXT_BYTES + NCCL_BYTES
+    assert stated["parts"]["unknown"] == ["cudnn_workspace_bytes"]
+    assert state_headroom("cuda", "nccl", stages)["fixed_bytes"] == CONTEXT_BYTES + cublas + NCCL_BYTES
+    for kind in ("a4000", "h200"):  # of which the peak has it all
+        assert state_headroom("cuda", "gloo", stages, kind)["fixed_bytes"] == CONTEXT_BYTES + 2 * MIB
+
+
+def test_expandable_segments_are_stated_beside_the_default():
+    """By hand: 12 and 14 MiB, then 16 and 20: the default keeps a segment for each, the other uses one range again."""
+    stages = [[trace(12, 14), trace(10, 18), trace(16, 20)]]
+    parts = state_headroom("cuda", "gloo", stages)["parts"]
+    assert parts["fragmentation_expandable"] == pytest.approx(fragmentation(stages[0], expandable=True), abs=1e-4)
+    # weights of 30 and steps of 36 MiB: 66, in pages of 20
+    assert parts["fragmentation_expandable"] == pytest.approx(80 / 66, abs=1e-4)
+    assert fragmentation(stages[0]) > 1.3
 
 
 def test_the_cpu_has_no_segments():
@@ -93,7 +109,7 @@ def test_planners_read_what_is_stated():
     stated = state_headroom("cuda", "gloo", [[trace(5, 5)]])
     profile = Profile((LayerProfile("only", 1),), conditions={"headroom": stated})
     found = Headroom.of(profile)
-    assert found == (CONTEXT_BYTES, 1.25)
+    assert found == (CONTEXT_BYTES + cublas_bytes(""), 1.25)
     assert found.reserved(found.usable(1 << 30)) <= 1 << 30
     with pytest.raises(CapslogError, match="fixed_byts"):
         Headroom.of(Profile((LayerProfile("only", 1),), conditions={"headroom": {"fixed_byts": 1}}))

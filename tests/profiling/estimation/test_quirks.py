@@ -105,6 +105,11 @@ def cublas_workspace() -> None:
         assert quirks.lasting_bytes == 8519680  # 8.125 MiB, once for this thread
         y.sum().backward()
         assert quirks.lasting_bytes == 2 * 8519680  # and once for autograd's
+    for kind, size in (("a4000", 8519680), ("h200", 32 << 20)):
+        known = Quirks("cuda", kind)
+        with FakeTensorMode(), Lifetimes(known.temporary):
+            torch.empty(8, 8) @ torch.empty(8, 8)
+        assert known.lasting_bytes == size, kind
 
 
 def foreach_update() -> None:

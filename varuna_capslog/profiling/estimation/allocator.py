@@ -14,6 +14,11 @@ rules of c10/cuda/CUDACachingAllocator.cpp), with default settings, one stream a
 - a freed block joins free neighbours of its segment. Segments are never given back.
 
 A full device would have idle segments returned before it refuses, so reserved bytes bound what a run needs from above.
+
+With `expandable_segments:True` (PYTORCH_ALLOC_CONF) each pool is one range of addresses that grows at its end, in pages
+of 2 MiB in the small pool and 20 MiB in the large one; a free block at the end counts towards what is asked for. All
+that is left of a block is split off, from 512 bytes on. The free block at the end is taken only where no other is large
+enough. Pages that are free again stay mapped, as no device here runs out.
 """
 
 from __future__ import annotations
@@ -36,6 +41,8 @@ _SMALL_SEGMENT = 2 * _MIB
 _LARGE_SEGMENT = 20 * _MIB
 _OWN_SEGMENT = 10 * _MIB
 _SEGMENT_STEP = 2 * _MIB
+_SMALL_ADDRESSES = 1 << 50
+"""Where the expandable segment of the small pool begins, far above that of the large one."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +74,14 @@ class _Block:
 class CachingAllocator:
     """The allocator's state; begins empty.
 
+    Args:
+        expandable: by the rules of expandable segments.
+
     Attributes:
         allocated_bytes, reserved_bytes, segments: at present.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, expandable: bool = False) -> None:
         self.allocated_bytes = 0
         self.reserved_bytes = 0
         self.segments = 0
@@ -81,6 +91,9 @@ class CachingAllocator:
         # pool (small or not) -> its free blocks, by size and then address; and each by its address
         self._order: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
         self._free_at: dict[int, _Block] = {}
+        self._expandable = expandable
+        # of expandable segments: pool -> the block that ends at the end of what is mapped
+        self._last: dict[bool, _Block] = {}
 
     @property
     def peaks(self) -> AllocatorPeaks:
@@ -101,13 +114,20 @@ class CachingAllocator:
         small = size <= _SMALL_REQUEST
         order = self._order[small]
         place = bisect_left(order, (size, 0))
-        block = self._free_at.pop(order.pop(place)[1]) if place < len(order) else self._new_segment(size, small)
+        if place + 1 < len(order) and self._free_at[order[place][1]] is self._last.get(small):
+            place += 1
+        if place < len(order):
+            block = self._free_at.pop(order.pop(place)[1])
+        else:
+            block = (self._grown if self._expandable else self._new_segment)(size, small)
         left = block.size - size
-        if left >= _SMALLEST_BLOCK if small else left > _SMALL_REQUEST:
+        if left >= _SMALLEST_BLOCK if small or self._expandable else left > _SMALL_REQUEST:
             rest = _Block(block.address + size, left, small, before=block, after=block.after)
             if block.after is not None:
                 block.after.before = rest
             block.size, block.after = size, rest
+            if self._last.get(small) is block:
+                self._last[small] = rest
             self._offer(rest)
         self._given[key] = block
         block.remainder = block.size - size
@@ -130,10 +150,10 @@ class CachingAllocator:
         before, after = block.before, block.after
         if before is not None and before.address in self._free_at:
             self._withdraw(before)
-            block = _joined(before, block)
+            block = self._joined(before, block)
         if after is not None and after.address in self._free_at:
             self._withdraw(after)
-            block = _joined(block, after)
+            block = self._joined(block, after)
         self._offer(block)
 
     def _new_segment(self, size: int, small: bool) -> _Block:
@@ -149,6 +169,34 @@ class CachingAllocator:
         self.segments += 1
         return block
 
+    def _grown(self, size: int, small: bool) -> _Block:
+        """The block at the end of a pool's expandable segment, mapped until it is large enough."""
+        page, last = _SMALL_SEGMENT if small else _LARGE_SEGMENT, self._last.get(small)
+        free = last is not None and last.address in self._free_at
+        more = round_up(size - last.size if last is not None and free else size, page)
+        self.reserved_bytes += more
+        if last is not None and free:
+            self._withdraw(last)
+            last.size += more
+            return last
+        start = (_SMALL_ADDRESSES if small else 0) if last is None else last.address + last.size
+        block = self._last[small] = _Block(start, more, small, before=last)
+        if last is None:
+            self.segments += 1
+        else:
+            last.after = block
+        return block
+
+    def _joined(self, left: _Block, right: _Block) -> _Block:
+        """Two neighbours as one block."""
+        left.size += right.size
+        left.after = right.after
+        if left.after is not None:
+            left.after.before = left
+        if self._last.get(left.small) is right:
+            self._last[left.small] = left
+        return left
+
     def _offer(self, block: _Block) -> None:
         insort(self._order[block.small], (block.size, block.address))
         self._free_at[block.address] = block
@@ -159,22 +207,16 @@ class CachingAllocator:
         del self._free_at[block.address]
 
 
-def _joined(left: _Block, right: _Block) -> _Block:
-    """Two neighbours as one block."""
-    left.size += right.size
-    left.after = right.after
-    if left.after is not None:
-        left.after.before = left
-    return left
-
-
-def replay(events: Iterable[Event]) -> AllocatorPeaks:
+def replay(events: Iterable[Event], expandable: bool = False) -> AllocatorPeaks:
     """The peaks of an allocator that begins empty and carries out `events` in order.
+
+    Args:
+        expandable: by the rules of expandable segments.
 
     Raises:
         CapslogError: an event that cannot follow the ones before it, with its number.
     """
-    allocator = CachingAllocator()
+    allocator = CachingAllocator(expandable)
     for number, (key, num_bytes) in enumerate(events):
         try:
             if num_bytes == 0:

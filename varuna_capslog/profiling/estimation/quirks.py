@@ -16,15 +16,27 @@ import torch
 from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.gpus import GPUS
 from varuna_capslog.profiling.estimation.kernels import KERNELS
 
-__all__ = ["LIMITS", "QUIRKS", "QUIRKS_VERSION", "Quirk", "Quirks"]
+__all__ = [
+    "CUBLAS_WORKSPACE",
+    "CUBLAS_WORKSPACE_HOPPER",
+    "LIMITS",
+    "QUIRKS",
+    "QUIRKS_VERSION",
+    "Quirk",
+    "Quirks",
+]
 
-QUIRKS_VERSION = 7
+QUIRKS_VERSION = 8
 """Raised whenever an entry, or what an estimate tells, changes; a condition of every estimated profile."""
 
 _aten = torch.ops.aten
-_CUBLAS_WORKSPACE = 2 * 4096 * 1024 + 8 * 16 * 1024
+CUBLAS_WORKSPACE = (2 * 4096 + 8 * 16) << 10
+"""Of a thread that multiplies matrices, in bytes; see the table below."""
+CUBLAS_WORKSPACE_HOPPER = 32 << 20
+"""The same from Hopper on."""
 _CONVOLUTIONS = frozenset({_aten.convolution.default, _aten.convolution_backward.default})
 _GEMMS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default})
 
@@ -72,7 +84,8 @@ QUIRKS = {
     "cublas workspace": Quirk(
         ("cuda",),
         "Each thread that multiplies matrices keeps a workspace: one for forward, one for autograd's. 8.125 MiB "
-        "each by default, 32 MiB from Hopper on (CUDABlas: getChosenWorkspaceSize).",
+        "each by default, 32 MiB from Hopper on (parseChosenWorkspaceSize, ATen/cuda/CublasHandlePool.cpp). A GPU "
+        "whose kind is not named counts the former; the headroom has the difference.",
     ),
     "foreach update": Quirk(
         ("cuda",),
@@ -144,12 +157,14 @@ class Quirks:
 
     Attributes:
         device: "cpu" or "cuda"; CapslogError for others.
+        gpu: kind of GPU (`base.gpus`); "" for none in particular.
         amx: whether the CPU multiplies bfloat16 matrices in AMX tiles.
         lasting_bytes: of workspaces that have been taken and stay.
         limits: names of `LIMITS` that were met.
     """
 
     device: str
+    gpu: str = ""
     amx: bool = field(default_factory=torch.cpu._is_amx_tile_supported)
     lasting_bytes: int = 0
     limits: set[str] = field(default_factory=set)
@@ -170,7 +185,8 @@ class Quirks:
             backward = torch._C._current_autograd_node() is not None
             if backward not in self._threads:
                 self._threads.add(backward)
-                self.lasting_bytes += _CUBLAS_WORKSPACE
+                hopper = self.gpu and GPUS[self.gpu].hopper
+                self.lasting_bytes += CUBLAS_WORKSPACE_HOPPER if hopper else CUBLAS_WORKSPACE
         if self.device == "cpu" and func in _CONVOLUTIONS and args[1].itemsize == 2:
             self.limits.add(_LOW_CONVOLUTIONS)
         if self.device == "cpu" and not self.amx and func in _GEMMS and args[1].dtype == torch.bfloat16:
