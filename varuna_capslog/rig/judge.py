@@ -17,7 +17,7 @@ __all__ = ["NetworkPartition", "Opened", "Segment", "Stepped", "Truth", "judge",
 
 _MOST = 20
 _OPENINGS = 4
-"""A group of two ranks that is being ended may be there still when the next generation is opened; one that is there at
+"""A group of two ranks that is being ended may be there when the next generations are opened; one that is there at
 so many openings in a row was forgotten."""
 
 
@@ -26,7 +26,8 @@ class Opened:
     """A member has begun a generation.
 
     Attributes:
-        left: groups of two ranks in its process that are not of this generation; counted with the stand-in for NCCL.
+        left: groups of two ranks in its process that are older than its last generation; counted with the stand-in for
+            NCCL.
     """
 
     member: Member

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import os
 import queue
 import random
@@ -33,6 +34,7 @@ _LOOK_SECONDS = 0.02
 _NOISE = 0xFF
 _MOST_OPEN = 64
 _open: weakref.WeakSet[StandIn] = weakref.WeakSet()
+_changing = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -74,17 +76,22 @@ class StandIn:
     Args:
         line: connected to the peer.
         sends: whether this rank does.
+
+    Attributes:
+        opened: when it was, by the machine's monotonic clock.
     """
 
     def __init__(self, line: socket.socket, sends: bool, breaks: float) -> None:
         self._line, self._sends, self._breaks, self._draw = line, sends, breaks, random.Random()
         self._messages: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
         self._lock, self._aborted = threading.Lock(), threading.Event()
+        self.opened = time.monotonic()
         self._thread = threading.Thread(target=self._work, name="stand-in", daemon=True)
         self._thread.start()
-        _open.add(self)
-        if len(_open) > _MOST_OPEN:
-            raise AssertionError(f"{len(_open)} groups are open in this process; those of old generations stay")
+        with _changing:
+            _open.add(self)
+        if left_open() > _MOST_OPEN:
+            raise AssertionError(f"{left_open()} groups are open in this process; those of old generations stay")
 
     def send(self, tensors: list[Tensor], number: int, tag: int) -> _Message:
         """Begins to send one tensor of bytes."""
@@ -115,7 +122,8 @@ class StandIn:
             self._line.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._line.close()
-        _open.discard(self)
+        with _changing:
+            _open.discard(self)
 
     def _work(self) -> None:
         while (message := self._messages.get()) is not None:
@@ -180,9 +188,10 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(tensor.numpy())  # type: ignore[arg-type]
 
 
-def left_open() -> int:
-    """Groups of this process that were not aborted."""
-    return len(_open)
+def left_open(before: float = math.inf) -> int:
+    """Groups of this process that were opened before a time of the monotonic clock and have not ended."""
+    with _changing:
+        return sum(one.opened < before for one in _open)
 
 
 def _answered(store: dist.Store, until: float) -> socket.socket:

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ class WatchedWork(DrawingWork):
         path = folder / f"{os.environ.get(SEGMENT, '0')}-{self.start.me}.jsonl"
         self._records = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         self._opened = 0
+        self._openings = deque([0.0, 0.0], maxlen=2)
         self._own: Sequence[int] = ()
         self._digests = sum(self.layer_bytes) <= DIGEST_BYTES
 
@@ -58,8 +60,9 @@ class WatchedWork(DrawingWork):
         super().open(opening, communicator, states)
         self._opened, self._own = opening.number, sorted(states)
         ways = self._running.layout.layers_of_ways
-        own = sum(communicator.rank in pair for pair in self._running.pairs())
-        about = {"ways": ways, "left": max(0, nccl_manners.left_open() - own)}
+        # what was opened before the last but one opening is of generations that have ended before the last one
+        about = {"ways": ways, "left": nccl_manners.left_open(self._openings[0])}
+        self._openings.append(time.monotonic())
         self._record("open", generation=opening.number, base=list(opening.base), members=list(opening.members), **about)
 
     def apply(self, step: int) -> None:
