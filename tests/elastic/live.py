@@ -78,7 +78,7 @@ class Truth:
 
 def truth_of(run_dir: Path, steps: int = STEPS, **sections: Any) -> Truth:
     """The uninterrupted run in one process."""
-    config = cases.run_config(str(run_dir), train={"max_steps": steps}, **sections)
+    config = cases.run_config(str(run_dir), train={"max_steps": steps} | sections.pop("train", {}), **sections)
     communicator = connect_group(torch.distributed.HashStore(), "alone", 0, 1)
     assert cases.train_run(communicator, config, (0,))["step"] == steps
     rows = files.read_jsonl(run_dir / "metrics.jsonl")

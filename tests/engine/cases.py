@@ -19,18 +19,19 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.host.tier import HostRegion, HostTier, TierOptions, Wait
-from varuna_capslog.engine.interface import EngineParts
+from varuna_capslog.engine.interface import EngineKind, EngineParts, Engines
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.learning_rate import LearningRate
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine, Ready, build
 from varuna_capslog.engine.probe import PeakProbe
 from varuna_capslog.engine.recipe import Recipe
-from varuna_capslog.engine.step import train_step
+from varuna_capslog.engine.step import Verdict, train_step
 from varuna_capslog.model.chain import Chain, Layer, LayerFactory
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.rig import nccl_manners
+from varuna_capslog.rig.faults import Fault
 from varuna_capslog.training import checkpoint
 from varuna_capslog.training.boundaries import verify_copies
 from varuna_capslog.training.run import Run
@@ -214,6 +215,7 @@ def train_run(
     plan: tuple[int, ...] | Plan,
     stop_after: int | None = None,
     full_disk_at: int | None = None,
+    starve: tuple[int, str] | None = None,
 ) -> dict[str, Any]:
     """A whole `Run` on these ranks.
 
@@ -221,9 +223,25 @@ def train_run(
         plan: of any form, or the cuts of one pipeline of the tiny chain.
         stop_after: the last rank wishes to stop once this step is committed.
         full_disk_at: rank 1 finds the disk full when it writes the checkpoint of this step.
+        starve: rank 1 finds no memory in the update of this step, as the fault of this kind and name says.
     """
     asked: dict[str, Any] = {}
     last = communicator.world_size - 1
+
+    class Starved(PipelineEngine):
+        def apply(self, verdict: Verdict) -> float:
+            if starve is None or (communicator.rank, verdict.step) != (1, starve[0]):
+                return super().apply(verdict)
+            begun = Fault("rank 1", "apply", "starve", name=starve[1]).happen(config.run_dir)
+            try:
+                return super().apply(verdict)
+            finally:
+                if begun is not None:
+                    begun.__exit__(None, None, None)
+
+    def build(parts: EngineParts) -> PipelineEngine:
+        return Starved(parts.chain, parts.loss, parts.layout, parts.options, parts.communicator, parts.device)
+
     run = Run(
         config,
         plan if isinstance(plan, Plan) else Plan.of_cuts(num_layers=11, cuts=plan, model="tiny"),
@@ -233,6 +251,7 @@ def train_run(
         stop_wished=lambda: (
             communicator.rank == last and stop_after is not None and asked["run"].loop.step + 1 >= stop_after
         ),
+        engines=Engines({"capslog": EngineKind(build)}),
     )
     asked["run"] = run
     found = run.resume()

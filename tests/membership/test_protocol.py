@@ -138,6 +138,29 @@ def test_a_member_whose_step_found_too_little_memory_founds_the_same_members_ane
     assert group.states[1].phase is Phase.RUN, "of a generation that is gone"
 
 
+@pytest.mark.parametrize(("redundancy", "base"), [(0, 2), (1, 3)])
+def test_a_member_that_finds_no_memory_for_a_step_that_all_voted_for_brings_the_boundary_before(
+    redundancy: int, base: int
+) -> None:
+    """The others have made the step. They take it back, or have copies of what the one could not change."""
+    group = running(2, redundancy=redundancy)
+    group.vote()
+    group.tally(0, 2)
+    group.feed(1, m.Tightened(1, 500, voted=True))
+    assert group.said(1, m.Abort)
+    assert boundaries(group.states[1]) == {2}, "older ones made room for the boundary before"
+    group.found(group.proposal(1))
+    brought = group.casts[(2, 0)]
+    assert {who: value.capacity for who, value in brought.items()} == {"m0": 0, "m1": 500, "m2": 0}  # type: ignore[union-attr]
+    group.tally(0, 1, 2)
+    group.install()
+    assert group.truth.bases[2] == Stamp(base, 1)
+    group.train(1)
+    assert {state.at for state in group.states} == {Stamp(base + 1, 2)}
+    group.feed(1, m.Tightened(2, 100, voted=True))
+    assert group.states[1].phase is Phase.RUN, "nothing was voted"
+
+
 def test_a_notice_costs_no_step_and_the_leaver_is_let_go() -> None:
     group = running(2)
     group.feed(2, m.Wished(("leave", "m2")))

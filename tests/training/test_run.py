@@ -26,10 +26,10 @@ def losses(run_dir: Path) -> dict[int, float]:
 
 
 def train(pool: WorkerPool, run_dir: Path, cuts: tuple[int, ...] = TWO, **options: Any) -> dict[str, Any]:
-    faults = {key: options.pop(key) for key in ("stop_after", "full_disk_at") if key in options}
+    faults = {key: options.pop(key) for key in ("stop_after", "full_disk_at", "starve") if key in options}
     config = cases.run_config(str(run_dir), **options)
     world_size = len(cuts) * config.pipeline.replicas
-    arguments = (faults.get("stop_after"), faults.get("full_disk_at"))
+    arguments = (faults.get("stop_after"), faults.get("full_disk_at"), faults.get("starve"))
     return pool.run(cases.train_run, world_size, config, cuts, *arguments)[0]
 
 
@@ -84,6 +84,26 @@ def test_a_full_disk_leaves_the_previous_checkpoint(pool: WorkerPool, tmp_path: 
     assert (latest.step, skipped) == (2, [])
     assert not list((tmp_path / "checkpoints").glob(".partial-*"))
     assert train(pool, tmp_path)["resumed"] == 2
+
+
+@pytest.mark.parametrize("operation", ["500 1", "500 30", "500 61"], ids=["before", "in the middle", "at the end"])
+def test_an_update_that_finds_no_memory_ends_the_run_and_is_in_no_checkpoint(
+    pool: WorkerPool, tmp_path: Path, operation: str
+) -> None:
+    """One rank has changed some of its parameters, the other all of its own; the same command goes on from before."""
+    settings = {"optimizer": "rmsprop", "optimizer_args": {"momentum": 0.9}, "checkpoint_every": 2}
+    with pytest.raises(RuntimeError, match="you tried to allocate 500 bytes"):
+        train(pool, tmp_path / "run", train=settings, starve=(4, operation))
+    assert max(losses(tmp_path / "run")) <= 4
+    resumed = train(pool, tmp_path / "run", train=settings)
+    assert (resumed["resumed"], resumed["step"]) == (2, 6)
+    train(pool, tmp_path / "undisturbed", train=settings)
+    assert losses(tmp_path / "run") == losses(tmp_path / "undisturbed")
+    one, other = (latest_checkpoint(tmp_path / name / "checkpoints")[0] for name in ("run", "undisturbed"))
+    assert one is not None
+    assert other is not None
+    for name in one.manifest["layers"]:
+        assert_same(one.layer(name), other.layer(name))
 
 
 def test_a_checkpoint_cut_short_is_passed_over(whole: Path, tmp_path: Path) -> None:

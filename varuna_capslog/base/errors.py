@@ -6,7 +6,7 @@ of ours. A message names the value, the rule it breaks and the next action.
 
 from __future__ import annotations
 
-__all__ = ["CapslogError", "ConfigError", "DiskFailed", "DoesNotFit", "PeerLost", "StepRefused"]
+__all__ = ["CapslogError", "ConfigError", "DiskFailed", "DoesNotFit", "HostTierFailed", "PeerLost", "StepRefused"]
 
 
 class CapslogError(ValueError):
@@ -39,6 +39,12 @@ class DoesNotFit(CapslogError):
 
     exit_status = 3
     kind = "does_not_fit"
+
+
+class HostTierFailed(CapslogError):
+    """A copy to or from the host tier failed, or did not end in time."""
+
+    kind = "memory"
 
 
 class StepRefused(CapslogError):

@@ -64,7 +64,6 @@ __all__ = [
 
 # -- values of a round -----------------------------------------------------------------------------------------------
 
-
 Change = tuple[str, Member]
 """A wished change: ("leave", member), ("join", member), or ("rebalance", member): its speed asks for another plan."""
 
@@ -72,8 +71,7 @@ Change = tuple[str, Member]
 class Proof(NamedTuple):
     """The digest of a layer's state at a boundary, computed by a member that holds it.
 
-    Attributes:
-        owner: the member trained the layer; False: it holds a copy that was made ahead of a planned change.
+    owner: the member trained the layer; False: it holds a copy that was made ahead of a planned change.
     """
 
     layer: int
@@ -93,8 +91,7 @@ class Contribution:
         checkpoint: the newest complete checkpoint that it knows of.
         voted: its last vote on a step: in which generation, and from which boundary. Where all voters of that
             generation voted from there, the boundary is settled, whether or not anybody has seen the outcome.
-        proofs: digests of the copies that it holds ahead of a change, and of the layers that it trained and of which
-            such copies were made.
+        proofs: digests of copies that it holds ahead of a change, and of layers that it trained and others so hold.
     """
 
     held: Held
@@ -284,9 +281,11 @@ class Checkpointed(ProtocolEvent):
 
 @dataclass(frozen=True, slots=True)
 class Tightened(GenerationEvent):
-    """A step did not find its memory here: plans reckon with so many bytes of this device now (0: no limit known)."""
+    """A step did not find its memory here: plans reckon with so many bytes of this device now (0: no limit known).
+    voted: that was in its Apply; the boundary before is as it was, and nothing else of the tally was carried out."""
 
     capacity: int
+    voted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +342,8 @@ class Compute(GenerationEffect):
 
 @dataclass(frozen=True, slots=True)
 class Apply(GenerationEffect):
-    """The vote succeeded: apply the step to the layers owned and followed, keeping their state at `before` as well."""
+    """The vote succeeded: apply the step to the layers owned and followed, keeping their state at `before` as well.
+    The first effect of its tally: where it finds no memory, the runtime takes the tally back, and feeds Tightened."""
 
     step: int
     before: Stamp

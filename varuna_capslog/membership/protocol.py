@@ -54,7 +54,11 @@ def step(job: Job, state: State, event: m.ProtocolEvent) -> Step:
             return changes.store_lost(state)
         case m.Damaged() | m.Broken():  # what arrived damaged is not taken, and is sent again only after a change
             return changes.broken(state)
-        case m.Tightened():
+        case m.Tightened(voted=True) if state.phase is Phase.RUN and state.cast:
+            # as where the tally is lost on its way; but all hold the boundary before the step, and this one no older
+            kept = replace(state, cast=False, held=_kept(state, state.at))
+            return changes.tightened(kept, event.capacity)
+        case m.Tightened(voted=False):
             return changes.tightened(state, event.capacity)
         case m.Suspects():
             return changes.suspects(state, event.members - {state.me})

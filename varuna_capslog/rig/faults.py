@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from varuna_capslog.base import fields, files
-from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError, HostTierFailed
 from varuna_capslog.engine.executor import Observer
 from varuna_capslog.engine.stage import MicrobatchContext, Stage
 from varuna_capslog.schedules.lower import Instruction
@@ -32,7 +34,7 @@ __all__ = ["VARIABLE", "Fault", "Instructions", "Slowness", "faults_of", "main",
 
 VARIABLE = "CAPSLOG_FAULTS"
 
-_KINDS = ("kill", "stop", "raise", "device", "memory", "hang", "full", "starve", "slow", "wait")
+_KINDS = ("kill", "stop", "raise", "device", "memory", "hang", "full", "starve", "copy", "slow", "wait")
 _LONGEST_WAIT = 60.0
 
 
@@ -42,10 +44,11 @@ class Fault:
 
     Attributes:
         do: "kill" and "stop" by signal; "raise" an error that nothing expects; "device" one of a GPU; "memory" an
-            allocation that fails; "hang" for ever; "full": from now on
-            nothing that this process writes finds room on the disk; "starve": an allocation of `name` bytes fails as
-            torch's on a CPU does; "slow": from the next step on its work takes `name` times as long; "wait" until
-            somebody creates `<name>.go` in the run's `faults/` (it creates `<name>.here` before), at most a minute.
+            allocation that fails; "hang" for ever; "full": from now on nothing that this process writes finds room on
+            the disk; "starve": an allocation of `name` bytes fails as torch's on a CPU does, with "<bytes> <n>" in the
+            n-th operation of torch from there on that changes a tensor in place; "copy": a copy to or from the host
+            tier fails; "slow": from the next step on its work takes `name` times as long; "wait" until somebody creates
+            `<name>.go` in the run's `faults/` (it creates `<name>.here` before), at most a minute.
     """
 
     member: str
@@ -62,8 +65,8 @@ class Fault:
         """As an entry of the variable's list."""
         return dict(vars(self))
 
-    def happen(self, folder: Path) -> None:
-        """Does it, in this process and thread."""
+    def happen(self, folder: Path) -> TorchDispatchMode | None:
+        """Does it, in this process and thread; returns what must be left at the next point."""
         match self.do:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -81,14 +84,37 @@ class Fault:
             case "full":
                 resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
             case "starve":
-                why = "Error code 12 (Cannot allocate memory)"
-                raise RuntimeError(
-                    f"DefaultCPUAllocator: can't allocate memory: you tried to allocate {self.name} bytes. {why}"
-                )
+                size, _, operation = self.name.partition(" ")
+                if operation:
+                    return _Starving(size, int(operation)).__enter__()
+                _starve(size)
+            case "copy":
+                raise HostTierFailed("a copy to or from the host tier (memory) failed: OSError: a fault on purpose")
             case "slow":
                 slow_down(folder, self.member, float(self.name))
             case _:
                 _wait(folder, self.name)
+        return None
+
+
+def _starve(size: str) -> None:
+    why = "Error code 12 (Cannot allocate memory)"
+    raise RuntimeError(f"DefaultCPUAllocator: can't allocate memory: you tried to allocate {size} bytes. {why}")
+
+
+class _Starving(TorchDispatchMode):
+    """Lets the n-th operation that changes a tensor in place fail."""
+
+    def __init__(self, size: str, operation: int) -> None:
+        super().__init__()
+        self._size, self._left = size, operation
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            self._left -= 1
+            if not self._left:
+                _starve(self._size)
+        return func(*args, **(kwargs or {}))
 
 
 def _wait(folder: Path, name: str) -> None:
@@ -116,12 +142,15 @@ def prober(faults: Sequence[Fault], member: str, folder: Path) -> Callable[[str]
         if fault.member == member:
             mine.setdefault(fault.point, []).append(fault)
     seen: Counter[str] = Counter()
+    under_way: list[TorchDispatchMode] = []
 
     def probe(point: str) -> None:
+        while under_way:
+            under_way.pop().__exit__(None, None, None)
         seen[point] += 1
         for fault in mine.get(point, ()):
-            if fault.count == seen[point]:
-                fault.happen(folder)
+            if fault.count == seen[point] and (begun := fault.happen(folder)) is not None:
+                under_way.append(begun)
 
     return probe
 

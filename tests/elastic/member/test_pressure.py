@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from varuna_capslog.elastic.member.pressure import lacking_bytes
+from varuna_capslog.base.errors import CapslogError, HostTierFailed
+from varuna_capslog.elastic.member.pressure import Lack, lack_of
 
 
 def test_an_allocation_that_really_fails_on_the_cpu_says_how_much_lacks() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60, dtype=torch.uint8)
-    assert lacking_bytes(caught.value) == 1 << 60
+    assert lack_of(caught.value) == Lack(1 << 60)
 
 
 @pytest.mark.parametrize(
@@ -27,4 +28,12 @@ def test_an_allocation_that_really_fails_on_the_cpu_says_how_much_lacks() -> Non
     ],
 )
 def test_other_errors_are_none_of_it(error: Exception, size: int | None) -> None:
-    assert lacking_bytes(error) == size
+    assert lack_of(error) == (None if size is None else Lack(size))
+
+
+def test_a_copy_of_the_host_tier_that_failed_lacks_no_bytes_of_the_device() -> None:
+    failed = HostTierFailed("a copy to or from the host tier (memory) failed: OSError: broken")
+    lack = lack_of(failed)
+    assert lack == Lack(0, str(failed))
+    assert lack.told("m1", 3) == f"m1 could not make step 3, since {failed}"
+    assert lack_of(CapslogError("the host tier is full")) is None

@@ -34,12 +34,15 @@ LEAVE_OF_TWO = {"leaves": 1, "members": 2, "processes": 2, "job": make_job(2, 0,
         ({"faults": 1, "kinds": ("crash",), "members": 1, "processes": 2, "job": make_job(2)}, 300),
         ({"faults": 1, "kinds": ("damage",)} | LEAVE_OF_TWO, 400),
         ({"faults": 2, "kinds": ("damage", "hiccup"), "once": True} | LEAVE_OF_TWO, 3_000),
+        ({"faults": 2, "kinds": ("crash", "starve"), "members": 2, "processes": 2, "job": make_job(2)}, 1_500),
+        ({"faults": 1, "kinds": ("starve",), "job": make_job(3, sync=False), "stale": True}, 1_500),
         ({"faults": 1, "kinds": ("crash", "hiccup"), "plans": True, "job": make_job(4)}, 10_000),
         ({"faults": 0, "leaves": 1, "plans": True, "job": make_job(4, shadows=True)}, 1_500),
     ],
     ids=["crash and store", "async", "value by value", "join"]
     + ["leave", "leave with shadows", "hint", "checkpoint first", "crash and checkpoint", "one and a newcomer"]
-    + ["damage", "damage and hiccup", "crash or hiccup with drawn plans", "leave with drawn plans"],
+    + ["damage", "damage and hiccup", "starved update and crash", "starved update, async"]
+    + ["crash or hiccup with drawn plans", "leave with drawn plans"],
 )
 def test_every_interleaving_keeps_the_rules_and_leads_on(options: Mapping[str, Any], least: int) -> None:
     found = explore(Scenario(**options))

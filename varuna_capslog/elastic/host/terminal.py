@@ -126,10 +126,11 @@ def describe(event: Mapping[str, Any]) -> str | None:
     if kind == "notice":
         return _notice(event)
     if kind == "memory":
+        member, step = event.get("member"), event.get("step")
+        if event.get("cause"):
+            return f"{member} could not make step {step}, which is made again: {event['cause']}"
         lacked = format_bytes(int(event.get("lacking_bytes", 0)))
-        return (
-            f"{event.get('member')} lacked {lacked} in step {event.get('step')}: the step is made again with less there"
-        )
+        return f"{member} lacked {lacked} in step {step}: the step is made again with less there"
     if kind == "rebalance":
         gain = float(event.get("planned_gain", 1.0))
         return f"{event.get('why')}; by the plans a step takes {gain:.2f} times as long without them"

@@ -115,7 +115,8 @@ class Holdings:
         if self.live is None:
             return
         for layer, state in self._work.shelve().items():
-            self._kept[(layer, self.live)] = state
+            # a step that broke off on its way may have changed the layer: what was kept before it counts
+            self._kept.setdefault((layer, self.live), state)
         self._held = held
         for layer, copy in self.copies.items():
             self._make_due(layer, copy)
@@ -148,10 +149,11 @@ class Holdings:
         self.copies[layer] = Copy(self._work.follow(layer, state), stamp)
 
     def keep_before(self) -> None:
-        """Keeps the own layers as they are before a step changes them."""
+        """Keeps the own layers as they are before a step changes them: all of them, or where it fails none."""
         assert self.live is not None
         targets: list[Tensor] = []
         sources: list[Tensor] = []
+        kept: dict[tuple[int, Stamp], LayerState] = {}
         for layer in self._own:
             live, spare = self._work.state(layer, copy=False), self._spare.pop(layer, {})
             # a script's state may change its shape from step to step
@@ -159,9 +161,10 @@ class Holdings:
                 spare = {name: torch.empty_like(tensor) for name, tensor in live.items()}
             targets += [spare[name] for name in live]
             sources += live.values()
-            self._kept[(layer, self.live)] = spare
+            kept[(layer, self.live)] = spare
         if sources:
             torch._foreach_copy_(targets, sources)
+        self._kept |= kept
 
     def advance(self, held: Held, generation: int) -> None:
         """Every copy can give the boundaries of the applied steps whose updates are here."""

@@ -238,6 +238,7 @@ class PipelineWork(Work):
             for index, (layer, shelved) in self._shelved.items()
             if index in states and states[index] is shelved and not layer.shared
         }
+        self._shelved = {}  # what is not taken up again makes room for what is
         ready = Ready(self._table, kept, next((names for names in opening.told if names is not None), None))
         schedule = plan.schedule or self.setup.options.schedule
         options = dataclasses.replace(self.setup.options, actions=plan.actions, schedule=schedule)
@@ -248,7 +249,6 @@ class PipelineWork(Work):
         if self._fresh is not None:
             self.chain.release(())  # what this member owns or copies has tensors of its own
             self._fresh = None
-        self._shelved = {}
         self.engine, self._begun = engine, (opening.number, opening.base)
         self._plan = plan
         self._pace.begin(plan)

@@ -1,4 +1,4 @@
-"""An allocation that failed in a step: what errors of torch say of it.
+"""A step that does not find its memory: what errors of torch and of the host tier say of it.
 
 Other programs may take memory that a plan reckoned with. The member then gives the step up, lets plans reckon with less
 on its device, and all make the step again (`training`, `membership/changes.tightened`).
@@ -7,10 +7,13 @@ on its device, and all make the step again (`training`, `membership/changes.tigh
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
+from varuna_capslog.base.errors import HostTierFailed
 from varuna_capslog.base.failures import is_out_of_memory
+from varuna_capslog.base.units import format_bytes
 
-__all__ = ["TRIES", "lacking_bytes"]
+__all__ = ["TRIES", "Lack", "lack_of"]
 
 TRIES = 3
 """So often a step fails for memory at one member before the run stops, with everything that is held on disk."""
@@ -21,9 +24,30 @@ _UNKNOWN = 1 << 20
 """What is taken to lack where the error does not say."""
 
 
-def lacking_bytes(error: BaseException) -> int | None:
-    """Bytes of the allocation that failed on a device or in the memory of a CPU; None: the error is another one."""
+@dataclass(frozen=True)
+class Lack:
+    """What a step did not find.
+
+    bytes: of the allocation that failed on a device, or in the memory of a CPU; 0 where a copy to or from the host tier
+        failed, which is tried again by the same plan.
+    why: the error's words in that case.
+    """
+
+    bytes: int
+    why: str | None = None
+
+    def told(self, member: str, step: int) -> str:
+        """A sentence without an end stop."""
+        if self.why is not None:
+            return f"{member} could not make step {step}, since {self.why}"
+        return f"{member} lacked {format_bytes(self.bytes)} in step {step}"
+
+
+def lack_of(error: BaseException) -> Lack | None:
+    """What lacked; None: the error is another one."""
+    if isinstance(error, HostTierFailed):
+        return Lack(0, str(error))
     if not is_out_of_memory(error):
         return None
     found = _SIZE.search(str(error))
-    return _UNKNOWN if found is None else max(1, round(float(found[1]) * _UNITS[found[2]]))
+    return Lack(_UNKNOWN if found is None else max(1, round(float(found[1]) * _UNITS[found[2]])))

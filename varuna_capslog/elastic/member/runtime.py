@@ -26,7 +26,7 @@ from varuna_capslog.elastic.member.parts import ChangeReport, Parts
 from varuna_capslog.elastic.member.proposals import Proposals
 from varuna_capslog.elastic.member.start_up import MemberStart, RuntimeOptions
 from varuna_capslog.elastic.member.timeouts import WaitingTime
-from varuna_capslog.elastic.member.training import Training
+from varuna_capslog.elastic.member.training import NotApplied, Training
 from varuna_capslog.elastic.member.work import Work
 from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone
 from varuna_capslog.membership import entries, protocol
@@ -140,7 +140,7 @@ class Runtime:
 
     def stop_for_memory(self, why: str) -> NoReturn:
         """Ends the run, all that its members hold on disk. Raises CapslogError with this sentence."""
-        self.feed(m.Broken(self.state.record.number))
+        self._one_event(m.Broken(self.state.record.number))
         self._persist(why)
         failure = {"member": self.me, "cause": why, "kind": _MEMORY, "time": time.time()}
         self.append(entries.FinishedEntry(self.state.at.step, stopped=True, failure=failure))
@@ -301,8 +301,14 @@ class Runtime:
             self._waiting.moved(self.state)
         if self.state.record.number != before.record.number:
             self._adopted()
-        for effect in effects:
-            self._events.extend(self._effects.carry_out(effect))
+        try:
+            for effect in effects:
+                self._events.extend(self._effects.carry_out(effect))
+        except NotApplied as failed:  # the first effect of a tally: the tally is taken back, and is as if it were lost
+            self.state = before
+            event = self.training.pressed(before.round, failed.lack, voted=True)
+            self._one_event(event)
+            return
         self.parts.holdings.forget(self.state.held)
         if self.state.phase is Phase.SERVE and before.phase is not Phase.SERVE:
             self.parts.probe("serve")

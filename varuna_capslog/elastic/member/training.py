@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from varuna_capslog.base.units import format_bytes
+from varuna_capslog.base.errors import HostTierFailed
 from varuna_capslog.elastic.member.incoming import decode, encode
 from varuna_capslog.elastic.member.parts import Parts
-from varuna_capslog.elastic.member.pressure import TRIES, lacking_bytes
+from varuna_capslog.elastic.member.pressure import TRIES, Lack, lack_of
 from varuna_capslog.engine.communicator import PeerLost
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.ahead import Ahead, find_ahead, first_owner, stay_with
@@ -25,7 +25,17 @@ from varuna_capslog.membership.state import Phase
 if TYPE_CHECKING:
     from varuna_capslog.elastic.member.runtime import Runtime
 
-__all__ = ["Training"]
+__all__ = ["NotApplied", "Training"]
+
+_MAY_LACK = (RuntimeError, MemoryError, HostTierFailed)
+
+
+class NotApplied(Exception):
+    """A step that was voted for did not find its memory when it was applied; the boundary before is held as it was."""
+
+    def __init__(self, lack: Lack) -> None:
+        super().__init__(lack)
+        self.lack = lack
 
 
 class Training:
@@ -87,12 +97,12 @@ class Training:
             self._computing = step
             self._send_ahead()
             parts.probe("compute")
-            finite, lacking = self._compute(step)
+            finite, lack = self._compute(step)
         except PeerLost:
             loop.feed(m.Broken(generation))
             return
-        if lacking is not None:
-            self._pressed(generation, step, lacking)
+        if lack is not None:
+            loop.feed(self.pressed(step, lack, voted=False))
             return
         parts.probe("computed")
         self._send_updates(generation, step)
@@ -104,29 +114,37 @@ class Training:
         self.waits_since = time.monotonic()
         loop.feed(m.Computed(generation, step, finite))
 
-    def _compute(self, step: int) -> tuple[bool, int | None]:
-        """Whether this rank's share is finite; and where an allocation failed in it, of how many bytes."""
+    def _compute(self, step: int) -> tuple[bool, Lack | None]:
+        """Whether this rank's share is finite; and what the step did not find."""
         try:
             return self._parts.work.compute(step), None
-        except (RuntimeError, MemoryError) as error:
-            lacking = lacking_bytes(error)
-            if lacking is None:
+        except _MAY_LACK as error:
+            lack = lack_of(error)
+            if lack is None:
                 raise
-        return False, lacking  # the error is gone, and with it the tensors of its frames
+        return False, lack  # the error is gone, and with it the tensors of its frames
 
-    def _pressed(self, generation: int, step: int, lacking: int) -> None:
+    def pressed(self, step: int, lack: Lack, voted: bool) -> m.Tightened:
         """The step did not find the memory that it was planned with: all give it up, and make it again by a plan that
         reckons with less here; after `TRIES` times the run stops.
+
+        Args:
+            voted: all had voted for the step, and it was to be applied.
+
+        Raises:
+            CapslogError: that was the last time.
         """
         parts, loop, me = self._parts, self._loop, self._parts.me
+        generation = loop.state.record.number
         self._pressures += 1
         told = [size for size in (loop.state.capacity, parts.work.needs()) if size]
-        capacity = max(1, min(told) - lacking) if told else 0
-        about = {"member": me, "step": step, "lacking_bytes": lacking, "capacity_bytes": capacity}
+        capacity = max(1, min(told) - lack.bytes) if told else 0
+        about: dict[str, Any] = {"member": me, "step": step, "lacking_bytes": lack.bytes, "capacity_bytes": capacity}
+        about |= {"cause": lack.why} if lack.why is not None else {}
         parts.work.note("memory", generation=generation, times=self._pressures, **about)
         if self._pressures >= TRIES:
             loop.stop_for_memory(
-                f"{me} lacked {format_bytes(lacking)} in step {step}, after plans for less memory {TRIES - 1} times; "
+                f"{lack.told(me, step)}, after plans for less memory {TRIES - 1} times; "
                 "what the members held is on disk; free memory of that device, add devices, or set pipeline.capacity "
                 "to what is there"
             )
@@ -134,7 +152,7 @@ class Training:
             if member != me:  # whoever founds the next generation plans with it
                 parts.peers.send(member, "tightened", generation=generation, capacity=capacity)
         parts.tighten(me, capacity)
-        loop.feed(m.Tightened(generation, capacity))
+        return m.Tightened(generation, capacity, voted)
 
     def _between(self) -> None:
         save, self.save_all = self.save_all, False
@@ -176,14 +194,18 @@ class Training:
         return (m.Tally(effect.generation, effect.round, votes),)
 
     def apply(self, effect: m.Apply) -> None:
-        """The step becomes state; the boundary before it is kept until the next vote."""
+        """The step becomes state; the boundary before it is kept until the next vote.
+
+        Raises:
+            NotApplied: it did not find its memory, before, while or after the layers were changed.
+        """
         parts, holdings = self._parts, self._parts.holdings
         parts.probe("apply")
         assert holdings.live == effect.before, (holdings.live, effect.before)
         holdings.forget(self._loop.state.held)
-        holdings.keep_before()
-        parts.probe("applying")
-        parts.work.apply(effect.step)
+        lack = self._change(effect.step)
+        if lack is not None:
+            raise NotApplied(lack)
         self._pressures = 0
         holdings.live = Stamp(effect.step, effect.generation)
         self._computing = None
@@ -193,6 +215,20 @@ class Training:
         holdings.prune(effect.step, behind=coming or self._awaited)
         parts.probe("applied")
         self._tell(effect.step)
+
+    def _change(self, step: int) -> Lack | None:
+        """Keeps the own layers as they are, then changes them; returns what that did not find."""
+        try:
+            self._parts.holdings.keep_before()
+            self._parts.probe("applying")
+            self._parts.work.apply(step)
+            self._parts.probe("changed")
+        except _MAY_LACK as error:
+            lack = lack_of(error)
+            if lack is None:
+                raise
+            return lack
+        return None
 
     def _tell(self, step: int) -> None:
         now, report, record = time.monotonic(), self._parts.report, self._loop.state.record

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError, HostTierFailed
 
 __all__ = ["HostRegion", "HostTier", "TierOptions", "Wait"]
 
 Wait = Callable[[], None]
-"""Returns when a copy has ended; raises CapslogError where it failed."""
+"""Returns when a copy has ended; raises HostTierFailed where it failed."""
 
 
 @dataclass(frozen=True)
@@ -177,12 +177,12 @@ class HostTier:
         try:
             under_way.result(limit)
         except TimedOut as error:
-            raise CapslogError(
+            raise HostTierFailed(
                 f"a copy to or from the host tier ({self.options.place}) has not ended within {limit:g} s; look at "
                 "that disk, or raise pipeline.timeout_seconds"
             ) from error
         except Exception as error:
-            raise CapslogError(
+            raise HostTierFailed(
                 f"a copy to or from the host tier ({self.options.place}) failed: {type(error).__name__}: {error}"
             ) from error
 

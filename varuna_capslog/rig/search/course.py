@@ -30,8 +30,9 @@ FAULTS = (
 LADDER = ("hint", "late leave")
 """More of them in histories with the whole ladder of notices: a hint; a leave that may be cut off on its way."""
 
-REBALANCE = ("rebalance", "rebalance")
-"""More of them in histories where founders draw plans: another plan is wished for the same members."""
+REBALANCE = ("rebalance", "rebalance", "starve", "starve")
+"""More of them in histories where founders draw plans: another plan is wished for the same members, or needed by one
+that finds no memory when it applies a step."""
 
 DAMAGE = ("damaged copy", "damaged layer", "damaged copy", "damaged layer")
 """More of them in histories with damage: of a copy made ahead of a change, of a layer on its way."""
@@ -106,6 +107,7 @@ class Course(World):
         self.aborted: set[int] = set()
         self.views: dict[Any, frozenset[Member]] = {}
         self.spoils: list[str] = []  # damage that waits for something to strike
+        self.starving: set[int] = set()
 
     # -- mail ----------------------------------------------------------------------------------------------------------
 
@@ -247,7 +249,10 @@ class Course(World):
             case ("tally", _, number, turn):
                 voters = self.records[number].members if turn else self.records[number].participants
                 if all(self.reach(self.index[member], i) for member in voters) if self.cut else True:
-                    if (values := self.casts.get((number, turn))) is not None:
+                    if i in self.starving and state.round == turn > 0 and state.cast:
+                        self.starving.remove(i)
+                        self.feed(i, m.Tightened(number, 1, voted=True))
+                    elif (values := self.casts.get((number, turn))) is not None:
                         self.feed(i, m.Tally(number, turn, values))
                 else:
                     self.feed(i, m.Broken(number))
@@ -326,6 +331,8 @@ class Course(World):
                 self.feed(i, m.Suspects(frozenset([self.states[self.dice.choice(inside)].me])))
             case "leave" | "urgent leave":
                 self.feed(i, m.Wished(("leave", self.states[i].me), kind == "urgent leave"))
+            case "starve":
+                self.starving.add(i)
             case "rebalance":
                 self.feed(i, m.Wished(("rebalance", self.states[i].me)))
             case "hint" | "late leave":  # all hear it by the log, each in its own time

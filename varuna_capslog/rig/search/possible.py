@@ -96,6 +96,13 @@ class OpenWorld(PostWorld):
         elif self.is_complete(*key) and all(self.reach(i, self.index[member]) for member in voters):
             yield ("tally", i, key)
 
+    def _may_apply(self, i: int) -> bool:
+        """Whether a member may hear next that all have voted for its step."""
+        state = self.states[i]
+        voters = [self.index[member] for member in state.record.members]
+        voted = state.phase is Phase.RUN and state.cast and self.is_unanimous(state.record.number, state.round)
+        return voted and all(self.reach(i, j) for j in voters)
+
     def _offered(self, i: int) -> bool:
         """Whether the owners of all that i follows have sent what the vote waits for."""
         state = self.states[i]
@@ -167,6 +174,8 @@ class OpenWorld(PostWorld):
                     yield ("cut", i, True), True
             if "hiccup" in kinds and i not in self.hung and self.states[i].phase in ANSWERING:
                 yield ("hiccup", i), True
+            if "starve" in kinds and i not in self.hung and self._may_apply(i):
+                yield ("starve", i), True
         if "store" in kinds and self.store_up:
             yield ("lose store",), True
         if "damage" in kinds:

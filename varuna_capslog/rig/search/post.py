@@ -26,7 +26,8 @@ class Scenario:
         members: processes in generation 1 from the beginning; the rest of `processes` join later.
         faults: how many of `kinds` strike, at any moment each.
         kinds: "crash", "hang", "cut", "store", "hiccup" (communication fails, no member is lost), "damage" (of a copy
-            made ahead, or of a layer on its way; not among the default kinds).
+            made ahead, or of a layer on its way) and "starve" (a member finds no memory when it applies a step), which
+            are not among the default kinds.
         once: each of them strikes at most once.
         leaves: how many members get a notice, at any moment.
         hints: how many times a member hears that one, itself or another, may be told to leave; at any moment.
@@ -179,6 +180,8 @@ class PostWorld(World):
                 self.feed(target, m.Damaged(number, layer))
             case ("damage", i, layer):
                 self.damage(i, layer)
+            case ("starve", i):
+                self.feed(i, m.Tightened(self.states[i].record.number, 1, voted=True))
             case _:
                 raise AssertionError(action)
 
