@@ -68,12 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def program() -> NoReturn:
     """The process `capslog`: runs the command line of its arguments and ends."""
-    status = _run(sys.argv[1:])
-    if "varuna_capslog.elastic.store.opening" in sys.modules:
-        from varuna_capslog.training.worker_process import leave
-
-        leave(status)  # a thread of the store's that waits in C++ would abort an interpreter that ends
-    sys.exit(status)
+    sys.exit(_run(sys.argv[1:]))
 
 
 def _run(arguments: list[str]) -> int:

@@ -24,6 +24,7 @@ from tests.engine import cases
 from varuna_capslog.base import files
 from varuna_capslog.base.fork_server import PRELOADED, ForkServer
 from varuna_capslog.base.processes import is_stopped
+from varuna_capslog.base.trust.secret import run_secret
 from varuna_capslog.config.settings import Config
 from varuna_capslog.elastic.store.opening import StoreGone, StoreServer, open_store
 from varuna_capslog.engine.communicator import connect_group
@@ -229,9 +230,10 @@ class Live:
         if not resumes:
             prepare_run(config, show=False)
         keys, stamp = starting_point(config)
-        self.server = StoreServer()
+        secret = run_secret(self.run_dir, create=True)
+        self.server = StoreServer(secret)
         port = self.server.port
-        self.store = open_store(f"127.0.0.1:{port}", self.server.identity)
+        self.store = open_store(f"127.0.0.1:{port}", secret, self.server.identity)
         self._port = port
         cradle.open.append(self)
         for key, value in keys.items():

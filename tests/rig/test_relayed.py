@@ -8,6 +8,7 @@ import time
 
 import torch
 
+from tests.secret import SECRET
 from varuna_capslog.elastic.store.opening import StoreServer
 from varuna_capslog.engine.communicator import connect_group
 from varuna_capslog.rig.relay import Line
@@ -25,10 +26,10 @@ def test_a_host_whose_supervisor_was_started_again_is_cut_by_its_machine(line, r
     """The second supervisor of machine `again` is called again.2; cuts of `again` once did not reach its workers."""
     monkeypatch.setenv("CAPSLOG_HOST", "again.2")
     monkeypatch.setenv(VARIABLE, f"again@{relay.address}")
-    server = StoreServer()
+    server = StoreServer(SECRET)
     port = server.port
     open_relayed = opener()
-    store = open_relayed(f"127.0.0.1:{port}", server.identity)
+    store = open_relayed(f"127.0.0.1:{port}", SECRET, server.identity)
     store.put("address/again.2-1", "127.0.0.1:4713")
     assert line.through("again", "127.0.0.1:4713") == "127.0.0.1:4713"
     assert line.through("other", "127.0.0.1:4713") != "127.0.0.1:4713"
@@ -38,12 +39,12 @@ def test_a_host_whose_supervisor_was_started_again_is_cut_by_its_machine(line, r
 
 def test_gloo_groups_of_two_hosts_are_cut_with_their_network(line, relay):
     """If gloo ever hands its addresses round in another way, this sum arrives in spite of the cut."""
-    server = StoreServer()
+    server = StoreServer(SECRET)
     port = server.port
     groups, lines = {}, []
 
     def join(rank):
-        store = RelayedStore("127.0.0.1", port, server.identity)
+        store = RelayedStore("127.0.0.1", port, SECRET, server.identity)
         lines.append(Line(relay.address))
         store.relay(lines[-1], f"gloo{rank}")
         groups[rank] = (store, connect_group(store.rendezvous(), "try", rank, 2, 5.0))

@@ -13,6 +13,7 @@ import pytest
 
 from tests.elastic.machines import CAPSLOG, Machines, free_port, write_config
 from tests.elastic.member.test_held_state import leave
+from tests.secret import SECRET
 from varuna_capslog import cli
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
@@ -78,9 +79,9 @@ def test_a_run_that_waits_can_be_stopped_and_one_whose_disk_is_full_ends_with_on
 
 
 def test_a_folder_that_is_not_shared_is_refused(tmp_path):
-    server = StoreServer()
+    server = StoreServer(SECRET)
     port = server.port
-    client = open_store(f"127.0.0.1:{port}")
+    client = open_store(f"127.0.0.1:{port}", SECRET)
     client.put("first-plan", "0")
     config = load_config(write_config(tmp_path))
     files.write_json(tmp_path / "run/workers/store.json", {"address": "far:1", "identity": "another run"})

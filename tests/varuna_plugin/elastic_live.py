@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from tests.varuna_plugin import models
 from varuna_capslog.base import files
 from varuna_capslog.base.fork_server import PRELOADED, ForkServer
+from varuna_capslog.base.trust.secret import run_secret
 from varuna_capslog.elastic.member.start_up import Beginning
 from varuna_capslog.elastic.store.opening import StoreGone, StoreServer, open_store
 from varuna_capslog.engine.layers import seed_layer
@@ -79,10 +80,11 @@ class Live:
         self._waited: list[str] = []
         (run_dir / "workers").mkdir(parents=True, exist_ok=True)
         step, path = begin_with(run_dir)
-        self.server = StoreServer()
+        secret = run_secret(run_dir, create=True)
+        self.server = StoreServer(secret)
         port = self.server.port
         self._address = f"127.0.0.1:{port}"
-        self.store = open_store(self._address, self.server.identity)
+        self.store = open_store(self._address, secret, self.server.identity)
         for key, value in Beginning(1, step, path).keys().items():
             self.store.put(key, value)
         names = [self.join() for _ in range(members)]

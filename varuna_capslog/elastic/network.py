@@ -6,6 +6,7 @@ use. What counts here is the interface that leads to the store. A host finds it 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import ipaddress
 import os
@@ -14,11 +15,12 @@ import struct
 
 from varuna_capslog.base.errors import CapslogError
 
-__all__ = ["SCHEME", "address_towards", "interface_of", "network_variables", "parse_address"]
+__all__ = ["SCHEME", "address_towards", "interface_of", "listen", "network_variables", "parse_address"]
 
 SCHEME = "etcd://"
 
 _SIOCGIFADDR = 0x8915
+_BACKLOG = 1024
 
 
 def network_variables(store: str) -> dict[str, str]:
@@ -80,3 +82,24 @@ def interface_of(address: str) -> str | None:
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return None
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """A listener at one address of this machine, IPv4.
+
+    A machine's name in its own /etc/hosts is often the loopback's, which no other machine reaches: such a name, other
+    than localhost, means all addresses.
+
+    Raises:
+        CapslogError: the address is not this machine's, or the port is taken or none.
+    """
+    try:
+        found = socket.gethostbyname(host)
+        is_name = host != "localhost" and not host.startswith("127.")
+        at = "0.0.0.0" if is_name and ipaddress.ip_address(found).is_loopback else found
+        return socket.create_server((at, port), backlog=_BACKLOG)
+    except (OSError, OverflowError) as error:
+        if isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
+            raise CapslogError(f"{host} is not an address of this machine; give one of its own, or its name") from error
+        why = getattr(error, "strerror", None) or error
+        raise CapslogError(f"nothing can listen at {host}:{port}: {why}; choose another port") from error

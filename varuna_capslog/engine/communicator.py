@@ -11,6 +11,7 @@ import contextlib
 import datetime
 import pickle
 import re
+import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -24,9 +25,12 @@ from varuna_capslog.base.errors import PeerLost
 from varuna_capslog.engine.pair_groups import NotOpened, Opener, PairGroup, PairGroups, Waiting
 from varuna_capslog.model.chain import TensorSpec
 
-__all__ = ["Communicator", "PeerLost", "Pending", "connect", "connect_group", "why_lost"]
+__all__ = ["Communicator", "PeerLost", "Pending", "connect", "connect_group", "local_store", "why_lost"]
 
 Value = TypeVar("Value")
+
+LOCAL = "127.0.0.1"
+_STORE_TIMEOUT = datetime.timedelta(seconds=300)
 
 _ENDING_TAG = (1 << 30) + 1
 """No message has this tag; a receive that waits for one ends a group (see `Communicator.abort`)."""
@@ -65,12 +69,31 @@ def connect(
     try:
         # joining waits for slow imports on other hosts, so it is granted more than one message
         joining = datetime.timedelta(seconds=max(60.0, timeout_seconds))
-        store = dist.TCPStore(address, port, is_master=host_store, timeout=joining, wait_for_workers=False)
+        if host_store and address == LOCAL:
+            store = local_store(port, joining)
+        else:
+            store = dist.TCPStore(address, port, is_master=host_store, timeout=joining, wait_for_workers=False)
         prefixed = dist.PrefixStore(f"generation-{generation}", store)
         dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=world_size, timeout=timeout)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         raise PeerLost(f"rank {rank} could not join {world_size} ranks at {address}:{port}: {error}", None) from error
     return Communicator(rank, world_size, generation, timeout, dist.group.WORLD, store)
+
+
+def local_store(port: int = 0, timeout: datetime.timedelta = _STORE_TIMEOUT) -> dist.TCPStore:
+    """torch's store, which has no access control, for the processes of this machine: torch would listen to all others.
+
+    Raises OSError where the port is taken.
+    """
+    listener = socket.create_server((LOCAL, port), backlog=1024)
+    return dist.TCPStore(
+        LOCAL,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def connect_group(

@@ -22,12 +22,11 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.failures import signal_name
 from varuna_capslog.base.processes import killed_with
-from varuna_capslog.engine.communicator import PeerLost, connect
+from varuna_capslog.engine.communicator import PeerLost, connect, local_store
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiling.conditions import RunConditions
@@ -147,7 +146,7 @@ class WorkerGroup:
 
     def __enter__(self) -> WorkerGroup:
         workers, roles = self._workers, self._workers.roles or _engine_roles
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = local_store()
         try:
             for number, device in enumerate(workers.devices[: self._count]):
                 ours, theirs = self._context.Pipe()

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from varuna_capslog.base.trust.secret import Secret
 from varuna_capslog.elastic.store import opening as store
 from varuna_capslog.rig.relay import Line
 
@@ -27,23 +28,23 @@ takes orders. Without this variable nothing is exchanged."""
 _KEPT = 16
 
 
-def opener() -> Callable[[str, str | None], store.MembershipStore]:
+def opener() -> Callable[[str, Secret, str | None], store.MembershipStore]:
     """Opens the store so that the other hosts are reached through the relay that the environment names, if any."""
     host, _, relay = os.environ.get(VARIABLE, "").partition("@")
     if not relay:
         return store.open_store
     line = Line(relay)
 
-    def opened(address: str, identity: str | None = None) -> RelayedStore:
+    def opened(address: str, secret: Secret, identity: str | None = None) -> RelayedStore:
         where, _, port = address.rpartition(":")
-        found = RelayedStore(where, int(port), identity)
+        found = RelayedStore(where, int(port), secret, identity)
         found.relay(line, host)
         return found
 
     return opened
 
 
-class RelayedStore(store.TcpMembershipStore):
+class RelayedStore(store.OwnMembershipStore):
     """A store whose addresses lead to the relay."""
 
     def relay(self, line: Line, host: str) -> None:

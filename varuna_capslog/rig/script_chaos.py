@@ -20,6 +20,7 @@ from typing import Any
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.trust.secret import run_secret
 from varuna_capslog.elastic.host.host import Host
 from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone, open_store
 from varuna_capslog.membership.entries import GenerationEntry, NoticeEntry, RequestEntry
@@ -74,7 +75,7 @@ class Disturber:
     def _run(self, host: Host) -> None:
         try:
             self._until(lambda: (self._run_dir / "workers" / "store.json").exists(), "its store")
-            store = open_store(host.link.address)
+            store = open_store(host.link.address, run_secret(self._run_dir))
             stop = store.follow(self._hear, lambda why: None)
             try:
                 self._until(lambda: self._trains(host.options.num_workers), "its first step")

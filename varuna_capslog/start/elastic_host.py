@@ -15,6 +15,7 @@ from pathlib import Path
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.trust.secret import SecretMissing, run_secret
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.config.settings import Config, Elastic
 from varuna_capslog.elastic.host.hooks import check_same_folder
@@ -23,7 +24,7 @@ from varuna_capslog.elastic.host.options import HostOptions
 from varuna_capslog.elastic.member.held_state import recover
 from varuna_capslog.elastic.member.start_up import Beginning
 from varuna_capslog.elastic.script.work import saved_states
-from varuna_capslog.elastic.store.opening import StoreGone, open_store
+from varuna_capslog.elastic.store.opening import StoreGone, StoreRefuses, open_store
 from varuna_capslog.membership.generation import Stamp
 from varuna_capslog.plans.plan import latest_plan
 from varuna_capslog.start.preloading import SCRIPT_MODULES, TRAINING_MODULES
@@ -188,19 +189,23 @@ def _starting_point_of_script(run_dir: Path) -> Beginning:
 def _find_run(options: HostOptions, wait_seconds: float) -> None:
     """Waits for the run's store, and compares this machine's folder with that of the machine that serves it."""
     assert options.store is not None
-    identity = wait_for_store(options.store, wait_seconds, options.say)
+    identity = wait_for_store(options.run_dir, options.store, wait_seconds, options.say)
     check_same_folder(options.run_dir, options.store, identity)
 
 
-def wait_for_store(store: str, seconds: float, say: Callable[[str], None]) -> str:
+def wait_for_store(run_dir: Path, store: str, seconds: float, say: Callable[[str], None]) -> str:
     """The identity of the store, once it holds the run's first plan and a machine of the run gives a sign of life: a
     store that outlives machines may hold a run that has ended.
+
+    Raises:
+        StoreRefuses: it has another secret than this machine.
+        CapslogError: nobody serves it in time, or the run's secret cannot be used.
     """
     until, told = time.monotonic() + seconds, False
     signs: dict[str, Sequence[str]] = {}
     while True:
         try:
-            client = open_store(store)
+            client = open_store(store, run_secret(run_dir))
             try:
                 if client.get("first-plan", wait_seconds=_LOOK_SECONDS) is None:
                     why = "it does not say with which plan the run begins"
@@ -211,7 +216,9 @@ def wait_for_store(store: str, seconds: float, say: Callable[[str], None]) -> st
                     signs[client.identity], why = now, "no machine of the run there gives a sign of life"
             finally:
                 client.close()
-        except StoreGone as error:
+        except StoreRefuses:
+            raise
+        except (StoreGone, SecretMissing) as error:
             why = str(error)
         if time.monotonic() >= until:
             raise CapslogError(

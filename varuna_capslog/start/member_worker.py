@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from varuna_capslog.base import files
+from varuna_capslog.base.trust.secret import Secret
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.elastic.member.pipeline_work import PipelineRun, PipelineWork
 from varuna_capslog.elastic.member.runtime import Runtime, take_part
@@ -46,14 +47,14 @@ class Equipment:
         probe: as in `RuntimeOptions`.
         observer: sees the work of the member's engines.
         work: builds what is trained, with the arguments of `PipelineWork`.
-        open_store: called with the address and the identity of the store.
+        open_store: called with the address of the store, the secret of the run and the identity of the store.
         runtime: the class of the runtime.
     """
 
     probe: Callable[[str], None] = lambda point: None
     observer: Observer | None = None
     work: Callable[..., PipelineWork] = PipelineWork
-    open_store: Callable[[str, str | None], MembershipStore] = open_store
+    open_store: Callable[[str, Secret, str | None], MembershipStore] = open_store
     runtime: type[Runtime] = Runtime
 
 

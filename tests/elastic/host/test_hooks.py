@@ -131,12 +131,12 @@ def test_nobody_is_meant_who_is_not_there(tmp_path, start, capsys, arguments, se
     assert not run.of("notice")
 
 
-def test_where_two_runs_share_a_process_one_must_be_named(monkeypatch):
+def test_where_two_runs_share_a_process_one_must_be_named(tmp_path, monkeypatch):
     """The last one that began was once taken to be meant."""
     monkeypatch.delenv("CAPSLOG_STORE", raising=False)
     with contextlib.ExitStack() as stack:
         for identity in ("one", "other", "other"):
-            belong(stack, f"127.0.0.1:{len(identity)}", identity)
+            belong(stack, f"127.0.0.1:{len(identity)}", identity, tmp_path)
         with pytest.raises(CapslogError, match="this process belongs to 2 runs; say which one is meant by its run_dir"):
             request_morph(2)
     with pytest.raises(CapslogError, match="belongs to no run"):

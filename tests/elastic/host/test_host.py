@@ -19,13 +19,14 @@ import pytest
 from tests.waiting import alive, wait_until
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.supervisor import Interrupted, WorkerFailed
+from varuna_capslog.base.trust.secret import run_secret
 from varuna_capslog.config.settings import Elastic
 from varuna_capslog.elastic.host import workers
 from varuna_capslog.elastic.host.hooks import notice_of
 from varuna_capslog.elastic.host.host import Host, HostEnd, HostOptions
 from varuna_capslog.elastic.notices.gather import CallbackListener
 from varuna_capslog.elastic.notices.interface import Kind
-from varuna_capslog.elastic.store.opening import StoreGone, StoreServer, TcpMembershipStore, open_store
+from varuna_capslog.elastic.store.opening import StoreGone, StoreServer, open_store
 from varuna_capslog.membership.entries import Entry, HostsEntry, NoticeEntry, read
 from varuna_capslog.membership.generation import EMPTY, Stamp
 
@@ -75,7 +76,7 @@ class Running:
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
         wait_until(lambda: hasattr(host.link, "store") or not self.thread.is_alive())
-        self.client: TcpMembershipStore = open_store(host.link.address)
+        self.client = open_store(host.link.address, run_secret(folder))
         self.client.follow(self.log.append, lambda why: None)
 
     def _tell_and_wait(self, entry: Entry) -> None:
@@ -166,7 +167,7 @@ def test_a_folder_in_use_is_refused_to_the_host_that_serves_and_only_to_it(tmp_p
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(CapslogError, match="is in use by another run"):
             host_of(tmp_path).run()
-        server = StoreServer()
+        server = StoreServer(run_secret(tmp_path, create=True))
         port = server.port
         run = start(tmp_path, 1, store=f"127.0.0.1:{port}", all="leave=0")
         assert run.end().how == "left"
@@ -487,7 +488,7 @@ def test_a_host_that_vanishes_is_told_dead_with_all_its_workers(tmp_path, start)
 
 
 def test_a_lost_store_does_not_end_the_workers(tmp_path, start):
-    server = StoreServer()
+    server = StoreServer(run_secret(tmp_path, create=True))
     port = server.port
     run = start(tmp_path, 2, all="wait=go leave=0", store=f"127.0.0.1:{port}")
     pids = [run.seen(member)["pid"] for member in ("h-1", "h-2")]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.trust.secret import run_secret
 from varuna_capslog.elastic.member import start_up
 from varuna_capslog.elastic.member.runtime import End, take_part
 from varuna_capslog.elastic.member.start_up import Beginning, MemberStart, RuntimeOptions
@@ -56,7 +57,8 @@ def test_a_member_takes_part_and_closes_its_work(
 ) -> None:
     path = tmp_path / "checkpoints/step-00000012"
     store: Any = Keys(Beginning(4, 12, path).keys())
-    start, found_store = start_up.enter(tmp_path, lambda: True, lambda address, identity: store)
+    run_secret(tmp_path, create=True)
+    start, found_store = start_up.enter(tmp_path, lambda: True, lambda address, secret, identity: store)
     assert (start.me, start.offset, start.resumed) == ("a-1", 3, {Stamp(12, 0): path})
     closed: list[bool] = []
 

@@ -21,8 +21,10 @@ import torch
 
 from tests.elastic.etcd import start_etcd
 from tests.elastic.script.test_script import run_here
+from tests.secret import SECRET
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.trust.secret import run_secret
 from varuna_capslog.commands.train import check_address
 from varuna_capslog.elastic.network import network_variables, parse_address
 from varuna_capslog.elastic.store.etcd_store import EtcdMembershipStore, begin_run
@@ -73,7 +75,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServers]:
 def test_any_server_may_be_killed_or_hang_and_come_back_and_nothing_is_missed(cluster: EtcdServers) -> None:
     address = cluster.address("kills")
     begin_run(address, 1.0)
-    one = open_store(address)
+    one = open_store(address, SECRET)
     heard: list[dict[str, Any]] = []
     lost: list[str] = []
     one.follow(heard.append, lost.append)
@@ -103,7 +105,7 @@ def test_endpoints_that_say_nothing_leave_time_for_one_that_answers(cluster: Etc
         silent = [f"127.0.0.1:{each.getsockname()[1]}" for each in (one, two)]
         address = f"etcd://{','.join(silent)},127.0.0.1:{cluster.ports[0]}/silent"
         begin_run(address, 1.0)
-        store = open_store(address, answer_seconds=3.0)
+        store = open_store(address, SECRET, answer_seconds=3.0)
         store.append({"kind": "x"})
         assert len(store.history()) == 1
         store.close()
@@ -114,7 +116,7 @@ def test_without_a_majority_the_store_is_gone_for_calls_and_followers(tmp_path: 
     try:
         address = servers.address("alone")
         begin_run(address, 1.0)
-        one, lost = open_store(address, answer_seconds=0.5), []
+        one, lost = open_store(address, SECRET, answer_seconds=0.5), []
         one.follow(lambda entry: None, lost.append)
         one.append({"kind": "x"})
         servers.kill()
@@ -130,9 +132,9 @@ def test_without_a_majority_the_store_is_gone_for_calls_and_followers(tmp_path: 
                 call()
         with pytest.raises(StoreGone, match="started anew"):
             EtcdMembershipStore(address, one.identity)
-        assert open_store(address).read() == EMPTY
+        assert open_store(address, SECRET).read() == EMPTY
         with pytest.raises(StoreGone, match="holds no run"):
-            open_store(servers.address("nothing"))
+            open_store(servers.address("nothing"), SECRET)
     finally:
         servers.close()
 
@@ -142,7 +144,7 @@ def test_groups_of_torch_meet_there(cluster: EtcdServers) -> None:
     begin_run(address, 1.0)
 
     def member(rank: int) -> float:
-        store = open_store(address)
+        store = open_store(address, SECRET)
         communicator = connect_group(store.rendezvous(), "g", rank, 3, 20.0)
         total = communicator.add(torch.tensor([float(rank + 1)]))
         communicator.barrier()
@@ -157,7 +159,7 @@ def test_groups_of_torch_meet_there(cluster: EtcdServers) -> None:
 def test_a_run_that_lives_is_not_removed_by_another(cluster: EtcdServers) -> None:
     address = cluster.address("guard")
     begin_run(address, 0.4)
-    one = open_store(address)
+    one = open_store(address, SECRET)
     one.put("lease/h", "0")
     with living(one), pytest.raises(CapslogError, match="a run is going on"):
         begin_run(address, 4.0)
@@ -166,20 +168,23 @@ def test_a_run_that_lives_is_not_removed_by_another(cluster: EtcdServers) -> Non
     one.close()
 
 
-def test_a_machine_that_comes_early_waits_for_the_next_run_and_not_for_one_that_has_ended(cluster: EtcdServers) -> None:
+def test_a_machine_that_comes_early_waits_for_the_next_run_and_not_for_one_that_has_ended(
+    cluster: EtcdServers, tmp_path: Path
+) -> None:
+    run_secret(tmp_path, create=True)
     address = cluster.address("early")
     begin_run(address, 0.4)
-    ended = open_store(address)
+    ended = open_store(address, SECRET)
     ended.put("first-plan", "1")
     ended.put("lease/h", "7")
     with pytest.raises(CapslogError, match=r"no machine of the run there gives a sign of life.*--serve"):
-        wait_for_store(address, 1.5, lambda line: None)
+        wait_for_store(tmp_path, address, 1.5, lambda line: None)
     with ThreadPoolExecutor(1) as threads:
-        early = threads.submit(wait_for_store, address, 60.0, lambda line: None)
+        early = threads.submit(wait_for_store, tmp_path, address, 60.0, lambda line: None)
         time.sleep(1.0)
         assert not early.done()
         begin_run(address, 0.4)
-        begun = open_store(address)
+        begun = open_store(address, SECRET)
         begun.put("first-plan", "1")
         with living(begun):
             assert early.result() == begun.identity != ended.identity

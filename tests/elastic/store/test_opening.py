@@ -12,23 +12,27 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.elastic.etcd import start_etcd
+from tests.secret import SECRET
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.processes import is_stopped
-from varuna_capslog.elastic.store import lines as store_lines
 from varuna_capslog.elastic.store.etcd_store import EtcdMembershipStore, begin_run
-from varuna_capslog.elastic.store.opening import StoreGone, StoreServer, TcpMembershipStore, open_store
+from varuna_capslog.elastic.store.lines import StoreLines
+from varuna_capslog.elastic.store.opening import OwnMembershipStore, StoreGone, StoreServer, open_store
 from varuna_capslog.membership.generation import EMPTY
 from varuna_capslog.rig.etcd_servers import EtcdServers
 
+ROOT = Path(__file__).resolve().parents[3]
 SERVER = """
 import sys, time
+from tests.secret import SECRET
 from varuna_capslog.elastic.store.opening import StoreServer
-server = StoreServer(int(sys.argv[1]))
+server = StoreServer(SECRET, port=int(sys.argv[1]))
 port = server.port
 print(port, flush=True)
 time.sleep(600)
@@ -44,7 +48,7 @@ def wait_until(condition, seconds: float = 20.0) -> None:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    server = StoreServer()
+    server = StoreServer(SECRET)
     port = server.port
     yield port
     server.close()
@@ -73,7 +77,7 @@ def client(place: int | str, **options) -> Iterator[Any]:
     store = (
         EtcdMembershipStore(place, **options)
         if isinstance(place, str)
-        else TcpMembershipStore("127.0.0.1", place, **options)
+        else OwnMembershipStore("127.0.0.1", place, SECRET, **options)
     )
     try:
         yield store
@@ -84,7 +88,7 @@ def client(place: int | str, **options) -> Iterator[Any]:
 @contextlib.contextmanager
 def served_elsewhere(port: int = 0) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A server in a process of its own, which may be killed."""
-    process = subprocess.Popen([sys.executable, "-c", SERVER, str(port)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", SERVER, str(port)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         assert process.stdout is not None
         yield process, int(process.stdout.readline())
@@ -225,18 +229,17 @@ def test_a_newcomer_reads_a_long_log_to_its_end_and_follows_from_where_it_likes(
 
 def test_a_follower_that_comes_late_reads_the_log_in_batches(port, monkeypatch):
     """Thousands of entries, one question each: newcomers to a run of some hundred changes gave up before the end."""
-    asked: list[int] = []
+    asked: list[Any] = []
+    ask = StoreLines.ask
 
-    class Counted(store_lines.dist.TCPStore):
-        def get(self, key):
-            if key.startswith("log/"):
-                asked.append(1)
-            return super().get(key)
+    def counted(lines, *question, **options):
+        asked.append(question[0])
+        return ask(lines, *question, **options)
 
     with client(port) as one:
         for number in range(300):
             one.append({"kind": "said", "number": number})
-        monkeypatch.setattr(store_lines.dist, "TCPStore", Counted)
+        monkeypatch.setattr(StoreLines, "ask", counted)
         with client(port) as late:
             heard: list[dict] = []
             late.follow(heard.append, heard.append)
@@ -244,7 +247,7 @@ def test_a_follower_that_comes_late_reads_the_log_in_batches(port, monkeypatch):
             one.append({"kind": "said", "number": 300})
             wait_until(lambda: len(heard) == 301)
         assert [entry["number"] for entry in heard] == list(range(301))
-        assert len(asked) <= 2  # the one that came later, and the one to come
+        assert asked.count("entries") <= 8  # batches, what `append` reads, and waiting for the next one
 
 
 def test_keys_wait_for_their_first_value_and_counters_never_repeat(place):
@@ -304,7 +307,7 @@ def test_a_killed_store_is_gone_for_calls_and_followers_and_an_empty_one_in_its_
                 with client(port) as newcomer:
                     assert newcomer.read() == EMPTY
                 with pytest.raises(StoreGone, match="started anew"):
-                    TcpMembershipStore("127.0.0.1", port, identity=one.identity)
+                    OwnMembershipStore("127.0.0.1", port, SECRET, identity=one.identity)
             assert len(lost) == 1
 
 
@@ -323,48 +326,6 @@ def test_a_store_that_hangs_is_gone_within_the_bound_and_followers_hear_it_by_th
         wait_until(lambda: lost, 10)
         process.send_signal(signal.SIGCONT)
         assert one.read() == EMPTY, "a store that answers again, and is the same, serves again"
-
-
-def test_a_connection_that_is_slow_to_open_gets_another_beside_it(port, monkeypatch):
-    asked, answered, ask = [], threading.Event(), store_lines._identity
-
-    def first_waits(client):
-        asked.append(client)
-        if len(asked) == 1:
-            answered.wait(20)
-        return ask(client)
-
-    monkeypatch.setattr(store_lines, "_identity", first_waits)
-    try:
-        with client(port) as one:
-            assert not answered.is_set()
-            one.append({"kind": "x"})
-            assert len(one.history()) == 1
-            answered.set()
-    finally:
-        answered.set()
-
-
-def test_closing_waits_for_a_connection_that_is_being_opened(port, monkeypatch):
-    """Its thread is in C++, and would abort a process that ends meanwhile."""
-    asked, answered, ask = threading.Event(), threading.Event(), store_lines._identity
-
-    def waits(client):
-        asked.set()
-        answered.wait(20)
-        return ask(client)
-
-    one = TcpMembershipStore("127.0.0.1", port)
-    wait_until(lambda: not one.lines.opening)
-    monkeypatch.setattr(store_lines, "_identity", waits)
-    one.lines.line().close()
-    one.lines.want_spare()
-    assert asked.wait(10)
-    opening = list(one.lines.opening.values())
-    assert opening
-    threading.Timer(2 * store_lines.CLOSE_SECONDS, answered.set).start()
-    one.close()
-    assert not any(thread.is_alive() for thread in opening)
 
 
 def test_a_cut_connection_is_opened_again_and_a_follower_misses_nothing(port):
@@ -414,14 +375,13 @@ def test_a_partition_without_a_word_is_noticed(port):
         between.moving.clear()
         wait_until(lambda: lost, 10)
         assert "no answer" in lost[0]
-        between.moving.set()  # closing waits for connections that are being opened
 
 
 def test_addresses_are_checked(port):
     for wrong in ("somewhere", ":1", "somewhere:x", "127.0.0.1:65536", f"127.0.0.1:{10**30}"):
         with pytest.raises(CapslogError, match="not host:port"):
-            open_store(wrong)
-    store = open_store(f"127.0.0.1:{port}")
+            open_store(wrong, SECRET)
+    store = open_store(f"127.0.0.1:{port}", SECRET)
     assert store.address == f"127.0.0.1:{port}"
     store.close()
     with pytest.raises(StoreGone, match="was closed"):
@@ -429,7 +389,7 @@ def test_addresses_are_checked(port):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         free = taken.getsockname()[1]
     with pytest.raises(StoreGone, match="is gone"):
-        open_store(f"127.0.0.1:{free}")
+        open_store(f"127.0.0.1:{free}", SECRET)
 
 
 def test_log_entries_are_json(place):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 
 from tests.elastic.etcd import find_etcd
+from tests.secret import SECRET
 from varuna_capslog.elastic.store.opening import open_store
 from varuna_capslog.membership.entries import RequestEntry
 from varuna_capslog.membership.generation import Generation
@@ -13,12 +14,12 @@ from varuna_capslog.rig.machines.run_store import RunStore
 
 def test_a_lost_store_takes_nothing_and_the_next_one_is_empty(tmp_path):
     heard: queue.SimpleQueue = queue.SimpleQueue()
-    store = RunStore("tcp", tmp_path, 3.0)
+    store = RunStore("tcp", tmp_path, 3.0, SECRET)
     store.append(RequestEntry(1))  # before there is one: nothing happens
     assert store.is_lost
     store.begin({"key": "first"}, heard.put)
     assert (store.is_cluster, store.is_lost, store.is_whole) == (False, False, True)
-    other = open_store(store.address)
+    other = open_store(store.address, SECRET)
     assert other.get("key") == "first"
     other.close()
     store.append(RequestEntry(2))
@@ -39,7 +40,7 @@ def test_a_lost_store_takes_nothing_and_the_next_one_is_empty(tmp_path):
 def test_etcd_loses_one_of_three_servers_and_keeps_the_log(tmp_path):
     find_etcd()
     heard: queue.SimpleQueue = queue.SimpleQueue()
-    store = RunStore("etcd", tmp_path, 0.1)
+    store = RunStore("etcd", tmp_path, 0.1, SECRET)
     try:
         store.begin({}, heard.put)
         assert store.is_cluster

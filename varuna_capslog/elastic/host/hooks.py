@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.trust.secret import run_secret
 from varuna_capslog.elastic.notices.interface import Deadline, Kind, Notice
 from varuna_capslog.membership.entries import AnnounceEntry, HintEntry, NoticeEntry, RequestEntry
 from varuna_capslog.membership.roster import Roster
@@ -33,8 +34,8 @@ __all__ = [
     "tell_address",
 ]
 
-_here: list[tuple[str, str]] = []
-"""Addresses and identities of the stores of this process's hosts, as long as they run."""
+_here: list[tuple[str, str, Path]] = []
+"""Addresses and identities of the stores of this process's hosts, and their folders, as long as they run."""
 
 
 def request_morph(devices: int, run_dir: Path | str | None = None) -> None:
@@ -159,10 +160,10 @@ def give_notice(
         return f"host {host}"
 
 
-def belong(stack: contextlib.ExitStack, address: str, identity: str) -> None:
-    """Until the stack is closed, this process belongs to the run with this store."""
-    _here.append((address, identity))
-    stack.callback(_here.remove, (address, identity))
+def belong(stack: contextlib.ExitStack, address: str, identity: str, run_dir: Path) -> None:
+    """Until the stack is closed, this process belongs to the run with this store and folder."""
+    _here.append((address, identity, run_dir))
+    stack.callback(_here.remove, (address, identity, run_dir))
 
 
 def tell_address(run_dir: Path, address: str, identity: str) -> None:
@@ -209,13 +210,13 @@ def _store_of(run_dir: Path | str | None = None) -> Iterator[MembershipStore]:
     """The store of the run in a folder, or of the run that this process belongs to.
 
     Raises:
-        CapslogError: there is none, or it has gone.
+        CapslogError: there is none, it has gone, or the run's secret cannot be used.
     """
     from varuna_capslog.elastic.store.opening import StoreGone, open_store
 
-    address, identity = _where(run_dir)
+    address, identity, folder = _where(run_dir)
     try:
-        store = open_store(address, identity)
+        store = open_store(address, run_secret(folder), identity)
     except StoreGone as error:
         raise CapslogError(f"no run is going on in {run_dir or 'this process'}: {error}") from None
     try:
@@ -224,10 +225,11 @@ def _store_of(run_dir: Path | str | None = None) -> Iterator[MembershipStore]:
         store.close()
 
 
-def _where(run_dir: Path | str | None) -> tuple[str, str | None]:
+def _where(run_dir: Path | str | None) -> tuple[str, str | None, Path]:
     if run_dir is None:
         if "CAPSLOG_STORE" in os.environ:
-            return os.environ["CAPSLOG_STORE"], os.environ.get("CAPSLOG_STORE_IDENTITY")
+            found = os.environ.get("CAPSLOG_RUN_DIR", ".")
+            return os.environ["CAPSLOG_STORE"], os.environ.get("CAPSLOG_STORE_IDENTITY"), Path(found)
         if len(set(_here)) > 1:
             raise CapslogError(f"this process belongs to {len(set(_here))} runs; say which one is meant by its run_dir")
         if _here:
@@ -239,8 +241,8 @@ def _where(run_dir: Path | str | None) -> tuple[str, str | None]:
             f"no elastic run is going on in {run_dir}: it has no workers/{place.name}; check the path, or start one "
             "with `capslog train CONFIG elastic.enabled=true`"
         )
-    found = files.read_json(place)
-    return str(found["address"]), str(found["identity"])
+    told = files.read_json(place)
+    return str(told["address"]), str(told["identity"]), Path(run_dir)
 
 
 def _roster_of(store: MembershipStore) -> Roster:

@@ -21,6 +21,7 @@ from typing import Any
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.supervisor import last_step
+from varuna_capslog.base.trust.secret import run_secret
 from varuna_capslog.elastic.host import hooks
 from varuna_capslog.elastic.host.options import HostOptions
 from varuna_capslog.elastic.store.etcd_store import begin_run
@@ -81,20 +82,21 @@ class HostStore:
 
         Raises:
             StoreGone: the store does not answer.
-            CapslogError: it cannot be served, or another run goes on there.
+            CapslogError: it cannot be served, another run goes on there, or the run's secret cannot be used.
         """
         options, identity = self._options, None
+        secret = run_secret(options.run_dir, create=options.serves)
         if options.serves and "://" in self.address:
             identity = begin_run(self.address, options.settings.lease_seconds)
         elif options.serves:
             self.ends_with_us = True
             host, _, port = self.address.rpartition(":")
-            server = StoreServer(int(port))
+            server = StoreServer(secret, host, int(port))
             stack.callback(server.close)
             self.address, identity = f"{host}:{server.port}", server.identity
-        self.store = open_store(self.address, identity)
+        self.store = open_store(self.address, secret, identity)
         stack.callback(self.store.close)
-        hooks.belong(stack, self.address, self.store.identity)
+        hooks.belong(stack, self.address, self.store.identity, options.run_dir)
         if options.serves:
             hooks.tell_address(options.run_dir, self.address, self.store.identity)
             for key, value in options.keys.items():

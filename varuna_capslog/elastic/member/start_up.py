@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.trust.secret import Secret, run_secret
 from varuna_capslog.elastic.member.timeouts import Timeouts
 from varuna_capslog.elastic.network import address_towards
 from varuna_capslog.elastic.store.opening import MembershipStore, open_store
@@ -112,16 +113,16 @@ class RuntimeOptions:
 def enter(
     run_dir: Path,
     stop_wished: Callable[[], bool],
-    opener: Callable[[str, str | None], MembershipStore] = open_store,
+    opener: Callable[[str, Secret, str | None], MembershipStore] = open_store,
 ) -> tuple[MemberStart, MembershipStore]:
     """Opens the store and reads where the run begins.
 
     Raises:
         StoreGone: the store does not answer.
-        CapslogError: it does not say where the run begins.
+        CapslogError: it does not say where the run begins, or the run's secret cannot be used.
     """
     place = os.environ["CAPSLOG_STORE"]
-    store = opener(place, os.environ.get("CAPSLOG_STORE_IDENTITY"))
+    store = opener(place, run_secret(run_dir), os.environ.get("CAPSLOG_STORE_IDENTITY"))
     beginning = Beginning.read(store)
     start = MemberStart(
         os.environ["CAPSLOG_MEMBER"],

@@ -1,119 +1,119 @@
-"""Connections to one TCPStore server, each with the thread that alone uses it.
+"""Connections of one client to the run's own store server.
 
-A call to torch's store waits in C++ and cannot be interrupted. A thread per connection lets the caller give up a call
-that hangs. Every call under way has a connection to itself, and one more is kept open. Broken connections are opened
-again, but only to the same server: one that was started anew is another store.
+Every question under way has a connection to itself, and those that are idle are kept open. Broken connections are
+opened again, but only to the same server: one that was started anew is another store. Every call ends within a bounded
+time.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
-import datetime
-import queue
+import json
 import socket
 import threading
 import time
-import weakref
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
-import torch.distributed as dist
+from varuna_capslog.base.trust.connection import Connection, NotTrusted, dial
+from varuna_capslog.elastic.store.log import StoreGone, StoreRefuses
+from varuna_capslog.elastic.store.server import MAX_MESSAGE
 
-from varuna_capslog.elastic.store.log import StoreGone
-
-__all__ = ["ANSWER_SECONDS", "CLOSE_SECONDS", "OPEN_SECONDS", "StoreLine", "StoreLines", "first_line"]
-
-Value = TypeVar("Value")
-Job = Callable[[dist.TCPStore], Value]
+__all__ = ["ANSWER_SECONDS", "StoreLines"]
 
 ANSWER_SECONDS = 3.0
 """A store that takes longer to answer is gone."""
 
-OPEN_SECONDS = 12.0
-"""For a new connection: torch asks the name server for the name of every peer, and one lost answer costs 5 s."""
+OPEN_SECONDS = 6.0
+"""For a new connection: a network that loses its first packet sends it again after 1 s, and then after 2 s more."""
 
-BESIDE_SECONDS = 0.3
-"""After so long another connection is tried beside one that is being opened: the next question is seldom lost, too."""
+_TRIES = 6
+"""Connections for one question, where each of them breaks; the pause before each doubles."""
 
-CLOSE_SECONDS = 0.5
-_MOST_BESIDE = 2
+_PAUSE_SECONDS = 0.01
 
 
 class StoreLines:
-    """All connections of one client; for the arguments see `TcpMembershipStore`."""
+    """All connections of one client. Any thread.
 
-    def __init__(self, host: str, port: int, identity: str | None, answer_seconds: float | None) -> None:
+    Args:
+        key: of the store's connections.
+        identity: which server it must be; "": the first one that answers.
+    """
+
+    def __init__(self, host: str, port: int, key: bytes, identity: str, answer_seconds: float) -> None:
         self.host, self.port, self.address = host, port, f"{host}:{port}"
-        self.answer_seconds = answer_seconds or ANSWER_SECONDS
-        self.open_seconds = OPEN_SECONDS
-        self.identity = identity or ""
-        self.opening: dict[concurrent.futures.Future[str], threading.Thread] = {}
+        self.answer_seconds, self.open_seconds = answer_seconds, max(OPEN_SECONDS, answer_seconds)
+        self.identity = identity
+        self._key = key
+        self._resolved: str | None = None
         self._lock = threading.Lock()
-        self._idle: list[StoreLine] = []
-        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self._idle: list[Connection] = []
         self._closed = False
-        self._spares = threading.Semaphore(1)
-        self._give_back(self._open())
-        self.want_spare()
 
-    def call(self, job: Job[Value], seconds: float | None = None) -> Value:
-        """What `job` gives, on a connection of its own meanwhile; on a fresh one where that turns out broken."""
-        bound = self.answer_seconds if seconds is None else seconds
+    def another(self) -> StoreLines:
+        """For the same server, with connections of its own."""
+        found = StoreLines(self.host, self.port, self._key, self.identity, self.answer_seconds)
+        found._resolved = self._resolved
+        return found
+
+    def ask(self, *question: Any, wait: float = 0.0) -> Any:
+        """The server's answer; on a fresh connection where the kept one turns out broken.
+
+        Args:
+            wait: seconds that the server itself waits before it answers.
+
+        Raises:
+            StoreGone: the store is gone, hangs, or was started anew.
+        """
+        text = json.dumps(question).encode()
         line = self._take_idle()
-        for last in (False, True):
-            line = line or self._open()
+        for turn in range(_TRIES):
             try:
-                value = line.call(job, bound)
-            except (RuntimeError, concurrent.futures.TimeoutError) as error:
-                line.close()
+                line = line or self._open()
+                line.until = time.monotonic() + self.answer_seconds + wait
+                line.send_message(text)
+                answer = json.loads(line.read_message(MAX_MESSAGE))
+            except (OSError, EOFError, ValueError) as error:
+                if line is not None:
+                    line.close()
                 self._drop_idle()
-                if last or isinstance(error, concurrent.futures.TimeoutError):
+                if isinstance(error, StoreGone):
+                    raise
+                if turn == _TRIES - 1 or isinstance(error, TimeoutError):
                     raise self._gone(error) from error
                 line = None
+                time.sleep(_PAUSE_SECONDS * 2**turn if turn else 0.0)  # one that was idle may have ended long ago
             else:
                 self._give_back(line)
-                return value
+                return answer
         raise AssertionError("the last attempt returns or raises")
-
-    def line(self) -> StoreLine:
-        """A connection of the caller's own, to be closed by it."""
-        return self._take_idle() or self._open()
 
     def close(self) -> None:
-        """Ends all idle connections and waits, for a bounded time, for those that are in use or being opened."""
+        """Ends all idle connections; those in use end with the call that uses them."""
         with self._lock:
             self._closed = True
-            threads = [one for one in self._threads if one is not threading.current_thread()]
         self._drop_idle()
-        opening = list(self.opening.values())
-        # A thread that is in C++ while Python ends aborts the process. One that waits in the store cannot be woken, but
-        # one that asks the name server comes back.
-        for some, seconds in ((opening, OPEN_SECONDS / 2), (threads, CLOSE_SECONDS)):
-            until = time.monotonic() + seconds
-            for thread in some:
-                thread.join(max(0.0, until - time.monotonic()))
 
-    def _open(self) -> StoreLine:
-        """A connection to the store that is known. A network that breaks it while it is made has two more chances."""
-        for last in (False, False, True):
-            try:
-                return self._dial()
-            except (RuntimeError, concurrent.futures.TimeoutError) as error:
-                if last or isinstance(error, concurrent.futures.TimeoutError):
-                    raise self._gone(error) from error
-        raise AssertionError("the last attempt returns or raises")
-
-    def _dial(self) -> StoreLine:
-        """Raises RuntimeError (torch's) where the connection breaks while it is made."""
+    def _open(self) -> Connection:
+        """A connection to the store that is known. Raises OSError or EOFError where it breaks before it is one."""
         if self._closed:
             raise StoreGone(f"this client of the store at {self.address} was closed")
         try:
-            # TCPStore would try again and again where no server listens.
-            socket.create_connection((self.host, self.port), self.answer_seconds).close()
+            # the name server is asked once: it may be slow, or gone, when a connection must be opened again
+            self._resolved = self._resolved or socket.gethostbyname(self.host)
+            line = dial(self._resolved, self.port, self._key, self.open_seconds)
+        except NotTrusted as error:
+            raise StoreRefuses(
+                f"the store at {self.address} does not share this run's secret ({error}); give both machines the same "
+                "file, RUN_DIR/secret or the one that CAPSLOG_SECRET_FILE names"
+            ) from error
         except OSError as error:
-            raise StoreGone(f"the store at {self.address} is gone: {error.strerror or error}") from error
-        line, identity = self._first_to_answer(max(self.open_seconds, self.answer_seconds))
+            raise self._gone(error) from error
+        try:
+            line.until = time.monotonic() + self.open_seconds
+            identity = str(json.loads(line.read_message(MAX_MESSAGE))["identity"])
+        except BaseException:
+            line.close()
+            raise
         with self._lock:
             self.identity = self.identity or identity
         if identity != self.identity:
@@ -121,53 +121,11 @@ class StoreLines:
             raise StoreGone(f"the store at {self.address} was started anew: it knows nothing of this run")
         return line
 
-    def _first_to_answer(self, seconds: float) -> tuple[StoreLine, str]:
-        """A new connection and what the server calls itself. One that takes long gets another beside it."""
-        until = time.monotonic() + seconds
-        lines: dict[concurrent.futures.Future[str], StoreLine] = {}
-        try:
-            while True:
-                line = StoreLine(self.host, self.port, seconds)
-                lines[question := line.send(_identity)] = line
-                with self._lock:
-                    self._threads.add(line.thread)
-                    self.opening[question] = line.thread
-                question.add_done_callback(lambda answered: self.opening.pop(answered, None))
-                wait = until - time.monotonic()
-                if len(lines) < _MOST_BESIDE:
-                    wait = min(wait, BESIDE_SECONDS)
-                done = concurrent.futures.wait(lines, max(0.0, wait), concurrent.futures.FIRST_COMPLETED).done
-                if done:
-                    identity = (answer := done.pop()).result()
-                    return lines.pop(answer), identity
-                if time.monotonic() >= until:
-                    raise concurrent.futures.TimeoutError
-        finally:
-            for other in lines.values():
-                other.close()
-
-    def _take_idle(self) -> StoreLine | None:
+    def _take_idle(self) -> Connection | None:
         with self._lock:
-            line = self._idle.pop() if self._idle else None
-            short = not self._idle
-        if short:
-            self.want_spare()
-        return line
+            return self._idle.pop() if self._idle else None
 
-    def want_spare(self) -> None:
-        """Opens one more connection in the background, so that an urgent call finds one."""
-
-        def open_it() -> None:
-            try:
-                with contextlib.suppress(StoreGone):  # the call that needs it will say so
-                    self._give_back(self._open())
-            finally:
-                self._spares.release()
-
-        if self._spares.acquire(blocking=False):
-            threading.Thread(target=open_it, name="store-spare", daemon=True).start()
-
-    def _give_back(self, line: StoreLine) -> None:
+    def _give_back(self, line: Connection) -> None:
         with self._lock:
             if not self._closed:
                 self._idle.append(line)
@@ -181,55 +139,7 @@ class StoreLines:
             line.close()
 
     def _gone(self, error: BaseException) -> StoreGone:
-        silent = isinstance(error, concurrent.futures.TimeoutError)
-        why = f"no answer within {self.answer_seconds:g} s" if silent else first_line(error)
+        if isinstance(error, TimeoutError):
+            return StoreGone(f"the store at {self.address} is gone: no answer within {self.answer_seconds:g} s")
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
         return StoreGone(f"the store at {self.address} is gone: {why}")
-
-
-class StoreLine:
-    """One connection and the thread that alone uses it, so that a caller can give up a call that hangs in C++."""
-
-    def __init__(self, host: str, port: int, seconds: float) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Callable[[Any], Any], concurrent.futures.Future[Any]] | None] = (
-            queue.SimpleQueue()
-        )
-        arguments = (self._jobs, host, port, seconds)
-        self.thread = threading.Thread(target=_serve, args=arguments, name="store-line", daemon=True)
-        self.thread.start()
-
-    def call(self, job: Job[Value], seconds: float) -> Value:
-        """Raises RuntimeError (torch's) or TimeoutError; after either the line is of no use any more."""
-        return self.send(job).result(seconds)
-
-    def send(self, job: Job[Value]) -> concurrent.futures.Future[Value]:
-        """Queues a call; its result comes through the future."""
-        answer: concurrent.futures.Future[Value] = concurrent.futures.Future()
-        self._jobs.put((job, answer))
-        return answer
-
-    def close(self) -> None:
-        """The connection ends with the call that is under way."""
-        self._jobs.put(None)
-
-
-def _serve(jobs: queue.SimpleQueue[Any], host: str, port: int, seconds: float) -> None:
-    """The thread of a line: opens the connection at the first call, then answers one call after the other."""
-    client: dist.TCPStore | None = None
-    timeout = datetime.timedelta(seconds=seconds)
-    while (task := jobs.get()) is not None:
-        job, answer = task
-        try:
-            if client is None:
-                client = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-            answer.set_result(job(client))
-        except Exception as error:
-            answer.set_exception(error)
-
-
-def _identity(client: dist.TCPStore) -> str:
-    return client.get("identity").decode()
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error of torch's, whose other lines are C++ stacks."""
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,7 +1,7 @@
 """The interface of a run's store: the newest generation, and one log of entries that every process reads.
 
 The log is a sequence of write-once entries without gaps, so that every reader gets the same entries in one order. A
-generation is its entry: writing the entry both founds and announces it. `opening` and `etcd_store` read and write
+generation is its entry: writing the entry both founds and announces it. `own_store` and `etcd_store` read and write
 entries; all that does not depend on the kind of store is here. A store decides nothing.
 """
 
@@ -21,7 +21,17 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.membership.entries import GenerationEntry, read
 from varuna_capslog.membership.generation import EMPTY, Generation
 
-__all__ = ["LOOK_SECONDS", "Entry", "LogFollower", "Lost", "MembershipStore", "StoreGone", "Take", "pack_entry"]
+__all__ = [
+    "LOOK_SECONDS",
+    "Entry",
+    "LogFollower",
+    "Lost",
+    "MembershipStore",
+    "StoreGone",
+    "StoreRefuses",
+    "Take",
+    "pack_entry",
+]
 
 Entry = dict[str, Any]
 Take = Callable[[Entry], None]
@@ -35,6 +45,10 @@ LOOK_SECONDS = 1.0
 
 class StoreGone(CapslogError):
     """The store does not answer, or another one answers in its place, which knows nothing of the run."""
+
+
+class StoreRefuses(StoreGone):
+    """What answers has another secret than this process: waiting does not help."""
 
 
 class MembershipStore(abc.ABC):

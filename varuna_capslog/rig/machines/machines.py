@@ -20,6 +20,7 @@ from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.fork_server import PRELOADED, ForkServer
+from varuna_capslog.base.trust.secret import run_secret
 from varuna_capslog.config.settings import Config
 from varuna_capslog.membership.entries import NoticeEntry, RequestEntry
 from varuna_capslog.membership.generation import Generation, Member, Stamp
@@ -91,7 +92,9 @@ class Machines:
         folder = self.run_dir / "chaos"
         folder.mkdir(parents=True, exist_ok=True)
         self._stack = contextlib.ExitStack()  # what is begun last is ended first
-        self.store = RunStore(options.store, folder, config.elastic.lease_seconds)
+        host = "0.0.0.0" if options.network == "namespaces" else "127.0.0.1"
+        secret = run_secret(self.run_dir, create=True)
+        self.store = RunStore(options.store, folder, config.elastic.lease_seconds, secret, host)
         self._stack.callback(self.store.close)
         self.network = MachineNetwork(options.network, list(self.by_name))
         self._stack.callback(self.network.close)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from varuna_capslog.base.trust.secret import Secret
 from varuna_capslog.elastic.store.etcd_store import begin_run
 from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone, StoreServer, open_store
 from varuna_capslog.membership.entries import Entry
@@ -20,18 +21,20 @@ class RunStore:
     """The run's store, and this process's connection to it.
 
     Args:
-        kind: "tcp", or "etcd": a cluster of three servers.
+        kind: "tcp": the run's own server; "etcd": a cluster of three servers.
         folder: for what etcd keeps.
-        lease_seconds: of etcd's leases.
+        lease_seconds: of the run's hosts.
+        secret: of the run.
+        host: where the run's own server listens.
 
     Attributes:
         address: of the newest store.
     """
 
-    def __init__(self, kind: str, folder: Path, lease_seconds: float) -> None:
+    def __init__(self, kind: str, folder: Path, lease_seconds: float, secret: Secret, host: str = "127.0.0.1") -> None:
         self.is_cluster = kind == "etcd"
         self.address = ""
-        self._folder, self._lease_seconds = folder, lease_seconds
+        self._folder, self._lease_seconds, self._secret, self._host = folder, lease_seconds, secret, host
         self._etcd: EtcdServers | None = None
         self._server: StoreServer | None = None
         self._client: MembershipStore | None = None
@@ -61,11 +64,11 @@ class RunStore:
             self.address = self._etcd.address(f"chaos/{self._begun}")
             identity = begin_run(self.address, self._lease_seconds)
         else:
-            self._server = StoreServer()
+            self._server = StoreServer(self._secret, self._host)
             port = self._server.port
             self.address, identity = f"127.0.0.1:{port}", self._server.identity
         self._begun += 1
-        self._client = open_store(self.address, identity)
+        self._client = open_store(self.address, self._secret, identity)
         for key, value in keys.items():
             self._client.put(key, value)
         self._client.follow(heard, lambda why: None)

@@ -1,0 +1,260 @@
+"""Connections that prove who they are: what arrives is what was sent, in order, or the connection ends."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import random
+import socket
+import struct
+import threading
+import time
+
+import pytest
+
+from varuna_capslog.base.trust import connection as trust
+from varuna_capslog.base.trust.connection import MAX_RECORD, Connection, Forged, NotTrusted, accepted, challenge, dial
+from varuna_capslog.base.trust.door import GUESTS, Door
+
+KEY, OTHER = b"k" * 32, b"o" * 32
+
+
+def joined() -> tuple[Connection, socket.socket, Connection, socket.socket]:
+    """Two ends with the keys of one handshake, and the sockets below them."""
+    pair = socket.create_server(("127.0.0.1", 0))
+    left = socket.create_connection(pair.getsockname())
+    right, _ = pair.accept()
+    pair.close()
+    return Connection(left, b"1" * 32, b"2" * 32), left, Connection(right, b"2" * 32, b"1" * 32), right
+
+
+class Served:
+    """A door, and the connections that it let in."""
+
+    def __init__(self, key=KEY):
+        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self.port = listener.getsockname()[1]
+        self.inside: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+        self.door = Door(listener, key, self.inside.put)
+
+    def knock(self):
+        return socket.create_connection(("127.0.0.1", self.port), 5.0)
+
+
+@pytest.fixture
+def served():
+    found = Served()
+    yield found
+    found.door.close()
+
+
+def ended(line: socket.socket) -> bool:
+    """Whether the other side closes without another byte."""
+    line.settimeout(5.0)
+    try:
+        return line.recv(1) == b""
+    except ConnectionResetError:  # it had not read all that was sent
+        return True
+
+
+def test_bytes_of_all_sizes_arrive_in_order():
+    one, _, other, _ = joined()
+    dice = random.Random(0)
+    sizes = [
+        1,
+        7,
+        MAX_RECORD - 1,
+        2,
+        MAX_RECORD,
+        MAX_RECORD + 1,
+        3 * MAX_RECORD + 5,
+        *(dice.randrange(1, 99) for _ in range(900)),
+    ]
+    parts = [dice.randbytes(size) for size in sizes]
+
+    def send():
+        one.send(parts[:7])
+        one.send(parts[7:])
+        one.send_message(b"end", [b"more"])
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    whole = b"".join(parts)
+    found = b""
+    while len(found) < len(whole):  # in other pieces than they were sent in
+        found += other.read(min(dice.choice([1, 50, 99_991, 2_000_000]), len(whole) - len(found)))
+    assert found == whole
+    assert other.read_message(3) == b"end"
+    assert other.read(4) == b"more"
+    sender.join()
+
+
+def recorded(count: int) -> list[bytes]:
+    """The records of so many messages, as they travel."""
+    one, _, _, below = joined()
+    records = []
+    for number in range(count):
+        one.send([b"message %d" % number])
+        records.append(below.recv(1 << 16))
+    return records
+
+
+def heard(*sent: bytes) -> list[bytes]:
+    """What the receiver of these bytes takes for messages, before the connection ends with an error."""
+    _, below, other, _ = joined()
+    below.sendall(b"".join(sent))
+    below.shutdown(socket.SHUT_WR)
+    found = []
+    try:
+        while True:
+            found.append(bytes(other.read(9)))
+    except (EOFError, Forged):
+        return found
+
+
+def test_a_record_that_is_changed_repeated_moved_or_left_out_ends_the_connection():
+    first, second, third = records = recorded(3)
+    assert heard(*records) == [b"message 0", b"message 1", b"message 2"]
+    assert heard(first, first) == [b"message 0"]
+    assert heard(second, first) == []
+    assert heard(first, third) == [b"message 0"]
+    assert heard(first, second[:-1]) == [b"message 0"]
+    for place in range(len(first)):
+        changed = bytearray(first)
+        changed[place] ^= 1
+        assert heard(bytes(changed), second) == [], f"byte {place}"
+
+
+@pytest.mark.parametrize("size", [0, MAX_RECORD + 1, (1 << 32) - 1])
+def test_a_length_beyond_the_bound_is_refused_before_anything_is_read(size):
+    _, below, other, _ = joined()
+    below.sendall(struct.pack("!I", size))
+    with pytest.raises(Forged, match=f"a record of {size} bytes"):
+        other.read(1 << 21)
+
+
+def test_a_message_beyond_what_its_reader_expects_is_refused():
+    one, _, other, _ = joined()
+    one.send_message(b"x" * 101)
+    with pytest.raises(Forged, match="a message of 101 bytes"):
+        other.read_message(100)
+
+
+def test_records_of_another_connection_with_the_same_secret_are_refused(served):
+    """An old generation's member whose bytes somebody has kept."""
+    one = dial("127.0.0.1", served.port, KEY, 5.0)
+    served.inside.get(timeout=5)
+    other = dial("127.0.0.1", served.port, KEY, 5.0)
+    inside = served.inside.get(timeout=5)
+    below, one._line = one._line, other._line  # what the first would have sent travels on the second
+    one.send([b"hello"])
+    with pytest.raises(Forged):
+        inside.read(5)
+    below.close()
+
+
+def test_nobody_is_let_in_or_answered_without_the_key(served):
+    with pytest.raises(NotTrusted, match="it refuses this run's secret"):
+        dial("127.0.0.1", served.port, OTHER, 5.0)
+    for said in (b"", b"x", b"GET / HTTP/1.1\r\n\r\n" * 9, bytes(64), challenge() + bytes(24)):
+        with served.knock() as line:
+            asked = b""
+            while len(asked) < trust.CHALLENGE_BYTES:
+                asked += line.recv(trust.CHALLENGE_BYTES - len(asked))
+            with contextlib.suppress(OSError):  # it may have been dismissed already
+                line.sendall(said)
+                line.shutdown(socket.SHUT_WR)
+            assert ended(line)
+    assert served.inside.empty()
+    friend = dial("127.0.0.1", served.port, KEY, 5.0)
+    served.inside.get(timeout=5).send([b"welcome"])
+    assert friend.read(7) == b"welcome"
+
+
+def test_a_proof_that_was_seen_before_opens_nothing(served):
+    """What a friend said, said again by somebody who only listened."""
+    with served.knock() as line:
+        asked = line.recv(trust.CHALLENGE_BYTES, socket.MSG_WAITALL)
+        nonce = bytes(32)
+        proof = nonce + trust._code(KEY, b"caller", asked + nonce)
+        assert accepted(KEY, asked, proof) is not None
+        line.sendall(proof)
+        served.inside.get(timeout=5)
+    with served.knock() as line:
+        line.recv(trust.CHALLENGE_BYTES, socket.MSG_WAITALL)
+        line.sendall(proof)
+        assert ended(line)
+    assert served.inside.empty()
+
+
+def test_whoever_cannot_prove_it_is_no_server():
+    """A stranger at the server's address: it may even repeat the caller's own code."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def pretend():
+        for answer in (lambda proof: proof[32:], lambda proof: bytes(32), None):
+            line, _ = listener.accept()
+            line.sendall(challenge() if answer else b"SSH-2.0-something that is not ours at all")
+            if answer:
+                line.sendall(answer(line.recv(64, socket.MSG_WAITALL)))
+            line.close()
+
+    threading.Thread(target=pretend, daemon=True).start()
+    port = listener.getsockname()[1]
+    for why in ("does not know", "does not know", "another program"):
+        with pytest.raises(NotTrusted, match=why):
+            dial("127.0.0.1", port, KEY, 5.0)
+    listener.close()
+
+
+def test_a_crowd_of_strangers_costs_no_thread_and_few_descriptors_and_friends_come_in(served):
+    threads = threading.active_count()
+    strangers = [served.knock() for _ in range(400)]
+    friend = dial("127.0.0.1", served.port, KEY, 5.0)
+    served.inside.get(timeout=5).send([b"welcome"])
+    assert friend.read(7) == b"welcome"
+    assert threading.active_count() == threads
+    assert len(served.door._guests) <= GUESTS
+    for line in strangers[:100]:
+        line.settimeout(5.0)
+        with contextlib.suppress(ConnectionResetError):
+            assert len(line.recv(trust.CHALLENGE_BYTES, socket.MSG_WAITALL)) == trust.CHALLENGE_BYTES
+        assert ended(line), "the oldest make room"
+    for line in strangers:
+        line.close()
+
+
+def test_a_stranger_that_says_nothing_is_dismissed(monkeypatch):
+    monkeypatch.setattr("varuna_capslog.base.trust.door.HANDSHAKE_SECONDS", 0.1)
+    served = Served()
+    with served.knock() as line:
+        line.settimeout(5.0)
+        line.recv(trust.CHALLENGE_BYTES, socket.MSG_WAITALL)
+        assert ended(line)
+    served.door.close()
+
+
+def test_a_door_that_is_closed_in_the_middle_is_tried_again(monkeypatch):
+    """A crowded door closes the oldest, which may be a friend."""
+    served, dismissed = Served(), []
+    accept = Door._accept
+
+    def crowded(door):
+        accept(door)
+        if len(dismissed) < 2 and door._guests:
+            dismissed.append(1)
+            door._dismiss(next(iter(door._guests)))
+
+    monkeypatch.setattr(Door, "_accept", crowded)
+    dial("127.0.0.1", served.port, KEY, 5.0)
+    served.inside.get(timeout=5)
+    assert len(dismissed) == 2
+    served.door.close()
+
+
+def test_waiting_is_bounded():
+    ends = joined()
+    other = ends[2]
+    other.until = time.monotonic() + 0.05
+    with pytest.raises(TimeoutError):
+        other.read(1)

@@ -1,0 +1,275 @@
+"""A TCP connection of two processes that have proved to each other that they know one key.
+
+`dial` is the caller's side of the handshake, `door` the other one. Afterwards everything travels in records of bounded
+size, each with a code (HMAC-SHA-256) over its number and its bytes, under a key of this connection and direction.
+Nothing is encrypted, and nothing that arrives is ever unpickled. A record that was changed, repeated, left out or moved
+ends the connection; so does a stranger's, before a byte of it is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterable
+
+__all__ = [
+    "CHALLENGE_BYTES",
+    "MAX_RECORD",
+    "PROOF_BYTES",
+    "Connection",
+    "Forged",
+    "NotTrusted",
+    "accepted",
+    "challenge",
+    "dial",
+]
+
+MAX_RECORD = 1 << 20
+"""Bytes of a record. A length beyond it is refused before anything is read or allocated."""
+
+_MAGIC = b"capslog1"
+_NONCE = 32
+_CODE = 32
+CHALLENGE_BYTES = len(_MAGIC) + _NONCE
+PROOF_BYTES = _NONCE + _CODE
+_SIZE = struct.Struct("!I")
+_NUMBER = struct.Struct("!QI")
+_MESSAGE = struct.Struct("!Q")
+_MAX_PARTS = 512
+_TRIES = 5
+_FIRST_PAUSE_SECONDS = 0.02
+
+Buffer = bytes | bytearray | memoryview
+
+
+class NotTrusted(ConnectionError):
+    """The other side does not know the key, or refuses ours."""
+
+
+class Forged(ConnectionError):
+    """What arrived is not what the other side sent."""
+
+
+class Connection:
+    """One end, after the handshake. One thread may send while another one reads.
+
+    Args:
+        sends, takes: the keys of the two directions.
+
+    Attributes:
+        until: `time.monotonic` at which sending and reading raise TimeoutError; None: never.
+    """
+
+    def __init__(self, line: socket.socket, sends: bytes, takes: bytes) -> None:
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine that vanished keeps no descriptor here
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
+        line.settimeout(None)
+        self.until: float | None = None
+        self._line = line
+        self._sends, self._takes = hmac.new(sends, digestmod="sha256"), hmac.new(takes, digestmod="sha256")
+        self._sent = self._taken = 0
+        self._rest = memoryview(b"")  # of the record that was checked last
+
+    # -- a stream of bytes ---------------------------------------------------------------------------------------------
+
+    def send(self, parts: Iterable[Buffer]) -> None:
+        """Sends these bytes, one after the other; they must not change meanwhile. Raises OSError."""
+        row: list[memoryview] = []
+        size = 0
+        for part in parts:
+            view = memoryview(part)
+            while view:
+                piece = view[: MAX_RECORD - size]
+                row.append(piece)
+                size += len(piece)
+                view = view[len(piece) :]
+                if size == MAX_RECORD:
+                    self._send_record(row, size)
+                    row, size = [], 0
+        if row:
+            self._send_record(row, size)
+
+    def read_into(self, view: memoryview) -> None:
+        """Fills the memory. Raises EOFError, Forged, or another OSError; then what is in it means nothing."""
+        while view:
+            if not self._rest:
+                (size,) = _SIZE.unpack(self._exactly(memoryview(bytearray(_SIZE.size))))
+                if not 0 < size <= MAX_RECORD:
+                    raise Forged(f"a record of {size} bytes")
+                if size <= len(view):
+                    self._take_record(view[:size])
+                    view = view[size:]
+                    continue
+                self._rest = self._take_record(memoryview(bytearray(size)))
+            count = min(len(view), len(self._rest))
+            view[:count] = self._rest[:count]
+            view, self._rest = view[count:], self._rest[count:]
+
+    def read(self, size: int) -> bytearray:
+        """So many bytes. Raises as `read_into`."""
+        found = bytearray(size)
+        self.read_into(memoryview(found))
+        return found
+
+    # -- messages ------------------------------------------------------------------------------------------------------
+
+    def send_message(self, data: bytes, more: Iterable[Buffer] = ()) -> None:
+        """Sends a message with its length, and more bytes behind it."""
+        self.send([_MESSAGE.pack(len(data)) + data, *more])
+
+    def read_message(self, most: int) -> bytearray:
+        """The next message. Raises as `read_into`, and Forged where it is longer than `most` bytes."""
+        (size,) = _MESSAGE.unpack(self.read(_MESSAGE.size))
+        if size > most:
+            raise Forged(f"a message of {size} bytes")
+        return self.read(size)
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def shut_down(self) -> None:
+        """Ends what other threads wait for on this connection, which may be closed already."""
+        with contextlib.suppress(OSError):
+            self._line.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Gives the descriptor back."""
+        self._line.close()
+
+    # -- records -------------------------------------------------------------------------------------------------------
+
+    def _send_record(self, row: list[memoryview], size: int) -> None:
+        code = self._sends.copy()
+        code.update(_NUMBER.pack(self._sent, size))
+        self._sent += 1
+        for piece in row:
+            code.update(piece)
+        parts = [memoryview(_SIZE.pack(size)), *row, memoryview(code.digest())]
+        while parts:
+            self._bound()
+            sent = self._line.sendmsg(parts[:_MAX_PARTS])
+            while parts and sent >= len(parts[0]):
+                sent -= len(parts.pop(0))
+            if sent:
+                parts[0] = parts[0][sent:]
+
+    def _take_record(self, target: memoryview) -> memoryview:
+        self._exactly(target)
+        found = self._exactly(memoryview(bytearray(_CODE)))
+        code = self._takes.copy()
+        code.update(_NUMBER.pack(self._taken, len(target)))
+        code.update(target)
+        if not hmac.compare_digest(code.digest(), found):
+            raise Forged("a record with a wrong code")
+        self._taken += 1
+        return target
+
+    def _exactly(self, target: memoryview) -> memoryview:
+        view = target
+        while view:
+            self._bound()
+            count = self._line.recv_into(view, 0, socket.MSG_WAITALL)
+            if count == 0:
+                raise EOFError("the connection has ended")
+            view = view[count:]
+        return target
+
+    def _bound(self) -> None:
+        if self.until is not None:
+            left = self.until - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("no answer in time")
+            self._line.settimeout(left)
+
+
+# -- the handshake -----------------------------------------------------------------------------------------------------
+
+
+def challenge() -> bytes:
+    """What whoever accepts a connection says first, to everybody: nothing but a fresh random number."""
+    return _MAGIC + os.urandom(_NONCE)
+
+
+def accepted(key: bytes, asked: bytes, proof: bytes) -> tuple[bytes, bytes, bytes] | None:
+    """The accepting side: looks at the caller's proof.
+
+    Args:
+        asked: our challenge.
+        proof: the caller's fresh random number and its code, `PROOF_BYTES`.
+
+    Returns:
+        Our own proof, and the keys for sending and taking; None: the caller does not know the key.
+    """
+    both = asked + proof[:_NONCE]
+    if not hmac.compare_digest(_code(key, b"caller", both), proof[_NONCE:]):
+        return None
+    return _code(key, b"answerer", both), _code(key, b"to caller", both), _code(key, b"to answerer", both)
+
+
+def dial(host: str, port: int, key: bytes, seconds: float) -> Connection:
+    """Connects to a door, proves that we know the key, and has the door prove it.
+
+    A connection that ends in the middle is tried again a few times: a door that strangers crowd closes the oldest.
+
+    Args:
+        seconds: for all of it.
+
+    Raises:
+        NotTrusted: the other side does not know the key, or closes every connection at our proof.
+        OSError: it is not there, does not answer in time, or speaks something else.
+    """
+    until, pause = time.monotonic() + seconds, _FIRST_PAUSE_SECONDS
+    for turn in range(_TRIES):
+        line = socket.create_connection((host, port), max(0.01, until - time.monotonic()))
+        try:
+            return _introduce(line, key, until)
+        except (ConnectionError, EOFError) as error:
+            line.close()
+            if turn == _TRIES - 1 or time.monotonic() + pause > until or isinstance(error, _Stranger):
+                raise error if isinstance(error, OSError) else ConnectionError(str(error)) from error
+        except BaseException:
+            line.close()
+            raise
+        time.sleep(pause)
+        pause *= 2
+    raise AssertionError("the last turn returns or raises")
+
+
+class _Stranger(NotTrusted):
+    """The other side said something that nobody with the key would say."""
+
+
+def _introduce(line: socket.socket, key: bytes, until: float) -> Connection:
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    asked = _received(line, CHALLENGE_BYTES, until)
+    if not asked.startswith(_MAGIC):
+        raise _Stranger("another program answers there")
+    nonce = os.urandom(_NONCE)
+    both = asked + nonce
+    line.sendall(nonce + _code(key, b"caller", both))
+    try:
+        proof = _received(line, _CODE, until)
+    except (ConnectionError, EOFError) as error:
+        raise NotTrusted("it refuses this run's secret") from error
+    if not hmac.compare_digest(_code(key, b"answerer", both), proof):
+        raise _Stranger("it does not know this run's secret")
+    return Connection(line, _code(key, b"to answerer", both), _code(key, b"to caller", both))
+
+
+def _received(line: socket.socket, size: int, until: float) -> bytes:
+    found = b""
+    while len(found) < size:
+        line.settimeout(max(0.01, until - time.monotonic()))
+        part = line.recv(size - len(found))
+        if not part:
+            raise EOFError("it closed the connection")
+        found += part
+    return found
+
+
+def _code(key: bytes, role: bytes, both: bytes) -> bytes:
+    return hmac.digest(key, role + b"\0" + both, "sha256")

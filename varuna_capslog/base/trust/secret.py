@@ -1,0 +1,132 @@
+"""The secret of a run, which every process of the run knows and nobody else: read from a file or a variable.
+
+The host that begins a run makes the file. All sockets of the run, and what it writes into etcd, use keys that are
+derived from the secret. It never stands in a log, a config, a command line, an error or an order to another process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from varuna_capslog.base.errors import CapslogError
+
+__all__ = ["FILE_VARIABLE", "VARIABLE", "Secret", "SecretMissing", "run_secret"]
+
+VARIABLE = "CAPSLOG_SECRET"
+"""Holds the secret itself."""
+
+FILE_VARIABLE = "CAPSLOG_SECRET_FILE"
+"""Names the file; default: `secret` in the run's folder."""
+
+_LEAST = 32
+_MOST = 4096
+
+
+class SecretMissing(CapslogError):
+    """The file of the run's secret is not there yet."""
+
+
+class Secret:
+    """A secret that cannot be printed or pickled by mistake.
+
+    Args:
+        text: 32 to 4096 characters without white space around them.
+
+    Raises:
+        CapslogError: it is shorter or longer.
+    """
+
+    __slots__ = ("_bytes",)
+
+    def __init__(self, text: str, where: str = "the secret") -> None:
+        found = text.strip().encode()
+        if not _LEAST <= len(found) <= _MOST:
+            raise CapslogError(
+                f"{where} has {len(found)} characters; a secret has {_LEAST} to {_MOST}: use `openssl rand -hex 32`"
+            )
+        self._bytes = found
+
+    @classmethod
+    def new(cls) -> Secret:
+        """A random one of 256 bits."""
+        return cls(secrets.token_hex(32))
+
+    def key(self, purpose: str) -> bytes:
+        """32 bytes for one purpose; keys of two purposes say nothing about each other or about the secret."""
+        return hmac.digest(self._bytes, purpose.encode(), "sha256")
+
+    def hand_over(self) -> bytes:
+        """The secret itself, for the standard input of a process of ours."""
+        return self._bytes
+
+    def __repr__(self) -> str:
+        return "Secret(...)"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a secret is not pickled")
+
+
+def run_secret(run_dir: Path | str, create: bool = False, environment: Mapping[str, str] = os.environ) -> Secret:
+    """The secret of the run in a folder: what `VARIABLE` holds, else the file.
+
+    Args:
+        create: make the file where there is none; for the host that begins the run.
+
+    Raises:
+        SecretMissing: there is no file, or it is being written.
+        CapslogError: others than its owner may read the file, or the secret is too short.
+    """
+    if VARIABLE in environment:
+        return Secret(environment[VARIABLE], f"the variable {VARIABLE}")
+    path = Path(environment.get(FILE_VARIABLE) or Path(run_dir) / "secret")
+    if create:
+        _create(path)
+    return _read(path)
+
+
+def _create(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                os.write(file, secrets.token_hex(32).encode() + b"\n")
+                os.fsync(file)
+            finally:
+                os.close(file)
+    except OSError as error:
+        raise CapslogError(
+            f"the run's secret cannot be written to {path}: {error.strerror}; name another file in {FILE_VARIABLE}"
+        ) from error
+
+
+def _read(path: Path) -> Secret:
+    try:
+        file = os.open(path, os.O_RDONLY)
+        try:
+            mode = stat.S_IMODE(os.fstat(file).st_mode)
+            text = os.read(file, _MOST + 2).decode("utf-8", "replace")
+        finally:
+            os.close(file)
+    except FileNotFoundError:
+        text, mode = "", 0
+    except OSError as error:
+        raise CapslogError(f"the run's secret in {path} cannot be read: {error.strerror}; check the path") from error
+    if mode & 0o077:
+        raise CapslogError(
+            f"others may read the run's secret in {path} (mode {mode:03o}); `chmod 600` it where nobody has read it, "
+            f"delete it for a new one, or name a file that only you can read in {FILE_VARIABLE}"
+        )
+    if not text:
+        raise SecretMissing(
+            f"the run's secret is not in {path}, where the machine that begins the run makes it; if that is another "
+            f"disk, copy the file to this machine and name it in {FILE_VARIABLE}"
+        )
+    return Secret(text, f"the run's secret in {path}")

@@ -1,0 +1,192 @@
+"""The server of a run's store: keys, counters and one log, in memory, for those who know the run's secret.
+
+The supervisor that begins the run serves it. Every connection has a thread, which answers one question after the other;
+`base/trust/door` lets nobody in who does not know the secret, and holds strangers without a thread. It decides nothing,
+forgets nothing while it lives, and keeps nothing on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.trust.connection import Connection
+from varuna_capslog.base.trust.door import Door
+from varuna_capslog.base.trust.secret import Secret
+from varuna_capslog.elastic.network import listen
+
+__all__ = ["LONGEST_WAIT_SECONDS", "MAX_MESSAGE", "PURPOSE", "StoreServer"]
+
+PURPOSE = "store"
+"""What the key of its connections is derived for."""
+
+MAX_MESSAGE = 64 << 20
+"""Bytes of a question or an answer."""
+
+LONGEST_WAIT_SECONDS = 1.0
+"""For a key or an entry; who wants to wait longer asks again, and so notices when the server is gone."""
+
+_BATCH_ENTRIES = 256
+_BATCH_BYTES = 4 << 20
+
+
+class StoreServer:
+    """A server in threads of this process.
+
+    Args:
+        secret: of the run.
+        host: address or name under which it listens; "0.0.0.0": all of this machine.
+        port: 0: any free one.
+
+    Attributes:
+        port: where it listens.
+        identity: of this server; one that is started anew has another, and counts as another store.
+
+    Raises:
+        CapslogError: it cannot listen there.
+    """
+
+    def __init__(self, secret: Secret, host: str = "127.0.0.1", port: int = 0) -> None:
+        try:
+            listener = listen(host, port)
+        except CapslogError as error:
+            raise CapslogError(f"no store can be served: {error}") from error
+        self.port = int(listener.getsockname()[1])
+        self.identity = uuid.uuid4().hex
+        self._content = _Content()
+        self._lock = threading.Lock()
+        self._connections: set[Connection] = set()
+        self._door = Door(listener, secret.key(PURPOSE), self._admitted, "store-door")
+
+    def close(self) -> None:
+        """End the server; its clients see that the store is gone."""
+        self._door.close()
+        with self._lock:
+            connections = list(self._connections)
+        for connection in connections:
+            connection.shut_down()
+
+    def _admitted(self, connection: Connection) -> None:
+        with self._lock:
+            self._connections.add(connection)
+        threading.Thread(target=self._serve, args=(connection,), name="store-serve", daemon=True).start()
+
+    def _serve(self, connection: Connection) -> None:
+        # a connection that breaks, or a question that no client of ours asks, ends the connection
+        with contextlib.suppress(OSError, EOFError, ValueError, TypeError, KeyError):
+            connection.send_message(json.dumps({"identity": self.identity}).encode())
+            while True:
+                question = json.loads(connection.read_message(MAX_MESSAGE))
+                answer = self._content.answer(question)
+                connection.send_message(json.dumps(answer).encode())
+        with self._lock:
+            self._connections.discard(connection)
+        connection.shut_down()
+        connection.close()
+
+
+class _Content:
+    """What the store holds. Values are text, of which each character stands for one byte."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[str, str] = {}
+        self._log: list[str] = []
+        self._awaited: dict[str | int, threading.Event] = {}  # by key, or by the number of the entry to come
+        self._operations: dict[str, Callable[..., Any]] = {
+            "look": lambda: None,
+            "set": self._set,
+            "get": self._get,
+            "add": self._add,
+            "exchange": self._exchange,
+            "delete": self._delete,
+            "size": lambda: len(self._values),
+            "write": self._write,
+            "entries": self._entries,
+        }
+
+    def answer(self, question: Sequence[Any]) -> Any:
+        """Carries out [operation, *arguments]. Raises KeyError, TypeError or ValueError where it is none."""
+        name, *arguments = question
+        return self._operations[name](*arguments)
+
+    def _set(self, key: str, value: str) -> None:
+        with self._lock:
+            self._put(key, value)
+
+    def _put(self, key: str, value: str) -> None:
+        self._values[key] = value
+        self._tell(key)
+
+    def _tell(self, what: str | int) -> None:
+        event = self._awaited.pop(what, None)
+        if event is not None:
+            event.set()
+
+    def _get(self, keys: Sequence[str], seconds: float) -> list[str] | None:
+        """The values of all these keys; None where one of them does not come in time."""
+        return self._when(
+            lambda: next((key for key in keys if key not in self._values), None),
+            lambda: [self._values[key] for key in keys],
+            seconds,
+        )
+
+    def _add(self, key: str, amount: int) -> int:
+        with self._lock:
+            number = int(self._values.get(key, "0")) + amount
+            self._put(key, str(number))
+            return number
+
+    def _exchange(self, key: str, expected: str, value: str) -> str | None:
+        """Writes where the key holds `expected`, or holds nothing and nothing is expected; what it then holds."""
+        with self._lock:
+            if self._values.get(key, "") == expected:
+                self._put(key, value)
+            return self._values.get(key)
+
+    def _delete(self, key: str) -> bool:
+        with self._lock:
+            return self._values.pop(key, None) is not None
+
+    def _write(self, position: int, text: str) -> str | None:
+        """Entry number `position`, which is this one where there was none yet; None: it would leave a gap."""
+        with self._lock:
+            if position == len(self._log):
+                self._log.append(text)
+                self._tell(position)
+            return self._log[position] if 0 <= position < len(self._log) else None
+
+    def _entries(self, start: int, seconds: float) -> tuple[list[str], int]:
+        """Entries from `start` on, as many as go into one answer, and how many there are in all."""
+
+        def found() -> tuple[list[str], int]:
+            texts, size = [], 0
+            for text in self._log[start : start + _BATCH_ENTRIES]:
+                texts.append(text)
+                size += len(text)
+                if size > _BATCH_BYTES:
+                    break
+            return texts, len(self._log)
+
+        empty: tuple[list[str], int] = ([], len(self._log))
+        return self._when(lambda: len(self._log) if start >= len(self._log) else None, found, seconds) or empty
+
+    def _when(self, lacking: Callable[[], str | int | None], found: Callable[[], Any], seconds: float) -> Any:
+        """`found()` as soon as nothing is lacking; None after so many seconds."""
+        until = time.monotonic() + min(seconds, LONGEST_WAIT_SECONDS)
+        while True:
+            with self._lock:
+                what = lacking()
+                if what is None:
+                    return found()
+                left = until - time.monotonic()
+                if left <= 0:
+                    return None
+                event = self._awaited.setdefault(what, threading.Event())
+            event.wait(left)
