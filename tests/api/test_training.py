@@ -184,9 +184,23 @@ def test_a_script_that_trains_while_it_is_imported_is_told_to_guard_the_call(own
         ((3, "own_of_api:data"), {}, "the model is a int"),
         (("own_of_api:model", lambda: 3), {}, "cannot import '<lambda>'"),
         (("own_of_api:model", (one for one in "ab")), {}, "the dataset is a generator that cannot be handed"),
+        (
+            ("own_of_api:model", {"train": torch.zeros(3), "test": [1, 2]}),
+            {},
+            "holds several data sets .'train'.; give one",
+        ),
+        (("own_of_api:model", "own_of_api:data"), {"val": {"a": torch.zeros(3)}}, r"such as dataset\['a'\]"),
         (("own_of_api:model", DataLoader(["a", "b"])), {"loss": "mse"}, "DataLoader, whose order is its own"),
     ],
 )
 def test_what_no_worker_could_train_on_is_refused_in_a_sentence(own, given, data, sentence) -> None:
     with pytest.raises(capslog.CapslogError, match=sentence):
         capslog.train(*given, settings=CUTS, show=False, **data)
+
+
+def test_a_dictionary_of_splits_in_second_place_is_not_read_as_settings(own) -> None:
+    """Hugging Face's `DatasetDict` is a dict, and its splits were taken for keys of the config."""
+    with pytest.raises(
+        capslog.CapslogError, match=r"the dict given as dataset holds several data sets .'train', 'test'"
+    ):
+        capslog.train("own_of_api:model", {"train": own.data(), "test": own.data()})

@@ -97,6 +97,13 @@ def test_limits_that_a_schedule_cannot_keep_are_refused_before_any_worker(tmp_pa
         prepare(tmp_path, REPLICATED_MIDDLE | {"schedule": schedule, "stages": stages})
 
 
+def test_an_unknown_optimizer_is_refused_before_any_worker_also_with_given_cuts(tmp_path: Path) -> None:
+    """The workers refused it: without a capacity, given cuts need no profile, which would have asked."""
+    config = config_of(None, run_dir=str(tmp_path / "run"), train={"optimizer": "adamv"}, pipeline={"cuts": [0, 5]})
+    with pytest.raises(CapslogError, match=r"unknown train\.optimizer .adamv.; did you mean"):
+        prepare_run(config, show=False)
+
+
 def test_too_many_stages_for_the_layers(tmp_path: Path) -> None:
     with pytest.raises(CapslogError, match=r"4 devices with 3 stages each, but only 11 layers.*stages_per_rank"):
         planned(tmp_path, schedule="interleaved", devices=4, stages_per_rank=3)

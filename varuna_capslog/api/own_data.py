@@ -13,10 +13,25 @@ from typing import Any
 from varuna_capslog.api.naming import function_name, script_module
 from varuna_capslog.base.errors import CapslogError
 
-__all__ = ["own_data_values"]
+__all__ = ["own_data_values", "refuse_splits"]
 
 _FUNCTIONS = ("collate", "loss", "metric", "sample")
 """Keys of the `data` section that are a function or an object that can be called."""
+_SETTINGS = (str, bytes, list, tuple, Mapping)
+"""What a value of the settings may be besides a number, and no data set is."""
+
+
+def refuse_splits(dataset: Any) -> None:
+    """Raises CapslogError for a mapping that holds data sets, such as a `DatasetDict` of Hugging Face."""
+    if not isinstance(dataset, Mapping):
+        return
+    splits = [name for name, one in dataset.items() if not isinstance(one, _SETTINGS) and hasattr(one, "__getitem__")]
+    if splits:
+        raise CapslogError(
+            f"the {type(dataset).__name__} given as dataset holds several data sets "
+            f"({', '.join(map(repr, splits))}); give one of them as the dataset, such as dataset[{splits[0]!r}], and "
+            "another one as val"
+        )
 
 
 def own_data_values(model: Any, dataset: Any, data: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:

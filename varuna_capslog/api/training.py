@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from varuna_capslog.api.naming import function_name
-from varuna_capslog.api.own_data import own_data_values
+from varuna_capslog.api.own_data import own_data_values, refuse_splits
 from varuna_capslog.api.reporting import write_run_report
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.tables import Table
@@ -113,7 +113,7 @@ def train(
 
     Raises:
         DoesNotFit: no plan fits the capacity; no worker was started.
-        CapslogError: a key, the model, or a worker failed.
+        CapslogError: a key, the model, or a worker failed; several data sets in place of one.
         KeyboardInterrupt: the run was interrupted; the same call continues it.
     """
     from varuna_capslog.start.local_run import train_here
@@ -130,6 +130,8 @@ def train(
         for note in plan.notes:
             tell(f"note: {note}")
 
+    refuse_splits(dataset)
+    refuse_splits(data.get("val"))
     if settings is None and isinstance(dataset, Mapping):
         dataset, settings = None, dataset
     settings = dict(settings or {})

@@ -212,7 +212,7 @@ class Recipe:
             ConfigError: no optimizer of this name, one that cannot step a part of the parameters by itself, or a group
                 that holds for no parameter.
         """
-        self._check_optimizer()
+        self.check_optimizer()
         for group in self.groups:
             if not any(group.holds(address, dimensions) for address, dimensions in parameters.items()):
                 those = " with at most one dimension" if group.vectors else ""
@@ -222,7 +222,12 @@ class Recipe:
                     f"addresses look like {', '.join(map(repr, addresses[:: max(1, len(addresses) // 3)][:3]))}"
                 )
 
-    def _check_optimizer(self) -> None:
+    def check_optimizer(self) -> None:
+        """The part of `check` that needs no parameters.
+
+        Raises:
+            ConfigError: no optimizer of this name, or one that cannot step a part of the parameters by itself.
+        """
         kind, name = self.kind, f"train.optimizer={self.optimizer}"
         if self.is_plain_adamw:
             return

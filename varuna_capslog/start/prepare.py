@@ -76,6 +76,7 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
     fields.refuse_unknown([config.pipeline.planner], [*EVERY_PLANNER, JOINT, AUTOMATIC], "planner")
     fields.refuse_unknown([config.pipeline.memory], [AUTO, *MEMORY_MODELS], "memory model")
     ENGINES[config.engine].check()
+    _check_optimizer(config)
     _hand_over(config)
     given = _checked_plan(config)
     memo = estimate_memo(config)
@@ -280,6 +281,12 @@ def _check_digest(plan: Plan, profile: Profile, config: Config) -> None:
             f"of this run is {profile.digest}; plan again with this config, or set fits to null in the file, so that "
             "this profile judges the plan"
         )
+
+
+def _check_optimizer(config: Config) -> None:
+    from varuna_capslog.engine.recipe import Recipe  # imports torch, which planning from a profile does without
+
+    Recipe.of_config(config.train).check_optimizer()
 
 
 def _hand_over(config: Config) -> None:
