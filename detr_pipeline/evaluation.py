@@ -1,4 +1,4 @@
-"""Scores of a detector: DETR's outputs to COCO detections, and pycocotools' twelve numbers without its chatter.
+"""Scores of a detector: its outputs to COCO detections, and pycocotools' twelve numbers without its chatter.
 
 The engine calls `CocoEvaluator.collect` where the last layer lives and `summarize` once. Nothing is filtered on the
 way: no threshold and no suppression of near duplicates, as DETR is scored in its paper.
@@ -10,7 +10,7 @@ import contextlib
 import io
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,17 @@ from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.workload import Minibatch
 
-__all__ = ["STATISTICS", "CocoEvaluator", "best_classes", "coco_statistics", "detections"]
+__all__ = [
+    "STATISTICS",
+    "CocoEvaluator",
+    "Seen",
+    "best_classes",
+    "coco_statistics",
+    "corners_of",
+    "detections",
+    "refuse_too_few",
+    "seen_by_queries",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +54,42 @@ STATISTICS = (
     "AR_large",
 )
 
+Seen = Callable[[Mapping[str, Tensor], int, Tensor, int], tuple[Tensor, Tensor, Tensor]]
+"""From a model's outputs, an image's place in the microbatch, its size [2] (h, w) and the number of classes of the data
+to scores [N], classes [N] and corners in pixels [N, 4], float32 on the CPU."""
+
+
+def corners_of(boxes: Tensor, sizes: Tensor) -> Tensor:
+    """Boxes [..., N, 4] as (cx, cy, w, h), fractions of images of `sizes` [..., 2] (h, w), to corners x1 y1 x2 y2 in
+    pixels; float32 on the CPU.
+    """
+    height, width = sizes.cpu().float().unbind(-1)
+    scale = width.new_empty((*width.shape, 4))
+    scale[..., 0::2], scale[..., 1::2] = width[..., None], height[..., None]
+    return box_convert(boxes.detach().float().cpu(), "cxcywh", "xyxy") * scale[..., None, :]
+
+
+def seen_by_queries(
+    outputs: Mapping[str, Tensor], image: int, size: Tensor, num_classes: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a DETR sees, as `Seen` says: its last decoder layer's `best_classes`.
+
+    Args:
+        outputs: `logits` [K, B, Q, C+1] and `boxes` [K, B, Q, 4].
+    """
+    logits, boxes = outputs["logits"][-1, image], outputs["boxes"][-1, image]
+    refuse_too_few(logits.shape[-1] - 1, num_classes)
+    return best_classes(logits, boxes, size, num_classes)
+
+
+def refuse_too_few(outputs: int, num_classes: int) -> None:
+    """Raises CapslogError for a model of fewer classes than the data has."""
+    if outputs < num_classes:
+        raise CapslogError(
+            f"the model tells {outputs} classes apart, but the data has {num_classes}; set model.num_classes to null "
+            "or to at least that many"
+        )
+
 
 def best_classes(
     logits: Tensor, boxes: Tensor, sizes: Tensor, num_classes: int | None = None
@@ -60,11 +106,7 @@ def best_classes(
         scores [..., Q], classes [..., Q], corners x1 y1 x2 y2 [..., Q, 4]; float32 on the CPU.
     """
     scores, classes = logits.detach().float().cpu().softmax(-1)[..., :-1][..., :num_classes].max(-1)
-    height, width = sizes.cpu().float().unbind(-1)
-    scale = width.new_empty((*width.shape, 4))
-    scale[..., 0::2], scale[..., 1::2] = width[..., None], height[..., None]
-    corners = box_convert(boxes.detach().float().cpu(), "cxcywh", "xyxy") * scale[..., None, :]
-    return scores, classes, corners
+    return scores, classes, corners_of(boxes, sizes)
 
 
 class CocoEvaluator:
@@ -74,31 +116,29 @@ class CocoEvaluator:
         index: its annotation file.
         category_ids: the category id of every class, in the order of the model's outputs.
         detections_path: where `summarize` writes all detections in COCO's result format; None writes nothing.
+        seen: what the model sees in its outputs.
     """
 
-    def __init__(self, index: CocoIndex, category_ids: Sequence[int], detections_path: Path | None = None) -> None:
+    def __init__(
+        self,
+        index: CocoIndex,
+        category_ids: Sequence[int],
+        detections_path: Path | None = None,
+        seen: Seen = seen_by_queries,
+    ) -> None:
         self.index, self.category_ids, self.detections_path = index, tuple(category_ids), detections_path
+        self._seen = seen
 
     def collect(self, outputs: Mapping[str, Tensor], minibatch: Minibatch, microbatch: int) -> list[dict[str, Any]]:
-        """One entry per image: id, and of all queries the category ids, boxes (x, y, width, height) and scores.
-
-        Args:
-            outputs: `logits` [K, B, Q, C+1] and `boxes` [K, B, Q, 4]; of the K decoder layers the last one counts.
+        """One entry per image: id, and of all that the model saw the category ids, boxes (x, y, width, height) and
+        scores.
 
         Raises:
             CapslogError: the model has fewer classes than the data.
         """
-        logits, boxes = outputs["logits"][-1], outputs["boxes"][-1]
-        if logits.shape[-1] <= len(self.category_ids):
-            raise CapslogError(
-                f"the model tells {logits.shape[-1] - 1} classes apart, but {self.index.path} has "
-                f"{len(self.category_ids)}; set model.num_classes to null or to at least that many"
-            )
         results = []
-        for target, image_logits, image_boxes in zip(minibatch.targets[microbatch], logits, boxes, strict=True):
-            scores, classes, corners = best_classes(
-                image_logits, image_boxes, target["orig_size"], len(self.category_ids)
-            )
+        for image, target in enumerate(minibatch.targets[microbatch]):
+            scores, classes, corners = self._seen(outputs, image, target["orig_size"], len(self.category_ids))
             results.append(
                 {
                     "image_id": target["image_id"],

@@ -1,9 +1,8 @@
-"""DETR's set loss of one microbatch, as its share of the whole minibatch's loss, and the matching that it rests on.
+"""DETR's set loss of one microbatch, as its share of the whole minibatch's loss, and the costs of its matching.
 
 Every sum is divided by a normaliser of the minibatch that is known before the forward, so the shares of any split into
-microbatches add up to the same loss. A matching is the assignment of least cost between predictions and boxes, per
-image and decoder layer (scipy); costs come to the host in one copy for all decoder layers. The workload calls this
-where the last layer lives; it computes in float32 or better, outside autocast.
+microbatches add up to the same loss. The workload calls this where the last layer lives; it computes in float32 or
+better, outside autocast.
 """
 
 from __future__ import annotations
@@ -12,21 +11,16 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torchvision.ops import box_convert
 
-from varuna_capslog.base.errors import CapslogError, StepRefused
+from detr_pipeline.matching import Match, assign, check_labels, generalised_iou, positions
 
 if TYPE_CHECKING:
     from detr_pipeline.config import ModelConfig
 
-__all__ = ["Match", "generalised_iou", "match", "set_loss"]
-
-Match = tuple[tuple[int, ...], tuple[int, ...]]
-"""Queries, ascending, and the box that each of them got."""
+__all__ = ["match", "set_loss"]
 
 
 def set_loss(
@@ -60,7 +54,7 @@ def set_loss(
     logits, boxes = outputs["logits"], outputs["boxes"]
     with torch.autocast(logits.device.type, enabled=False):
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        _check_labels(targets, logits.shape[-1] - 1)
+        check_labels(targets, logits.shape[-1] - 1)
         if matches is None:
             matches = match(logits, boxes, targets, config)
         return _parts(logits.to(dtype), boxes.to(dtype), targets, normalisers, config, matches)
@@ -112,50 +106,17 @@ def _assignments(
 
     Put together on the host and sent to the device once.
     """
-    rows, labels, wanted = [], [], []
-    for layer, images in enumerate(matches):
-        for image, (chosen, found) in enumerate(images):
-            rows += [(layer, image, query) for query in chosen]
-            labels.append(targets[image]["labels"][list(found)])
-            wanted.append(targets[image]["boxes"][list(found)])
-    where = torch.tensor(rows, dtype=torch.int64).reshape(-1, 3).unbind(1)
+    where, labels, wanted = positions(targets, matches)
     classes = torch.full(logits.shape[:-1], logits.shape[-1] - 1, dtype=torch.int64)
-    classes[where] = torch.cat(labels)
+    classes[where] = labels
     device = logits.device
-    return classes.to(device), tuple(index.to(device) for index in where), torch.cat(wanted).to(device, logits.dtype)
+    return classes.to(device), tuple(index.to(device) for index in where), wanted.to(device, logits.dtype)
 
 
-def _check_labels(targets: Sequence[Mapping[str, Any]], num_classes: int) -> None:
-    for target in targets:
-        largest = max(target["labels"].tolist(), default=-1)
-        if largest >= num_classes:
-            raise CapslogError(
-                f"image {target.get('image_id', '?')} has a box of class {largest}, but the model tells {num_classes} "
-                f"classes apart (0..{num_classes - 1}); set model.num_classes to null or to at least {largest + 1}"
-            )
-
-
-def generalised_iou(a: Tensor, b: Tensor) -> Tensor:
-    """Generalised IoU (Rezatofighi et al., CVPR 2019) of corner boxes [..., 4] that broadcast; [...] in -1..1.
-
-    IoU minus the part of the enclosing box that the union leaves empty. Without an epsilon, as DETR has it: two boxes
-    of no area give NaN, but no target has none.
-    """
-    area_a = (a[..., 2] - a[..., 0]) * (a[..., 3] - a[..., 1])
-    area_b = (b[..., 2] - b[..., 0]) * (b[..., 3] - b[..., 1])
-    overlap = (torch.minimum(a[..., 2:], b[..., 2:]) - torch.maximum(a[..., :2], b[..., :2])).clamp(min=0).prod(-1)
-    union = area_a + area_b - overlap
-    hull = (torch.maximum(a[..., 2:], b[..., 2:]) - torch.minimum(a[..., :2], b[..., :2])).clamp(min=0).prod(-1)
-    return overlap / union - (hull - union) / hull
-
-
-@torch.no_grad()
 def match(
     logits: Tensor, boxes: Tensor, targets: Sequence[Mapping[str, Any]], config: ModelConfig
 ) -> list[list[Match]]:
-    """Matches of every decoder layer (outer list) and image (inner list).
-
-    An image with n boxes gives min(n, Q) pairs; with none, two empty tuples. Equal costs give equal matches.
+    """Matches of every decoder layer and image, as `detr_pipeline.matching.assign` gives them.
 
     Args:
         logits: [K, B, Q, C + 1].
@@ -163,46 +124,21 @@ def match(
         targets: per image `labels` [n] and `boxes` [n, 4], on the CPU.
 
     Raises:
-        StepRefused: a prediction is not finite; the message names output, decoder layer and image.
+        StepRefused: a prediction is not finite.
     """
-    counts = [len(target["labels"]) for target in targets]
-    num_layers, _, num_queries, _ = logits.shape
-    if isinstance(logits, FakeTensor):
-        # A profiler that computes with shapes only: every matching costs the same.
-        some = [tuple(range(min(count, num_queries))) for count in counts]
-        return [[(pairs, pairs) for pairs in some] for _ in range(num_layers)]
     dtype = torch.promote_types(logits.dtype, torch.float32)
     probabilities, predicted = logits.to(dtype).softmax(-1), boxes.to(dtype)
-    costs = []
-    for image, target in enumerate(targets):
-        labels = target["labels"].to(logits.device)
-        wanted = target["boxes"].to(logits.device, dtype)
-        # Costs of [K, Q, n] pairs; the class cost leaves out the constant 1 - ..., which changes no matching.
+
+    def cost(image: int, labels: Tensor, wanted: Tensor) -> Tensor:
+        # the class cost leaves out the constant 1 - ..., which changes no matching
         distance = (predicted[:, image, :, None] - wanted).abs().sum(-1)
         overlap = generalised_iou(
             box_convert(predicted[:, image, :, None], "cxcywh", "xyxy"), box_convert(wanted, "cxcywh", "xyxy")
         )
-        costs.append(
+        return (
             config.cost_boxes * distance
             - config.cost_class * probabilities[:, image][..., labels]
             - config.cost_giou * overlap
         )
-    sound = torch.stack([logits.isfinite().flatten(2).all(-1), boxes.isfinite().flatten(2).all(-1)])
-    flat = torch.cat([sound.flatten().to(dtype), *(cost.flatten() for cost in costs)]).cpu()
-    _refuse_unsound(flat[: sound.numel()].view(sound.shape), targets)
-    tables = flat[sound.numel() :].split([num_layers * num_queries * count for count in counts])
-    blocks = [table.view(num_layers, num_queries, -1).numpy() for table in tables]
-    pairs = [[linear_sum_assignment(block[layer]) for block in blocks] for layer in range(num_layers)]
-    return [[(tuple(queries.tolist()), tuple(found.tolist())) for queries, found in images] for images in pairs]
 
-
-def _refuse_unsound(sound: Tensor, targets: Sequence[Mapping[str, Any]]) -> None:
-    """Args: sound [2, K, B], 0 where logits (first) or boxes (second) hold a value that is not finite."""
-    if bool(sound.all()):
-        return
-    what, layer, image = (sound == 0).nonzero()[0].tolist()
-    name = targets[image].get("image_id", image)
-    raise StepRefused(
-        f"the predicted {('logits', 'boxes')[what]} of decoder layer {layer} for image {name} are not finite: the "
-        "run has diverged; lower train.lr, or resume from an earlier checkpoint"
-    )
+    return assign(logits, boxes, targets, cost)

@@ -62,6 +62,10 @@ class AugmentConfig(Section):
     val_scale: Pixels = 800
     """The shorter side of a validation image."""
 
+    stretch: tuple[Pixels, Pixels] | None = None
+    """The size [height, width] that every image gets in the end, whatever its shape was, as RT-DETR is trained. Then
+    `scales`, `max_size` and `val_scale` have no effect. Null keeps each image's shape."""
+
     @model_validator(mode="after")
     def _ordered(self) -> AugmentConfig:
         if self.crop_size[0] > self.crop_size[1]:
@@ -127,7 +131,7 @@ def plan(
             left = int(rng.integers(0, resize[1] - seen_width, endpoint=True))
             crop = (top, left, seen_height, seen_width)
         scale = _choice(rng, config.scales)
-    size = resized_size(seen_height, seen_width, scale, config.max_size)
+    size = config.stretch or resized_size(seen_height, seen_width, scale, config.max_size)
 
     moved = np.asarray(boxes, dtype=np.float64).reshape(-1, 4)
     kept = np.arange(len(moved))
@@ -182,6 +186,8 @@ def largest_size(
         alone: True for the single image of largest area; False for images padded together, where the tallest may meet
             the widest.
     """
+    if config.stretch is not None:
+        return config.stretch
     sizes = set(zip(heights.tolist(), widths.tolist(), strict=True))
     if not train:
         found = _resized_sizes(sizes, [config.val_scale], config.max_size)

@@ -27,7 +27,7 @@ def detr_step(communicator: Communicator, name: str, layout: Cuts) -> dict[str, 
 
     workload, chain = detr.build(name)
     options = EngineOptions(num_microbatches=4, num_blocks=2, seed=7, clip_norm=0.1)
-    batch, inputs = detr.minibatch()
+    batch, inputs = detr.minibatch(name)
     try:
         engine = VarunaEngine(
             EngineParts(

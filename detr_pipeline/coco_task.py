@@ -1,0 +1,129 @@
+"""What detectors of this package share as a `Workload`: a COCO folder, its classes, sizes and evaluation, and drawing.
+
+`task` (DETR) and `rt_detr.task` derive from it. It knows no model: how a model's outputs become boxes is theirs.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from detr_pipeline.data import (
+    DataConfig,
+    class_names,
+    largest_padded_size,
+    open_index,
+    prepare_image,
+    sampled_padded_sizes,
+)
+from varuna_capslog.config.reading import section
+from varuna_capslog.config.settings import Config
+from varuna_capslog.model.chain import Chain, TensorSpec
+from varuna_capslog.model.workload import Evaluator, Workload
+
+__all__ = ["PROFILE_BOXES", "CocoWorkload", "example_target"]
+
+PROFILE_BOXES = 8
+"""Boxes in every image of a profile."""
+_DRAWN_SCORE = 0.5
+
+
+class CocoWorkload(Workload):
+    """One run of a detector.
+
+    Args:
+        config: the resolved config; its `data` section is checked here.
+        num_classes: of the config's `model` section; null takes the number from the data file.
+
+    Raises:
+        varuna_capslog.base.errors.ConfigError: a wrong key or value under `data`.
+    """
+
+    def __init__(self, config: Config, num_classes: int | None) -> None:
+        self.config = config
+        self.data: DataConfig = section(DataConfig, config.data, "data")
+        self._given_classes = num_classes
+
+    @cached_property
+    def num_classes(self) -> int:
+        """Classes without no-object; read from the data file where `model.num_classes` is not set."""
+        return self._given_classes or len(class_names(self.data)[0])
+
+    @abstractmethod
+    def input_specs(self, microbatch_size: int, size: Sequence[int]) -> dict[str, TensorSpec]:
+        """Specs of a training microbatch of images padded to `size` (H, W)."""
+
+    @abstractmethod
+    def seen(
+        self, outputs: Mapping[str, Tensor], image: int, size: Tensor, num_classes: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What the model sees on one image, as `detr_pipeline.evaluation.Seen` says."""
+
+    def profile_inputs(self, microbatch_size: int) -> dict[str, TensorSpec]:
+        """Images of `profile.image_size`, else of the largest padded size that training can meet."""
+        size = self.config.profile.image_size or largest_padded_size(
+            self.data, "train", microbatch_size, self.config.train.minibatch_size
+        )
+        return self.input_specs(microbatch_size, size)
+
+    def sampled_inputs(self, microbatch_size: int, count: int, seed: int = 0) -> list[dict[str, TensorSpec]]:
+        """Images of the padded sizes of random training minibatches; `profile.image_size` alone where that is set."""
+        if self.config.profile.image_size is not None:
+            return [self.profile_inputs(microbatch_size)]
+        minibatch_size = self.config.train.minibatch_size
+        sizes = sampled_padded_sizes(self.data, "train", microbatch_size, minibatch_size, count, seed)
+        return [self.input_specs(microbatch_size, size) for size in sizes]
+
+    def evaluator(self) -> Evaluator | None:
+        """COCO's twelve numbers and the AP of every class, with all detections in the run's `detections.json`."""
+        if not self.data.has_split("val"):
+            return None
+        from detr_pipeline.evaluation import CocoEvaluator
+
+        index, ids = open_index(self.data, "val"), class_names(self.data)[0]
+        return CocoEvaluator(index, ids, self.config.run_dir / "detections.json", self.seen)
+
+    def sample_files(self, count: int) -> list[Path]:
+        """The first pictures of the validation split."""
+        if not self.data.has_split("val"):
+            return []
+        folder = self.data.files("val")[1]
+        return [folder / name for name in open_index(self.data, "val").file_names[:count]]
+
+    @torch.no_grad()
+    def predict(self, chain: Chain, images: Sequence[Path], out: Path) -> list[Path]:
+        """Draws what a trained chain sees on every picture, as `<out>/<name>.png`.
+
+        Raises:
+            CapslogError: a picture is missing or cannot be decoded.
+        """
+        from detr_pipeline.drawing import draw_detections, save_picture
+
+        names = class_names(self.data)[1]
+        device = next(iter(chain.named_parameters().values())).device
+        for layer in chain.layers:
+            layer.module.eval()
+        written = []
+        for path in images:
+            inputs, picture = prepare_image(path, self.data)
+            outputs = chain.run({name: tensor.to(device) for name, tensor in self.evaluated(inputs).items()})
+            size = torch.tensor([picture.height, picture.width])
+            scores, classes, boxes = self.seen(outputs, 0, size, self.num_classes)
+            drawn = draw_detections(picture, scores, classes, boxes, names, _DRAWN_SCORE)
+            written.append(save_picture(drawn, out / f"{Path(path).stem}.png"))
+        return written
+
+    def evaluated(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The chain's inputs for a picture, from those that `prepare_image` gives: the same here."""
+        return inputs
+
+
+def example_target(count: int, num_classes: int) -> dict[str, Any]:
+    """A target with that many boxes, for profiles."""
+    return {"labels": torch.arange(count) % num_classes, "boxes": torch.linspace(0.2, 0.6, count * 4).view(count, 4)}

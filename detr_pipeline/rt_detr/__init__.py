@@ -1,0 +1,30 @@
+"""RT-DETR of transformers as a workload: `workload: detr_pipeline.rt_detr:workload` in a run's YAML leads here.
+
+The modules are transformers' own (the extra `hf`); data, evaluation and drawing are those of DETR. Nothing here may
+import the engine.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from detr_pipeline.rt_detr.task import RtDetrWorkload
+    from varuna_capslog.config.settings import Config
+
+__all__ = ["workload"]
+
+PRELOADED = ("detr_pipeline.rt_detr.task",)
+"""What a process imports ahead that is going to fork workers."""
+
+
+def workload(config: Config) -> RtDetrWorkload:
+    """The RT-DETR workload of a resolved config; its `model` and `data` sections are checked, no data set is opened.
+
+    Raises:
+        varuna_capslog.base.errors.ConfigError: a wrong key or value under `model` or `data`.
+        varuna_capslog.base.errors.CapslogError: `model.folder` cannot be read.
+    """
+    from detr_pipeline.rt_detr.task import RtDetrWorkload
+
+    return RtDetrWorkload(config)

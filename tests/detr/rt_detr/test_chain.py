@@ -1,0 +1,140 @@
+"""transformers' own RT-DETR, with the same weights and the same batch, gives the same outputs, losses and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.detr.rt_detr.tiny import ARCHITECTURE, CLASSES, MODEL, QUIET, inputs, targets
+
+pytest.importorskip("transformers", minversion="5.0")
+
+from detr_pipeline.rt_detr.chain import build_model, chain_of, own_names
+from detr_pipeline.rt_detr.config import RtDetrModel
+from detr_pipeline.rt_detr.denoising import Groups, Noise
+from detr_pipeline.rt_detr.loss import set_loss
+from varuna_capslog.model.chain import Chain
+
+COUNTS = [3, 0, 2]
+
+
+def pair(**changes: Any) -> tuple[Any, Chain, Any]:
+    """transformers' model, and a chain of another model with its weights."""
+    section = RtDetrModel(**MODEL | {"architecture": ARCHITECTURE | changes})
+    torch.manual_seed(3)
+    theirs, other = build_model(section, CLASSES), build_model(section, CLASSES)
+    with torch.no_grad():
+        for parameter in theirs.parameters():  # heads and offsets begin with zeros, which would hide much
+            parameter += 0.02 * torch.randn_like(parameter)
+    other.load_state_dict(theirs.state_dict())
+    return theirs, chain_of(other), section
+
+
+def their_labels(of: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
+    return [{"class_labels": target["labels"], "boxes": target["boxes"]} for target in of]
+
+
+def close(ours: Tensor, theirs: Tensor, scale: float = 0.0) -> None:
+    bound = 1e-5 * max(float(theirs.detach().abs().max()), scale)
+    assert float((ours - theirs).detach().abs().max()) <= bound, (float((ours - theirs).detach().abs().max()), bound)
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_denoising": 0}, {"normalize_before": True, "encoder_layers": 2}])
+def test_training_step(changes: dict[str, Any]) -> None:
+    theirs, chain, _ = pair(**QUIET | changes)
+    config, of = theirs.config, targets(COUNTS)
+    groups = Groups.of(max(COUNTS), config.num_denoising)
+    values = inputs(of, groups, Noise(CLASSES, config.label_noise_ratio, config.box_noise_scale))
+    theirs.train()
+    result = theirs(values["images"], labels=their_labels(of))
+    result.loss.backward()
+    for layer in chain.layers:
+        layer.module.train()
+    outputs = chain.run({name: values[name] for name in chain.inputs})
+    normalisers = {"boxes": float(sum(COUNTS)), "groups": float(groups.count), "most": float(groups.most)}
+    parts = set_loss(outputs, of, normalisers, config)
+    parts["loss"].backward()
+
+    close(torch.stack([outputs[f"logits_{k}"] for k in range(3)], 1), result_of(theirs, "logits", result))
+    close(outputs["boxes_enc"], result.enc_topk_bboxes)
+    assert set(parts) - {"loss"} == set(result.loss_dict)
+    for name, value in result.loss_dict.items():
+        close(parts[name], value)
+    close(parts["loss"], result.loss)
+    names = own_names(theirs, chain)
+    known = dict(theirs.named_parameters())
+    largest = max(float(one.grad.abs().max()) for one in known.values() if one.grad is not None)
+    ours = chain.named_parameters()
+    assert sorted({names[address] for address in ours}) == sorted(known)
+    reached = 0
+    for address, parameter in ours.items():
+        gradient = known[names[address]].grad
+        if gradient is None:
+            assert parameter.grad is None
+        else:
+            close(parameter.grad, gradient, 1e-3 * largest)
+            reached += bool(gradient.any())
+    assert reached > 0.9 * len(ours)
+    # running statistics of both have seen the same batch
+    buffers = dict(theirs.named_buffers())
+    for address, value in chain.named_tensors().items():
+        if address not in ours:
+            close(value.float(), buffers[names[address]].float())
+
+
+def result_of(model: Any, kind: str, result: Any) -> Tensor:
+    """All decoder layers' logits [B, K, D + Q, C]: in training the model returns those of the last one only."""
+    with torch.no_grad():
+        assert kind == "logits"
+    found = []
+    for index, head in enumerate(model.model.decoder.class_embed):
+        found.append(head(result.intermediate_hidden_states[:, index]))
+    return torch.stack(found, 1)
+
+
+def test_evaluation_and_what_is_seen() -> None:
+    from transformers import RTDetrImageProcessor
+
+    from detr_pipeline.rt_detr.task import best_places
+
+    theirs, chain, _ = pair()
+    theirs.eval()
+    for layer in chain.layers:
+        layer.module.eval()
+    of = targets(COUNTS)
+    none = Groups.of(max(COUNTS), 0)
+    with torch.no_grad():
+        values = inputs(of, none, Noise(CLASSES, 0.5, 1.0), (96, 64))
+        outputs, result = chain.run(values), theirs(values["images"])
+    close(outputs["logits_2"], result.logits)
+    close(outputs["boxes_2"], result.pred_boxes)
+    size = torch.tensor([120, 200])
+    expected = RTDetrImageProcessor().post_process_object_detection(result, 0.0, size.expand(3, 2))
+    for image, one in enumerate(expected):
+        scores, classes, corners = best_places(outputs["logits_2"][image], outputs["boxes_2"][image], size, CLASSES)
+        close(scores, one["scores"])
+        assert classes.tolist() == one["labels"].tolist()
+        close(corners, one["boxes"])
+
+
+def test_shares_of_microbatches_add_up() -> None:
+    """Two microbatches of one minibatch give transformers' loss of all three images, apart from batch norm."""
+    theirs, chain, _ = pair(**QUIET)
+    for layer in chain.layers:
+        layer.module.eval()
+    theirs.eval()
+    of, groups = targets(COUNTS), Groups.of(3, 6)
+    noise = Noise(CLASSES, 0.0, 1e-9)
+    values = inputs(of, groups, noise)
+    normalisers = {"boxes": float(sum(COUNTS)), "groups": float(groups.count), "most": float(groups.most)}
+    whole = set_loss(chain.run(values), of, normalisers, theirs.config)
+    shares: dict[str, Tensor] = {}
+    for part in (slice(0, 2), slice(2, 3)):
+        outputs = chain.run({name: value[part] for name, value in values.items()})
+        for name, value in set_loss(outputs, of[part], normalisers, theirs.config).items():
+            shares[name] = shares.get(name, torch.zeros(())) + value
+    for name, value in whole.items():
+        close(shares[name], value)
