@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from tests.secret import SECRET
 from varuna_capslog.rig.relay import Line, Relay
 
 
 @pytest.fixture(scope="module")
 def relay():
-    found = Relay()
+    found = Relay(SECRET)
     yield found
     found.close()
 
 
 @pytest.fixture
 def line(relay):
-    found = Line(relay.address)
+    found = Line(relay.address, SECRET)
     yield found
     found.close()

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tests.secret import SECRET
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.rig.relay import Line, Relay
 
@@ -112,8 +113,8 @@ def test_wrong_orders_are_refused_and_a_lost_relay_is_said(line):
     with pytest.raises(CapslogError, match="refuses"):
         line.ask(do="dance")
     assert line.through("a", "127.0.0.1:1") == "127.0.0.1:1"  # nobody registered: left alone
-    other = Relay()
-    lost = Line(other.address)
+    other = Relay(SECRET)
+    lost = Line(other.address, SECRET)
     other.close()
     with pytest.raises(CapslogError, match="relay"):
         lost.register("a", "127.0.0.1:1")

@@ -45,7 +45,7 @@ def test_gloo_groups_of_two_hosts_are_cut_with_their_network(line, relay):
 
     def join(rank):
         store = RelayedStore("127.0.0.1", port, SECRET, server.identity)
-        lines.append(Line(relay.address))
+        lines.append(Line(relay.address, SECRET))
         store.relay(lines[-1], f"gloo{rank}")
         groups[rank] = (store, connect_group(store.rendezvous(), "try", rank, 2, 5.0))
 

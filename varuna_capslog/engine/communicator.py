@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import pickle
 import re
-import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -22,15 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from varuna_capslog.base.errors import PeerLost
+from varuna_capslog.engine.meeting.local_store import LOCAL, local_store
+from varuna_capslog.engine.meeting.values import pack, unpack
 from varuna_capslog.engine.pair_groups import NotOpened, Opener, PairGroup, PairGroups, Waiting
 from varuna_capslog.model.chain import TensorSpec
 
-__all__ = ["Communicator", "PeerLost", "Pending", "connect", "connect_group", "local_store", "why_lost"]
+__all__ = ["Communicator", "PeerLost", "Pending", "connect", "connect_group", "why_lost"]
 
 Value = TypeVar("Value")
-
-LOCAL = "127.0.0.1"
-_STORE_TIMEOUT = datetime.timedelta(seconds=300)
 
 _ENDING_TAG = (1 << 30) + 1
 """No message has this tag; a receive that waits for one ends a group (see `Communicator.abort`)."""
@@ -78,22 +75,6 @@ def connect(
     except (RuntimeError, ValueError, OSError) as error:
         raise PeerLost(f"rank {rank} could not join {world_size} ranks at {address}:{port}: {error}", None) from error
     return Communicator(rank, world_size, generation, timeout, dist.group.WORLD, store)
-
-
-def local_store(port: int = 0, timeout: datetime.timedelta = _STORE_TIMEOUT) -> dist.TCPStore:
-    """torch's store, which has no access control, for the processes of this machine: torch would listen to all others.
-
-    Raises OSError where the port is taken.
-    """
-    listener = socket.create_server((LOCAL, port), backlog=1024)
-    return dist.TCPStore(
-        LOCAL,
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timeout,
-        master_listen_fd=listener.detach(),
-    )
 
 
 def connect_group(
@@ -329,12 +310,16 @@ class Communicator:
         return tensor
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's picklable `value`, by rank. For results and reports, not for tensors of a step."""
+        """Every rank's `value`, by rank: any that `values.pack` takes. For results and reports, not for tensors.
+
+        Raises:
+            CapslogError: a value of another type.
+        """
         self.check_open("gathering from all ranks")
         if self.world_size == 1:
             return [value]
         assert self._group is not None
-        raw = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        raw = torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8)
         sizes = torch.zeros(self.world_size, dtype=torch.float64)
         sizes[self.rank] = raw.numel()
         self.sum_(sizes)
@@ -346,7 +331,7 @@ class Communicator:
             self._group.allgather([everyone], [padded]).wait()
         except RuntimeError as error:
             raise self._lost(error, "gathering from all ranks", None) from error
-        return [pickle.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(everyone, sizes, strict=True)]
+        return [unpack(part[: int(size)].numpy().tobytes()) for part, size in zip(everyone, sizes, strict=True)]
 
     def together(self, work: Callable[[], Value]) -> Value:
         """Runs something slow on every rank (each its own `work`) and returns when all are done.

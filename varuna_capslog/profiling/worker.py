@@ -26,7 +26,8 @@ import torch
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.failures import signal_name
 from varuna_capslog.base.processes import killed_with
-from varuna_capslog.engine.communicator import PeerLost, connect, local_store
+from varuna_capslog.engine.communicator import PeerLost, connect
+from varuna_capslog.engine.meeting.local_store import local_store
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiling.conditions import RunConditions

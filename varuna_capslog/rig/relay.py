@@ -1,9 +1,10 @@
 """A network that can be disturbed without privileges: all connections between hosts go through this process.
 
-`python -m varuna_capslog.rig.relay` prints the port at which it takes orders, one JSON line each, and ends with
-its standard input. Whoever listens is registered under the name of its host; whoever wants to connect asks for a port
-of its own, so the relay knows both ends of every connection. A cut is a network that loses packets: nothing arrives, no
-end of a connection either, and what was under way arrives after the healing, as TCP would send it again.
+`python -m varuna_capslog.rig.relay` reads the run's secret from its standard input, prints the port at which it takes
+orders from those who know it, one JSON message each, and ends with its standard input. Whoever listens is registered
+under the name of its host; whoever wants to connect asks for a port of its own, so the relay knows both ends of every
+connection. A cut is a network that loses packets: nothing arrives, no end of a connection either, and what was under
+way arrives after the healing, as TCP would send it again.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.processes import die_with_parent
+from varuna_capslog.base.trust.connection import Connection, dial
+from varuna_capslog.base.trust.door import Door
+from varuna_capslog.base.trust.secret import Secret
 
 __all__ = ["Line", "Relay", "main"]
 
@@ -29,6 +33,9 @@ _UNUSED_SECONDS = 60.0
 """A port that nobody has asked for so long is closed."""
 
 _CHUNK = 1 << 16
+_PURPOSE = "relay"
+_MAX_ORDER = 1 << 20
+_OPEN_SECONDS = 10.0
 
 Way = tuple[str, str]
 """From one host to another."""
@@ -39,25 +46,24 @@ class Line:
 
     Args:
         address: host:port that `Relay.address` names.
+        secret: that the relay was given.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, secret: Secret) -> None:
         host, _, port = address.rpartition(":")
         self._lock = threading.Lock()
-        self._socket = socket.create_connection((host, int(port)), 10.0)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._answers = self._socket.makefile("rb")
+        self._connection = dial(host, int(port), secret.key(_PURPOSE), _OPEN_SECONDS)
 
     def ask(self, **order: Any) -> dict[str, Any]:
         """Gives an order and returns the answer. Raises CapslogError where the relay is gone or refuses it."""
         try:
             with self._lock:
-                self._socket.sendall(json.dumps(order).encode() + b"\n")
-                answer = self._answers.readline()
+                self._connection.send_message(json.dumps(order).encode())
+                answer = self._connection.read_message(_MAX_ORDER)
         except OSError as error:
             raise CapslogError(f"the relay does not answer: {error}") from error
-        if not answer:
-            raise CapslogError("the relay has ended")
+        except EOFError:
+            raise CapslogError("the relay has ended") from None
         found: dict[str, Any] = json.loads(answer)
         if "error" in found:
             raise CapslogError(f"the relay refuses {order}: {found['error']}")
@@ -86,21 +92,27 @@ class Line:
 
     def close(self) -> None:
         """Ends the connection."""
-        self._answers.close()
-        self._socket.close()
+        self._connection.close()
 
 
 class Relay:
-    """The relay's process, for the one who starts it; it ends with its owner."""
+    """The relay's process, for the one who starts it; it ends with its owner.
 
-    def __init__(self) -> None:
+    Args:
+        secret: that whoever gives orders must know.
+    """
+
+    def __init__(self, secret: Secret) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "varuna_capslog.rig.relay"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             preexec_fn=die_with_parent(),
         )
+        assert self._process.stdin is not None
         assert self._process.stdout is not None
+        self._process.stdin.write(secret.hand_over() + b"\n")
+        self._process.stdin.flush()
         port = self._process.stdout.readline().strip()
         if not port:
             raise CapslogError("the relay did not start; see above")
@@ -256,32 +268,38 @@ def _swapped(port: int) -> int:
     return socket.htons(port)
 
 
-async def _serve() -> None:
-    network = _Network()
+async def _serve(secret: Secret) -> None:
+    network, loop = _Network(), asyncio.get_running_loop()
 
-    async def orders(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while line := await reader.readline():
+    def take_orders(connection: Connection) -> None:
+        with contextlib.suppress(OSError, EOFError):
+            while True:
                 try:
-                    answer = await network.obey(json.loads(line))
-                except (KeyError, ValueError, TypeError, OSError) as error:
+                    order = json.loads(connection.read_message(_MAX_ORDER))
+                    answer = asyncio.run_coroutine_threadsafe(network.obey(order), loop).result()
+                except (KeyError, ValueError, TypeError) as error:
                     answer = {"error": f"{type(error).__name__}: {error}"}
-                writer.write(json.dumps(answer).encode() + b"\n")
-                await writer.drain()
-        writer.close()
+                connection.send_message(json.dumps(answer).encode())
+        connection.close()
 
-    server = await asyncio.start_server(orders, "127.0.0.1", 0)
-    sys.stdout.write(f"{server.sockets[0].getsockname()[1]}\n")
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    Door(
+        listener,
+        secret.key(_PURPOSE),
+        lambda connection: threading.Thread(target=take_orders, args=(connection,), daemon=True).start(),
+    )
+    sys.stdout.write(f"{port}\n")
     sys.stdout.flush()
     tidying = asyncio.create_task(network.tidy())
-    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.buffer.read)
+    await loop.run_in_executor(None, sys.stdin.buffer.read)
     tidying.cancel()
 
 
 def main() -> int:
     """The relay: serves until its standard input ends."""
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve())
+        asyncio.run(_serve(Secret(sys.stdin.buffer.readline().decode())))
     return 0
 
 

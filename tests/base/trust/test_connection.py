@@ -176,7 +176,7 @@ def test_a_proof_that_was_seen_before_opens_nothing(served):
     with served.knock() as line:
         asked = line.recv(trust.CHALLENGE_BYTES, socket.MSG_WAITALL)
         nonce = bytes(32)
-        proof = nonce + trust._code(KEY, b"caller", asked + nonce)
+        proof = nonce + trust.proof(KEY, asked, nonce)
         assert accepted(KEY, asked, proof) is not None
         line.sendall(proof)
         served.inside.get(timeout=5)

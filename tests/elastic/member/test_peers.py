@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from varuna_capslog.base.trust.connection import CHALLENGE_BYTES
 from varuna_capslog.elastic.member.peers import Peers
 from varuna_capslog.elastic.network import address_towards
 
@@ -17,9 +18,9 @@ TIMEOUT = 20.0
 class Member:
     """One end, with all that it hears in queues."""
 
-    def __init__(self, name, addresses, token="t"):
+    def __init__(self, name, addresses, key=b"k" * 32):
         self.messages, self.lost = queue.Queue(), queue.Queue()
-        self.peers = Peers(name, token, addresses.get, self.messages.put, self.lost.put)
+        self.peers = Peers(name, key, addresses.get, self.messages.put, self.lost.put)
         addresses[name] = self.peers.address
 
     def next(self):
@@ -97,8 +98,8 @@ def test_an_unknown_member_is_lost(pair):
     assert one.lost.get(timeout=TIMEOUT) == "nobody"
 
 
-def test_another_runs_token_is_not_heard(addresses, pair):
-    stranger = Member("stranger", addresses, token="another")
+def test_a_member_of_another_run_is_not_heard(addresses, pair):
+    stranger = Member("stranger", addresses, key=b"another run's" * 3)
     stranger.peers.send("other", "hello")
     pair[0].peers.send("other", "mine")
     assert pair[1].next().kind == "mine"
@@ -112,6 +113,7 @@ def test_bytes_that_are_no_frame_close_their_connection_only(pair):
         raw.sendall(b"\xff" * 64)
         raw.settimeout(TIMEOUT)
         with contextlib.suppress(ConnectionResetError):  # a close with unread bytes is a reset
+            assert len(raw.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)) == CHALLENGE_BYTES
             assert raw.recv(1) == b""
     one.peers.send("other", "still here")
     assert other.next().kind == "still here"

@@ -6,20 +6,21 @@ import socket
 
 import pytest
 
+from tests.secret import SECRET
 from varuna_capslog.rig.machines import network
 from varuna_capslog.rig.machines.network import STORE_HOST, Access, MachineNetwork
 from varuna_capslog.rig.relayed import VARIABLE
 
 
 def test_on_loopback_the_store_is_called_directly():
-    found = MachineNetwork("loopback", ["a"])
+    found = MachineNetwork("loopback", ["a"], SECRET)
     found.register_store("127.0.0.1:4711")
     assert found.access("a", "127.0.0.1:4711") == Access("127.0.0.1:4711", None, {})
     found.close()
 
 
 def test_through_the_relay_a_machine_is_cut_from_the_store():
-    found = MachineNetwork("relay", ["a", "b"])
+    found = MachineNetwork("relay", ["a", "b"], SECRET)
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(5.0)
     store = f"127.0.0.1:{listener.getsockname()[1]}"
@@ -67,7 +68,7 @@ def test_with_namespaces_the_store_is_the_router_and_ways_are_its_rules(monkeypa
 
     calls = []
     monkeypatch.setattr(network, "Namespaces", Spaces)
-    found = MachineNetwork("namespaces", ["a", "b"])
+    found = MachineNetwork("namespaces", ["a", "b"], SECRET)
     assert found.access("b", "127.0.0.1:4711") == Access("10.77.2.1:4711", "/proc/b/ns/net", {})
     found.disturb({("a", "b")})
     found.heal({("a", "b")})

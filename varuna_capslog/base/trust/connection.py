@@ -26,6 +26,7 @@ __all__ = [
     "accepted",
     "challenge",
     "dial",
+    "proof",
 ]
 
 MAX_RECORD = 1 << 20
@@ -194,18 +195,23 @@ def challenge() -> bytes:
     return _MAGIC + os.urandom(_NONCE)
 
 
-def accepted(key: bytes, asked: bytes, proof: bytes) -> tuple[bytes, bytes, bytes] | None:
+def proof(key: bytes, asked: bytes, nonce: bytes) -> bytes:
+    """The code by which a caller that was asked with this challenge proves that it knows the key."""
+    return _code(key, b"caller", asked + nonce)
+
+
+def accepted(key: bytes, asked: bytes, given: bytes) -> tuple[bytes, bytes, bytes] | None:
     """The accepting side: looks at the caller's proof.
 
     Args:
         asked: our challenge.
-        proof: the caller's fresh random number and its code, `PROOF_BYTES`.
+        given: the caller's fresh random number and its code, `PROOF_BYTES`.
 
     Returns:
         Our own proof, and the keys for sending and taking; None: the caller does not know the key.
     """
-    both = asked + proof[:_NONCE]
-    if not hmac.compare_digest(_code(key, b"caller", both), proof[_NONCE:]):
+    both = asked + given[:_NONCE]
+    if not hmac.compare_digest(proof(key, asked, given[:_NONCE]), given[_NONCE:]):
         return None
     return _code(key, b"answerer", both), _code(key, b"to caller", both), _code(key, b"to answerer", both)
 
@@ -250,12 +256,12 @@ def _introduce(line: socket.socket, key: bytes, until: float) -> Connection:
         raise _Stranger("another program answers there")
     nonce = os.urandom(_NONCE)
     both = asked + nonce
-    line.sendall(nonce + _code(key, b"caller", both))
+    line.sendall(nonce + proof(key, asked, nonce))
     try:
-        proof = _received(line, _CODE, until)
+        answer = _received(line, _CODE, until)
     except (ConnectionError, EOFError) as error:
         raise NotTrusted("it refuses this run's secret") from error
-    if not hmac.compare_digest(_code(key, b"answerer", both), proof):
+    if not hmac.compare_digest(_code(key, b"answerer", both), answer):
         raise _Stranger("it does not know this run's secret")
     return Connection(line, _code(key, b"to answerer", both), _code(key, b"to caller", both))
 

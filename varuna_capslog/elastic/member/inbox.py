@@ -51,7 +51,8 @@ class Inbox:
         self._communicator: Communicator | None = None
         self._busy_until = 0.0
         self._closed = False
-        self.peers = Peers(start.me, store.identity, self._find, self._got, self._lost, start.address)
+        key = start.secret.key(f"peers {store.identity}")
+        self.peers = Peers(start.me, key, self._find, self._got, self._lost, start.address)
         store.put(f"address/{start.me}", self.peers.address)
         self._unfollow = store.follow(self._hear, lambda why: self.events.put(("store lost", why)))
 

@@ -1,19 +1,16 @@
 """Messages between the members of a run beside the training data: round values, layer state, gradients for copies.
 
-Plain TCP sockets with threads of their own, one connection per direction and pair. They outlive generations, so that a
+Connections of `base/trust` with threads of their own, one per direction and pair. They outlive generations, so that a
 change of membership rebuilds none of them, and the end of a process is seen at once as the end of its connection.
-Every message names its generation; its reader drops the older ones.
+Every message names its generation; its reader drops the older ones. What arrives is JSON and tensors' bytes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
 import queue
-import socket
-import struct
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,15 +20,16 @@ import torch
 from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.trust.connection import Connection, dial
+from varuna_capslog.base.trust.door import Door
+from varuna_capslog.elastic.network import listen
 from varuna_capslog.membership.generation import Member
 
 __all__ = ["PeerMessage", "Peers"]
 
-_LENGTH = struct.Struct("!Q")
 _MAX_HEADER = 64 << 20
 _CONNECT_SECONDS = 5.0
 _SMALL_BYTES = 256 << 10
-_MAX_PARTS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,32 +46,36 @@ class Peers:
     """One member's end of all its connections.
 
     Args:
-        token: the run's; a connection that brings another is closed.
+        key: of this run's members; whoever does not know it is not heard.
         find: member -> "host:port", asked once per member, before the first message; None: it is not known.
         take: called with every message, in the thread of its connection; returns at once. The messages of one sender
             come in the order in which they were sent.
         lost: called with a member whose connection ended, or could not be made. It may be called twice for one member.
+        address: of this machine, where it listens.
+
+    Raises:
+        CapslogError: the address is not this machine's.
     """
 
     def __init__(
         self,
         me: Member,
-        token: str,
+        key: bytes,
         find: Callable[[Member], str | None],
         take: Callable[[PeerMessage], None],
         lost: Callable[[Member], None],
         address: str = "127.0.0.1",
     ) -> None:
         self.me = me
-        self._token, self._find, self._take, self._lost = token, find, take, lost
+        self._key, self._find, self._take, self._lost = key, find, take, lost
         self._closed = False
         self._lock = threading.Lock()
         self._outgoing: dict[Member, _Outgoing] = {}
-        self._incoming: set[socket.socket] = set()
-        self._listener = socket.create_server((address, 0), backlog=128)
-        host, port = self._listener.getsockname()[:2]
+        self._incoming: set[Connection] = set()
+        listener = listen(address)
+        host, port = listener.getsockname()[:2]
         self.address = f"{host}:{port}"
-        threading.Thread(target=self._accept, name="peers-accept", daemon=True).start()
+        self._door = Door(listener, key, self._admitted, "peers-door")
 
     def send(self, target: Member, kind: str, tensors: Mapping[str, Tensor] | None = None, **header: Any) -> None:
         """Queues a message; never blocks. Tensors must not change until the receiver is known to have them.
@@ -99,6 +101,7 @@ class Peers:
     def close(self, flush_seconds: float) -> None:
         """Ends all connections, each after what is queued was handed to the system; waits at most so long for each."""
         self._closed = True
+        self._door.close()
         with self._lock:
             everything = [*self._outgoing.values()]
             incoming = [*self._incoming]
@@ -106,30 +109,21 @@ class Peers:
             outgoing.queue.put(None)
         for outgoing in everything:
             outgoing.stop(flush_seconds)
-        for connection in (*incoming, self._listener):
-            _shut_down(connection)
+        for connection in incoming:
+            connection.shut_down()
             connection.close()
 
     # -- threads -----------------------------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        while not self._closed:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            with self._lock:
-                self._incoming.add(connection)
-            threading.Thread(target=self._receive, args=(connection,), name="peers-receive", daemon=True).start()
+    def _admitted(self, connection: Connection) -> None:
+        with self._lock:
+            self._incoming.add(connection)
+        threading.Thread(target=self._receive, args=(connection,), name="peers-receive", daemon=True).start()
 
-    def _receive(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def _receive(self, connection: Connection) -> None:
         sender: Member | None = None
         try:
-            hello = _read_header(connection)
-            if hello.get("token") != self._token or not isinstance(hello.get("sender"), str):
-                return
-            sender = hello["sender"]
+            sender = str(_read_header(connection)["sender"])
             while True:
                 header = _read_header(connection)
                 tensors = _read_tensors(connection, header.pop("tensors"))
@@ -143,15 +137,13 @@ class Peers:
             if sender is not None and not self._closed:
                 self._lost(sender)
 
-    def _dial(self, target: Member) -> socket.socket:
+    def _dial(self, target: Member) -> Connection:
         found = self._find(target)
         if found is None:
             raise OSError(f"the address of {target} is not known")
         host, _, port = found.rpartition(":")
-        connection = socket.create_connection((host, int(port)), _CONNECT_SECONDS)
-        connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _write(connection, {"token": self._token, "sender": self.me}, {})
+        connection = dial(host, int(port), self._key, _CONNECT_SECONDS)
+        _write(connection, {"sender": self.me}, {})
         return connection
 
 
@@ -161,7 +153,7 @@ class _Outgoing:
     def __init__(self, peers: Peers, target: Member) -> None:
         self.queue: queue.SimpleQueue[tuple[str, dict[str, Tensor], dict[str, Any]] | None] = queue.SimpleQueue()
         self._peers, self._target = peers, target
-        self._connection: socket.socket | None = None
+        self._connection: Connection | None = None
         self.stopped = False
         self._thread = threading.Thread(target=self._run, name=f"peers-send-{target}", daemon=True)
         self._thread.start()
@@ -189,26 +181,20 @@ class _Outgoing:
         self._thread.join(seconds)
         self.stopped = True
         if self._connection is not None:
-            _shut_down(self._connection)
-
-
-def _shut_down(connection: socket.socket) -> None:
-    """Ends what other threads wait for on a connection, which may be closed already."""
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
+            self._connection.shut_down()
 
 
 # -- frames ------------------------------------------------------------------------------------------------------------
 
 
-def _write(connection: socket.socket, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def _write(connection: Connection, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     payload = [tensor.detach().cpu() for tensor in tensors.values()]
     listed = [
         [name, str(tensor.dtype).removeprefix("torch."), tensor.shape]
         for name, tensor in zip(tensors, payload, strict=True)
     ]
     text = json.dumps({**header, "tensors": listed}).encode()
-    _send_all(connection, [memoryview(_LENGTH.pack(len(text)) + text), *_pack(payload)])
+    connection.send_message(text, _pack(payload))
 
 
 def _pack(payload: Sequence[Tensor]) -> Iterator[memoryview]:
@@ -220,26 +206,14 @@ def _pack(payload: Sequence[Tensor]) -> Iterator[memoryview]:
                 yield memoryview(tensor.view(torch.uint8).numpy().data)
 
 
-def _send_all(connection: socket.socket, parts: list[memoryview]) -> None:
-    while parts:
-        sent = connection.sendmsg(parts[:_MAX_PARTS])
-        while parts and sent >= len(parts[0]):
-            sent -= len(parts.pop(0))
-        if sent:
-            parts[0] = parts[0][sent:]
-
-
-def _read_header(connection: socket.socket) -> dict[str, Any]:
-    (size,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
-    if size > _MAX_HEADER:
-        raise ValueError(f"a header of {size} bytes")
-    header = json.loads(bytes(_read(connection, size)))
+def _read_header(connection: Connection) -> dict[str, Any]:
+    header = json.loads(connection.read_message(_MAX_HEADER))
     if not isinstance(header, dict):
         raise ValueError("a header that is no object")
     return header
 
 
-def _read_tensors(connection: socket.socket, listed: list[Any]) -> dict[str, Tensor]:
+def _read_tensors(connection: Connection, listed: list[Any]) -> dict[str, Tensor]:
     """Tensors of one type that follow each other lie in one piece of memory."""
     found = {}
     for dtype, row in itertools.groupby(listed, lambda entry: entry[1]):
@@ -250,21 +224,7 @@ def _read_tensors(connection: socket.socket, listed: list[Any]) -> dict[str, Ten
         sizes = [math.prod(shape) for _, _, shape in rows]
         memory = torch.empty(sum(sizes), dtype=kind)
         if memory.numel():
-            _read_into(connection, memoryview(memory.view(torch.uint8).numpy().data))
+            connection.read_into(memoryview(memory.view(torch.uint8).numpy().data))
         for (name, _, shape), tensor in zip(rows, memory.split(sizes), strict=True):
             found[name] = tensor if len(shape) == 1 else tensor.view(shape)
     return found
-
-
-def _read(connection: socket.socket, size: int) -> bytearray:
-    buffer = bytearray(size)
-    _read_into(connection, memoryview(buffer))
-    return buffer
-
-
-def _read_into(connection: socket.socket, view: memoryview) -> None:
-    while view:
-        count = connection.recv_into(view, 0, socket.MSG_WAITALL)
-        if count == 0:
-            raise EOFError
-        view = view[count:]

@@ -57,7 +57,7 @@ class Runtime:
     """One member of the run.
 
     Args:
-        store: its identity is the run's token; see `Peers`.
+        store: its identity tells this run's members from those of another run with the same secret; see `Inbox`.
     """
 
     def __init__(self, start: MemberStart, work: Work, store: MembershipStore, options: RuntimeOptions) -> None:

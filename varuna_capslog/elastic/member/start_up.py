@@ -81,6 +81,7 @@ class MemberStart:
         checkpoint: the boundary that the run begins with.
         host: whose losses are losses of this member, too.
         address: of this host, as the others reach it.
+        secret: of the run; default: one that nobody else knows.
     """
 
     me: Member
@@ -91,6 +92,7 @@ class MemberStart:
     checkpoint: Stamp = INITIAL
     host: str = "host"
     address: str = "127.0.0.1"
+    secret: Secret = field(default_factory=Secret.new)
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,8 @@ def enter(
         StoreGone: the store does not answer.
         CapslogError: it does not say where the run begins, or the run's secret cannot be used.
     """
-    place = os.environ["CAPSLOG_STORE"]
-    store = opener(place, run_secret(run_dir), os.environ.get("CAPSLOG_STORE_IDENTITY"))
+    place, secret = os.environ["CAPSLOG_STORE"], run_secret(run_dir)
+    store = opener(place, secret, os.environ.get("CAPSLOG_STORE_IDENTITY"))
     beginning = Beginning.read(store)
     start = MemberStart(
         os.environ["CAPSLOG_MEMBER"],
@@ -133,6 +135,7 @@ def enter(
         beginning.stamp,
         os.environ.get("CAPSLOG_HOST", "host"),
         os.environ.get("CAPSLOG_ADDRESS") or address_towards(place) or "127.0.0.1",
+        secret,
     )
     return start, store
 

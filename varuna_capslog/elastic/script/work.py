@@ -67,7 +67,7 @@ class Group:
         return self._communicator.add(tensor)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every member's picklable value, by rank."""
+        """Every member's value (numbers, text, bytes, tensors, arrays, lists and dicts of these), by rank."""
         return self._communicator.gather(value)
 
     def barrier(self) -> None:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from varuna_capslog.base.trust.secret import Secret
 from varuna_capslog.rig.namespaces import Namespaces
 from varuna_capslog.rig.relay import Line, Relay, Way
 from varuna_capslog.rig.relayed import VARIABLE
@@ -39,17 +40,18 @@ class MachineNetwork:
             "namespaces": every machine has a network namespace of its own, and this process is the router between them,
             see `namespaces.enter`.
         machines: their names.
+        secret: of the run.
     """
 
-    def __init__(self, kind: str, machines: Sequence[str]) -> None:
+    def __init__(self, kind: str, machines: Sequence[str], secret: Secret) -> None:
         self._stack = contextlib.ExitStack()
         self._relay: Relay | None = None
         self._line: Line | None = None
         self._spaces: Namespaces | None = None
         if kind == "relay":
-            self._relay = Relay()
+            self._relay = Relay(secret)
             self._stack.callback(self._relay.close)
-            self._line = Line(self._relay.address)
+            self._line = Line(self._relay.address, secret)
             self._stack.callback(self._line.close)
         elif kind == "namespaces":
             self._spaces = Namespaces(machines, STORE_HOST)

@@ -1,0 +1,190 @@
+"""A stranger who reaches every port of a run, and says what it likes: for tests and `benchmarks/stranger`.
+
+It knows no secret, except where it plays a member of another run. It only counts what it hears: an own socket of a run
+must answer everybody with its challenge, and with nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from varuna_capslog.base.trust.connection import CHALLENGE_BYTES, Connection, dial, proof
+from varuna_capslog.base.trust.secret import Secret
+
+__all__ = ["KINDS", "Answers", "Stranger", "addresses", "recorded"]
+
+_SECONDS = 5.0
+_LISTEN = "0A"
+
+
+@dataclass
+class Answers:
+    """What the answers to one kind of message were.
+
+    Attributes:
+        sent: messages.
+        challenges: that came as the only answer.
+        refused: connections that could not be made, or ended before anything came.
+        more: messages that were answered with more than a challenge.
+    """
+
+    sent: int = 0
+    challenges: int = 0
+    refused: int = 0
+    more: int = 0
+
+
+class Stranger:
+    """Speaks to ports of this machine.
+
+    Args:
+        seed: of all that it says.
+        records: what somebody with the secret has once said to each port.
+    """
+
+    def __init__(self, seed: int, records: Mapping[int, bytes]) -> None:
+        self._dice, self._records = random.Random(seed), dict(records)
+
+    def speak(self, kind: str, port: int, heard: Answers) -> None:
+        """Connects once, says one message of a kind, and waits for the other side to close."""
+        heard.sent += 1
+        try:
+            with socket.create_connection(("127.0.0.1", port), _SECONDS) as line:
+                line.settimeout(_SECONDS)
+                asked = _until(line, CHALLENGE_BYTES)
+                with contextlib.suppress(OSError):
+                    line.sendall(KINDS[kind](self._dice, self._records.get(port, b""), asked))
+                    line.shutdown(socket.SHUT_WR)
+                more = _until(line, 1)
+        except OSError:
+            heard.refused += 1
+            return
+        heard.challenges += len(asked) == CHALLENGE_BYTES and not more
+        heard.more += bool(more)
+
+    def crowd(self, port: int, count: int, heard: Answers) -> list[socket.socket]:
+        """Connections that are held and say nothing; the caller closes them."""
+        found = []
+        for _ in range(count):
+            heard.sent += 1
+            line = socket.socket()
+            line.settimeout(_SECONDS)
+            try:
+                line.connect(("127.0.0.1", port))
+            except OSError:
+                heard.refused += 1
+                line.close()
+            else:
+                found.append(line)
+        return found
+
+
+def _garbage(dice: random.Random, record: bytes, asked: bytes) -> bytes:
+    return dice.randbytes(dice.randrange(1, 4096))
+
+
+def _replayed(dice: random.Random, record: bytes, asked: bytes) -> bytes:
+    return record
+
+
+def _truncated(dice: random.Random, record: bytes, asked: bytes) -> bytes:
+    return record[: dice.randrange(1, max(2, len(record)))]
+
+
+def _long(dice: random.Random, record: bytes, asked: bytes) -> bytes:
+    size = dice.choice([(1 << 20) + 1, (1 << 31) - 1, (1 << 32) - 1])
+    return dice.choice([b"", record[:64]]) + struct.pack("!IQ", size, 1 << 62) + dice.randbytes(256)
+
+
+def _own_secret(dice: random.Random, record: bytes, asked: bytes) -> bytes:
+    """A proof that fits this challenge, by a member of another run."""
+    nonce = dice.randbytes(32)
+    return nonce + proof(Secret.new().key("store"), asked, nonce) + record[64:]
+
+
+KINDS: Mapping[str, Callable[[random.Random, bytes, bytes], bytes]] = {
+    "garbage": _garbage,
+    "replayed": _replayed,
+    "truncated": _truncated,
+    "too long": _long,
+    "of another run": _own_secret,
+}
+"""What it says, by (dice, what a friend once said to this port, the challenge that it heard)."""
+
+
+def _until(line: socket.socket, size: int) -> bytes:
+    found = b""
+    with contextlib.suppress(OSError):
+        while len(found) < size:
+            part = line.recv(size - len(found))
+            if not part:
+                break
+            found += part
+    return found
+
+
+def addresses(pids: Iterable[int]) -> dict[int, str]:
+    """Ports at which these processes listen, each with the address, as 127.0.0.1 or 0.0.0.0 (Linux)."""
+    sockets: dict[str, tuple[int, str]] = {}
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(FileNotFoundError):
+            for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+                columns = row.split()
+                if columns[3] == _LISTEN:
+                    place, _, port = columns[1].rpartition(":")
+                    host = socket.inet_ntoa(bytes.fromhex(place)[::-1]) if table == "tcp" else place
+                    sockets[f"socket:[{columns[9]}]"] = int(port, 16), host
+    found = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError, KeyError):
+                    port_and_host = sockets[os.readlink(f"/proc/{pid}/fd/{name}")]
+                    found[port_and_host[0]] = port_and_host[1]
+    return found
+
+
+def recorded(port: int, key: bytes, say: Callable[[Connection], None]) -> bytes:
+    """The bytes that somebody with the key sends to a port, as the network between them sees them."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        seen: list[bytes] = []
+        thread = threading.Thread(target=_tap, args=(listener, port, seen), daemon=True)
+        thread.start()
+        connection = dial("127.0.0.1", listener.getsockname()[1], key, _SECONDS)
+        say(connection)
+        connection.shut_down()
+        thread.join(_SECONDS)
+        connection.close()
+    return b"".join(seen)
+
+
+def _tap(listener: socket.socket, port: int, seen: list[bytes]) -> None:
+    near, _ = listener.accept()
+    with near, socket.create_connection(("127.0.0.1", port), _SECONDS) as far:
+        back = threading.Thread(target=_carry, args=(far, near, []), daemon=True)
+        back.start()
+        _carry(near, far, seen)
+        back.join(_SECONDS)
+
+
+def _carry(source: socket.socket, target: socket.socket, seen: list[bytes]) -> None:
+    for data in _pieces(source):
+        seen.append(data)
+        with contextlib.suppress(OSError):
+            target.sendall(data)
+    with contextlib.suppress(OSError):
+        target.shutdown(socket.SHUT_WR)
+
+
+def _pieces(source: socket.socket) -> Iterator[bytes]:
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            yield data
