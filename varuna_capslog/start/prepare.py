@@ -34,7 +34,7 @@ from varuna_capslog.plans.rules import check_actions
 from varuna_capslog.profiles.record import write_profile
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.start import ENGINES
-from varuna_capslog.start.default_planner import with_defaults
+from varuna_capslog.start.default_planner import side_by_side_notes, with_defaults
 from varuna_capslog.start.given_plan import given_plan
 from varuna_capslog.start.layerwise_start import (
     asks_layerwise,
@@ -138,7 +138,11 @@ def plan_run(config: Config, profile: Profile | None, link: Link | None = None, 
     several stages per device. `memo` is that of the estimate, where the profile is one.
     """
     config = with_defaults(config, profile)
-    return _plan(config, profile, _checked_plan(config), link, memo)
+    plan = _plan(config, profile, _checked_plan(config), link, memo)
+    pipeline = config.pipeline
+    one_line = pipeline.planner_is_default and pipeline.replicas == 1 and not config.elastic.enabled
+    notes = side_by_side_notes(profile, pipeline.devices) if profile is not None and one_line else ()
+    return dataclasses.replace(plan, notes=(*plan.notes, *notes))
 
 
 def _plan(
