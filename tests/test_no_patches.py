@@ -6,6 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.source_trees import tree_of
+
 ROOT = Path(__file__).resolve().parents[1]
 FILES = [*(ROOT / "varuna_capslog").rglob("*.py"), *(ROOT / "detr_pipeline").rglob("*.py")]
 
@@ -49,7 +51,7 @@ def modules_of(tree: ast.AST) -> set[str]:
 
 
 def patches_in(text: str) -> list[int]:
-    tree = ast.parse(text)
+    tree = tree_of(text)
     modules = modules_of(tree)
     return sorted(line for line, target in assigned(tree) if is_class_or_module(target.value, modules))
 
@@ -87,7 +89,7 @@ def test_no_module_keeps_the_state_of_a_run() -> None:
     found = {
         (path.name, name)
         for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path.read_text()))
         if isinstance(node, ast.Global)
         for name in node.names
     }
@@ -100,7 +102,7 @@ def test_only_the_commands_load_the_rig() -> None:
         where = path.relative_to(ROOT).as_posix()
         if "/rig/" in where or "/commands/" in where:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             found += [f"{where}:{node.lineno}" for name in names if ".rig" in name]  # type: ignore[attr-defined]

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.source_trees import tree_of
+
 ROOT = Path(__file__).parents[1]
 FACADE = ("varuna_capslog", "varuna_capslog.chain", "varuna_capslog.model_workload")
 """Modules that stand above all rooms: the package itself, and import paths that saved configs and programs have."""
@@ -39,7 +41,7 @@ def modules(root: Path) -> dict[str, Path]:
 
 def imports(name: str, path: Path, known: dict[str, Path]) -> Iterator[tuple[str, int]]:
     """(module, line) of everything that a module imports from `known`, or names in a string."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path.read_text(encoding="utf-8"))
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     typing = {
         id(inner)
