@@ -202,7 +202,7 @@ def wait_for_store(run_dir: Path, store: str, seconds: float, say: Callable[[str
         CapslogError: nobody serves it in time, or the run's secret cannot be used.
     """
     until, told = time.monotonic() + seconds, False
-    signs: dict[str, Sequence[str]] = {}
+    signs: dict[str, Sequence[object]] = {}
     while True:
         try:
             client = open_store(store, run_secret(run_dir))

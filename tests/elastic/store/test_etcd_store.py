@@ -24,12 +24,15 @@ from tests.elastic.script.test_script import run_here
 from tests.secret import SECRET
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.trust.secret import run_secret
+from varuna_capslog.base.trust.secret import Secret, run_secret
 from varuna_capslog.commands.train import check_address
 from varuna_capslog.elastic.network import network_variables, parse_address
+from varuna_capslog.elastic.store.etcd_gateway import b64
 from varuna_capslog.elastic.store.etcd_store import EtcdMembershipStore, begin_run
-from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone, open_store
+from varuna_capslog.elastic.store.log import pack_entry
+from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone, StoreRefuses, open_store
 from varuna_capslog.engine.communicator import connect_group
+from varuna_capslog.membership.entries import read
 from varuna_capslog.membership.generation import EMPTY
 from varuna_capslog.rig.etcd_servers import EtcdServers
 from varuna_capslog.start.elastic_host import wait_for_store
@@ -74,7 +77,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServers]:
 
 def test_any_server_may_be_killed_or_hang_and_come_back_and_nothing_is_missed(cluster: EtcdServers) -> None:
     address = cluster.address("kills")
-    begin_run(address, 1.0)
+    begin_run(address, 1.0, SECRET)
     one = open_store(address, SECRET)
     heard: list[dict[str, Any]] = []
     lost: list[str] = []
@@ -104,7 +107,7 @@ def test_endpoints_that_say_nothing_leave_time_for_one_that_answers(cluster: Etc
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
         silent = [f"127.0.0.1:{each.getsockname()[1]}" for each in (one, two)]
         address = f"etcd://{','.join(silent)},127.0.0.1:{cluster.ports[0]}/silent"
-        begin_run(address, 1.0)
+        begin_run(address, 1.0, SECRET)
         store = open_store(address, SECRET, answer_seconds=3.0)
         store.append({"kind": "x"})
         assert len(store.history()) == 1
@@ -115,7 +118,7 @@ def test_without_a_majority_the_store_is_gone_for_calls_and_followers(tmp_path: 
     servers = start_etcd(tmp_path)
     try:
         address = servers.address("alone")
-        begin_run(address, 1.0)
+        begin_run(address, 1.0, SECRET)
         one, lost = open_store(address, SECRET, answer_seconds=0.5), []
         one.follow(lambda entry: None, lost.append)
         one.append({"kind": "x"})
@@ -126,12 +129,12 @@ def test_without_a_majority_the_store_is_gone_for_calls_and_followers(tmp_path: 
         servers.start_again()
         servers.wait()
         assert len(one.history()) == 1, "it comes back with what it held"
-        begin_run(address, 1.0)
+        begin_run(address, 1.0, SECRET)
         for call in (one.look, one.read, lambda: one.append({"kind": "x"})):
             with pytest.raises(StoreGone, match="started anew"):
                 call()
         with pytest.raises(StoreGone, match="started anew"):
-            EtcdMembershipStore(address, one.identity)
+            EtcdMembershipStore(address, SECRET, one.identity)
         assert open_store(address, SECRET).read() == EMPTY
         with pytest.raises(StoreGone, match="holds no run"):
             open_store(servers.address("nothing"), SECRET)
@@ -141,7 +144,7 @@ def test_without_a_majority_the_store_is_gone_for_calls_and_followers(tmp_path: 
 
 def test_groups_of_torch_meet_there(cluster: EtcdServers) -> None:
     address = cluster.address("groups")
-    begin_run(address, 1.0)
+    begin_run(address, 1.0, SECRET)
 
     def member(rank: int) -> float:
         store = open_store(address, SECRET)
@@ -158,23 +161,23 @@ def test_groups_of_torch_meet_there(cluster: EtcdServers) -> None:
 
 def test_a_run_that_lives_is_not_removed_by_another(cluster: EtcdServers) -> None:
     address = cluster.address("guard")
-    begin_run(address, 0.4)
+    begin_run(address, 0.4, SECRET)
     one = open_store(address, SECRET)
     one.put("lease/h", "0")
     with living(one), pytest.raises(CapslogError, match="a run is going on"):
-        begin_run(address, 4.0)
+        begin_run(address, 4.0, SECRET)
     one.look()
-    assert begin_run(address, 0.4) != one.identity  # silent for long enough
+    assert begin_run(address, 0.4, SECRET) != one.identity  # silent for long enough
     one.close()
 
 
 def test_a_machine_that_comes_early_waits_for_the_next_run_and_not_for_one_that_has_ended(
     cluster: EtcdServers, tmp_path: Path
 ) -> None:
-    run_secret(tmp_path, create=True)
+    secret = run_secret(tmp_path, create=True)
     address = cluster.address("early")
-    begin_run(address, 0.4)
-    ended = open_store(address, SECRET)
+    begin_run(address, 0.4, secret)
+    ended = open_store(address, secret)
     ended.put("first-plan", "1")
     ended.put("lease/h", "7")
     with pytest.raises(CapslogError, match=r"no machine of the run there gives a sign of life.*--serve"):
@@ -183,13 +186,54 @@ def test_a_machine_that_comes_early_waits_for_the_next_run_and_not_for_one_that_
         early = threads.submit(wait_for_store, tmp_path, address, 60.0, lambda line: None)
         time.sleep(1.0)
         assert not early.done()
-        begin_run(address, 0.4)
-        begun = open_store(address, SECRET)
+        begin_run(address, 0.4, secret)
+        begun = open_store(address, secret)
         begun.put("first-plan", "1")
         with living(begun):
             assert early.result() == begun.identity != ended.identity
     ended.close()
     begun.close()
+
+
+def test_what_is_not_signed_is_passed_over_and_named(cluster: EtcdServers, caplog: pytest.LogCaptureFixture) -> None:
+    """Somebody who may write into etcd, and does not know the secret."""
+    address = cluster.address("signed")
+    begin_run(address, 1.0, SECRET)
+    one, heard = open_store(address, SECRET), []
+    one.follow(heard.append, heard.append)
+    one.append({"kind": "x", "number": 0})
+    one.put("a", "1")
+    assert one.count("n") == 1
+    _, prefix = parse_address(address)
+    root, stranger = f"{prefix}/{one.identity}", one._etcd
+    signed = stranger.stored(f"{root}/log/{0:012d}")
+    assert signed is not None
+
+    def write(key: str, value: bytes) -> None:
+        stranger.call("kv/put", {"key": b64(f"{root}/{key}"), "value": b64(value)})
+
+    write(f"log/{1:012d}", pack_entry({"kind": "finished", "step": 1, "stopped": False}).encode())
+    write(f"log/{2:012d}", signed)  # of another place
+    wait_until(lambda: len(heard) == 3)
+    one.append({"kind": "x", "number": 3})
+    wait_until(lambda: len(heard) == 4)
+    kinds = ["x", "unsigned", "unsigned", "x"]
+    assert [entry["kind"] for entry in heard] == [entry["kind"] for entry in one.history()] == kinds
+    assert read(heard[1]) is None
+    assert one.read() == EMPTY
+    assert caplog.text.count("is not signed with this run's secret and is ignored") == 2
+    write("key/a", b"2")
+    assert one.get("a") is None
+    write("count/n", b"0")
+    with pytest.raises(StoreGone, match=r"the counter .*/count/n in the store at .* is not signed"):
+        one.count("n")
+    with pytest.raises(StoreRefuses, match="is not signed with this machine's secret; give all machines the same file"):
+        open_store(address, Secret.new())
+    stranger.call("kv/deleterange", {"key": b64(f"{root}/log/{1:012d}")})
+    with pytest.raises(StoreGone, match=f"has lost {root}/log/{1:012d}"):
+        one.history()
+    assert "tests know" not in caplog.text
+    one.close()
 
 
 def test_addresses() -> None:

@@ -68,14 +68,14 @@ def place(request: pytest.FixtureRequest) -> int | str:
         port: int = request.getfixturevalue("port")
         return port
     address: str = request.getfixturevalue("etcd").address(f"tests/{uuid.uuid4().hex}")
-    begin_run(address, 1.0)
+    begin_run(address, 1.0, SECRET)
     return address
 
 
 @contextlib.contextmanager
 def client(place: int | str, **options) -> Iterator[Any]:
     store = (
-        EtcdMembershipStore(place, **options)
+        EtcdMembershipStore(place, SECRET, **options)
         if isinstance(place, str)
         else OwnMembershipStore("127.0.0.1", place, SECRET, **options)
     )

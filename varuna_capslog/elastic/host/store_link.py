@@ -87,7 +87,7 @@ class HostStore:
         options, identity = self._options, None
         secret = run_secret(options.run_dir, create=options.serves)
         if options.serves and "://" in self.address:
-            identity = begin_run(self.address, options.settings.lease_seconds)
+            identity = begin_run(self.address, options.settings.lease_seconds, secret)
         elif options.serves:
             self.ends_with_us = True
             host, _, port = self.address.rpartition(":")

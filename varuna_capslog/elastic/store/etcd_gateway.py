@@ -1,7 +1,8 @@
 """Calls of etcd's JSON gateway (etcd 3.4 or newer): keys, ranges, transactions and watches over HTTP.
 
 A call that finds one endpoint dead, silent or without a leader asks the next one, within a bounded time. No TLS and no
-passwords. Nothing here knows what the keys mean; `etcd_store` does.
+passwords: etcd's access is its owner's, and every value carries the run's signature. Nothing here knows what the keys
+mean; `etcd_store` does.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.store.log import StoreGone
+from varuna_capslog.elastic.store.signatures import Signatures
 
 __all__ = ["PAUSE_SECONDS", "WAIT_SECONDS", "Etcd", "EtcdWatch", "after", "b64"]
 
@@ -33,10 +35,15 @@ _REFUSED = (400, 404)
 
 
 class Etcd:
-    """Calls of the gateway, each on a connection that no other call uses meanwhile. Any thread."""
+    """Calls of the gateway, each on a connection that no other call uses meanwhile. Any thread.
 
-    def __init__(self, address: str, endpoints: Sequence[tuple[str, int]], answer_seconds: float) -> None:
-        self.address = address
+    A value whose signature is wrong counts as none, except where another is said.
+    """
+
+    def __init__(
+        self, address: str, endpoints: Sequence[tuple[str, int]], answer_seconds: float, signatures: Signatures
+    ) -> None:
+        self.address, self._signatures = address, signatures
         self.answer_seconds = answer_seconds
         self._endpoints = tuple(endpoints)
         self._good = 0
@@ -46,7 +53,7 @@ class Etcd:
 
     def another(self) -> Etcd:
         """For the same cluster, with connections of its own."""
-        return Etcd(self.address, self._endpoints, self.answer_seconds)
+        return Etcd(self.address, self._endpoints, self.answer_seconds, self._signatures)
 
     def get(self, key: str) -> str | None:
         value = self.value(key)
@@ -54,6 +61,11 @@ class Etcd:
 
     def value(self, key: str) -> bytes | None:
         """The value of a key."""
+        stored = self.stored(key)
+        return None if stored is None else self._signatures.opened(key, stored)
+
+    def stored(self, key: str) -> bytes | None:
+        """What a key holds, with its signature, whoever has made it."""
         found = self.call("kv/range", {"key": b64(key)}).get("kvs", ())
         return base64.b64decode(found[0].get("value", "")) if found else None
 
@@ -67,44 +79,62 @@ class Etcd:
             time.sleep(min(pause, max(0.0, until - time.monotonic())))
             pause = min(1.5 * pause, PAUSE_SECONDS)
 
-    def range(self, first: str, end: str, limit: int) -> list[str]:
-        """Values by key, from `first` on and before `end`."""
-        return _values(self.call("kv/range", {"key": b64(first), "range_end": b64(end), "limit": limit}))
+    def range(self, first: str, end: str, limit: int) -> list[bytes]:
+        """What the keys from `first` on and before `end` hold, with its signatures, whoever has made them."""
+        found = self.call("kv/range", {"key": b64(first), "range_end": b64(end), "limit": limit})
+        return [stored for _, stored in _pairs(found)]
 
-    def beside(self, key: str, first: str, end: str, limit: int) -> tuple[str | None, list[str]]:
-        """A key's value, and those of a range, as they are at one moment."""
+    def beside(self, key: str, first: str, end: str, limit: int) -> tuple[str | None, list[tuple[str, str | None]]]:
+        """A key's value, and keys and values of a range, as they are at one moment."""
         ranges = [{"key": b64(key)}, {"key": b64(first), "range_end": b64(end), "limit": limit}]
         answer = self.call("kv/txn", {"success": [{"request_range": one} for one in ranges]})
-        one, many = (_values(each["response_range"]) for each in answer["responses"])
-        return (one[0] if one else None), many
+        one, many = (self.opened(_pairs(each["response_range"])) for each in answer["responses"])
+        return (one[0][1] if one else None), many
+
+    def opened(self, pairs: Sequence[tuple[str, bytes]]) -> list[tuple[str, str | None]]:
+        """Keys and their values; None where a signature is wrong."""
+        found = [(key, self._signatures.opened(key, stored)) for key, stored in pairs]
+        return [(key, None if value is None else value.decode()) for key, value in found]
 
     def put(self, key: str, value: str | bytes) -> None:
-        self.call("kv/put", {"key": b64(key), "value": b64(value)})
+        self.call("kv/put", {"key": b64(key), "value": b64(self._signatures.sign(key, value))})
 
     def create(self, key: str, value: str, condition: dict[str, str]) -> str | None:
-        """Writes a key that is not there yet, if a further condition holds; what it then holds. None: nothing."""
+        """Writes a key that is not there yet, if a further condition holds; what it then holds ("": something that is
+        not signed). None: nothing.
+        """
         answer = self.call(
             "kv/txn",
             {
                 "compare": [_absent(key), condition],
-                "success": [{"request_put": {"key": b64(key), "value": b64(value)}}],
+                "success": [{"request_put": {"key": b64(key), "value": b64(self._signatures.sign(key, value))}}],
                 "failure": [{"request_range": {"key": b64(key)}}],
             },
         )
         if answer.get("succeeded"):
             return value
-        return next(iter(_values(answer["responses"][0]["response_range"])), None)
+        found = self.opened(_pairs(answer["responses"][0]["response_range"]))
+        return (found[0][1] or "") if found else None
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a counter, which begins at 0; its new value. After a broken connection numbers may be left out."""
+        """Adds to a counter, which begins at 0; its new value. After a broken connection numbers may be left out.
+
+        Raises:
+            StoreGone: no endpoint answers, or somebody else has written the counter: it must not begin anew.
+        """
         while True:
             found = self.call("kv/range", {"key": b64(key)}).get("kvs", ())
-            number = (int(base64.b64decode(found[0]["value"])) if found else 0) + amount
+            before = self._signatures.opened(key, base64.b64decode(found[0].get("value", ""))) if found else b"0"
+            if before is None:
+                raise StoreGone(
+                    f"the counter {key} in the store at {self.address} is not signed with this run's secret"
+                )
+            number = int(before) + amount
             unchanged = _absent(key)
             if found:
                 revision = found[0]["mod_revision"]
                 unchanged = {"key": b64(key), "target": "MOD", "result": "EQUAL", "mod_revision": revision}
-            put = {"request_put": {"key": b64(key), "value": b64(str(number))}}
+            put = {"request_put": {"key": b64(key), "value": b64(self._signatures.sign(key, str(number)))}}
             if self.call("kv/txn", {"compare": [unchanged], "success": [put]}).get("succeeded"):
                 return number
 
@@ -201,7 +231,7 @@ class EtcdWatch:
     """
 
     def __init__(self, host: str, port: int, first: str, end: str, seconds: float) -> None:
-        self._found: queue.SimpleQueue[list[tuple[str, str]] | None] = queue.SimpleQueue()
+        self._found: queue.SimpleQueue[list[tuple[str, bytes]] | None] = queue.SimpleQueue()
         question = {"create_request": {"key": b64(first), "range_end": b64(end)}}
         self._connection = http.client.HTTPConnection(host, port, timeout=seconds)
         try:
@@ -220,8 +250,11 @@ class EtcdWatch:
             raise
         threading.Thread(target=self._read, name="store-watch", daemon=True).start()
 
-    def next(self, seconds: float) -> list[tuple[str, str]] | None:
-        """Keys and values that were written; nothing after so long without any; None when the stream has ended."""
+    def next(self, seconds: float) -> list[tuple[str, bytes]] | None:
+        """Keys that were written and what they hold, to be opened (`Etcd.opened`).
+
+        Nothing after so long without any; None when the stream has ended.
+        """
         try:
             return self._found.get(timeout=seconds)
         except queue.Empty:
@@ -239,13 +272,16 @@ class EtcdWatch:
                     break
                 written = [event["kv"] for event in result.get("events", ()) if event.get("type", "PUT") == "PUT"]
                 if written:
-                    self._found.put([(_text(one["key"]), _text(one.get("value", ""))) for one in written])
+                    self._found.put(_pairs({"kvs": written}))
         self._found.put(None)
         self._connection.close()
 
 
-def _values(found: dict[str, Any]) -> list[str]:
-    return [_text(one.get("value", "")) for one in found.get("kvs", ())]
+def _pairs(found: dict[str, Any]) -> list[tuple[str, bytes]]:
+    return [
+        (base64.b64decode(one["key"]).decode("utf-8", "replace"), base64.b64decode(one.get("value", "")))
+        for one in found.get("kvs", ())
+    ]
 
 
 def _absent(key: str) -> dict[str, str]:
@@ -259,7 +295,3 @@ def after(prefix: str) -> str:
 
 def b64(text: str | bytes) -> str:
     return base64.b64encode(text.encode() if isinstance(text, str) else text).decode()
-
-
-def _text(value: str) -> str:
-    return base64.b64decode(value).decode()

@@ -1,12 +1,14 @@
 """The membership store in etcd: a run whose store outlives any of its machines.
 
 The log and the keys of one run lie under one prefix of an etcd cluster. Addresses are
-`etcd://HOST:PORT[,HOST:PORT...]/PREFIX`. It has no access control and belongs into a private network.
+`etcd://HOST:PORT[,HOST:PORT...]/PREFIX`. All that the run writes there is signed with its secret, and an entry that is
+not is passed over; who may write there at all is for etcd's owner to say.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 import uuid
 from collections import deque
@@ -16,9 +18,11 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.trust.secret import Secret
 from varuna_capslog.elastic.network import parse_address
 from varuna_capslog.elastic.store.etcd_gateway import PAUSE_SECONDS, WAIT_SECONDS, Etcd, EtcdWatch, after, b64
-from varuna_capslog.elastic.store.log import LOOK_SECONDS, LogFollower, MembershipStore, StoreGone
+from varuna_capslog.elastic.store.log import LOOK_SECONDS, LogFollower, MembershipStore, StoreGone, StoreRefuses
+from varuna_capslog.elastic.store.signatures import Signatures, unsigned
 
 __all__ = ["EtcdMembershipStore", "EtcdRendezvous", "begin_run"]
 
@@ -30,11 +34,12 @@ _BATCH = 1000
 _KEPT = 16
 
 
-def begin_run(address: str, lease_seconds: float) -> str:
+def begin_run(address: str, lease_seconds: float, secret: Secret) -> str:
     """Makes room for a new run under the address's prefix; all that is there is removed. Returns the run's identity.
 
     Args:
         lease_seconds: of hosts; for half as long what looks like a run there is watched for signs of life.
+        secret: of the new run.
 
     Raises:
         StoreGone: no endpoint answers.
@@ -42,8 +47,9 @@ def begin_run(address: str, lease_seconds: float) -> str:
     """
     endpoints, prefix = parse_address(address)
     identity = uuid.uuid4().hex
-    with contextlib.closing(Etcd(address, endpoints, ANSWER_SECONDS)) as etcd:
-        before = etcd.get(f"{prefix}/current")
+    with contextlib.closing(Etcd(address, endpoints, ANSWER_SECONDS, Signatures(secret, address))) as etcd:
+        stored = etcd.stored(f"{prefix}/current")
+        before = None if stored is None else unsigned(stored).decode("utf-8", "replace")  # also another's run may live
         signs = _leases(etcd, f"{prefix}/{before}") if before else []
         until = time.monotonic() + lease_seconds / 2
         while signs and time.monotonic() < until:
@@ -63,20 +69,29 @@ class EtcdMembershipStore(MembershipStore):
 
     Args:
         address: see `parse_address`.
+        secret: of the run.
         identity: which run it must be; None: the one that was begun last under the prefix.
         answer_seconds: None: `ANSWER_SECONDS`.
 
     Raises:
+        StoreRefuses: the run there has another secret.
         StoreGone: no endpoint answers, or the run is not there (any more).
     """
 
-    def __init__(self, address: str, identity: str | None = None, answer_seconds: float | None = None) -> None:
+    def __init__(
+        self, address: str, secret: Secret, identity: str | None = None, answer_seconds: float | None = None
+    ) -> None:
         super().__init__()
         self.address = address
         endpoints, prefix = parse_address(address)
-        self._etcd = Etcd(address, endpoints, answer_seconds or ANSWER_SECONDS)
+        self._etcd = Etcd(address, endpoints, answer_seconds or ANSWER_SECONDS, Signatures(secret, address))
         self._kept: deque[EtcdRendezvous] = deque(maxlen=_KEPT)
         found = identity or self._etcd.get(f"{prefix}/current")
+        if found is None and self._etcd.stored(f"{prefix}/current") is not None:
+            raise StoreRefuses(
+                f"the run in the store at {address} is not signed with this machine's secret; give all machines the "
+                "same file, RUN_DIR/secret or the one that CAPSLOG_SECRET_FILE names, or choose another prefix"
+            )
         if found is None:
             raise StoreGone(f"the store at {address} holds no run; begin it on the machine that serves")
         self.identity = found
@@ -102,7 +117,7 @@ class EtcdMembershipStore(MembershipStore):
         """Return if the store answers and still holds the run."""
         self._check(self._etcd.get(f"{self._root}/identity"))
 
-    def signs(self) -> Sequence[str]:
+    def signs(self) -> Sequence[object]:
         return _leases(self._etcd, self._root)
 
     def _check(self, identity: str | None) -> None:
@@ -122,7 +137,11 @@ class EtcdMembershipStore(MembershipStore):
             first, end = self._entry_key(start + len(texts)), after(f"{self._root}/log/")
             identity, found = self._etcd.beside(f"{self._root}/identity", first, end, _BATCH)
             self._check(identity)
-            texts += found
+            for key, text in found:
+                if key != self._entry_key(start + len(texts)):
+                    missing = self._entry_key(start + len(texts))
+                    raise StoreGone(f"the store at {self.address} has lost {missing}: somebody else writes there")
+                texts.append(_passed_over(key) if text is None else text)
             if len(found) < _BATCH:
                 return texts
 
@@ -153,9 +172,9 @@ class EtcdMembershipStore(MembershipStore):
             found = watch.next(LOOK_SECONDS)
             if found is None:
                 return
-            for key, text in found:
+            for key, text in self._etcd.opened(found):
                 if key == self._entry_key(follower.next):  # others were read before
-                    follower.deliver([text])
+                    follower.deliver([_passed_over(key) if text is None else text])
             if not found and self.entries(follower.next):  # a server that hangs, or was cut off, says nothing
                 return
 
@@ -194,7 +213,14 @@ class EtcdRendezvous(dist.Store):
         self._seconds = timeout.total_seconds()
 
 
-def _leases(etcd: Etcd, root: str) -> list[str]:
+def _leases(etcd: Etcd, root: str) -> list[bytes]:
     """The signs of life that the machines of a run have given."""
     first = f"{root}/key/lease/"
     return etcd.range(first, after(first), _BATCH)
+
+
+def _passed_over(key: str) -> str:
+    """The text of an entry in the place of one that is not signed, the same for every reader: of a kind that no reader
+    knows, so that it is passed over.
+    """
+    return json.dumps(["", {"kind": "unsigned", "key": key}])

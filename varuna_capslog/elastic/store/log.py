@@ -188,7 +188,7 @@ class MembershipStore(abc.ABC):
     def look(self) -> None:
         """Return if the store answers."""
 
-    def signs(self) -> Sequence[str] | None:
+    def signs(self) -> Sequence[object] | None:
         """Values that change as long as machines of the run live; None: the store itself ends with them."""
         return None
 

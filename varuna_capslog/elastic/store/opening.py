@@ -31,6 +31,6 @@ def open_store(
         StoreGone: it does not answer.
     """
     if "://" in address:
-        return EtcdMembershipStore(address, identity, answer_seconds)
+        return EtcdMembershipStore(address, secret, identity, answer_seconds)
     ((endpoint,), _) = parse_address(address)
     return OwnMembershipStore(*endpoint, secret, identity, answer_seconds)

@@ -62,7 +62,7 @@ class RunStore:
         if self.is_cluster:
             self._etcd = self._etcd or EtcdServers(self._folder, 3)
             self.address = self._etcd.address(f"chaos/{self._begun}")
-            identity = begin_run(self.address, self._lease_seconds)
+            identity = begin_run(self.address, self._lease_seconds, self._secret)
         else:
             self._server = StoreServer(self._secret, self._host)
             port = self._server.port
