@@ -48,17 +48,18 @@ class Stranger:
     Args:
         seed: of all that it says.
         records: what somebody with the secret has once said to each port.
+        seconds: that it waits for an answer; a socket of gloo's gives none.
     """
 
-    def __init__(self, seed: int, records: Mapping[int, bytes]) -> None:
-        self._dice, self._records = random.Random(seed), dict(records)
+    def __init__(self, seed: int, records: Mapping[int, bytes], seconds: float = _SECONDS) -> None:
+        self._dice, self._records, self._seconds = random.Random(seed), dict(records), seconds
 
     def speak(self, kind: str, port: int, heard: Answers) -> None:
         """Connects once, says one message of a kind, and waits for the other side to close."""
         heard.sent += 1
         try:
             with socket.create_connection(("127.0.0.1", port), _SECONDS) as line:
-                line.settimeout(_SECONDS)
+                line.settimeout(self._seconds)
                 asked = _until(line, CHALLENGE_BYTES)
                 with contextlib.suppress(OSError):
                     line.sendall(KINDS[kind](self._dice, self._records.get(port, b""), asked))

@@ -1,0 +1,110 @@
+"""What the codes cost: processor time for each MB of copies, and for connections and questions, beside plain sockets.
+
+Sender and receiver run in one process, so that its processor time counts both. Runs alternate between plain sockets and
+connections of `base/trust`; the median of the runs counts.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import queue
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from varuna_capslog.base.trust.connection import Connection, dial
+from varuna_capslog.base.trust.door import Door
+from varuna_capslog.base.trust.secret import Secret
+from varuna_capslog.elastic.store.opening import OwnMembershipStore, StoreServer
+
+RUNS = 9
+SIZE = 64 << 20
+DATA = os.urandom(SIZE)
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        return one, listener.accept()[0]
+
+
+def beside(send: Callable[[], None], read: Callable[[], None]) -> float:
+    """Processor seconds of both."""
+    began = time.process_time()
+    thread = threading.Thread(target=send)
+    thread.start()
+    read()
+    thread.join()
+    return time.process_time() - began
+
+
+def plain() -> float:
+    one, other = pair()
+    room = memoryview(bytearray(SIZE))
+
+    def read() -> None:
+        view = room
+        while view:
+            view = view[other.recv_into(view, 0, socket.MSG_WAITALL) :]
+
+    return beside(lambda: one.sendall(DATA), read)
+
+
+def trusted() -> float:
+    one, other = pair()
+    sender, receiver = Connection(one, b"a" * 32, b"b" * 32), Connection(other, b"b" * 32, b"a" * 32)
+    room = memoryview(bytearray(SIZE))
+    return beside(lambda: sender.send([DATA]), lambda: receiver.read_into(room))
+
+
+def median(measure: Callable[[], float], scale: float) -> float:
+    return statistics.median(measure() for _ in range(RUNS)) * scale
+
+
+def each(count: int, call: Callable[[], object]) -> float:
+    began = time.process_time()
+    for _ in range(count):
+        call()
+    return (time.process_time() - began) / count
+
+
+def main() -> None:
+    both = [(plain(), trusted()) for _ in range(RUNS)]
+    for name, number in (("plain sockets", 0), ("connections with codes", 1)):
+        seconds = statistics.median(run[number] for run in both)
+        print(f"{name}: {1e3 * seconds / (SIZE >> 20):.2f} ms of processor time for 1 MiB sent and received")
+    key, inside = b"k" * 32, queue.SimpleQueue()
+    listener = socket.create_server(("127.0.0.1", 0))
+    door = Door(listener, key, inside.put)
+    port = listener.getsockname()[1]
+
+    def open_one() -> None:
+        dial("127.0.0.1", port, key, 5.0).close()
+        inside.get().close()
+
+    print(f"a connection, opened by both sides: {median(lambda: each(200, open_one), 1e3):.2f} ms of processor time")
+    door.close()
+    secret = Secret.new()
+    server = StoreServer(secret)
+    own = OwnMembershipStore("127.0.0.1", server.port, secret)
+    timeout = datetime.timedelta(seconds=10)
+    torchs = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    own.put("a", "1")
+    torchs.set("a", "1")
+    rows = [(each(500, lambda: torchs.get("a")), each(500, lambda: own.get("a"))) for _ in range(RUNS)]
+    for name, number in (("torch's TCPStore", 0), ("the run's own store", 1)):
+        seconds = statistics.median(row[number] for row in rows)
+        print(f"a question to {name}: {1e6 * seconds:.0f} us of processor time, client and server")
+    own.close()
+    server.close()
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""A stranger on the loopback: it says what it likes to every port of a run, which goes on with the same bits.
+
+`benchmarks/stranger` says each kind of message a thousand times.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.elastic.live import Cradle, Live, Truth, check, config_of, describe
+from varuna_capslog.base.trust.connection import Connection, NotTrusted, dial
+from varuna_capslog.base.trust.secret import run_secret
+from varuna_capslog.elastic.member.peers import Peers
+from varuna_capslog.rig.faults import Fault
+from varuna_capslog.rig.stranger import KINDS, Answers, Stranger, addresses, recorded
+
+EACH = 8
+CROWD = 150
+
+
+@pytest.fixture
+def live(cradle: Cradle, tmp_path: Path) -> Live:
+    """Three members that wait in step 4."""
+    found = Live(cradle, config_of(tmp_path, 3), faults=[Fault("m0", "compute", "wait", 4, "four")])
+    found.when("four")
+    return found
+
+
+def ports_of(live: Live) -> tuple[dict[int, str], set[int]]:
+    """The run's own ports, each with what its key is derived for; and gloo's."""
+    own = {live.server.port: "store"}
+    for member in live.pids:
+        address = live.store.get(f"address/{member}")
+        assert address is not None
+        own[int(address.rpartition(":")[2])] = f"peers {live.server.identity}"
+    return own, set(addresses(live.pids.values())) - set(own)
+
+
+def says_hello(connection: Connection) -> None:
+    """A message as a member, and as a client of the store, would begin with."""
+    connection.send_message(json.dumps({"sender": "m9", "kind": "value", "generation": 1, "tensors": []}).encode())
+
+
+def test_own_ports_answer_a_stranger_with_their_challenge_only_and_the_run_goes_on(
+    live: Live, truth: Truth, tmp_path: Path
+) -> None:
+    secret, (own, _) = run_secret(tmp_path), ports_of(live)
+    assert len(own) == 4
+    before, text = live.store.history(), (tmp_path / "secret").read_text().strip()
+    # a friend with the key of the store may ask for the log; what it said is said again by the stranger
+    records = {port: recorded(port, secret.key(purpose), says_hello) for port, purpose in own.items()}
+    assert all(len(record) > 64 for record in records.values())
+    stranger, heard = Stranger(1, records), {kind: Answers() for kind in (*KINDS, "crowd")}
+    held = []
+    for port in own:
+        for kind in KINDS:
+            for _ in range(EACH):
+                stranger.speak(kind, port, heard[kind])
+        held += stranger.crowd(port, CROWD, heard["crowd"])
+    descriptors = {member: live.tasks(member) for member in live.pids}
+    assert max(threads for threads, _ in descriptors.values()) < CROWD
+    live.go("four")
+    outcome = live.finish()
+    for line in held:
+        line.close()
+    assert outcome.status == {"m0": 0, "m1": 0, "m2": 0}, describe(outcome)
+    assert [event["kind"] for event in outcome.events].count("morph") == 0, describe(outcome)
+    check(outcome, truth)
+    for kind in KINDS:
+        assert (heard[kind].challenges, heard[kind].more) == (EACH * len(own), 0), (kind, heard)
+    assert {entry["kind"] for entry in live.log[len(before) :]} <= {"checkpoint", "finished", "left"}
+    for path in tmp_path.rglob("*"):
+        if path.is_file() and path.name != "secret":
+            assert text.encode() not in path.read_bytes(), path
+    for member, pid in live.pids.items():
+        assert outcome.status[member] == 0, pid
+
+
+def test_a_member_of_an_old_generation_and_one_of_another_run_are_not_heard(
+    live: Live, truth: Truth, tmp_path: Path
+) -> None:
+    secret, (own, _) = run_secret(tmp_path), ports_of(live)
+    for port, purpose in own.items():
+        if purpose != "store":
+            with pytest.raises(NotTrusted):  # the same secret, another run
+                dial("127.0.0.1", port, secret.key("peers of another store"), 5.0)
+    lost: list[str] = []
+    old = Peers(
+        "m9",
+        secret.key(f"peers {live.server.identity}"),
+        lambda name: live.store.get(f"address/{name}"),
+        print,
+        lost.append,
+    )
+    noise = {"weight": torch.full((4, 4), float("nan"))}
+    for member in ("m0", "m1", "m2"):
+        for kind in ("value", "layer", "update", "plan", "farewell", "anything"):
+            old.send(member, kind, noise, generation=0, value="{}", layers=[], step=4)
+    old.close(5.0)
+    live.go("four")
+    outcome = live.finish()
+    assert outcome.status == {"m0": 0, "m1": 0, "m2": 0}, describe(outcome)
+    assert lost == []
+    check(outcome, truth)
+
+
+def test_at_a_port_of_gloo_a_stranger_ends_a_generation_at_worst(live: Live, truth: Truth) -> None:
+    _, gloo = ports_of(live)
+    owner = addresses([live.pids["m1"]])
+    ports = [port for port in gloo if port in owner]
+    assert ports, "gloo listens somewhere"
+    stranger, heard, over = Stranger(2, {}, 0.01), Answers(), threading.Event()
+
+    def speak() -> None:
+        while not over.is_set():
+            for port in ports:
+                stranger.speak("garbage", port, heard)
+
+    speaker = threading.Thread(target=speak)
+    speaker.start()
+    live.go("four")
+    outcome = live.finish()
+    over.set()
+    speaker.join()
+    assert heard.sent > 0
+    check(outcome, truth)
