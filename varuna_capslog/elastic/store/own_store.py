@@ -124,10 +124,10 @@ class OwnRendezvous(dist.Store):
         found = self._lines.ask("exchange", _group(key), _text(expected), _text(value))
         return b"" if found is None else _bytes(found)
 
-    def delete_key(self, key: str) -> bool:
+    def deleteKey(self, key: str) -> bool:  # as torch calls `delete_key` of a store in Python
         return bool(self._lines.ask("delete", _group(key)))
 
-    def num_keys(self) -> int:
+    def getNumKeys(self) -> int:  # as torch calls `num_keys`
         return int(self._lines.ask("size"))
 
     def check(self, keys: Sequence[str]) -> bool:

@@ -1,0 +1,159 @@
+"""The run's own store server: what it answers, to whom, and what torch's groups need of it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.secret import SECRET
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.trust.connection import Connection, Forged, dial
+from varuna_capslog.base.trust.secret import Secret
+from varuna_capslog.elastic.store.opening import OwnMembershipStore, StoreGone, StoreRefuses, StoreServer, open_store
+from varuna_capslog.elastic.store.server import MAX_MESSAGE, PURPOSE
+from varuna_capslog.engine.communicator import connect_group
+
+
+@pytest.fixture
+def server() -> Iterator[StoreServer]:
+    found = StoreServer(SECRET)
+    yield found
+    found.close()
+
+
+def connected(server: StoreServer) -> Connection:
+    found = dial("127.0.0.1", server.port, SECRET.key(PURPOSE), 5.0)
+    assert json.loads(found.read_message(MAX_MESSAGE)) == {"identity": server.identity}
+    return found
+
+
+def ask(connection: Connection, *question: object) -> object:
+    connection.send_message(json.dumps(question).encode())
+    return json.loads(connection.read_message(MAX_MESSAGE))
+
+
+def test_another_secret_is_refused_with_one_sentence(server):
+    with pytest.raises(
+        StoreRefuses, match=r"the store at 127.* does not share this run's secret .*give both machines the"
+    ):
+        open_store(f"127.0.0.1:{server.port}", Secret.new())
+
+
+def test_each_operation(server):
+    line = connected(server)
+    assert ask(line, "get", ["a"], 0) is None
+    assert ask(line, "set", "a", "\u00ff1") is None
+    assert ask(line, "get", ["a"], 0) == ["\u00ff1"]
+    assert [ask(line, "add", "n", 2), ask(line, "add", "n", -3)] == [2, -1]
+    assert ask(line, "exchange", "c", "", "x") == "x"
+    assert ask(line, "exchange", "c", "y", "z") == "x"
+    assert ask(line, "exchange", "c", "x", "z") == "z"
+    assert ask(line, "exchange", "d", "y", "z") is None
+    assert ask(line, "size") == 3
+    assert [ask(line, "delete", "c"), ask(line, "delete", "c")] == [True, False]
+    assert ask(line, "write", 0, "one") == "one"
+    assert ask(line, "write", 0, "two") == "one"
+    assert ask(line, "write", 2, "two") is None, "a log has no gaps"
+    assert ask(line, "entries", 0, 0) == [["one"], 1]
+    assert ask(line, "entries", 1, 0) == [[], 1]
+    line.close()
+
+
+@pytest.mark.parametrize(
+    "question", [b"", b"[]", b"7", b'["no such"]', b'["get"]', b'["add", "n", "x"]', b"\xff", b'["get", 1, 2]']
+)
+def test_a_question_that_is_none_ends_its_connection_and_no_other(server, question):
+    line, other = connected(server), connected(server)
+    line.send_message(question)
+    with pytest.raises((EOFError, ConnectionError)):
+        line.read_message(MAX_MESSAGE)
+    assert ask(other, "look") is None
+    other.close()
+
+
+def test_a_message_that_is_too_long_ends_its_connection(server):
+    line = connected(server)
+    line.send([(1 << 40).to_bytes(8, "big")])
+    with pytest.raises((EOFError, ConnectionError, Forged)):
+        line.read_message(MAX_MESSAGE)
+
+
+def test_waiting_ends_with_the_value_or_after_a_second_at_most(server):
+    one, other = connected(server), connected(server)
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(ask(one, "get", ["late", "a"], 1.0)))
+    thread.start()
+    ask(other, "set", "a", "1")
+    ask(other, "set", "late", "2")
+    thread.join(5)
+    assert found == [["2", "1"]]
+    began = time.monotonic()
+    assert ask(one, "get", ["never"], 3600) is None
+    assert 0.9 < time.monotonic() - began < 10
+
+
+def test_a_long_log_comes_in_bounded_batches(server):
+    store = OwnMembershipStore("127.0.0.1", server.port, SECRET)
+    text = "x" * 100_000
+    for number in range(60):
+        store.append({"kind": "x", "number": number, "text": text})
+    batch, length = store.lines.ask("entries", 0, 0)
+    assert 0 < len(batch) < 60 == length
+    assert [entry["number"] for entry in store.history()] == list(range(60))
+    store.close()
+
+
+def test_torchs_groups_meet_there_and_are_told_in_time_where_nobody_comes(server):
+    stores = [OwnMembershipStore("127.0.0.1", server.port, SECRET) for _ in range(3)]
+    totals = [0.0] * 3
+
+    def member(rank: int) -> None:
+        group = connect_group(stores[rank].rendezvous(), "g", rank, 3, 20.0)
+        totals[rank] = group.add(torch.tensor([float(rank + 1)])).item()
+        group.barrier()
+        group.close()
+
+    threads = [threading.Thread(target=member, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert totals == [6.0] * 3
+    with pytest.raises(CapslogError, match="could not join 2 ranks"):
+        connect_group(stores[0].rendezvous(), "alone", 0, 2, 0.3)
+    for store in stores:
+        store.close()
+
+
+def test_all_that_torch_may_ask_of_a_store(server):
+    store = OwnMembershipStore("127.0.0.1", server.port, SECRET)
+    there = store.rendezvous()
+    prefixed = dist.PrefixStore("p", there)
+    prefixed.set("a", b"\x00\xff")
+    assert (prefixed.get("a"), there.get("p/a")) == (b"\x00\xff", b"\x00\xff")
+    assert [prefixed.add("n", 1), prefixed.add("n", 4)] == [1, 5]
+    assert prefixed.compare_set("c", "", "x") == b"x"
+    assert prefixed.compare_set("c", "y", "z") == b"x"
+    assert prefixed.check(["a", "c"])
+    assert not prefixed.check(["a", "d"])
+    prefixed.multi_set(["x", "y"], ["1", "2"])
+    assert prefixed.multi_get(["x", "y"]) == [b"1", b"2"]
+    assert prefixed.delete_key("x")
+    assert prefixed.num_keys() == 4
+    with pytest.raises(dist.DistStoreError, match="nobody has set"):
+        prefixed.wait(["x"], datetime.timedelta(seconds=0.05))
+    there.set_timeout(datetime.timedelta(seconds=0.05))
+    with pytest.raises(dist.DistStoreError, match="nobody has set"):
+        there.get("never")
+    assert there.clone().get("p/a") == b"\x00\xff"
+    server.close()
+    with pytest.raises(StoreGone):
+        there.set("a", "1")
+    store.close()
