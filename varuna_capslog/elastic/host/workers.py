@@ -36,7 +36,7 @@ _OOM_SECONDS = 2.0
 """Between two looks at how many processes the system has killed for memory."""
 
 _QUIET = {
-    # torch asks for the name of every peer; a lost answer costs 1 s instead of 5
+    # gloo asks the name server for this machine's name; a lost answer costs 1 s instead of 5
     "RES_OPTIONS": "timeout:1 attempts:5",
     # the error for a lost peer or store is one sentence, without C++ stacks
     "TORCH_CPP_LOG_LEVEL": "ERROR",

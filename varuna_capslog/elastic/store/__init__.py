@@ -1,1 +1,1 @@
-"""The record and the log on which all members agree: one server over torch's TCPStore, or etcd."""
+"""The record and the log on which all members agree: the run's own server, or etcd."""
