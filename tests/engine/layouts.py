@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.plans.parts import INTERVAL_KINDS, KEEP, PlanStage, Units
+from varuna_capslog.plans.parts import INTERVAL_KINDS, KEEP, MemoryInterval, PlanStage, Units
 from varuna_capslog.rig.drawn_plans import draw_memory, draw_moments, draw_plan
 
-__all__ = ["Cuts", "layout_for", "random_layout", "rectangle", "with_intervals"]
+__all__ = ["Cuts", "layout_for", "random_layout", "rectangle", "with_intervals", "with_shares"]
 
 
 def rectangle(
@@ -59,4 +59,26 @@ def with_intervals(layout: Layout, seed: int, kinds: Sequence[str] = (KEEP, *INT
     dice = random.Random(seed)
     stages = [dataclasses.replace(stage, memory=draw_memory(dice, stage, kinds)) for stage in layout.stages]
     stages = [dataclasses.replace(stage, moments=draw_moments(dice, stage)) for stage in stages]
+    return dataclasses.replace(layout, stages=tuple(stages))
+
+
+def with_shares(layout: Layout, seed: int, apart: Collection[int] = ()) -> Layout:
+    """The layout where of many layers with several holders some leave the optimizer's moments to the others.
+
+    apart: layers of which all keep them, since they share parameters.
+    """
+    dice, holders = random.Random(seed), dict[int, list[int]]()
+    for number, stage in enumerate(layout.stages):
+        for layer in stage.numbers:
+            holders.setdefault(layer, []).append(number)
+    left: list[set[int]] = [set() for _ in layout.stages]
+    for layer, numbers in holders.items():
+        if len(numbers) > 1 and layer not in apart and dice.random() < 0.8:
+            for number in dice.sample(numbers, dice.randint(1, len(numbers) - 1)):
+                left[number].add(layer)
+    stages = []
+    for stage, layers in zip(layout.stages, left, strict=True):
+        kinds = dict.fromkeys(stage.moments_away, "host") | dict.fromkeys(layers, "replica")
+        moments = tuple(MemoryInterval(layer, layer + 1, kind) for layer, kind in sorted(kinds.items()))
+        stages.append(dataclasses.replace(stage, moments=moments))
     return dataclasses.replace(layout, stages=tuple(stages))

@@ -94,12 +94,19 @@ def test_1f1b_meets_the_peaks_of_a_real_pipeline(pool: WorkerPool) -> None:
 
 
 def trained(
-    workload: Workload, layout: Layout, options: EngineOptions, tier: HostTier, size: int
+    workload: Workload,
+    layout: Layout,
+    options: EngineOptions,
+    tier: HostTier,
+    size: int,
+    communicator: Communicator | None = None,
 ) -> tuple[PipelineEngine, int]:
-    """The only rank of a layout after two steps with microbatches of so many samples, and its peak in the second."""
-    alone = Communicator(0, 1, 0, 1)  # type: ignore[arg-type]
+    """A rank of a layout (the only one, without a communicator) after two steps with microbatches of so many samples,
+    and its peak in the second.
+    """
+    group = communicator or Communicator(0, 1, 0, 1)  # type: ignore[arg-type]
     ready, count = Ready(tier=tier), options.num_microbatches
-    engine = PipelineEngine(workload.build_chain(), workload.loss, layout, options, alone, tier.device, ready)
+    engine = PipelineEngine(workload.build_chain(), workload.loss, layout, options, group, tier.device, ready)
     inputs, (targets, normalisers) = workload.profile_inputs(size), workload.profile_targets(size)
     minibatch = Minibatch([inputs] * count, [targets] * count, normalisers)
     for step in (1, 2):
@@ -148,6 +155,31 @@ def test_waiting_moments_are_in_rehearsal_and_fold(away: tuple[tuple[int, int], 
     there = [layer for layer in engine.layers if layer.index in stages[0].moments_away]
     waiting = [one for layer in there for one in layer.parameters.values()]
     assert found.host_bytes == tier.peak_bytes == sum(2 * one.nbytes for one in waiting if one.nbytes >= 512)
+
+
+def peak_of_shares(communicator: Communicator, layout: Layout, options: EngineOptions) -> int:
+    torch.set_num_threads(1)
+    return trained(Wide(), layout, options, HostTier(torch.device("cpu")), 2, communicator)[1]
+
+
+@pytest.mark.parametrize("elsewhere", [((), ()), (((0, 2),), ((2, 5),)), (((3, 4),), ()), ((), ((0, 5),))])
+def test_moments_that_another_replica_keeps_are_in_rehearsal_and_fold(
+    pool: WorkerPool, elsewhere: tuple[tuple[tuple[int, int], ...], ...]
+) -> None:
+    """Two replicas of the whole model; the values that travel after the update are beside no gradients."""
+    moments = [tuple(MemoryInterval(*one, "replica") for one in own) for own in elsewhere]
+    memory = (MemoryInterval(0, 5, "recompute"),)
+    stages = tuple(PlanStage(((0, 5),), (i,), (i,), memory=memory, moments=own) for i, own in enumerate(moments))
+    layout, options = Layout(stages, 2), EngineOptions(4, "gpipe", num_blocks=2)
+    real = pool.run(peak_of_shares, 2, layout, options)
+    workload, conditions = Wide(), RunConditions(microbatch_size=2)
+    rehearsed = rehearse_layout(StageEstimator(workload, conditions), layout, options)
+    run, units = RunShape(4, "gpipe", num_blocks=2), Units(4, 2, 2)
+    rows = scheduled("gpipe", stages, stage_graph(stages, units), run)
+    found = fold(estimate_workload(workload, conditions), stages, units, rows, run)
+    assert [one.peak_bytes for one in rehearsed] == pytest.approx(real, rel=0.002)
+    assert [one.peak_bytes for one in found] == pytest.approx(real, rel=0.01)
+    assert [one.host_bytes for one in found] == [0, 0]
 
 
 @pytest.mark.parametrize("away", [(), ((0, 2),), ((0, 5),)])

@@ -38,6 +38,7 @@ def print_treatments(plan: Plan, run: RunShape, profile: Profile | None = None, 
         away = [spans_of(one.offloaded)] if one.offloaded else []
         away += [f"inputs of {spans_of(one.inputs_offloaded)}"] if one.inputs_offloaded else []
         away += [f"moments of {spans_of(one.moments_away)}"] if one.moments_away else []
+        away += [f"moments of {spans_of(one.moments_elsewhere)} (replica)"] if one.moments_elsewhere else []
         rows.append([str(number), spans_of(one.kept), spans_of(one.recomputed), ", ".join(away)])
         if found is not None:
             rows[-1].append(_more(found.stage_seconds[number]))

@@ -92,7 +92,12 @@ class Engine(Protocol):
         """
 
     def apply(self, verdict: Verdict) -> float:
-        """Makes the step that was voted for; sends nothing. Returns the learning rate of the step."""
+        """Makes the step that was voted for. Returns the learning rate of the step.
+
+        Raises:
+            PeerLost: another rank is gone that was to hand on what it updated for this one (`holders/updates`), and the
+                layers here are of no boundary. Nothing is sent where every rank keeps the moments of its own layers.
+        """
 
     def forget(self) -> None:
         """Drops all traces of a step that was broken off or refused."""

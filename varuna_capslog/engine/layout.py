@@ -139,6 +139,10 @@ class Layout:
         """The layers whose optimizer's moments wait in the rank's host tier."""
         return frozenset().union(*(self.stages[number].moments_away for number in self.stages_of(rank)))
 
+    def moments_elsewhere(self, rank: int) -> frozenset[int]:
+        """The layers of a rank whose optimizer's moments another rank keeps, which hands the updated values on."""
+        return frozenset().union(*(self.stages[number].moments_elsewhere for number in self.stages_of(rank)))
+
     def blocks_of(self, rank: int, layer: int) -> Sequence[int]:
         """The blocks for which a rank holds a layer, rising."""
         return [block for block, owner in enumerate(self._ranks_of_layer[layer]) if owner == rank]
@@ -165,8 +169,8 @@ class Layout:
         return list(dict.fromkeys(self._ranks_of_layer[layer]))
 
     def reporter(self, layer: int) -> int:
-        """The one of its holders that reports and stores a layer."""
-        return self._ranks_of_layer[layer][0]
+        """The one of its holders that reports and stores a layer: the first one that keeps the moments."""
+        return next(rank for rank in self._ranks_of_layer[layer] if layer not in self.moments_elsewhere(rank))
 
     def uses_from(self, layers: Sequence[int]) -> dict[int, dict[int, int]]:
         """rank -> for each of these layers that it does not hold, the rank from which it learns of the layer.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from varuna_capslog.engine.holders.updates import SharedUpdates
 from varuna_capslog.engine.host.moments import HostMoments, leaves
 from varuna_capslog.engine.host.tier import HostTier
 from varuna_capslog.engine.layers import EngineLayer
@@ -28,9 +29,11 @@ class StageOptimizer:
     Args:
         away: numbers of the layers whose moments, and averages, wait in the host tier between the updates.
         tier: that tier, where there are such layers.
+        updates: with the other holders of the layers, where one of them updates some for all; the gradients of layers
+            that another one updates are dropped here.
 
     Attributes:
-        parameters: by address; of a shared parameter the first leaf here.
+        parameters: all that are trained, by address; of a shared parameter the first leaf here.
 
     Raises:
         CapslogError: the tier is full.
@@ -42,9 +45,12 @@ class StageOptimizer:
         recipe: Recipe,
         away: Collection[int] = (),
         tier: HostTier | None = None,
+        updates: SharedUpdates | None = None,
     ) -> None:
-        self._recipe = recipe
+        self._recipe, self._updates = recipe, updates
+        elsewhere = frozenset[int]() if updates is None else updates.taken
         self.parameters: dict[str, nn.Parameter] = {}
+        self._elsewhere: dict[str, nn.Parameter] = {}
         self._in_turn: list[list[nn.Parameter]] = []
         """Of each layer whose moments wait in the host tier."""
         for layer in layers:
@@ -53,6 +59,8 @@ class StageOptimizer:
                 address = layer.address(name)
                 if parameter.requires_grad and self.parameters.setdefault(address, parameter) is parameter:
                     own.append(parameter)
+                    if layer.index in elsewhere:
+                        self._elsewhere[address] = parameter
             if own and layer.index in away:
                 self._in_turn.append(own)
         self._away: HostMoments | None = None
@@ -60,14 +68,21 @@ class StageOptimizer:
             assert tier is not None, "moments wait in a tier"
             self._away = HostMoments(tier, {one: recipe.kept(one) for own in self._in_turn for one in own})
         self._on_cpu = all(layer.device.type == "cpu" for layer in layers)
-        self._torch = recipe.build(self.parameters, self._on_cpu)
+        here = {address: one for address, one in self.parameters.items() if address not in self._elsewhere}
+        self._torch = recipe.build(here, self._on_cpu)
         self._averages: dict[nn.Parameter, Tensor] = {}
 
     def step(self, step: int, scale: float) -> float:
-        """Applies the gradients times `scale` (the clipping coefficient) and drops them; returns the learning rate."""
+        """Applies the gradients times `scale` (the clipping coefficient) and drops them; returns the learning rate.
+
+        Raises:
+            PeerLost: a rank is gone from which updated values were to come.
+        """
         rate = self._recipe.rate.at(step)
         for group in self._torch.param_groups:
             group["lr"] = rate * group["lr_factor"]
+        for parameter in self._elsewhere.values():
+            parameter.grad = None
         waiting = {one: one.grad for own in self._in_turn for one in own}
         for parameter in waiting:
             parameter.grad = None
@@ -80,6 +95,8 @@ class StageOptimizer:
             self._let_leave(own)
         if self._away is not None:
             self._away.settle()
+        if self._updates is not None:
+            self._updates.hand_on()
         return rate
 
     def _bring_back(self, number: int) -> None:
@@ -152,12 +169,18 @@ class StageOptimizer:
         """Within it the parameters have the values of their averages; without averages nothing changes.
 
         The values are exchanged in place, since each use of a shared parameter is a leaf of its own on one storage.
+        Where ranks update some layers for others, all of them enter and leave together. Raises PeerLost as `step`.
         """
+        handed = self._updates if self._recipe.ema is not None else None
         self._exchange()
+        if handed is not None:
+            handed.hand_on()
         try:
             yield
         finally:
             self._exchange()
+        if handed is not None:  # not where an error ends the run, in which others may be elsewhere
+            handed.hand_on()
 
     def _exchange(self) -> None:
         with torch.no_grad():
@@ -215,7 +238,7 @@ class StageOptimizer:
             self._torch.state[parameter] = taken
 
     def take_moments(self, address: str, moments: Mapping[str, Any], copy: bool) -> None:
-        """Takes over what is kept of one address ({}: it starts afresh); one that is not trained here is ignored.
+        """Takes over what is kept of one address ({}: it starts afresh); one that is not updated here is ignored.
 
         Args:
             copy: False takes the tensors themselves.
@@ -224,7 +247,7 @@ class StageOptimizer:
             CapslogError: another optimizer kept it.
         """
         parameter = self.parameters.get(address)
-        if parameter is None:
+        if parameter is None or address in self._elsewhere:
             return
         waits = self._away is not None and parameter in self._away
         taken = dict(moments)

@@ -18,8 +18,9 @@ from torch import Tensor
 from varuna_capslog.base.errors import CapslogError, PeerLost
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.executor import Contexts, Executor, Observer
-from varuna_capslog.engine.gradients import GradientBook
 from varuna_capslog.engine.grains import Joining, check_grains, joined_inputs, sample_dimensions
+from varuna_capslog.engine.holders.gradients import GradientBook
+from varuna_capslog.engine.holders.updates import SharedUpdates, check_shared_updates
 from varuna_capslog.engine.host.tier import HostTier
 from varuna_capslog.engine.interface import EngineParts, Load
 from varuna_capslog.engine.layers import EngineLayer, take_layers
@@ -109,6 +110,7 @@ class PipelineEngine:
                 f"but {communicator.world_size} are connected"
             )
         check_grains(chain, layout)
+        check_shared_updates(chain, layout)
         given = None if options.actions is None else from_strings(options.actions)
         stages = with_memory(layout.stages, options, given, ready.device_type or device.type)
         layout = dataclasses.replace(layout, stages=tuple(stages))
@@ -138,7 +140,8 @@ class PipelineEngine:
         opener = opener_of(options.transport)
         if opener is not None:
             communicator.open_pair_groups(self.pairs(), opener, device)
-        self.optimizer = StageOptimizer(self.layers, options.recipe, layout.moments_away(self.rank), tier)
+        updates = SharedUpdates(self.layers, communicator, layout)
+        self.optimizer = StageOptimizer(self.layers, options.recipe, layout.moments_away(self.rank), tier, updates)
         self._observer = observer
         self._executor: Executor | None = None
         self._evaluators: dict[tuple[int, ...], Executor] = {}

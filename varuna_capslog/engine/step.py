@@ -2,7 +2,8 @@
 
 The vote tells every rank in one exact sum what it must know of the step, before anything is changed. Loss parts by
 microbatch, squared gradient norms by layer, wishes to stop and who gives a ballot are slots of one float64 vector;
-every slot has one owner, so that the sum has the same bits on all ranks and all judge alike. No message follows it.
+every slot has one owner, so that the sum has the same bits on all ranks and all judge alike. No message follows it, but
+for updated values of layers whose moments only one replica keeps (`holders/updates`).
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def train_step(
     before_commit: Callable[[], None] | None = None,
 ) -> Verdict:
     """One optimizer step on all ranks under the commit rule: nothing of the model changes before all ranks know that
-    the step is finite, and no rank waits for another after that.
+    the step is finite, and no rank waits for another after that but for values that it does not update itself.
 
     Args:
         step: counted from 1; with the run's seed it fixes all random numbers.

@@ -1,8 +1,8 @@
 """The bytes of gradients while a rank exchanges them at the end of a step, on top of what is resident.
 
 The engine adds the blocks of a layer that several ranks hold, and the uses of a parameter that several layers share, in
-one order everywhere (`engine/gradients`): for that the others' sums are there together for a while. `fold` asks for the
-most.
+one order everywhere (`engine/holders/gradients`): for that the others' sums are there together for a while. `fold` asks
+for the most.
 """
 
 from __future__ import annotations

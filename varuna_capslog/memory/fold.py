@@ -105,11 +105,12 @@ def fold(
     }
     for one in calls.values():
         one.add_to(sums[one.rank], calls, holders)
-    away = {rank: frozenset[int]() for rank in sums}
+    away, elsewhere = ({rank: frozenset[int]() for rank in sums} for _ in range(2))
     for stage in stages:
-        if stage.rank in away:
+        if stage.rank in sums:
             away[stage.rank] |= stage.moments_away
-    return [total.result(rank, holders, units.of_block, away[rank]) for rank, total in sums.items()]
+            elsewhere[stage.rank] |= stage.moments_elsewhere
+    return [total.result(rank, holders, units.of_block, away[rank], elsewhere[rank]) for rank, total in sums.items()]
 
 
 def _handed(ranges: RangeBytes, stages: Sequence[PlanStage], step: StepActions, direct: bool) -> Handed:
@@ -181,19 +182,24 @@ class _RankSum:
         self.change, self.need, self.host, self.let_go = (np.zeros(len(row) + 1, dtype=np.int64) for _ in range(4))
         self.moved_bytes = 0
 
-    def result(self, rank: int, holders: Holders, of_block: int, away: frozenset[int]) -> RankFold:
-        """The fold of the events; away: the layers whose moments wait in the host tier."""
+    def result(
+        self, rank: int, holders: Holders, of_block: int, away: frozenset[int], elsewhere: frozenset[int]
+    ) -> RankFold:
+        """The fold of the events; away: the layers whose moments wait in the host tier, elsewhere: those of which
+        another rank keeps them.
+        """
         ranges, layers = self.ranges, frozenset(layer for layer, ranks in holders.items() if rank in ranks)
         if not layers:
             return RankFold((), 0)
-        resident = ranges.resident(layers, away)
+        resident = ranges.resident(layers, away | elsewhere)
         waiting = sum(ranges.moments.of(layers, layers if ranges.moments_wait else away).values())
         between = resident + np.cumsum(self.change)
         during = between + np.maximum(self.need, self.let_go)
         # all holders of a layer get the statistics of all
         calls = {layer: of_block * sum(map(len, holders[layer].values())) for layer in layers}
         statistics = sum(ranges.statistics(layer, layer + 1) * count for layer, count in calls.items())
-        at_end = statistics + max(exchange(ranges, rank, holders), ranges.update(layers, away))
+        # updated values go to other ranks when all gradients are gone, and one layer's are no more than its gradients
+        at_end = statistics + max(exchange(ranges, rank, holders), ranges.update(layers, away, elsewhere))
         end = max(int(during[-1]), resident + at_end)
         return RankFold(
             tuple(during[:-1].tolist()),

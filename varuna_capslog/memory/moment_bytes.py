@@ -40,7 +40,7 @@ class MomentBytes:
         if self._sizes is None:
             raise CapslogError(
                 "the profile does not say what the optimizer keeps of each layer (moment_bytes), which a plan whose "
-                "moments wait in the host tier needs; profile again with `capslog profile`"
+                "moments are not all on their device needs; profile again with `capslog profile`"
             )
         found = {layer: int(self._sizes[layer]) for layer in sorted(away)}
         for one in (one for one in self._shared if one.bytes >= LEAST_MOMENT_BYTES):

@@ -357,7 +357,7 @@ class RangeBytes(CutBytes):
     def resident(self, layers: Collection[int], away: Collection[int] = ()) -> int:
         """What a rank of these layers always holds: parameters, moments, buffers (and gradients, see `gradients`).
 
-        away: those whose moments wait in the host tier.
+        away: those whose moments wait in the host tier, or are another rank's.
         """
         total = sum(
             int(self._resident.more[layer - 1] if layer - 1 in layers else self._resident.alone[layer])
@@ -371,12 +371,12 @@ class RangeBytes(CutBytes):
             total -= apart * one.bytes * (3 if trained else 1)
         return total - sum(self.moments.of(layers, layers if self.moments_wait else away).values())
 
-    def update(self, layers: Collection[int], away: Collection[int] = ()) -> int:
-        """The most while parameters are updated, with gradients, beside what is resident; away: as of `resident`."""
+    def update(self, layers: Collection[int], away: Collection[int] = (), elsewhere: Collection[int] = ()) -> int:
+        """The most while parameters are updated, with gradients, beside what is resident; elsewhere: by other ranks."""
         away = layers if self.moments_wait else away
         # a CPU's kernels update in place, those of a GPU all parameters together; the rest is for the norms
         work = np.minimum(self._update, self.gradients) * (not self.one_memory)
-        together = sum(int(work[layer]) for layer in layers if layer not in away)
+        together = sum(int(work[layer]) for layer in layers if layer not in away and layer not in elsewhere)
         besides = max(together, max((int(self._update[layer]) for layer in layers), default=0))
         waiting = self.moments.at_update(layers, away, self.gradients, work)
         return max(sum(int(self.gradients[layer]) for layer in layers) + besides, waiting)

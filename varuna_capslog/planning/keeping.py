@@ -26,7 +26,8 @@ class StageTreatment:
     """The layers of a stage as ranges (first, end), by what becomes of them between their forward and their backward.
 
     offloaded: what they saved goes to the host tier. inputs_offloaded: those of `recomputed` whose inputs go there.
-    moments_away: the optimizer's moments of these wait there between the updates.
+    moments_away: the optimizer's moments of these wait there between the updates. moments_elsewhere: those of these are
+        another replica's.
     """
 
     kept: tuple[tuple[int, int], ...]
@@ -34,6 +35,7 @@ class StageTreatment:
     offloaded: tuple[tuple[int, int], ...]
     inputs_offloaded: tuple[tuple[int, int], ...]
     moments_away: tuple[tuple[int, int], ...] = ()
+    moments_elsewhere: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,8 @@ def _treatment(stage: PlanStage) -> StageTreatment:
         return tuple(ranges_of(layers)) if layers else ()
 
     again = "recompute", "recompute+offload"
-    away = tuple(ranges_of(sorted(stage.moments_away))) if stage.moments else ()
-    return StageTreatment(ranges(None), ranges(*again), ranges("offload"), ranges(again[1]), away)
+    gone = [tuple(ranges_of(sorted(one))) if one else () for one in (stage.moments_away, stage.moments_elsewhere)]
+    return StageTreatment(ranges(None), ranges(*again), ranges("offload"), ranges(again[1]), *gone)
 
 
 def against_keeping(profile: Profile, plan: Plan, run: RunShape, link: Link | None = None) -> AgainstKeeping | None:

@@ -258,7 +258,9 @@ def _known_bytes(sizes: Mapping[Edge, int | None], link: Link, notes: list[str])
 
 
 def _exchange_seconds(profile: Profile, stages: Sequence[PlanStage], link: Link, notes: list[str]) -> float:
-    """The slowest stage's time to send its gradients to all other stages that hold some of its layers."""
+    """The slowest stage's time to send its gradients to all other stages that hold some of its layers; and after the
+    update, layer by layer, for values that go to replicas which keep no moments of them (`engine/holders`).
+    """
     holders = Counter(layer for stage in stages for layer in stage.numbers)
     if max(holders.values()) == 1:
         return 0.0
@@ -271,7 +273,10 @@ def _exchange_seconds(profile: Profile, stages: Sequence[PlanStage], link: Link,
         size = sum(count * (profile.layers[layer].parameter_bytes or 0) for layer, count in others.items())
         if most := max(others.values()):
             found.append(link.seconds(size) + (most - 1) * link.latency_seconds)
-    return max(found)
+    taken = Counter(layer for stage in stages for layer in stage.moments_elsewhere)
+    sizes = {layer: count * (profile.layers[layer].parameter_bytes or 0) for layer, count in taken.items()}
+    values = (sum(link.seconds(sizes[layer]) for layer in stage.numbers if layer in sizes) for stage in stages)
+    return max(found) + max(values)
 
 
 def _slowest_rank(ranks: Sequence[int], update: Sequence[float]) -> float:

@@ -84,7 +84,7 @@ class Simulation:
     pipelines: each for itself; all end together.
     step_seconds: from the first forward to the last rank's update.
     bubble_fraction: share of all ranks' time in which they neither compute nor update, 0 .. 1.
-    exchange_seconds: for the gradients between pipelines; 0 where there is one.
+    exchange_seconds: for gradients, and updated values, between pipelines; 0 where there is one.
     update_seconds: the slowest rank's update; None where the profile does not know.
     samples: of one step; None where the microbatch size is not known.
     schedule, recompute, num_microbatches: what was played, microbatches over all pipelines.

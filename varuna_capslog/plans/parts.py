@@ -39,7 +39,7 @@ __all__ = [
 KEEP = "keep"
 """The kind of the layers that no memory interval names; no interval of a plan has it."""
 INTERVAL_KINDS = ("recompute", "offload", "recompute+offload")
-MOMENT_KINDS = ("host",)
+MOMENT_KINDS = ("host", "replica")
 SPLIT_KINDS = ("none", "tensor", "sequence")
 
 
@@ -134,7 +134,8 @@ class PlanStage:
     in_flight: most calls between the begin of a forward and the end of its backward; None: the schedule's own limit.
     memory: intervals in rising order; what none of them names is kept. None: as the config says (`pipeline.recompute`).
     parallel: {"kind", "degree"} of a split of the layers over ranks.
-    moments: ranges of layers whose optimizer's moments wait in the host tier between the updates, in rising order.
+    moments: ranges of layers whose optimizer's moments are not on the device between the updates, in rising order: they
+        wait in the host tier ("host"), or another replica keeps them and hands the updated values on ("replica").
     bytes, seconds: predicted, of one step; None: not predicted.
     """
 
@@ -214,7 +215,15 @@ class PlanStage:
     @property
     def moments_away(self) -> frozenset[int]:
         """The layers whose optimizer's moments wait in the host tier."""
-        return frozenset(layer for one in self.moments for layer in range(one.first, one.end))
+        return self._layers_with_moments("host")
+
+    @property
+    def moments_elsewhere(self) -> frozenset[int]:
+        """The layers whose optimizer's moments another replica keeps."""
+        return self._layers_with_moments("replica")
+
+    def _layers_with_moments(self, kind: str) -> frozenset[int]:
+        return frozenset(layer for one in self.moments if one.kind == kind for layer in range(one.first, one.end))
 
     @property
     def offloads(self) -> bool:

@@ -87,6 +87,18 @@ def check_cover(stages: Sequence[PlanStage], num_layers: int, blocks: int) -> No
                     f"stages {one} ({stages[one].describe()}) and {other} ({stages[other].describe()}) hold layer "
                     f"{after[0]} twice on one rank; give the blocks of both to one stage"
                 )
+    _check_moments(stages)
+
+
+def _check_moments(stages: Sequence[PlanStage]) -> None:
+    """Of every layer at least one of its holders keeps the optimizer's moments."""
+    kept = {layer for stage in stages for layer in frozenset(stage.numbers) - stage.moments_elsewhere}
+    for number, stage in enumerate(stages):
+        if nowhere := stage.moments_elsewhere - kept:
+            raise CapslogError(
+                f"stages[{number}].moments leaves those of layer {min(nowhere)} to another replica, but no stage that "
+                'holds the layer keeps them; leave "replica" out at one of them'
+            )
 
 
 def _check_once(stages: Sequence[PlanStage], path: Path, num_layers: int, where: str) -> None:

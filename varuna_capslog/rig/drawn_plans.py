@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from varuna_capslog.plans.parts import INTERVAL_KINDS, KEEP, MOMENT_KINDS, MemoryInterval, PlanStage, Units, ranges_of
+from varuna_capslog.plans.parts import INTERVAL_KINDS, KEEP, MemoryInterval, PlanStage, Units, ranges_of
 from varuna_capslog.plans.pipelines import stages_of_pipelines
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.schedules import Edge
@@ -73,7 +73,7 @@ def draw_memory(
 
 def draw_moments(dice: random.Random, stage: PlanStage) -> tuple[MemoryInterval, ...]:
     """Ranges of the layers of a stage whose optimizer's moments wait in the host tier."""
-    return draw_memory(dice, stage, (KEEP, *MOMENT_KINDS))
+    return draw_memory(dice, stage, (KEEP, "host"))
 
 
 def _draw_order(dice: random.Random, num_layers: int, edges: Sequence[Edge]) -> list[int]:

@@ -232,6 +232,7 @@ def _checked_plan(config: Config) -> Plan | None:
     not run; and where the config's planner does not go with the rest of the config.
     """
     from varuna_capslog.engine.grains import check_grains
+    from varuna_capslog.engine.holders.updates import check_shared_updates
     from varuna_capslog.engine.layout import layout_of
 
     check_layerwise(config)
@@ -260,9 +261,17 @@ def _checked_plan(config: Config) -> Plan | None:
             f"{where}: a stage has grain {max(grains)}, but after a membership change the planner chooses stages that "
             "take one microbatch per call, which gives other bits; set elastic.enabled=false, or choose grain 1"
         )
+    for number, stage in enumerate(plan.stages if config.elastic.enabled else ()):
+        if stage.moments_elsewhere:
+            raise CapslogError(
+                f"{where}: stages[{number}].moments leaves those of layer {min(stage.moments_elsewhere)} to another "
+                'replica, but a member of an elastic run that is lost would take them along; leave "replica" out, or '
+                "set elastic.enabled=false"
+            )
     fields.within(where, lambda: plan.check_graph(chain.edges))
     layout = fields.within(where, lambda: layout_of(plan, config))
     fields.within(where, lambda: check_grains(chain, layout))
+    fields.within(where, lambda: check_shared_updates(chain, layout))
     run, graph, actions = RunShape.of_config(config), layout.graph(config.num_microbatches, chain.edges), plan.actions
     if actions is None:  # refuses limits that the schedule cannot keep
         fields.within(where, lambda: scheduled(run.schedule, layout.stages, graph, run))

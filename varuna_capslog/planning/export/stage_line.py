@@ -137,7 +137,7 @@ def _refuse_fields(plan: Plan, system: str, intervals: bool) -> None:
             )
         if stage.moments:
             raise CapslogError(
-                f"{where} keeps the optimizer's moments of some layers in the host tier, which the form for {system} "
+                f"{where} has moments (stages[].moments) that are not on its device, which the form for {system} "
                 "cannot say; export a plan without moments"
             )
         if stage.memory and not intervals:

@@ -1,0 +1,1 @@
+"""Tests of what waits in the host tier."""
