@@ -6,7 +6,7 @@ stage is any set of layers, in one piece of the chain or in several.
 
 from __future__ import annotations
 
-__all__ = ["copy_seconds", "gradient_edges", "message_bytes", "moment_seconds", "stage_seconds"]
+__all__ = ["copy_seconds", "gradient_edges", "message_bytes", "moment_bytes", "moment_seconds", "stage_seconds"]
 
 from collections.abc import Mapping, Sequence
 
@@ -139,9 +139,7 @@ def moment_seconds(profile: Profile, stages: Sequence[PlanStage], bandwidth: flo
     """
     if bandwidth is None or not any(stage.moments for stage in stages):
         return [0.0] * len(stages)
-    rows = (row for row in profile.observations if row.layers[1] - row.layers[0] == 1 and row.action_bytes)
-    sizes = {row.layers[0]: row.action_bytes.moment_bytes for row in rows if row.action_bytes}
-    away = [stage.moments_away for stage in stages]
+    sizes, away = moment_bytes(profile), [stage.moments_away for stage in stages]
     for layer in frozenset().union(*away):
         if sizes.get(layer) is None:
             raise CapslogError(
@@ -149,6 +147,12 @@ def moment_seconds(profile: Profile, stages: Sequence[PlanStage], bandwidth: flo
                 "wait in the host tier; profile again, or leave out the bandwidth of the copies"
             )
     return [2 * sum(sizes[layer] or 0 for layer in layers) / bandwidth for layers in away]
+
+
+def moment_bytes(profile: Profile) -> dict[int, int | None]:
+    """Layer -> what the optimizer keeps of it, as far as the profile tells."""
+    rows = (row for row in profile.observations if row.layers[1] - row.layers[0] == 1 and row.action_bytes)
+    return {row.layers[0]: row.action_bytes.moment_bytes for row in rows if row.action_bytes}
 
 
 def _moved_bytes(profile: Profile, one: MemoryInterval, routes: str) -> int:

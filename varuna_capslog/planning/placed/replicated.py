@@ -24,6 +24,7 @@ from varuna_capslog.planners.replicas import (
     check_tensors,
 )
 from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.placed.shared_moments import with_shared_moments
 from varuna_capslog.planning.playing import SAME, even_share_seconds, with_step_seconds
 from varuna_capslog.planning.ranks import judged
 from varuna_capslog.planning.verdict import capacities_of_devices, usable_bytes
@@ -181,7 +182,12 @@ class _Played:
         told = bool(self.profile.observations)  # without them the fold has no bytes
         if told and (self.costs.usable is not None or self.by_peak):
             verdict = judged(self.profile, plan, self.run)
-            lack = verdict.shortfall.bytes if verdict.shortfall is not None else int(verdict.fits is False)
+            lack = _lack(verdict)
+            shared = with_shared_moments(self.profile, plan) if lack else None
+            if shared is not None and _lack(less := judged(self.profile, shared, self.run)) < lack:
+                note = "replicas share the optimizer's moments (stages[].moments), which do not fit otherwise"
+                verdict, plan = less, dataclasses.replace(shared, notes=(*shared.notes, note))
+                lack = _lack(less)
             peak = (verdict.peak_bytes or 0) if self.by_peak else 0
         played = with_step_seconds(self.profile, plan, self.run, self.link)
         assert played.step_seconds is not None, "the profile has seconds, and tensors where they are needed"
@@ -200,6 +206,11 @@ class _Played:
             proven=step <= bound * (1 + SAME),
             search_space=f"any stages on {self.costs.devices} devices, all kept",
         )
+
+
+def _lack(verdict: Plan) -> int:
+    """Bytes that a judged plan lacks; 0 where it fits, or nobody can say."""
+    return verdict.shortfall.bytes if verdict.shortfall is not None else int(verdict.fits is False)
 
 
 def plan_of_stages(
