@@ -110,7 +110,7 @@ def test_the_comparison_notices_what_is_read_too_early(pool: WorkerPool) -> None
 
 def test_a_copy_that_fails_ends_the_step_in_one_sentence(pool: WorkerPool) -> None:
     layout = with_intervals(Layout((rectangle(0, 11, 0),), 4), 1, ("offload",))
-    with pytest.raises(RuntimeError, match=r"CapslogError: a copy to or from the host tier \(memory\) failed: OSErr"):
+    with pytest.raises(RuntimeError, match=r"HostTierFailed: a copy to or from the host tier \(memory\) failed: OSErr"):
         trained(pool, layout, "failing", schedule="gpipe")
 
 

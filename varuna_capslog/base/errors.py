@@ -44,8 +44,6 @@ class DoesNotFit(CapslogError):
 class HostTierFailed(CapslogError):
     """A copy to or from the host tier failed, or did not end in time."""
 
-    kind = "memory"
-
 
 class StepRefused(CapslogError):
     """A training step whose loss or gradients are not finite; nothing of it was applied. Exit status 4."""

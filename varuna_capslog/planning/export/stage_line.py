@@ -137,8 +137,8 @@ def _refuse_fields(plan: Plan, system: str, intervals: bool) -> None:
             )
         if stage.moments:
             raise CapslogError(
-                f"{where} has moments (stages[].moments) that are not on its device, which the form for {system} "
-                "cannot say; export a plan without moments"
+                f"{where} keeps the optimizer's moments of some layers elsewhere, which the form for {system} cannot "
+                "say; export a plan without moments"
             )
         if stage.memory and not intervals:
             raise CapslogError(
