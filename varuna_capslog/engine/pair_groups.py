@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from varuna_capslog.base.errors import CapslogError, PeerLost
+from varuna_capslog.base.errors import PeerLost
 from varuna_capslog.model.workload import imported
 
-__all__ = ["NotOpened", "Opener", "PairGroup", "PairGroups", "Progress", "Waiting", "check_devices", "opener_of"]
+__all__ = ["NotOpened", "Opener", "PairGroup", "PairGroups", "Progress", "Waiting", "opener_of"]
 
 _ABORT_SECONDS = 5.0
 _LOOK_SECONDS = 0.005
@@ -70,20 +70,6 @@ def opener_of(transport: str) -> Opener | None:
         return _open_nccl
     found: Opener = imported(transport, f"pipeline.transport={transport!r}")
     return found
-
-
-def check_devices(transport: str, device: torch.device, local_rank: int) -> None:
-    """Raises CapslogError where nccl would have to connect ranks without a GPU each.
-
-    Args:
-        local_rank: the number of this rank among those of its machine.
-    """
-    count = torch.cuda.device_count()
-    if transport == "nccl" and (device.type != "cuda" or local_rank >= count):
-        raise CapslogError(
-            f"pipeline.transport=nccl needs one GPU per rank, but worker {local_rank} of this machine runs on "
-            f"{device.type}, and there are {count} GPUs; set pipeline.transport=gloo, or start fewer workers here"
-        )
 
 
 def _open_nccl(store: dist.Store, number: int, timeout: datetime.timedelta) -> PairGroup:

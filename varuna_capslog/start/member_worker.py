@@ -27,11 +27,11 @@ from varuna_capslog.elastic.member.start_up import RuntimeOptions, enter, local_
 from varuna_capslog.elastic.member.timeouts import Timeouts
 from varuna_capslog.elastic.store.opening import MembershipStore, open_store
 from varuna_capslog.engine.executor import Observer
-from varuna_capslog.engine.pair_groups import check_devices
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.plans.plan import read_plan
 from varuna_capslog.profiles.record import read_profile
-from varuna_capslog.training.worker_process import StopWish, choose_device
+from varuna_capslog.training.devices import check_devices, choose_device
+from varuna_capslog.training.worker_process import StopWish
 
 __all__ = ["Equipment", "MemberFile", "capacity_of", "main"]
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.training.worker_process import StopWish, choose_device, leave, report_failure
+from varuna_capslog.training.worker_process import StopWish, leave, report_failure
 
 if TYPE_CHECKING:
     from varuna_capslog.engine.communicator import Communicator
@@ -85,10 +85,10 @@ def _work(
 
     from varuna_capslog.config.reading import load_config
     from varuna_capslog.engine.layout import layout_of
-    from varuna_capslog.engine.pair_groups import check_devices
     from varuna_capslog.model.workload import load_workload
     from varuna_capslog.plans.plan import latest_plan
     from varuna_capslog.start import ENGINES
+    from varuna_capslog.training.devices import check_devices, check_room, choose_device
     from varuna_capslog.training.run import Run
 
     if rank == 0 and not evaluate:  # whose output may be JSON
@@ -112,6 +112,7 @@ def _work(
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     device = choose_device(config.device, local_rank)
     check_devices(config.pipeline.transport, device, local_rank)
+    check_room(device, plan.ranks[rank].bytes if rank < len(plan.ranks) else None, f"rank {rank}")
     with _connected(rank, f"run-{generation}", config.pipeline.timeout_seconds) as communicator:
         run = Run(config, plan, load_workload(config), communicator, device, generation, wish, ENGINES)
         state["run"] = run

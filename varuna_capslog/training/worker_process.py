@@ -1,4 +1,4 @@
-"""What every worker process needs, whatever it trains: the wish to stop, the report of a failure, its device, its end.
+"""What every worker process needs, whatever it trains: the wish to stop, the report of a failure, its end.
 
 `start.worker` is a rank of a run of a fixed number of steps, `elastic.member` a member of an elastic run.
 """
@@ -20,7 +20,7 @@ from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.failures import kind_of
 
-__all__ = ["StopWish", "choose_device", "leave", "report_failure"]
+__all__ = ["StopWish", "leave", "report_failure"]
 
 
 class StopWish:
@@ -73,16 +73,3 @@ def leave(status: int) -> NoReturn:
         with contextlib.suppress(OSError):
             stream.flush()
     os._exit(status)
-
-
-def choose_device(wish: str, local_rank: int) -> Any:
-    """The torch.device for `device: wish`. Raises CapslogError for CUDA where there is none."""
-    import torch  # here, as the command imports this module only to leave
-
-    if wish == "cuda" and not torch.cuda.is_available():
-        raise CapslogError("device=cuda, but torch sees no CUDA device here; set device=cpu or auto")
-    if wish == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device

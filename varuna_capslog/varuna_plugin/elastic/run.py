@@ -28,7 +28,8 @@ from varuna_capslog.elastic.notices.interface import Notice
 from varuna_capslog.elastic.notices.signals import SignalListener, plain
 from varuna_capslog.membership.entries import NoticeEntry
 from varuna_capslog.profiles.record import Profile, read_profile
-from varuna_capslog.training.worker_process import StopWish, choose_device
+from varuna_capslog.training.devices import choose_device
+from varuna_capslog.training.worker_process import StopWish
 from varuna_capslog.varuna_plugin.elastic.pieces import ElasticTraining
 from varuna_capslog.varuna_plugin.install import find_varuna
 

@@ -1,0 +1,95 @@
+"""What a worker asks of its device before it builds anything.
+
+No GPU is here: `torch.cuda` is replaced where a test needs one, so that these tests show the sentences, not that CUDA
+and NCCL behave as their manuals say.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.training.devices import check_devices, check_nccl_variables, check_room, choose_device
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+INTERFACES = ["lo", "eth0", "docker0"]
+
+
+def test_cuda_that_cannot_be_used_has_torchs_own_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040). Please update it.\nmore")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert choose_device("auto", 0) == choose_device("cpu", 0) == CPU
+    with pytest.raises(
+        CapslogError, match=r"use here \(The NVIDIA driver .* \(found version 11040\)\); set device=cpu"
+    ):
+        choose_device("cuda", 0)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(CapslogError, match=r"\(torch .* was built without CUDA\)"):
+        choose_device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("device", "local_rank", "words"),
+    [(CPU, 0, "worker 0 of this machine runs on cpu, and there are 2 GPUs"), (GPU, 2, "worker 2 .* there are 2 GPUs")],
+)
+def test_nccl_without_a_gpu_for_each_worker(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, local_rank: int, words: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    check_devices("gloo", device, local_rank)
+    check_devices("nccl", GPU, 1)
+    with pytest.raises(CapslogError, match=f"{words}; set pipeline.transport=gloo, or start fewer workers"):
+        check_devices("nccl", device, local_rank)
+
+
+@pytest.mark.parametrize("wanted", ["eth", "eth0", "=eth0", "^docker", "ib,eth", "^=docker0", ""])
+def test_interfaces_that_nccl_may_meet_over(wanted: str) -> None:
+    check_nccl_variables({"NCCL_SOCKET_IFNAME": wanted}, INTERFACES)
+
+
+@pytest.mark.parametrize("wanted", ["ib0", "=eth", "^lo,eth,docker", "wlan,ib"])
+def test_no_interface_left(wanted: str) -> None:
+    with pytest.raises(CapslogError) as caught:
+        check_nccl_variables({"NCCL_SOCKET_IFNAME": wanted}, INTERFACES)
+    assert str(caught.value) == (
+        f"NCCL_SOCKET_IFNAME={wanted} leaves none of this machine's network interfaces (docker0, eth0, lo), so that "
+        "NCCL cannot meet the other ranks; change or unset it, or set pipeline.transport=gloo"
+    )
+
+
+def test_variables_that_forbid_every_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+    check_nccl_variables(slow, INTERFACES)  # sockets are left
+    check_nccl_variables(slow | {"NCCL_NET": "Socket"}, INTERFACES)
+    check_nccl_variables({"NCCL_NET": "IB", "NCCL_IB_DISABLE": "0"}, INTERFACES)
+    wrong = slow | {"NCCL_NET": "IB"}
+    with pytest.raises(CapslogError) as caught:
+        check_nccl_variables(wrong, INTERFACES)
+    assert str(caught.value) == (
+        "NCCL_NET=IB and NCCL_IB_DISABLE=1 leave NCCL no network (NCCL_P2P_DISABLE=1 and NCCL_SHM_DISABLE=1 forbid the "
+        "rest); unset one of the two, or set pipeline.transport=gloo"
+    )
+    for name, value in wrong.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(CapslogError, match="leave NCCL no network"):
+        check_devices("nccl", GPU, 0)
+    check_devices("gloo", GPU, 0)
+
+
+def test_a_gpu_that_other_processes_fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 30, 80 << 30))
+    check_room(CPU, 1 << 50, "rank 1")
+    check_room(GPU, None, "rank 1")
+    check_room(GPU, 3 << 30, "rank 1")
+    with pytest.raises(CapslogError) as caught:
+        check_room(GPU, 10 << 30, "rank 1")
+    assert str(caught.value) == (
+        "rank 1 needs 10 GiB of cuda:0, but only 3 GiB of its 80 GiB are free: other processes fill it; end them, "
+        "choose another GPU with CUDA_VISIBLE_DEVICES, or plan for what is free with pipeline.capacity"
+    )

@@ -1,0 +1,128 @@
+"""The device that a worker trains on, and whether it can do what the config asks of it.
+
+Workers ask here before anything is built, so that a machine that is not as the config expects is one sentence with the
+key or the variable to change, and not an error of CUDA's or NCCL's later.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.units import format_bytes
+
+__all__ = ["check_devices", "check_nccl_variables", "check_room", "choose_device"]
+
+
+def choose_device(wish: str, local_rank: int) -> torch.device:
+    """The device for `device: wish`.
+
+    Raises:
+        CapslogError: CUDA where there is none that can be used, with torch's own reason.
+    """
+    if wish == "cuda" and not torch.cuda.is_available():
+        raise CapslogError(
+            f"device=cuda, but torch sees no CUDA device that it can use here{_why_no_cuda()}; set device=cpu or auto"
+        )
+    if wish == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _why_no_cuda() -> str:
+    """As torch says it, such as that the driver is too old; in brackets."""
+    if torch.version.cuda is None:
+        return f" (torch {torch.__version__} was built without CUDA)"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return f" ({str(error).splitlines()[0].split('. ')[0]})"
+    return ""
+
+
+def check_devices(transport: str, device: torch.device, local_rank: int) -> None:
+    """Whether `pipeline.transport` can connect this worker; gloo always can.
+
+    Args:
+        local_rank: the number of this worker among those of its machine.
+
+    Raises:
+        CapslogError: nccl without a GPU for each worker, or with variables that forbid it every way.
+    """
+    if transport != "nccl":
+        return
+    count = torch.cuda.device_count()
+    if device.type != "cuda" or local_rank >= count:
+        raise CapslogError(
+            f"pipeline.transport=nccl needs one GPU per rank, but worker {local_rank} of this machine runs on "
+            f"{device.type}, and there are {count} GPUs; set pipeline.transport=gloo, or start fewer workers here"
+        )
+    check_nccl_variables(os.environ, [name for _, name in socket.if_nameindex()])
+
+
+def check_nccl_variables(environment: Mapping[str, str], interfaces: Iterable[str]) -> None:
+    """Whether NCCL's variables leave it a way to the other ranks, as its manual (Environment Variables) describes them.
+
+    Two GPUs of a machine reach each other directly (P2P), through shared memory (SHM), or as those of two machines do:
+    through InfiniBand or sockets. Before that they meet over sockets, always.
+
+    Args:
+        interfaces: of this machine's network, by name.
+
+    Raises:
+        CapslogError: no interface is left to meet over, or no transport; the variable to change is named.
+    """
+    wanted = environment.get("NCCL_SOCKET_IFNAME", "")
+    names = sorted(interfaces)
+    if wanted and not any(_matches(name, wanted) for name in names):
+        raise CapslogError(
+            f"NCCL_SOCKET_IFNAME={wanted} leaves none of this machine's network interfaces ({', '.join(names)}), so "
+            "that NCCL cannot meet the other ranks; change or unset it, or set pipeline.transport=gloo"
+        )
+    network = environment.get("NCCL_NET", "")
+    if network == "IB" and _is_on(environment, "NCCL_IB_DISABLE"):
+        others = [name for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE") if _is_on(environment, name)]
+        beside = f" ({' and '.join(f'{name}=1' for name in others)} forbid the rest)" if others else ""
+        raise CapslogError(
+            f"NCCL_NET=IB and NCCL_IB_DISABLE=1 leave NCCL no network{beside}; unset one of the two, or set "
+            "pipeline.transport=gloo"
+        )
+
+
+def _is_on(environment: Mapping[str, str], name: str) -> bool:
+    return environment.get(name, "0") not in ("", "0")
+
+
+def _matches(name: str, wanted: str) -> bool:
+    """Whether NCCL may use an interface: prefixes, with `=` before them whole names, with `^` those to leave out."""
+    excluding, listed = wanted.startswith("^"), wanted.removeprefix("^")
+    whole, listed = listed.startswith("="), listed.removeprefix("=")
+    found = any(name == one if whole else name.startswith(one) for one in listed.split(",") if one)
+    return found is not excluding
+
+
+def check_room(device: torch.device, predicted: int | None, who: str) -> None:
+    """Whether a GPU has as much free memory as the plan predicts for this worker, before it takes any.
+
+    Args:
+        predicted: bytes of the rank's peak; None: not known, nothing is checked.
+        who: for the error, such as "rank 2".
+
+    Raises:
+        CapslogError: it has not: other processes fill it.
+    """
+    if device.type != "cuda" or predicted is None:
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    if predicted > free:
+        raise CapslogError(
+            f"{who} needs {format_bytes(predicted)} of {device}, but only {format_bytes(free)} of its "
+            f"{format_bytes(total)} are free: other processes fill it; end them, choose another GPU with "
+            "CUDA_VISIBLE_DEVICES, or plan for what is free with pipeline.capacity"
+        )
