@@ -98,6 +98,24 @@ def test_a_function_of_the_users_gets_the_numbers_until_it_fails(
     assert len(files.read_jsonl(tmp_path / "metrics.jsonl")) == 4, "the training's own record goes on"
 
 
+def test_without_a_terminal_there_are_plain_lines_and_no_bar(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers whose output is a file need no library for terminals, which a machine with GPUs may lack."""
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
+    log = Journal(tmp_path, 5, 1)
+    log.begin(True, 0, generation=0, world_size=1)
+    for step in (1, 2):
+        log.step(record(step))
+    log.say("a long line " + 20 * "that is not broken ")
+    log.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2, "the second step came within the ten seconds of the first"
+    assert lines[0].startswith("step 1 of 5  loss 1.0000")
+    assert lines[1].endswith("that is not broken ")
+
+
 def test_a_logger_that_is_not_there_is_said_before_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setitem(sys.modules, "my_logger", SimpleNamespace(take=print))

@@ -150,12 +150,12 @@ class Journal:
         self._generation, self._world_size = generation, world_size
 
     def _open(self, base: int) -> None:
-        from rich.progress import TextColumn, TimeRemainingColumn
+        self._bar: tuple[Console, Progress, TaskID] | None = None
+        if sys.stdout.isatty():
+            from rich.progress import TextColumn, TimeRemainingColumn
 
-        left = (TextColumn("left"), TimeRemainingColumn())
-        self._console, self._progress, self._task = step_bar(self._total_steps, base, *left)
-        self._live = self._console.is_terminal
-        self._progress.start()
+            self._bar = step_bar(self._total_steps, base, TextColumn("left"), TimeRemainingColumn())
+            self._bar[1].start()
         self._printed = 0.0
         self.writes = True
         self._loggers = Loggers(self._names, self._run_dir, base, self.say)
@@ -171,15 +171,15 @@ class Journal:
         files.append_jsonl(self._run_dir / "metrics.jsonl", line)
         step = int(record["step"])
         text = "  ".join(step_numbers(record))
-        self._progress.update(self._task, completed=step, description=text)
+        if self._bar is not None:
+            self._bar[1].update(self._bar[2], completed=step, description=text)
         if step % self._log_every == 0:
             logged = {f"train/{name}": record[name] for name in _LOGGED}
             self._loggers.log(logged | {f"parts/{name}": one for name, one in record.get("parts", {}).items()}, step)
         now = time.monotonic()
-        if not self._live and (now - self._printed > 10 or self._printed == 0.0):
+        if self._bar is None and (now - self._printed > 10 or self._printed == 0.0):
             self._printed = now
-            total = self._progress.tasks[self._task].total
-            self._console.print(f"step {step}{f' of {total:.0f}' if total else ''}  {text}", highlight=False)
+            self.say(f"step {step}{f' of {self._total_steps}' if self._total_steps else ''}  {text}")
 
     def scores(self, step: int, scores: Mapping[str, Any]) -> None:
         """Adds an evaluation: evaluations.jsonl, the loggers, one line for people."""
@@ -199,14 +199,20 @@ class Journal:
             files.append_jsonl(self._run_dir / "events.jsonl", line)
 
     def say(self, text: str) -> None:
-        """One line on the terminal, above the progress bar."""
-        if self.writes:
-            self._console.print(text, highlight=False)
+        """One line on the terminal, above the progress bar, or on what takes its place."""
+        if not self.writes:
+            return
+        if self._bar is not None:
+            self._bar[0].print(text, highlight=False)
+        else:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
 
     def close(self) -> None:
         """Stops the progress bar and closes the loggers; this rank writes no more until it begins again."""
         if not self.writes:
             return
         self.writes = False
-        self._progress.stop()
+        if self._bar is not None:
+            self._bar[1].stop()
         self._loggers.close()
