@@ -120,7 +120,8 @@ def token_minibatch(size: TransformerSize) -> tuple[Minibatch, list[Tensor], lis
 
 def token_loss(outputs: Mapping[str, Tensor], targets: Tensor, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
     """One microbatch's share of the minibatch's mean cross entropy."""
-    entropy = F.cross_entropy(outputs["x"].flatten(0, 1), targets.flatten(), reduction="sum")
+    wanted = targets.to(outputs["x"].device).flatten()
+    entropy = F.cross_entropy(outputs["x"].flatten(0, 1), wanted, reduction="sum")
     return {"loss": entropy / normalisers["tokens"]}
 
 
@@ -161,9 +162,14 @@ def _serve(
     arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
-    communicator = connect(rank, world_size, "127.0.0.1", port, timeout_seconds=timeout)
-    results.put((rank, function(communicator, *arguments)))
-    communicator.barrier()
+    try:
+        communicator = connect(rank, world_size, "127.0.0.1", port, timeout_seconds=timeout)
+        results.put((rank, None, function(communicator, *arguments)))
+    except Exception as error:
+        results.put((rank, f"{type(error).__name__}: {error}".splitlines()[0], None))
+        raise
+    if not communicator.aborted:
+        communicator.barrier()
     communicator.close()
 
 
@@ -172,6 +178,9 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
 
     Args:
         timeout: seconds that a rank waits for a message of another.
+
+    Raises:
+        SystemExit: a rank failed; its error is named.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -188,11 +197,14 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
     found: dict[int, Any] = {}
     while len(found) < world_size:
         try:
-            rank, value = results.get(timeout=1.0)
+            rank, error, value = results.get(timeout=1.0)
+            if error is not None:
+                raise SystemExit(f"rank {rank} failed: {error}")
             found[rank] = value
         except multiprocessing.queues.Empty:
-            if any(process.exitcode for process in processes):
-                raise SystemExit("a rank failed; its traceback stands above") from None
+            ended = {rank: process.exitcode for rank, process in enumerate(processes) if process.exitcode}
+            if ended:
+                raise SystemExit(f"ranks ended without an error of their own, with status {ended}") from None
     for process in processes:
         process.join()
     return [found[rank] for rank in range(world_size)]

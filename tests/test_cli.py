@@ -303,7 +303,14 @@ def test_debug_shows_the_traceback(error, monkeypatch):
 
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = ["launch/install.sh", "launch/quickstart.sh", "launch/test.sh", "launch/torchrun.sh", ".ci/run"]
+SCRIPTS = [
+    "launch/gpu.sh",
+    "launch/install.sh",
+    "launch/quickstart.sh",
+    "launch/test.sh",
+    "launch/torchrun.sh",
+    ".ci/run",
+]
 
 
 def script(name: str, *arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:

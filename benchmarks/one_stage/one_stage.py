@@ -65,6 +65,7 @@ DETR = {
 }
 CASES = ["detr", *TRANSFORMERS]
 RATE, DECAY, CLIP = 1e-4, 1e-4, 0.1
+CPU = torch.device("cpu")
 
 
 def detr_case(microbatches: int = 4, images: int = 2, side: int = 128) -> Case:
@@ -115,17 +116,18 @@ class Unsplit(nn.Module):
         return {name: values[name] for name in self.outputs}
 
 
-def measure(communicator: Communicator, name: str, rounds: int) -> dict[str, Any]:
+def measure(communicator: Communicator, name: str, rounds: int, device: torch.device = CPU) -> dict[str, Any]:
     """Times and losses of both runs."""
     chain, loss, minibatch, inputs = make_case(name)
-    model = Unsplit(chain).train()
+    model = Unsplit(chain).train().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY, fused=True)
     plain: list[float] = []
 
     def step_plain() -> None:
         total = 0.0
         for values, targets in zip(inputs, minibatch.targets, strict=True):
-            share = loss(model(values), targets, minibatch.normalisers)["loss"]
+            there = {key: value.to(device) for key, value in values.items()}
+            share = loss(model(there), targets, minibatch.normalisers)["loss"]
             share.backward()
             total += share.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -140,7 +142,7 @@ def measure(communicator: Communicator, name: str, rounds: int) -> dict[str, Any
         clip_norm=CLIP,
         recipe=Recipe(LearningRate(RATE), weight_decay=DECAY),
     )
-    engine = PipelineEngine(chain, loss, Layout.pipelines((0,), len(chain)), options, communicator, torch.device("cpu"))
+    engine = PipelineEngine(chain, loss, Layout.pipelines((0,), len(chain)), options, communicator, device)
     ours: list[float] = []
 
     def step_ours() -> None:

@@ -10,6 +10,7 @@ import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from varuna_capslog.engine.probe import PeakProbe, resident_tensors
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.workload import Minibatch, Workload
+from varuna_capslog.schedules import RunShape
 
 MODELS: dict[str, dict[str, Any]] = {
     "rn50_e6": {"backbone": "resnet50", "norm": "frozen", "num_classes": 91, "cut_points": "heads_last"},
@@ -46,6 +48,7 @@ SIZES: dict[str, tuple[tuple[int, int], ...]] = {
 }
 CUTS = {"rn50_e6": (0, 5, 13, 20), "tiny": (0, 2, 5, 9)}
 SEED = 7
+CPU = torch.device("cpu")
 
 
 def build(model: str) -> tuple[Workload, Chain]:
@@ -75,25 +78,26 @@ def make_minibatch(model: str) -> tuple[Minibatch, list[dict[str, Tensor]]]:
     return Minibatch(specs, targets, normalisers, [[index] for index in range(len(inputs))]), inputs
 
 
-def unsplit(communicator: Communicator, model: str, folder: Path) -> dict[str, Any]:
+def unsplit(communicator: Communicator, model: str, folder: Path, device: torch.device = CPU) -> dict[str, Any]:
     """The oracle: plain autograd over the whole chain. Gradients go to a file."""
     workload, chain = build(model)
     batch, inputs = make_minibatch(model)
-    device, total = torch.device("cpu"), 0.0
+    total = 0.0
     for layer in chain.layers:
-        layer.module.train()
+        layer.module.train().to(device)
     held = [tensor for layer in chain.layers for tensor in (*layer.module.parameters(), *layer.module.buffers())]
     began = time.perf_counter()
     with PeakProbe(device, held) as probe:
         for index, values in enumerate(inputs):
             seed_layer(device, SEED, 1, index, 0)
-            outputs = chain.run(values, lambda done, index=index: seed_layer(device, SEED, 1, index, done + 1))
+            there = {key: value.to(device) for key, value in values.items()}
+            outputs = chain.run(there, lambda done, index=index: seed_layer(device, SEED, 1, index, done + 1))
             loss = workload.loss(outputs, batch.targets[index], batch.normalisers)["loss"]
             loss.backward()
             total += loss.item()
             del outputs, loss
     seconds = time.perf_counter() - began
-    gradients = {name: p.grad for name, p in chain.named_parameters().items() if p.grad is not None}
+    gradients = {name: p.grad.cpu() for name, p in chain.named_parameters().items() if p.grad is not None}
     torch.save(gradients, folder / "unsplit.pt")
     return {
         "loss": total,
@@ -105,20 +109,25 @@ def unsplit(communicator: Communicator, model: str, folder: Path) -> dict[str, A
 
 
 def pipeline(
-    communicator: Communicator, model: str, folder: Path, cuts: tuple[int, ...], schedule: str, recompute: bool
+    communicator: Communicator,
+    model: str,
+    folder: Path,
+    cuts: tuple[int, ...],
+    shape: RunShape,
+    device: torch.device = CPU,
 ) -> dict[str, Any]:
     """The step on this rank. Gradients before clipping go to a file."""
     workload, chain = build(model)
     batch, inputs = make_minibatch(model)
-    options = EngineOptions(len(inputs), schedule=schedule, recompute=recompute, seed=SEED, clip_norm=0.1)
+    options = EngineOptions(len(inputs), schedule=shape.schedule, recompute=shape.recompute, seed=SEED, clip_norm=0.1)
     layout = Layout.pipelines(cuts, len(chain))
-    engine = PipelineEngine(chain, workload.loss, layout, options, communicator, torch.device("cpu"))
+    engine = PipelineEngine(chain, workload.loss, layout, options, communicator, device)
     del chain
     engine.table.boundaries(batch.inputs[0])
 
     def keep() -> None:
         # to a file and not to copies, which would count as memory of the step
-        gradients = {name: p.grad for name, p in engine.optimizer.parameters.items() if p.grad is not None}
+        gradients = {name: p.grad.cpu() for name, p in engine.optimizer.parameters.items() if p.grad is not None}
         torch.save(gradients, folder / f"rank-{communicator.rank}.pt")
 
     held = resident_tensors(engine.layers, engine.optimizer)
@@ -147,6 +156,17 @@ def gradient_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tup
     )
 
 
+def differences(folder: Path, whole: dict[str, Any], ranks: Sequence[dict[str, Any]]) -> tuple[float, str, float, int]:
+    """Of the gradients the largest error and whose it is, the relative difference of the losses, and how many there
+    are.
+    """
+    found: dict[str, Tensor] = {}
+    for rank in range(len(ranks)):
+        found |= torch.load(folder / f"rank-{rank}.pt")
+    error, worst = gradient_error(found, torch.load(folder / "unsplit.pt"))
+    return error, worst, abs(ranks[0]["loss"] - whole["loss"]) / abs(whole["loss"]), len(found)
+
+
 def main() -> None:
     """Runs both steps and compares."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -169,16 +189,13 @@ def main() -> None:
             cuts = tuple(round(stage * whole["layers"] / arguments.ranks) for stage in range(arguments.ranks))
         if len(cuts) != arguments.ranks:
             parser.error(f"--cuts has {len(cuts)} stages for --ranks {arguments.ranks}; give one per rank")
-        ranks = run_ranks(pipeline, len(cuts), model, folder, cuts, arguments.schedule, arguments.recompute)
-        found: dict[str, Tensor] = {}
-        for rank in range(len(cuts)):
-            found |= torch.load(folder / f"rank-{rank}.pt")
-        error, worst = gradient_error(found, torch.load(folder / "unsplit.pt"))
-    difference = abs(ranks[0]["loss"] - whole["loss"]) / abs(whole["loss"])
+        shape = RunShape(len(SIZES[model]), arguments.schedule, arguments.recompute)
+        ranks = run_ranks(pipeline, len(cuts), model, folder, cuts, shape)
+        error, worst, difference, found = differences(folder, whole, ranks)
     print(f"{model}: {whole['parameters']:,} parameters, {whole['layers']} layers, images {sorted(set(SIZES[model]))}")
     print(f"cuts {list(cuts)}, schedule {arguments.schedule}{'' if arguments.recompute else ' without recomputation'}")
     print(f"loss {whole['loss']:.6f}, relative difference {difference:.1e} (aim 1e-5)")
-    print(f"largest gradient error {error:.1e}, of {worst} (aim 1e-5), over {len(found)} parameters")
+    print(f"largest gradient error {error:.1e}, of {worst} (aim 1e-5), over {found} parameters")
     print("| process | layers | step s | peak MiB |")
     print("|---|---|---|---|")
     rows = [(f"rank {rank}", f"{r['layers'][0]} .. {r['layers'][-1]}", r) for rank, r in enumerate(ranks)]

@@ -144,12 +144,12 @@ def stages_of(name: str, length: int) -> list[tuple[int, int]]:
     return sorted({(first, end) for first, end in picked if end > first})
 
 
-def single_stages(name: str) -> Iterator[Trial]:
+def single_stages(name: str, device: str = "cpu", gpu: str = "") -> Iterator[Trial]:
     config = config_of(name)
     workload = load_workload(config)
     size = config.train.microbatch_size
     estimator = StageEstimator(
-        workload, RunConditions(device="cpu", microbatch_size=size, precision=config.train.precision)
+        workload, RunConditions(device=device, microbatch_size=size, precision=config.train.precision, gpu=gpu)
     )
     names = [layer.name for layer in estimator.chain.layers]
     stages = stages_of(name, len(names))
@@ -164,8 +164,9 @@ def measured(
 ) -> dict[tuple[int, int], Observation]:
     """The same stages by real runs, one after the other."""
     workload, size = estimator.workload, config.train.microbatch_size
+    device = estimator.conditions.device
     conditions = RunConditions(
-        "cpu", size, shapes_of(workload.profile_inputs(size)), config.train.precision, True, "host", 1
+        device, size, shapes_of(workload.profile_inputs(size)), config.train.precision, True, "host", 1
     )
     targets, normalisers = workload.profile_targets(size)
     waiting = []
@@ -175,7 +176,7 @@ def measured(
         waiting.append((TrimmedRun(first, end, len(estimator.chain), specs, *loss), 0))
     names = [layer.name for layer in estimator.chain.layers]
     source = functools.partial(load_workload, config)
-    workers = Workers(source, [torch.device("cpu")], 1, (), conditions, free_bytes, names)
+    workers = Workers(source, [torch.device(device)], 1, (), conditions, free_bytes, names)
     with workers.group(1) as group:
         return in_one_launch(waiting, group, workers, LaunchTimes(), lambda *_: None)
 

@@ -1,0 +1,89 @@
+"""An elastic run of four members under load: pauses of planned leaves, kill to next step, and the same over NCCL.
+
+On the CPU NCCL's stand-in takes its place, as in chaos.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from live import Live, losses, pauses, quantiles, step_ends
+from parts.nccl import STAND_IN
+
+from varuna_capslog.rig import nccl_manners
+from varuna_capslog.rig.toy import CONFIG
+
+MEMBERS, STEPS = 4, 12
+LEAVES, KILLS = 3, 3
+PATIENCE = 120.0
+"""Seconds for the steps of one generation, on a machine that is busy with other things; the part has its own limit."""
+LEAVE, KILL = "pause of a planned leave", "kill to next step"
+SAME = {"cuda": "the same changes over gloo and NCCL", "cpu": "the same changes over gloo and the stand-in"}
+ROWS = {device: {LEAVE: "", KILL: "", same: "same members, same losses"} for device, same in SAME.items()}
+
+
+@dataclass
+class Changes:
+    """What happened in a run.
+
+    Attributes:
+        members: of every generation that was waited for.
+        losses: by step.
+        pauses, kills: seconds.
+    """
+
+    members: list[tuple[str, ...]] = field(default_factory=list)
+    losses: dict[int, float] = field(default_factory=dict)
+    pauses: list[float] = field(default_factory=list)
+    kills: list[float] = field(default_factory=list)
+
+
+def measure(device: torch.device, tell: Any) -> None:
+    """Tells the times in milliseconds; on a GPU all members share it, but over NCCL."""
+    found = changes(device, "gloo")
+    for row, values in ((LEAVE, found.pauses), (KILL, found.kills)):
+        numbers = quantiles(values)
+        tell(row, f"median {numbers['p50']:.1f} ms, largest {numbers['max']:.1f} ms of {len(values)}", **numbers)
+    if device.type == "cuda" and len(tell.facts["gpus"]) < MEMBERS:
+        tell.not_run(SAME["cuda"], f"NCCL needs a GPU for each of the {MEMBERS} members (CUDA_VISIBLE_DEVICES)")
+        return
+    os.environ[nccl_manners.MANNERS] = "0,0,0"
+    other = changes(device, "nccl" if device.type == "cuda" else STAND_IN)
+    both = sorted(found.losses.keys() & other.losses.keys())
+    differ = [step for step in both if found.losses[step] != other.losses[step]]
+    result = f"{len(found.members)} generations; losses differ in {len(differ)} of {len(both)} steps"
+    same = found.members == other.members and bool(both) and not differ
+    tell(SAME[device.type], result, same, members=[found.members, other.members], steps=both)
+
+
+def changes(device: torch.device, transport: str) -> Changes:
+    """Leaves and kills, a member joining after each."""
+    path = Path(tempfile.mkdtemp()) / "toy.yaml"  # in the folder of this part, which is removed at its end
+    path.write_text(CONFIG)
+    keys = [f"device={device.type}", f"pipeline.transport={transport}", "model.dim=128", "pipeline.timeout_seconds=10"]
+    found, planned = Changes(), set()
+    with Live(path, keys, MEMBERS) as run:
+        newest = run.wait_steps(MEMBERS, STEPS, PATIENCE)
+        for number in range(LEAVES + KILLS):
+            victim = run.members[number % MEMBERS]
+            if number < LEAVES:
+                run.leave(victim)
+                newest = run.wait_steps(MEMBERS - 1, STEPS, PATIENCE, newest)
+                planned.add(newest)
+            else:
+                began = run.kill(victim)
+                newest = run.wait_steps(MEMBERS - 1, STEPS, PATIENCE, newest)
+                ends = step_ends(run.marks())[newest]
+                found.kills.append(ends[min(ends)][1] - began)
+            found.members.append(run.members)
+            run.join()
+            newest = run.wait_steps(MEMBERS, STEPS, PATIENCE, newest)
+            found.members.append(run.members)
+        found.pauses = [pause.net for pause in pauses(run.marks()) if pause.generation in planned]
+        found.losses = losses(run.folder)
+    return found
