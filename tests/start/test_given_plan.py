@@ -162,7 +162,8 @@ def test_a_given_plan_trains_as_one_device_does_and_another_goes_on(tmp_path: Pa
             2,
             "stage 0 (rank 0, layers 0 to 2 and 8 to 10) reaches its layer 8 only through layers of other stages",
         ),
-        ({"variants": {"1": "sdpa"}}, 2, "variants is {'1': 'sdpa'} in the plan, which this engine does not run yet"),
+        ({"variants": {"1": "sdpq"}}, 2, "unknown variant 'sdpq'; did you mean 'sdpa'?"),
+        ({"variants": {"1": "sdpa"}}, 2, "gives '#1' the variant 'sdpa', which none of these layers has a place for"),
     ],
 )
 def test_a_bad_plan_is_one_sentence_and_starts_nothing(

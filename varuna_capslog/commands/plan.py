@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.commands import shared
 from varuna_capslog.commands.ordinary_model import (
@@ -61,6 +62,15 @@ class PlanFlags(InferenceFlags, ModelFlags):
         option(
             "Memory of each device: 16GiB, or one size per device: 16GiB,16GiB,8GiB or 16GiB*2,8GiB.",
             "pipeline.capacity, or that of a --device cuda:KIND, or no limit",
+        ),
+    ] = None
+    numerics: Annotated[
+        str | None,
+        option(
+            "How far the results of layers may be from those as configured, for variants that budget chooses: same "
+            "(bits), close (1e-5) or loose (1e-2). By estimates.",
+            "numerics of CONFIG, or same",
+            metavar="[same|close|loose]",
         ),
     ] = None
     node_devices: shared.NodeDevices = None
@@ -148,12 +158,19 @@ def plan(given: PlanFlags) -> None:
         raise CapslogError("nothing to plan for: give a CONFIG file, --profile FILE or --model package.module:function")
     elif given.devices is None:
         raise CapslogError("--profile without a CONFIG needs --devices N, the number of devices to plan for")
+    if given.numerics is not None:
+        if settings is None or given.profile:
+            raise CapslogError(
+                "--numerics lets budget choose variants by runs of its own; give a CONFIG or --model alone"
+            )
+        numerics = fields.choice(given.numerics, "--numerics", ("same", "close", "loose"))
+        settings = settings.model_copy(update={"numerics": numerics})
     if given.maximize is not None:
         assert settings is not None, "refused without a CONFIG and --model"
         _maximize(settings, given, given.maximize)
         return
     with announced(None if given.model is None or given.profile else settings):
-        request = _request(settings, given)
+        settings, request = _request(settings, given)
     if given.pareto or given.joint:
         request = dataclasses.replace(request, run=request.run.settled())
     if given.pareto:
@@ -244,8 +261,10 @@ def _link(given: PlanFlags) -> Link:
     )
 
 
-def _request(config: Config | None, given: PlanFlags) -> PlanRequest:
-    """What is planned for: from the config, or from the flags and what a profile says of its run."""
+def _request(config: Config | None, given: PlanFlags) -> tuple[Config | None, PlanRequest]:
+    """The config, with the variants that a planner has chosen, and what is planned for: from the config, or from the
+    flags and what a profile says of its run.
+    """
     from varuna_capslog.base import units
     from varuna_capslog.commands.plan_time import PlanRequest
     from varuna_capslog.config import defaults
@@ -257,11 +276,16 @@ def _request(config: Config | None, given: PlanFlags) -> PlanRequest:
     read = [read_profile(path) for path in given.profile or ()]
     if config is not None:
         from varuna_capslog.start.layerwise_start import configured_link
-        from varuna_capslog.start.prepare import estimate_memo, profile_run
+        from varuna_capslog.start.prepare import estimate_memo, profile_and_variants, profile_run
 
-        pipeline, memo = config.pipeline, estimate_memo(config)
-        return PlanRequest(
-            read or [profile_run(config, show=not given.as_json, memo=memo)],
+        pipeline, memo, show = config.pipeline, estimate_memo(config), not given.as_json
+        if not read and (given.pareto or given.joint):
+            read = [profile_run(config, show, memo)]
+        elif not read:
+            config, profile = profile_and_variants(config, show, memo, link, shared.tell)
+            read = [profile]
+        return config, PlanRequest(
+            read,
             pipeline.devices,
             RunShape.of_config(config).unsized(),
             pipeline.memory,
@@ -272,7 +296,7 @@ def _request(config: Config | None, given: PlanFlags) -> PlanRequest:
         )
     assert given.devices is not None, "needed without a config"
     memory = given.memory or defaults.MEMORY
-    return PlanRequest(
+    return None, PlanRequest(
         read,
         given.devices,
         run_of_profile(read[0], memory),

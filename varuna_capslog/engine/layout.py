@@ -215,8 +215,11 @@ def layout_of(plan: Plan, config: Config) -> Layout:
         CapslogError: the plan says something that the engine cannot run, or would run otherwise; it names the field.
     """
     pipeline, train = config.pipeline, config.train
-    if plan.variants:
-        raise CapslogError(f"variants is {plan.variants!r} in the plan, which this engine does not run yet")
+    if plan.variants and config.variants != (named := {f"#{layer}": name for layer, name in plan.variants.items()}):
+        raise CapslogError(
+            f"variants is {dict(plan.variants)} in the plan, but the config has variants={config.variants}; set "
+            f"variants={named}, or plan again with this config"
+        )
     if plan.actions is None and plan.schedule not in (None, pipeline.schedule) and pipeline.schedule != AUTO_SCHEDULE:
         raise CapslogError(
             f"schedule is {plan.schedule!r} in the plan, but pipeline.schedule is {pipeline.schedule!r}; "

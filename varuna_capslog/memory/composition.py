@@ -88,7 +88,8 @@ def observed(
     wanted = stage_runs(size)
     groups: dict[str, dict[tuple[int, int], Observation]] = {}
     for row in profile.observations:
-        if row.layers[1] - row.layers[0] <= 2 and row.microbatch_size == profile.samples(grain):
+        known = row.variant is None and row.microbatch_size == profile.samples(grain)
+        if known and row.layers[1] - row.layers[0] <= 2:
             groups.setdefault(row.condition, {}).setdefault(row.layers, row)
     lacks = {condition: _lack(rows, wanted) for condition, rows in groups.items()}
     complete = [[groups[condition][run] for run in wanted] for condition, lack in lacks.items() if lack is None]

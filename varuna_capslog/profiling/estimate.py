@@ -7,6 +7,7 @@ Nothing is allocated, and the device that the profile is for need not be there.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -55,6 +56,7 @@ __all__ = [
     "estimate_workload",
     "estimated_profile",
     "key_of_range",
+    "row_of",
 ]
 
 _USUAL = (0.1, 0.5, 0.9)
@@ -172,8 +174,16 @@ class StageEstimator:
         """The same with one accumulation block, in which all but the first backward find gradients."""
         if self.conditions.blocks == 1:
             return self
-        conditions = replace(self.conditions, blocks=1)
-        return StageEstimator(self.workload, conditions, self._inputs, self.speed, self._memo, self.grain)
+        other = copy.copy(self)
+        other.conditions = replace(self.conditions, blocks=1)
+        return other
+
+    def of_chain(self, chain: Chain) -> StageEstimator:
+        """The same workload and conditions with a chain whose layers hand on the same tensors."""
+        other = copy.copy(self)
+        other.chain = chain
+        self._memo.alive.append(chain)
+        return other
 
     def stage(self, first: int, end: int) -> StageEstimate:
         """The stage of layers first .. end-1; any range of the chain.
@@ -279,23 +289,27 @@ def _rows(
     progress: called with the number of runs done and the names of the last one's layers.
     """
     names, stages, rows = [layer.name for layer in estimator.chain.layers], [], []
-    # with a block for every microbatch, no backward would find the parameters' gradients
-    one_block = estimator.with_one_block()
-    conditions = estimator.conditions
-    conditions = replace(conditions, microbatch_size=estimator.grain * conditions.microbatch_size)
     for number, (first, end) in enumerate(stage_runs(len(names))):
-        stage = estimator.stage(first, end)
-        stages.append(stage)
-        row = conditions.row(
-            stage.layers,
-            (estimator.specs[first], estimator.specs[end]),
-            (stage.peak_bytes, stage.static_bytes, stage.saved_bytes),
-            (stage.forward_seconds, stage.backward_seconds),
-            one_block.stage(first, end).actions,
-        )
-        rows.append(one_block.halves(first, end).told(row) if conditions.halves else row)
+        stages.append(estimator.stage(first, end))
+        rows.append(row_of(estimator, first, end))
         progress(number + 1, " + ".join(names[first:end]))
     return stages, rows
+
+
+def row_of(estimator: StageEstimator, first: int, end: int) -> Observation:
+    """The run of layers first .. end-1, as a profile has it."""
+    # with a block for every microbatch, no backward would find the parameters' gradients
+    one_block, stage = estimator.with_one_block(), estimator.stage(first, end)
+    conditions = estimator.conditions
+    conditions = replace(conditions, microbatch_size=estimator.grain * conditions.microbatch_size)
+    row = conditions.row(
+        stage.layers,
+        (estimator.specs[first], estimator.specs[end]),
+        (stage.peak_bytes, stage.static_bytes, stage.saved_bytes),
+        (stage.forward_seconds, stage.backward_seconds),
+        one_block.stage(first, end).actions,
+    )
+    return one_block.halves(first, end).told(row) if conditions.halves else row
 
 
 def _with_fixed(profile: Profile, several: StageEstimator) -> tuple[TensorRecord, ...]:

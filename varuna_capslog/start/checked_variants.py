@@ -1,4 +1,5 @@
-"""The variants of a config, checked once where a run starts, so that all its ranks compute the layers alike.
+"""The variants of a config, checked once where a run starts, so that all its ranks compute the layers alike; and those
+that a plan names.
 
 `start/given_plan` and `api.training` call this. The workers read the config.yaml of the run's folder, which holds what
 has passed.
@@ -6,12 +7,16 @@ has passed.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import section
 from varuna_capslog.config.settings import Config
+from varuna_capslog.plans.plan import Plan
 
-__all__ = ["with_checked_variants"]
+__all__ = ["naming_variants", "with_checked_variants", "with_plan_variants"]
 
 
 def with_checked_variants(config: Config, say: Callable[[str], object] = lambda line: None) -> Config:
@@ -37,3 +42,29 @@ def with_checked_variants(config: Config, say: Callable[[str], object] = lambda 
     decided = section(Config, config.model_dump(mode="json") | {"variants": passed}, "")
     decided._source, decided._given = config._source, config._given
     return decided
+
+
+def naming_variants(config: Config, plan: Plan) -> Plan:
+    """The plan with the variants of its layers, where the config names layers by their numbers, as it does when a
+    planner has chosen; the same plan where the config has patterns, and where plans follow that leave them to it.
+    """
+    numbers = [key.removeprefix("#") for key in config.variants]
+    if plan.short or config.elastic.enabled or not all(number.isdigit() for number in numbers):
+        return plan
+    return dataclasses.replace(plan, variants=dict(zip(numbers, config.variants.values(), strict=True)))
+
+
+def with_plan_variants(config: Config, plan: Plan) -> dict[str, Any]:
+    """What a given plan that names variants decides of a config: its `variants`; nothing where it names none.
+
+    Raises CapslogError where the config has others.
+    """
+    wanted = {f"#{layer}": name for layer, name in plan.variants.items()}
+    if not wanted or config.variants == wanted:
+        return {}
+    if config.variants:
+        raise CapslogError(
+            f"the plan names variants of its layers, and the config has variants={config.variants} too; leave the "
+            "config's out, or plan again"
+        )
+    return {"variants": wanted}

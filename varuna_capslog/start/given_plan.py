@@ -17,7 +17,7 @@ from varuna_capslog.config.settings import Config
 from varuna_capslog.planning.verdict import capacities_of_devices
 from varuna_capslog.plans.parts import PlanRank
 from varuna_capslog.plans.plan import Plan, read_plan
-from varuna_capslog.start.checked_variants import with_checked_variants
+from varuna_capslog.start.checked_variants import with_checked_variants, with_plan_variants
 
 __all__ = ["given_plan", "load_run_config", "with_given_plan"]
 
@@ -41,7 +41,7 @@ def with_given_plan(config: Config, say: Callable[[str], object] = lambda line: 
     The plan replaces `pipeline.devices`, `replicas`, `schedule`, `recompute` and `stage_inputs`, and `say` is told so
     in one line. Its capacities are those of its devices, also for plans that follow: they are taken where the config
     has no `pipeline.capacity`. `train.accumulation_blocks` is taken from the plan where the config leaves it null; it
-    is 1 where the plan leaves it open, too.
+    is 1 where the plan leaves it open, too. Variants that the plan names become the config's.
 
     Raises:
         CapslogError: the file is no plan, the config's sizes differ from its units, it has another number of blocks, or
@@ -88,6 +88,7 @@ def with_given_plan(config: Config, say: Callable[[str], object] = lambda line: 
         say(f"{path} decides: pipeline.{', pipeline.'.join(changed)}")
     values["pipeline"] = pipeline | given
     values["train"] = train | {"accumulation_blocks": blocks or train["accumulation_blocks"] or 1}
+    values |= with_plan_variants(config, plan)
     decided = section(Config, values, "")
     decided._source = config.source
     return decided

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from varuna_capslog.base import fields, files
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
-from varuna_capslog.config.reading import Config, dump_config
+from varuna_capslog.config.reading import Config, dump_config, load_config
 from varuna_capslog.memory import AUTO, MEMORY_MODELS
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import AUTOMATIC, BUDGET, EVERY_PLANNER, JOINT
@@ -34,6 +34,7 @@ from varuna_capslog.plans.rules import check_actions
 from varuna_capslog.profiles.record import write_profile
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.start import ENGINES
+from varuna_capslog.start.checked_variants import naming_variants
 from varuna_capslog.start.default_planner import side_by_side_notes, with_defaults
 from varuna_capslog.start.given_plan import given_plan
 from varuna_capslog.start.layerwise_start import (
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
     from varuna_capslog.profiles.record import Profile
     from varuna_capslog.profiling.estimate import Memo
 
-__all__ = ["estimate_memo", "plan_run", "prepare_run", "profile_run"]
+__all__ = ["estimate_memo", "plan_run", "prepare_run", "profile_and_variants", "profile_run"]
 
 
 def prepare_run(config: Config, show: bool = True) -> Plan:
@@ -80,11 +81,15 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
     _hand_over(config)
     given = _checked_plan(config)
     memo = estimate_memo(config)
-    profile = profile_run(config, show, memo) if _needs_profile(config, given) else None
+    said: list[str] = []
+    profile = None
+    if _needs_profile(config, given):
+        config, profile = profile_and_variants(config, show, memo, say=said.append)
     if given is not None and profile is not None:
         _check_digest(given, profile, config)
     config = with_defaults(config, profile)
-    plan = _plan(config, profile, given, memo=memo)
+    plan = naming_variants(config, _plan(config, profile, given, memo=memo))
+    plan = dataclasses.replace(plan, notes=(*plan.notes, *said))
     check_folder(config, plan.model, grains_of(plan.stages))
     # the plans of an elastic run may each have another schedule
     settled = config if config.elastic.enabled else with_units_of(with_schedule_of(config, plan), plan)
@@ -130,6 +135,32 @@ def profile_run(config: Config, show: bool = True, memo: Memo | None = None) -> 
         return profile_config(config, workers=min(config.world_size, os.cpu_count() or 1), progress=progress)
 
 
+def profile_and_variants(
+    config: Config,
+    show: bool,
+    memo: Memo | None,
+    link: Link | None = None,
+    say: Callable[[str], object] = lambda line: None,
+) -> tuple[Config, Profile]:
+    """`profile_run`; where a planner is to choose variants, the config that names them, and the profile of that one.
+
+    A run that goes on from a checkpoint keeps those that it has.
+
+    say: told what is chosen, and what it gains.
+    """
+    from varuna_capslog.start.chosen_variants import with_chosen_variants
+
+    before = config.run_dir / "config.yaml"
+    if config.resume != "never" and before.exists() and any((config.run_dir / "checkpoints").glob("step-*")):
+        kept = load_config(before)
+        if kept.numerics == config.numerics and not config.variants:
+            config = config.model_copy(update={"variants": kept.variants})
+            return config, profile_run(config, show, memo)
+    profile = profile_run(config, show, memo)
+    chosen = with_chosen_variants(config, profile, memo, link, say)
+    return (config, profile) if chosen.variants == config.variants else (chosen, profile_run(chosen, show, memo))
+
+
 def plan_run(config: Config, profile: Profile | None, link: Link | None = None, memo: Memo | None = None) -> Plan:
     """The configured planner's plan for a profile, or the plan that `pipeline.cuts` gives.
 
@@ -138,7 +169,7 @@ def plan_run(config: Config, profile: Profile | None, link: Link | None = None, 
     several stages per device. `memo` is that of the estimate, where the profile is one.
     """
     config = with_defaults(config, profile)
-    plan = _plan(config, profile, _checked_plan(config), link, memo)
+    plan = naming_variants(config, _plan(config, profile, _checked_plan(config), link, memo))
     pipeline = config.pipeline
     one_line = pipeline.planner_is_default and pipeline.replicas == 1 and not config.elastic.enabled
     notes = side_by_side_notes(profile, pipeline.devices) if profile is not None and one_line else ()

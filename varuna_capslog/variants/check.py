@@ -29,7 +29,7 @@ class Difference:
     part: float
 
 
-def difference(plain: nn.Module, other: nn.Module, arguments: Sequence[Tensor]) -> Difference:
+def difference(plain: nn.Module, other: nn.Module, arguments: Sequence[Tensor], gradients: bool = True) -> Difference:
     """Runs both layers forward and backward on the same values.
 
     Outputs are compared by max|a - b| / max|b|, gradients by max|a - b| / max(max|b|, 1e-3 of the largest gradient of
@@ -38,12 +38,13 @@ def difference(plain: nn.Module, other: nn.Module, arguments: Sequence[Tensor]) 
     Args:
         plain, other: with the same parameters' names and values; both get their mode set.
         arguments: what the layer is called with; those that require a gradient are compared by it as well.
+        gradients: compare them too.
 
     Raises:
         Exception: whatever one of the layers raises on these arguments.
     """
     trains = not _is_random(plain, arguments)
-    of_plain, of_other = (_results(layer.train(trains), arguments) for layer in (plain, other))
+    of_plain, of_other = (_results(layer.train(trains), arguments, gradients) for layer in (plain, other))
     greatest = max([_size(value) for name, value in of_plain if name.startswith("the gradient")], default=0.0)
     worst = Difference("every tensor", 0.0)
     for (name, expected), (_, found) in zip(of_plain, of_other, strict=True):
@@ -79,7 +80,7 @@ def _outputs(layer: nn.Module, arguments: Sequence[Tensor]) -> tuple[Tensor, ...
     return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
-def _results(layer: nn.Module, arguments: Sequence[Tensor]) -> list[tuple[str, Tensor | None]]:
+def _results(layer: nn.Module, arguments: Sequence[Tensor], with_gradients: bool) -> list[tuple[str, Tensor | None]]:
     """Names and values of all that is compared; None: no gradient."""
     given = [argument.detach().clone().requires_grad_(argument.requires_grad) for argument in arguments]
     with torch.random.fork_rng(devices=[]):
@@ -91,7 +92,7 @@ def _results(layer: nn.Module, arguments: Sequence[Tensor]) -> list[tuple[str, T
         wanted = [(f"input {number}", one) for number, one in enumerate(given) if one.requires_grad]
         wanted += [(name, one) for name, one in layer.named_parameters() if one.requires_grad]
         ends = [output for output in outputs if output.requires_grad]
-        if ends and wanted:
+        if with_gradients and ends and wanted:
             torch.manual_seed(1)
             upper = [torch.randn_like(output) for output in ends]
             gradients = torch.autograd.grad(ends, [one for _, one in wanted], upper, allow_unused=True)

@@ -40,14 +40,18 @@ class Variant:
         numerics: its class, a key of `NUMERICS`.
         rewrite: changes a layer's module in place; returns how many parts it changed, and None where the layer has
             nothing that the variant is for.
+        searched: planners may choose it, which takes runs of every layer that it is for; else a config alone.
     """
 
     name: str
     numerics: str
     rewrite: Callable[[nn.Module], int | None]
+    searched: bool = True
 
     def __post_init__(self) -> None:
         fields.text(self.name, "name of a variant")
+        if self.name == "plain" or "," in self.name:
+            raise CapslogError(f"a variant cannot be called {self.name!r}; use another name, without commas")
         fields.choice(self.numerics, f"numerics of variant {self.name!r}", allowed=tuple(NUMERICS))
 
 
@@ -59,7 +63,7 @@ _ATTENTION = {
 }
 _registered: dict[str, Variant] = {
     **{
-        name: Variant(name, "close", functools.partial(attention_everywhere, kind=kind))
+        name: Variant(name, "close", functools.partial(attention_everywhere, kind=kind), name != "split-keys")
         for name, kind in _ATTENTION.items()
     },
     "channels-last": Variant("channels-last", "close", in_channels_last),

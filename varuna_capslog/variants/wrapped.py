@@ -47,10 +47,11 @@ def _class(kind: Any, plain: Any) -> Any:
     return type(f"{kind.__name__[1:]}{plain.__name__}", (kind, plain), {})
 
 
-def _wrap(layer: nn.Module, kind: type[nn.Module]) -> int:
+def _wrap(layer: nn.Module, kind: Any) -> int:
     if isinstance(layer, kind):
         return 0
-    layer.__class__ = _class(kind, type(layer))
+    plain: Any = type(layer)
+    layer.__class__ = _class(kind, plain)
     return 1
 
 

@@ -1,0 +1,140 @@
+"""Variants, cuts and memory intervals chosen together, beside every choice of all three."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.memory.machine import Model, profile_of
+from tests.planners.intervals.stages import UNIT
+from tests.planners.test_budget import all_cuts, choices, step_of
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.planners.layerwise import Layerwise
+from varuna_capslog.planning import variant_search
+from varuna_capslog.planning.layerwise import judged_layerwise_plan
+from varuna_capslog.planning.variant_search import choose_variants
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.record import Observation, Profile, layers_of_runs
+from varuna_capslog.profiles.variants import PLAIN, alternatives_of, text_of, under, variant_pairs
+from varuna_capslog.schedules import RunShape
+
+INSIDE = ("inner", "hidden", "tail", "noted")
+"""Lists of a model that a variant of a layer may change: nothing that its neighbours see."""
+
+
+def random_variants(draw: random.Random, size: int, counts: Sequence[int], names: str = "") -> Profile:
+    """A profile of a random model with rows of so many variants of each layer; their bytes come from the machine.
+
+    names: of the layers; default: its own.
+    """
+    plain = Model.random(draw, size, even=True, scale=20_000)
+    own = {at: tuple(f"v{number}" for number in range(count)) for at, count in enumerate(counts) if count}
+    inside = {
+        (at, name): {
+            part: getattr(plain, part)[at] if name == PLAIN else draw.randrange(200) * 20_000 for part in INSIDE
+        }
+        for at in range(size)
+        for name in (PLAIN, *own.get(at, ()))
+    }
+    seconds = {key: [draw.randrange(1, 40) * UNIT for _ in range(2)] for key in inside}
+
+    def rows_of(chosen: Mapping[int, str]) -> dict[tuple[int, int], Observation]:
+        parts: dict[str, Any] = {
+            part: [inside[at, chosen.get(at, PLAIN)][part] for at in range(size)] for part in INSIDE
+        }
+        found = {}
+        for row in profile_of(replace(plain, **parts), "cuda").observations:
+            times = [seconds[at, chosen.get(at, PLAIN)] for at in range(*row.layers)]
+            forward, backward = (sum(column) for column in zip(*times, strict=True))
+            found[row.layers] = replace(row, forward_seconds=forward, backward_seconds=backward)
+        return found
+
+    base, rows = profile_of(plain, "cuda"), rows_of({})
+    more = []
+    for first, given in variant_pairs(own, size):
+        chosen = {first + place: name for place, name in enumerate(given) if name != PLAIN}
+        more.append(replace(rows_of(chosen)[first, first + len(given)], variant=text_of(given)))
+    called = [f"{names or 'layer'}.{at}" for at in range(size)]
+    layers = layers_of_runs(called, list(rows.values()))
+    return replace(base, layers=layers, observations=(*rows.values(), *more), source="measured")
+
+
+def plan_of(profile: Profile, devices: int, run: RunShape, usable: int) -> Plan:
+    return judged_layerwise_plan(profile, devices, "budget", "auto", usable, run)
+
+
+def least_step(profile: Profile, devices: int, run: RunShape, usable: int) -> float:
+    """Of every cut list with every choice of intervals that fits; infinite where none does."""
+    free, best = Layerwise.of_profile(profile, run, devices), float("inf")
+    for cuts in all_cuts(profile.num_layers, devices):
+        stages = list(enumerate(itertools.pairwise((*cuts, profile.num_layers))))
+        own = [
+            [one for one in choices(first, end, ("recompute",)) if free.peak(stage, first, end, one) <= usable]
+            for stage, (first, end) in stages
+        ]
+        best = min([best, *(step_of(profile, cuts, memory, run) for memory in itertools.product(*own))])
+    return best
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_choice_of_variants_cuts_and_intervals_is_better(seed: int) -> None:
+    draw = random.Random(seed)
+    size = draw.choice([3, 3, 4])
+    counts = [draw.choice([0, 1, 2]) for _ in range(size - 1)]
+    profile = random_variants(draw, size, [*counts, 0])
+    run = RunShape(draw.randrange(4, 6), "1f1b", num_blocks=1, recompute=False)
+    every = [
+        {at: name for at, name in enumerate(names) if name != PLAIN}
+        for names in itertools.product(*((PLAIN, *alternatives_of(profile).get(at, ())) for at in range(size)))
+    ]
+    plain = Layerwise.of_profile(under(profile, {}), run, 2)
+    kept = max(plain.peak(stage, *ends, ()) for stage, ends in enumerate([(0, 1), (1, size)]))
+    for usable in (int(kept * part) for part in (0.4, 0.7)):
+        expected = min(least_step(under(profile, chosen), 2, run, usable) for chosen in every)
+        found = choose_variants(profile, 2, run.microbatches, lambda one, limit=usable: plan_of(one, 2, run, limit))
+        assert found.every
+        step = found.plan.step_seconds if found.plan.fits else float("inf")
+        assert step == pytest.approx(expected, rel=1e-12) or (step is not None and step < expected)
+        again = plan_of(under(profile, found.chosen), 2, run, usable)
+        assert (again.fits, again.step_seconds) == (found.plan.fits, found.plan.step_seconds)
+
+
+def test_of_equal_plans_the_one_with_fewest_variants() -> None:
+    profile = random_variants(random.Random(1), 3, [0, 0, 0])
+    twins = [replace(row, variant="twin") for row in profile.observations if row.layers == (0, 1)]
+    pair = next(row for row in profile.observations if row.layers == (0, 2))
+    profile = replace(profile, observations=(*profile.observations, *twins, replace(pair, variant="twin,plain")))
+    run = RunShape(4, "1f1b", num_blocks=1)
+    assert choose_variants(profile, 2, 4, lambda one: plan_of(one, 2, run, 1 << 40)).chosen == {}
+
+
+def test_many_layers_of_a_family_get_one_variant_each_by_few_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search that is not exhaustive finds no worse plan than the layers as configured, and often the best one."""
+    monkeypatch.setattr(variant_search, "EVERY_CHOICE", 1)
+    monkeypatch.setattr(variant_search, "MOST_WEIGHED", 8)
+    equal = 0
+    for seed in range(4):
+        draw = random.Random(seed)
+        profile, run = random_variants(draw, 4, [2, 2, 2, 0], "block"), RunShape(4, "1f1b", num_blocks=1)
+        plain = plan_of(under(profile, {}), 2, run, 1 << 40)
+        found = choose_variants(profile, 2, 4, lambda one, run=run: plan_of(one, 2, run, 1 << 40))
+        assert (found.every, found.weighed <= 9) == (False, True)
+        assert found.plan.step_seconds <= plain.step_seconds  # type: ignore[operator]
+        monkeypatch.setattr(variant_search, "EVERY_CHOICE", 256)
+        best = choose_variants(profile, 2, 4, lambda one, run=run: plan_of(one, 2, run, 1 << 40))
+        monkeypatch.setattr(variant_search, "EVERY_CHOICE", 1)
+        assert best.plan.step_seconds <= found.plan.step_seconds  # type: ignore[operator]
+        equal += best.plan.step_seconds == found.plan.step_seconds
+    assert equal >= 1
+
+
+def test_a_run_that_the_profile_lacks_is_named() -> None:
+    profile = random_variants(random.Random(0), 3, [1, 1, 0])
+    rows = [row for row in profile.observations if row.variant != "v0,v0"]
+    with pytest.raises(CapslogError, match=r"no run of layers \[0, 2\] as v0, v0; estimate it again"):
+        under(replace(profile, observations=tuple(rows)), {0: "v0", 1: "v0"})

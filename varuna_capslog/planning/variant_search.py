@@ -1,0 +1,173 @@
+"""Which variant computes each layer: the choice whose fastest plan that fits takes the shortest step.
+
+A profile with rows of variants (`profiles/variants`) gives the profile of every choice, and planner `budget` the best
+plan of cuts and memory intervals for it; so variants, cuts and intervals are weighed by the same seconds and bytes.
+`start/chosen_variants` calls this before a run; what is chosen is a constant of the run.
+
+State: a variant for each layer. Cost: what its plan lacks, then its step, the number of layers that are not as
+configured, and its peak. Bound: no step is shorter than all forwards and backwards of its calls spread evenly over the
+devices, so a choice whose bound is no shorter than the best step is not planned for. Up to `EVERY_CHOICE` choices all
+are weighed or ruled out so, in the order of their bounds. Of more choices, layers whose names differ in numbers alone
+have one variant, without those that are worse in every number than another one; the search then changes one such family
+at a time, and at last one family on one stage of the best plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.record import Observation, Profile
+from varuna_capslog.profiles.variants import PLAIN, alternatives_of, under
+
+__all__ = ["EVERY_CHOICE", "VariantChoice", "choose_variants"]
+
+EVERY_CHOICE = 256
+"""Up to so many choices every one is weighed or ruled out."""
+MOST_WEIGHED = 40
+"""Of more choices, so many are planned for at most."""
+
+PlanOf = Callable[[Profile], Plan]
+"""A profile -> the best plan for it, judged, with its step where it fits."""
+
+
+@dataclass(frozen=True)
+class VariantChoice:
+    """The best choice.
+
+    Attributes:
+        chosen: layer -> variant; layers that stay as configured are left out.
+        plan: for it. plain: the best plan for the layers as configured.
+        weighed: how many choices were planned for.
+        every: whether all others were ruled out.
+    """
+
+    chosen: Mapping[int, str]
+    plan: Plan
+    plain: Plan
+    weighed: int
+    every: bool
+
+
+def choose_variants(profile: Profile, devices: int, calls: int, plan_of: PlanOf) -> VariantChoice:
+    """The best choice of variants for a profile with rows of them.
+
+    Args:
+        devices: of the pipeline.
+        calls: microbatches of a step.
+        plan_of: see `PlanOf`.
+    """
+    return _VariantSearch(profile, devices, calls, plan_of).best()
+
+
+_Choice = tuple[str, ...]
+"""A name for each layer."""
+
+
+class _VariantSearch:
+    def __init__(self, profile: Profile, devices: int, calls: int, plan_of: PlanOf) -> None:
+        self._profile, self._plan_of = profile, plan_of
+        own, size = alternatives_of(profile), profile.num_layers
+        self._names: list[tuple[str, ...]] = [(PLAIN, *own.get(layer, ())) for layer in range(size)]
+        self._rows: dict[tuple[int, str], Observation] = {}
+        for row in profile.observations:
+            if row.layers[1] - row.layers[0] == 1 and row.microbatch_size == profile.samples(1):
+                self._rows.setdefault((row.layers[0], row.variant or PLAIN), row)
+        self._share = calls / devices
+        self._plans: dict[_Choice, tuple[tuple[float, ...], Plan]] = {}
+
+    def best(self) -> VariantChoice:
+        plain = (PLAIN,) * len(self._names)
+        self._weigh(plain)
+        every = math.prod(len(names) for names in self._names) <= EVERY_CHOICE
+        if every:
+            for choice in sorted(itertools.product(*self._names), key=self._bound):
+                self._weigh(choice)
+        else:
+            self._by_families()
+        found = self._best
+        chosen = {layer: name for layer, name in enumerate(found) if name != PLAIN}
+        return VariantChoice(chosen, self._plans[found][1], self._plans[plain][1], len(self._plans), every)
+
+    @property
+    def _best(self) -> _Choice:
+        return min(self._plans, key=lambda choice: self._plans[choice][0])
+
+    def _bound(self, choice: _Choice) -> float:
+        rows = [self._rows[layer, name] for layer, name in enumerate(choice)]
+        return self._share * sum((row.forward_seconds or 0.0) + (row.backward_seconds or 0.0) for row in rows)
+
+    def _weigh(self, choice: _Choice) -> None:
+        """Plans for a choice, unless no plan of it can be better than the best one."""
+        if choice in self._plans:
+            return
+        if self._plans:
+            lack, step = self._plans[self._best][0][:2]
+            if not lack and self._bound(choice) >= step:
+                return
+        plan = self._plan_of(under(self._profile, {n: name for n, name in enumerate(choice) if name != PLAIN}))
+        lack = float(plan.shortfall.bytes) if plan.shortfall is not None else float(plan.fits is False)
+        step = math.inf if plan.step_seconds is None else plan.step_seconds
+        changed = float(sum(name != PLAIN for name in choice))
+        self._plans[choice] = (lack, step, changed, float(plan.peak_bytes or 0)), plan
+
+    def _by_families(self) -> None:
+        families: dict[object, list[int]] = {}
+        for layer, own in enumerate(self._names):
+            key = re.sub(r"\d+", "#", self._profile.layers[layer].name), own
+            families.setdefault(key, []).append(layer)
+        options = [(layers, self._undominated(layers)) for layers in families.values()]
+        for sizes in (("forward_seconds", "backward_seconds"), ("peak_bytes",)):
+            start = [PLAIN] * len(self._names)
+            for layers, names in options:
+                least = min(names, key=lambda name: sum(self._sum(layers, name, size) for size in sizes))
+                for layer in layers:
+                    start[layer] = least
+            self._weigh(tuple(start))
+        self._change((layers, name) for layers, names in options for name in names)
+        stages = [set(stage.numbers) for stage in self._plans[self._best][1].stages]
+        self._change(
+            ([layer for layer in layers if layer in stage], name)
+            for stage in stages
+            for layers, names in options
+            for name in names
+        )
+
+    def _change(self, changes: Iterable[tuple[Sequence[int], str]]) -> None:
+        """Weighs the best choice so far with each of these changes in turn."""
+        for layers, name in changes:
+            if len(self._plans) >= MOST_WEIGHED:
+                return
+            choice = list(self._best)
+            for layer in layers:
+                choice[layer] = name
+            self._weigh(tuple(choice))
+
+    def _sum(self, layers: Sequence[int], name: str, size: str) -> float:
+        return sum(float(getattr(self._rows[layer, name], size) or 0) for layer in layers)
+
+    def _undominated(self, layers: Sequence[int]) -> list[str]:
+        """The variants of a family for which no other one is as good in every number; of equal ones the first."""
+        names = self._names[layers[0]]
+        numbers = {name: [x for layer in layers for x in _numbers(self._rows[layer, name])] for name in names}
+        return [
+            name
+            for place, name in enumerate(names)
+            if not any(
+                all(a <= b for a, b in zip(numbers[other], numbers[name], strict=True))
+                and (numbers[other] != numbers[name] or number < place)
+                for number, other in enumerate(names)
+                if other != name
+            )
+        ]
+
+
+def _numbers(row: Observation) -> Iterator[float]:
+    yield from (float(getattr(row, name) or 0) for name in ("forward_seconds", "backward_seconds", "peak_bytes"))
+    yield from (float(getattr(row, name) or 0) for name in ("static_bytes", "saved_bytes", "transient_bytes"))
+    if row.action_bytes is not None:
+        yield from (float(size or 0) for size in vars(row.action_bytes).values() if not isinstance(size, bool))

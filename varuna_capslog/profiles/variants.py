@@ -1,0 +1,74 @@
+"""The rows of a profile for layers that are computed in another way, and the profile of one choice among these ways.
+
+Rows of a single layer say `variant`; rows of two layers say both, as "sdpa,plain". The rows of the layers as configured
+say nothing, and are those that memory models read. `planning/variant_search` asks for the profile of each choice it
+weighs: that of a model whose layers are computed so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.profiles.record import Observation, Profile, layers_of_runs
+from varuna_capslog.profiles.runs import stage_runs
+
+__all__ = ["PLAIN", "alternatives_of", "text_of", "under", "variant_pairs"]
+
+PLAIN = "plain"
+"""In rows of two layers: the one that is computed as configured."""
+
+
+def text_of(names: Sequence[str]) -> str | None:
+    """What a row says of its layers; None where all are as configured."""
+    return None if all(name == PLAIN for name in names) else ",".join(names)
+
+
+def variant_pairs(alternatives: Mapping[int, Sequence[str]], num_layers: int) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """First layer and names of the runs that variants need: of each layer alone, then of every two neighbours.
+
+    alternatives: layer -> its variants.
+    """
+    own = {layer: (PLAIN, *alternatives.get(layer, ())) for layer in range(num_layers)}
+    for first, end in stage_runs(num_layers):
+        choices: list[tuple[str, ...]] = [()]
+        for layer in range(first, end):
+            choices = [(*names, name) for names in choices for name in own[layer]]
+        yield from ((first, names) for names in choices if text_of(names) is not None)
+
+
+def alternatives_of(profile: Profile) -> dict[int, tuple[str, ...]]:
+    """Layer -> the variants that the profile has rows of, in their order there."""
+    found: dict[int, tuple[str, ...]] = {}
+    for row in profile.observations:
+        if row.variant is not None and row.layers[1] - row.layers[0] == 1:
+            found[row.layers[0]] = (*found.get(row.layers[0], ()), row.variant)
+    return dict(sorted(found.items()))
+
+
+def under(profile: Profile, chosen: Mapping[int, str]) -> Profile:
+    """The profile of the same model with some layers computed in another way, and with no rows of further ways.
+
+    chosen: layer -> variant.
+
+    Raises CapslogError naming a run that the profile lacks.
+    """
+    rows: dict[tuple[tuple[int, int], str | None], Observation] = {}
+    for row in profile.observations:
+        if row.microbatch_size == profile.samples(1):
+            rows.setdefault((row.layers, row.variant), row)
+    found = []
+    for first, end in stage_runs(profile.num_layers):
+        names = [chosen.get(layer, PLAIN) for layer in range(first, end)]
+        wanted = rows.get(((first, end), text_of(names)))
+        if wanted is None:
+            raise CapslogError(
+                f"the profile has no run of layers {[first, end]} as {', '.join(names)}; estimate it again with the "
+                "same numerics"
+            )
+        found.append(dataclasses.replace(wanted, variant=None))
+    names, sizes = [layer.name for layer in profile.layers], [layer.parameter_bytes for layer in profile.layers]
+    known = [size for size in sizes if size is not None]
+    layers = layers_of_runs(names, found, known if len(known) == len(sizes) else None)
+    return dataclasses.replace(profile, layers=layers, observations=tuple(found))
