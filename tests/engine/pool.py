@@ -20,6 +20,7 @@ _IMPORTED_ONCE = [
     "torchvision",
     "varuna_capslog.engine.pipeline",
     "detr_pipeline.task",
+    "torch._dynamo",
     "transformers.models.rt_detr.modeling_rt_detr",  # skipped where transformers is not installed
 ]
 """By the process that workers are forked from: seconds that each of them would spend again."""

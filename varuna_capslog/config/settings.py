@@ -358,6 +358,17 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _compile_agrees(self) -> Config:
+        if self.train.compile is None:
+            return self
+        if self.engine != "capslog":
+            raise ValueError(
+                f"train.compile={self.train.compile} but engine={self.engine}: only our own engine compiles layers one "
+                "by one; set engine to capslog, or train.compile to null"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _elastic_agrees(self) -> Config:
         if not self.elastic.enabled:
             return self

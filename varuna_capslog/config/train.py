@@ -113,6 +113,10 @@ class Train(Section):
     precision: Literal["float32", "bfloat16"] = "float32"
     """bfloat16 runs layers under autocast; weights, sums and the optimizer stay float32."""
 
+    compile: str | None = None
+    """Backend of torch.compile, such as inductor, with which every layer is compiled by itself before the first step;
+    null runs the layers as they are. Profiles and evaluations are of the layers as they are."""
+
     checkpoint_every: int | None = Field(None, gt=0)
     """Steps between checkpoints; null writes one at each evaluation and at the end only."""
 

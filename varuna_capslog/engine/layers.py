@@ -8,8 +8,9 @@ from the others. That makes every sum of gradients the same for any cut list (en
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -110,6 +111,8 @@ class EngineLayer:
         index: position in the chain.
         parameters: name inside the layer -> this layer's own leaf (a shared parameter's leaves share one storage).
         shared: name inside the layer -> address of the shared parameter, for those that are shared.
+        compiled: what runs in training in the module's place; it always builds a graph, since torch compiles other code
+            for a forward without one. None: the module itself runs.
     """
 
     def __init__(
@@ -122,6 +125,7 @@ class EngineLayer:
         self.shared = dict(shared)
         self.parameters: dict[str, nn.Parameter] = dict(layer.module.named_parameters())
         self.statistics = RunningStatistics(layer.module)
+        self.compiled: Callable[..., Any] | None = None
         self._precision = precision
         self._stateless = False
 
@@ -137,6 +141,11 @@ class EngineLayer:
         return self.shared.get(name, f"{self.name}.{name}")
 
     @property
+    def compiles(self) -> bool:
+        """Whether `compiled` runs: evaluations run the module itself."""
+        return self.compiled is not None and self.layer.module.training
+
+    @property
     def buffers(self) -> dict[str, Tensor]:
         """Persistent buffers by name inside the layer."""
         return persistent_buffers(self.layer.module, self.parameters)
@@ -147,7 +156,8 @@ class EngineLayer:
         """Runs the layer; returns what it writes.
 
         Args:
-            values: at least the tensors it reads.
+            values: at least the tensors it reads; where `compiles`, with a gradient wherever their specs want one, also
+                without a graph.
             key: (run seed, step, microbatch) of the random numbers.
             graph: keep the autograd graph.
             record: count running statistics (False in a recomputation).
@@ -159,10 +169,13 @@ class EngineLayer:
         if self.statistics:
             self.statistics.begin(key[2] if record else None)
         try:
-            with torch.set_grad_enabled(graph), autocast_context(self.device.type, self._precision):
-                written = self.layer(values)
+            compiles = self.compiles
+            with torch.set_grad_enabled(graph or compiles), autocast_context(self.device.type, self._precision):
+                written = self.layer.run(values, self.compiled if compiles else None)
         finally:
             self.statistics.end()
+        if compiles and not graph:
+            written = {name: tensor.detach() for name, tensor in written.items()}
         if versions is not None:
             self._check_state(versions)
         return written

@@ -24,6 +24,7 @@ class EngineOptions(RunShape):
         clip_norm: largest global gradient norm, 0 = no clipping.
         recipe: how parameters are stepped.
         tier: where memory intervals offload to.
+        compile: backend of torch.compile for every layer, None = layers run as they are.
         refuses: whether a step that is not finite is voted down; a profiler that feeds dummy values switches this off.
     """
 
@@ -35,4 +36,5 @@ class EngineOptions(RunShape):
     recipe: Recipe = field(default_factory=Recipe)
     actions: tuple[tuple[str, ...], ...] | None = None
     tier: TierOptions = field(default_factory=TierOptions)
+    compile: str | None = None
     refuses: bool = True

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError, PeerLost
 from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.compiling.ahead import LayerCompiler
 from varuna_capslog.engine.executor import Contexts, Executor, Observer
 from varuna_capslog.engine.grains import Joining, check_grains, joined_inputs, sample_dimensions
 from varuna_capslog.engine.holders.gradients import GradientBook
@@ -133,13 +134,13 @@ class PipelineEngine:
             self.stages[number] = Stage(number, chain, layers, end, place.memory or (), tier, ports)
         loading = [number for number, stage in self.stages.items() if stage.ports.inputs]
         self.loaded_microbatches = sorted(one for stage in loading for one in self._graph.microbatches[stage])
-        self._last = [stage for stage in self.stages.values() if stage.ends_in_loss]
         self._reported = [layer.index for layer in self.layers if layout.reporter(layer.index) == self.rank]
         self._gradients = GradientBook(chain, self.layers, communicator, layout)
         self._statistics = StatisticsBook(self.layers, communicator, layout, options.num_microbatches)
         opener = opener_of(options.transport)
         if opener is not None:
             communicator.open_pair_groups(self.pairs(), opener, device)
+        self._compiler = self._made_compiler()
         updates = SharedUpdates(self.layers, communicator, layout)
         self.optimizer = StageOptimizer(self.layers, options.recipe, layout.moments_away(self.rank), tier, updates)
         self._observer = observer
@@ -163,6 +164,21 @@ class PipelineEngine:
     def pairs(self) -> set[tuple[int, int]]:
         """Every ordered pair of ranks between which tensors travel: over cuts, shared parameters and replicas."""
         return self.layout.pairs(self._graph.edges, [shared.layers for shared in self.chain.shared])
+
+    def _made_compiler(self) -> LayerCompiler | None:
+        """None where nothing is compiled."""
+        backend = self.options.compile
+        if backend is None:
+            return None
+        own = (action for row in self.options.actions or () for action in row)
+        splits = self.options.splits_backwards or any("I" in action for action in own)
+        if splits or any(stage.offloads for stage in self.layout.stages):
+            what = "splits its backwards" if splits else "offloads what layers save"
+            raise CapslogError(
+                f"train.compile={backend} makes one operation of a layer, but this plan {what}, which needs the "
+                "layer's own operations; choose another schedule or plan, or set train.compile to null"
+            )
+        return LayerCompiler(backend, self.chain, self.layers, self.communicator)
 
     # -- microbatches ------------------------------------------------------------------------------------------------
 
@@ -213,9 +229,14 @@ class PipelineEngine:
     def compute(self, step: int, minibatch: Minibatch, load: Load) -> None:
         """As `Engine.compute`; the sums are over blocks, replicas and shared uses. What a failure leaves is dropped."""
         check_minibatch(minibatch, self.options)
+        contexts = self._contexts(minibatch, step)
+        if self._compiler is not None:
+            specs = lambda number: [contexts(call).specs for call in self._graph.calls[number]]  # noqa: E731
+            self._compiler.prepare(
+                minibatch, lambda: [(stage.layers, specs(number)) for number, stage in self.stages.items()]
+            )
         if self.idle:
             return
-        contexts = self._contexts(minibatch, step)
         for calls, grain in zip(self._graph.calls, self._graph.grains, strict=True):
             for call in calls if grain > 1 else ():
                 contexts(call)  # all ranks refuse microbatches of unequal sizes, before any message
@@ -263,7 +284,8 @@ class PipelineEngine:
         if self._executor is not None:
             data = dataclasses.replace(data, busy_seconds=self._executor.stopwatch.take())
         try:
-            return self._poll.hold(step, minibatch, self._last, norms, stop, ballot, data)
+            last = [stage for stage in self.stages.values() if stage.ends_in_loss]
+            return self._poll.hold(step, minibatch, last, norms, stop, ballot, data)
         except BaseException:
             self.forget()
             raise

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -31,7 +32,11 @@ class Layer:
 
     def __call__(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Runs the layer on its part of `values`; returns what it writes."""
-        result = self.module(*[values[name] for name in self.reads])
+        return self.run(values)
+
+    def run(self, values: Mapping[str, Tensor], instead: Callable[..., Any] | None = None) -> dict[str, Tensor]:
+        """As a call of the layer; `instead`: what is called in the place of its module."""
+        result = (instead or self.module)(*[values[name] for name in self.reads])
         if isinstance(result, Tensor):
             result = (result,)
         if len(result) != len(self.writes):

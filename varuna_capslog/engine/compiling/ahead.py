@@ -1,0 +1,100 @@
+"""Compiles one rank's layers, one by one (engine rule 4), before the first step that needs them.
+
+The engine calls it where `train.compile` names a backend. Every process that runs a layer compiles the same graph for
+the same shapes, whatever the cuts are, so that the bits stay those of one process. Nothing is compiled inside a step,
+where the other ranks would wait for it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.compiling.forward import CompiledForward, check_backend
+from varuna_capslog.engine.layers import EngineLayer
+from varuna_capslog.model.chain import Chain, TensorSpec, Value
+from varuna_capslog.model.workload import Minibatch
+
+__all__ = ["LayerCompiler"]
+
+Calls = Iterable[Mapping[Value, TensorSpec]]
+"""The specs of every value of the chain, for each call of a stage."""
+
+
+class LayerCompiler:
+    """The compiled layers of a rank.
+
+    A layer that keeps running statistics stays as it is, since these are collected by hooks around its modules.
+
+    Args:
+        layers: of this rank; those that were compiled for an earlier engine stay so.
+
+    Raises:
+        CapslogError: an unknown backend.
+    """
+
+    def __init__(self, backend: str, chain: Chain, layers: Sequence[EngineLayer], communicator: Communicator) -> None:
+        check_backend(backend)
+        self._backend, self._reads, self._communicator = backend, chain.reads, communicator
+        self._met: set[Any] = set()
+        for layer in layers:
+            if not layer.statistics and layer.compiled is None:
+                layer.compiled = CompiledForward(layer.layer.module, backend)
+
+    def prepare(
+        self, minibatch: Minibatch, stages: Callable[[], Iterable[tuple[Sequence[EngineLayer], Calls]]]
+    ) -> None:
+        """Before a step: compiles what this minibatch's sizes need. All ranks of the communicator call it.
+
+        Args:
+            stages: this rank's layers of each stage, with the calls of a step; asked where some size is new.
+
+        Raises:
+            CapslogError: a layer cannot be compiled. PeerLost: one of another rank cannot.
+        """
+        sizes = {tuple(sorted(inputs.items())) for inputs in minibatch.inputs}
+        if sizes <= self._met:  # the same on all ranks
+            return
+        self._met |= sizes
+        self._communicator.together(lambda: self._compile(stages()))
+
+    def _compile(self, stages: Iterable[tuple[Sequence[EngineLayer], Calls]]) -> None:
+        begun, done, count = time.perf_counter(), set(), 0
+        for layers, calls in stages:
+            for specs in calls:
+                for layer in layers:
+                    reads = {value.name: specs[value] for value in self._reads[layer.index]}
+                    key = layer.index, tuple(sorted(reads.items()))
+                    if layer.compiled is not None and key not in done:
+                        done.add(key)
+                        self._try(layer, reads)
+                        count += 1
+        if count and self._communicator.rank == 0:
+            sys.stdout.write(
+                f"rank 0 has compiled {count} layers and sizes with {self._backend} in "
+                f"{time.perf_counter() - begun:.1f} s, as every rank has its own\n"
+            )
+
+    def _try(self, layer: EngineLayer, reads: Mapping[str, TensorSpec]) -> None:
+        """A forward and a backward on zeros, which leave no trace; torch compiles either when it first runs."""
+        values = {name: spec.zeros(layer.device).requires_grad_(spec.requires_grad) for name, spec in reads.items()}
+        try:
+            written = layer.forward(values, (0, 0, 0), graph=True, record=False)
+            found = [one for one in written.values() if one.requires_grad]
+            wanted = [one for one in (*values.values(), *layer.parameters.values()) if one.requires_grad]
+            if found and wanted:
+                torch.autograd.grad(found, wanted, [torch.zeros_like(one) for one in found], allow_unused=True)
+        except Exception as error:  # the backend's own, of any library
+            cause = getattr(error, "inner_exception", error)  # of torch's own, what the backend raised
+            reason = next((line.strip() for line in str(cause).splitlines() if line.strip()), "")
+            raise CapslogError(
+                f"layer {layer.name!r} cannot be compiled with train.compile={self._backend!r} "
+                f"({type(cause).__name__}: {reason[:300]}); choose another backend, or null, which runs the layers as "
+                "they are"
+            ) from error
