@@ -15,7 +15,7 @@ from varuna_capslog.membership.recovery import Seat, speeds_of
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import BUDGET
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.equal_pipelines import equal_pipelines_plan
+from varuna_capslog.planning.placed.equal_pipelines import equal_pipelines_plan
 from varuna_capslog.planning.playing import even_share_seconds
 from varuna_capslog.planning.ranks import judged, with_stage_bytes
 from varuna_capslog.planning.verdict import HostMemory

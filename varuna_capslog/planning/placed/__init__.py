@@ -1,5 +1,6 @@
 """Plans of planners that say on which ranks each stage stands: `replicated` gives a stage several, `periodic` gives a
-rank several stages. `planning/search` and the start of a run ask here.
+rank several stages. `planning/search` and the start of a run ask here. `equal_pipelines` repeats a plan of planner
+`budget` for several pipelines; who wants that imports it.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import pytest
 from tests.planners.test_budget import all_cuts, choices, timed
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.equal_pipelines import equal_pipelines_plan
+from varuna_capslog.planning.placed.equal_pipelines import equal_pipelines_plan
 from varuna_capslog.planning.playing import with_step_seconds
 from varuna_capslog.planning.ranks import fold_plan, judged
 from varuna_capslog.plans.parts import PlanStage, Units
