@@ -138,3 +138,22 @@ def test_a_run_that_the_profile_lacks_is_named() -> None:
     rows = [row for row in profile.observations if row.variant != "v0,v0"]
     with pytest.raises(CapslogError, match=r"no run of layers \[0, 2\] as v0, v0; estimate it again"):
         under(replace(profile, observations=tuple(rows)), {0: "v0", 1: "v0"})
+
+
+def test_no_choice_is_left_out_before_one_fits() -> None:
+    """The choice that takes longest is the only one that fits: every other one is planned for before it."""
+    profile, asked = random_variants(random.Random(0), 3, [2, 2, 0]), list[float]()
+
+    def seconds(one: Profile) -> float:
+        return sum((layer.forward_seconds or 0) + (layer.backward_seconds or 0) for layer in one.layers)
+
+    names = itertools.product(*((PLAIN, *alternatives_of(profile).get(at, ())) for at in range(3)))
+    every = [under(profile, {at: name for at, name in enumerate(some) if name != PLAIN}) for some in names]
+    longest = max(map(seconds, every))
+
+    def only_longest(one: Profile) -> Plan:
+        asked.append(seconds(one))
+        return replace(Plan.of_cuts(3, (0, 1)), fits=seconds(one) == longest, step_seconds=4 * seconds(one))
+
+    found = choose_variants(profile, 2, 4, only_longest)
+    assert (found.plan.fits, found.weighed, asked[-1]) == (True, len(every), longest)
