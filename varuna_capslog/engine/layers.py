@@ -174,6 +174,8 @@ class EngineLayer:
                 written = self.layer.run(values, self.compiled if compiles else None)
         finally:
             self.statistics.end()
+        if self.statistics and record:
+            self.statistics.arrange(key[2])
         if compiles and not graph:
             written = {name: tensor.detach() for name, tensor in written.items()}
         if versions is not None:

@@ -50,6 +50,8 @@ class RunningStatistics:
         self._modules = [child for _, child in tracking_modules(module)]
         self._recording: list[Tensor] | None = None
         self._seen: dict[int, list[Tensor]] = {}
+        self._places: list[int] = []
+        """Of each call that is recorded, its module's place among the modules, which may run in another order."""
         for child in self._modules:
             child.register_forward_pre_hook(self._divert)
             child.register_forward_hook(self._record, always_call=True)
@@ -63,6 +65,7 @@ class RunningStatistics:
         """From now on forwards belong to `microbatch` (None: a recomputation, whose statistics are dropped)."""
         self._active = True
         self._recording = None if microbatch is None else self._seen.setdefault(microbatch, [])
+        self._places.clear()
 
     def end(self) -> None:
         """Forwards are no longer part of a step."""
@@ -91,7 +94,24 @@ class RunningStatistics:
         assert module.running_var is not None
         if self._recording is not None:
             self._recording.append(torch.stack([module.running_mean, module.running_var]))
+            self._places.append(next(place for place, one in enumerate(self._modules) if one is module))
         module.running_mean, module.running_var, module.num_batches_tracked, module.momentum = kept
+
+    def arrange(self, microbatch: int) -> None:
+        """After its forward: brings what was recorded into the modules' order, which `commit` goes by.
+
+        Raises:
+            CapslogError: one module ran more often than another.
+        """
+        rounds = [self._places[:call].count(place) for call, place in enumerate(self._places)]
+        calls = sorted(range(len(rounds)), key=lambda call: (rounds[call], self._places[call]))
+        if [self._places[call] for call in calls] != [*range(len(self._modules))] * (max(rounds, default=-1) + 1):
+            counts = [self._places.count(place) for place in range(len(self._modules))]
+            raise CapslogError(
+                f"the normalisations of one layer ran {counts} times in one forward; running statistics need each of "
+                "them as often as the others: cut the layer between them, or use GroupNorm"
+            )
+        self._seen[microbatch] = [self._seen[microbatch][call] for call in calls]
 
     def of(self, microbatch: int) -> Sequence[Tensor]:
         """Those of one microbatch of this step so far."""

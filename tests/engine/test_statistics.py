@@ -1,0 +1,49 @@
+"""Running statistics belong to the module that saw the batch, in whatever order the modules run."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.engine.layers import EngineLayer
+from varuna_capslog.model.chain import Layer
+
+
+class ShortcutFirst(nn.Module):
+    """As the blocks of RT-DETR's backbone: the module that is made first runs last."""
+
+    def __init__(self, times: int = 1) -> None:
+        super().__init__()
+        self.shortcut, self.inner = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+        self.times = times
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = 3 * x + 1
+        for _ in range(self.times):
+            y = self.inner(y)
+        return self.shortcut(x) + y
+
+
+def test_modules_that_run_in_another_order_than_they_were_made() -> None:
+    """Their statistics were exchanged: training was right, and evaluation found nothing."""
+    module = ShortcutFirst()
+    plain = copy.deepcopy(module)
+    layer = EngineLayer(0, Layer("block", module), torch.device("cpu"), "float32", {})
+    for microbatch in range(2):
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(microbatch))
+        plain(x)
+        layer.forward({"x": x}, (0, 1, microbatch), graph=True, record=True)
+        layer.forward({"x": x}, (0, 1, microbatch), graph=True, record=False)  # a recomputation
+    layer.statistics.commit(layer.statistics.take())
+    for name, value in plain.named_buffers():
+        torch.testing.assert_close(dict(module.named_buffers())[name], value, msg=name)
+
+
+def test_modules_that_run_unequally_often_are_refused() -> None:
+    layer = EngineLayer(0, Layer("block", ShortcutFirst(2)), torch.device("cpu"), "float32", {})
+    with pytest.raises(CapslogError, match=r"ran \[1, 2\] times in one forward"):
+        layer.forward({"x": torch.ones(5, 4)}, (0, 1, 0), graph=True, record=True)
