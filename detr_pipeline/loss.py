@@ -7,6 +7,7 @@ better, outside autocast.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -127,9 +128,13 @@ def match(
         StepRefused: a prediction is not finite.
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    probabilities, predicted = logits.to(dtype).softmax(-1), boxes.to(dtype)
+
+    @functools.cache
+    def prepared() -> tuple[Tensor, Tensor]:
+        return logits.to(dtype).softmax(-1), boxes.to(dtype)
 
     def cost(image: int, labels: Tensor, wanted: Tensor) -> Tensor:
+        probabilities, predicted = prepared()
         # the class cost leaves out the constant 1 - ..., which changes no matching
         distance = (predicted[:, image, :, None] - wanted).abs().sum(-1)
         overlap = generalised_iou(

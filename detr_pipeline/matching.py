@@ -67,7 +67,8 @@ def assign(
     Args:
         logits, boxes: [K, B, Q, ...], what was predicted; asked whether it is finite.
         targets: per image `labels` [n] and `boxes` [n, 4], on the CPU.
-        cost: gives [K, Q, n] from an image's number, its labels [n] and its boxes [n, 4] on the device.
+        cost: gives [K, Q, n] from an image's number, its labels [n] and its boxes [n, 4] on the device. Called without
+            gradients, and not at all where a profiler computes with shapes only.
 
     Raises:
         StepRefused: a prediction is not finite; the message names output, decoder layer and image.

@@ -7,6 +7,7 @@ workload calls this where the last layer lives; it computes in float32 or better
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -110,10 +111,10 @@ def _sums(
 
 def match(logits: Tensor, boxes: Tensor, targets: Sequence[Mapping[str, Any]], config: Any) -> list[list[Match]]:
     """Matches of every layer and image, as `detr_pipeline.matching.assign` gives them, by transformers' focal costs."""
-    scores = logits.sigmoid()
+    scores = functools.cache(logits.sigmoid)
 
     def cost(image: int, labels: Tensor, wanted: Tensor) -> Tensor:
-        sure, predicted = scores[:, image][..., labels], boxes[:, image, :, None]
+        sure, predicted = scores()[:, image][..., labels], boxes[:, image, :, None]
         alpha, gamma = config.matcher_alpha, config.matcher_gamma
         wrong = (1 - alpha) * sure**gamma * -(1 - sure + _LOG_MARGIN).log()
         right = alpha * (1 - sure) ** gamma * -(sure + _LOG_MARGIN).log()
