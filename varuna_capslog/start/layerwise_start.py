@@ -12,7 +12,7 @@ from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import BUDGET, LAYERWISE
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.layerwise import check_memory, layerwise_plan
-from varuna_capslog.planning.placed.equal_pipelines import equal_pipelines_plan, lacking
+from varuna_capslog.planning.placed.equal_pipelines import equal_pipelines_plan, lacking, sharing_plan
 from varuna_capslog.planning.verdict import HostMemory, capacities_of_devices
 from varuna_capslog.planning.wider import LOOPED
 from varuna_capslog.plans.plan import Plan
@@ -122,5 +122,6 @@ def _searched(config: Config, profile: Profile, link: Link) -> Plan:
     if pipeline.replicas > 1:
         limits = capacities_of_devices(pipeline.capacity, pipeline.devices)
         every: list[int | None] = [*limits] * pipeline.replicas if limits else [None] * config.world_size
-        return equal_pipelines_plan(profile, pipeline.replicas, every, run, link, tier, limit)
+        chosen = equal_pipelines_plan if config.elastic.enabled else sharing_plan
+        return chosen(profile, pipeline.replicas, every, run, link, tier, limit)
     return layerwise_plan(profile, pipeline.devices, name, pipeline.capacity, run, link, tier, limit)

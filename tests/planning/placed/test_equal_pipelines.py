@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
 from tests.planners.test_budget import all_cuts, choices, timed
+from tests.planning.placed.test_shared_moments import profile_with_moments
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.placed.equal_pipelines import equal_pipelines_plan
+from varuna_capslog.planning.placed.equal_pipelines import equal_pipelines_plan, sharing_plan
 from varuna_capslog.planning.playing import with_step_seconds
 from varuna_capslog.planning.ranks import fold_plan, judged
+from varuna_capslog.planning.stage_seconds import moment_bytes
 from varuna_capslog.plans.parts import PlanStage, Units
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
@@ -81,3 +84,26 @@ def test_a_stage_keeps_to_the_least_of_its_devices_and_is_as_fast_as_the_slowest
     assert slow.stages[0].end < equal_pipelines_plan(profile, 2, [None] * 4, run).stages[0].end
     with pytest.raises(CapslogError, match="3 pipelines cannot share 4 accumulation block"):
         equal_pipelines_plan(profile, 3, [None] * 3, RunShape(4, "1f1b", microbatch_size=1, num_blocks=4))
+
+
+@pytest.mark.parametrize(("replicas", "devices"), [(2, 1), (2, 2), (3, 1)])
+def test_replicas_share_the_moments_where_nothing_fits_otherwise(replicas: int, devices: int) -> None:
+    """On a CPU, which has no host tier for them."""
+    profile = profile_with_moments()
+    profile = replace(profile, observations=tuple(replace(row, device="cpu") for row in profile.observations))
+    moments = sum(size or 0 for size in moment_bytes(profile).values())
+    run, count = RunShape(2 * replicas, "1f1b", microbatch_size=1, num_blocks=replicas), replicas * devices
+
+    def peak(plan: Plan) -> int:
+        return max(one.peak_bytes for one in fold_plan(profile, plan, run))
+
+    alone = equal_pipelines_plan(profile, replicas, [1] * count, run)
+    below = peak(alone) - moments // (4 * devices)
+    assert judged(profile, equal_pipelines_plan(profile, replicas, [below] * count, run), run).fits is False
+    shared = sharing_plan(profile, replicas, [below] * count, run)
+    assert judged(profile, shared, run).fits
+    assert peak(shared) <= below
+    assert "replicas share the optimizer's moments" in shared.notes[-1]
+    assert {piece.kind for stage in shared.stages for piece in stage.moments} == {"replica"}
+    assert not any(stage.moments for stage in sharing_plan(profile, replicas, [2 * below] * count, run).stages)
+    assert judged(profile, sharing_plan(profile, replicas, [1] * count, run), run).fits is False

@@ -17,8 +17,10 @@ from varuna_capslog.planners import BUDGET
 from varuna_capslog.planners.pipelines import waiting_blocks
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.layerwise import layerwise_plan
+from varuna_capslog.planning.placed.shared_moments import with_shared_moments
 from varuna_capslog.planning.playing import SAME, with_step_seconds
 from varuna_capslog.planning.ranks import judged
+from varuna_capslog.planning.stage_seconds import moment_bytes
 from varuna_capslog.planning.verdict import HostMemory
 from varuna_capslog.plans.parts import PlanRank, PlanStage, Units
 from varuna_capslog.plans.plan import Plan
@@ -26,7 +28,7 @@ from varuna_capslog.profiles.beside import with_beside
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 
-__all__ = ["equal_pipelines_plan", "lacking"]
+__all__ = ["equal_pipelines_plan", "lacking", "sharing_plan"]
 
 _ROUNDS = 4
 """Searches, each with less memory than the one before, until the pipelines fit together."""
@@ -54,35 +56,115 @@ def equal_pipelines_plan(
 
     Raises CapslogError as `layerwise_plan`, and for accumulation blocks that cannot be shared evenly.
     """
-    begun, width = time.perf_counter(), len(capacities) // replicas
-    if run.num_blocks % replicas:
-        raise CapslogError(
-            f"{replicas} pipelines cannot share {run.num_blocks} accumulation block(s) evenly; set "
-            "train.accumulation_blocks to a multiple of them"
+    return _EqualPipelines(profile, replicas, capacities, run, link, tier, limit_seconds, speeds).plan(False)
+
+
+def sharing_plan(
+    profile: Profile,
+    replicas: int,
+    capacities: Sequence[int | None],
+    run: RunShape,
+    link: Link | None = None,
+    tier: HostMemory | None = None,
+    limit_seconds: float | None = None,
+) -> Plan:
+    """`equal_pipelines_plan`; where nothing fits, the pipelines share the optimizer's moments of every layer, if that
+    helps. For runs whose members do not change.
+    """
+    search = _EqualPipelines(profile, replicas, capacities, run, link, tier, limit_seconds, None)
+    plan = search.plan(False)
+    if plan.step_seconds is not None or replicas == 1 or not any(moment_bytes(profile).values()):
+        return plan
+    shared = search.plan(True)
+    return plan if shared.step_seconds is None else shared
+
+
+class _EqualPipelines:
+    """The search; the arguments are those of `equal_pipelines_plan`."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        replicas: int,
+        capacities: Sequence[int | None],
+        run: RunShape,
+        link: Link | None,
+        tier: HostMemory | None,
+        limit_seconds: float | None,
+        speeds: Sequence[float] | None,
+    ) -> None:
+        if run.num_blocks % replicas:
+            raise CapslogError(
+                f"{replicas} pipelines cannot share {run.num_blocks} accumulation block(s) evenly; set "
+                "train.accumulation_blocks to a multiple of them"
+            )
+        self._profile, self._replicas, self._run, self._link, self._tier = profile, replicas, run, link, tier
+        self._capacities, self._width = list(capacities), len(capacities) // replicas
+        self._speeds = [None] * len(capacities) if speeds is None else list(speeds)
+        self._devices = self._width if speeds is None else [min(speeds[at :: self._width]) for at in range(self._width)]
+        self._until = None if limit_seconds is None else time.perf_counter() + limit_seconds
+
+    def plan(self, shares: bool) -> Plan:
+        """The plan; its step is None where nothing fits.
+
+        shares: each pipeline keeps an equal part of the moments, as far as layers can be given out so.
+        """
+        begun, profile, replicas, run = time.perf_counter(), self._profile, self._replicas, self._run
+        share = run if replicas == 1 else run.share(replicas)
+        beside = _waiting_bytes(profile, run, share)
+        if shares:
+            own = moment_bytes(profile)
+            beside = [more - (own.get(at) or 0) * (replicas - 1) // replicas for at, more in enumerate(beside)]
+        held, smallest = with_beside(profile, beside), _by_stage(self._capacities, self._width)
+        limits = [size for size in smallest if size is not None]
+        usable: list[int] | None = limits if len(limits) == self._width else None
+        for _ in range(_ROUNDS):
+            left = None if self._until is None else max(0.0, self._until - time.perf_counter())
+            found = layerwise_plan(held, self._devices, BUDGET, usable, share, self._link, self._tier, left)
+            if shares and any(stage.moments for stage in found.stages):  # which wait in the host tier
+                found = dataclasses.replace(found, step_seconds=None)
+            plan = self._together(found)
+            if shares and found.step_seconds is not None:
+                plan = with_shared_moments(profile, plan) or plan
+            if replicas == 1 or usable is None or found.step_seconds is None:
+                break
+            lack = lacking(judged(profile, plan, run, tier=self._tier), smallest, Headroom.of(profile))
+            if not any(lack):
+                break
+            usable = [max(1, size - more) for size, more in zip(usable, lack, strict=True)]
+        if replicas > 1 and found.step_seconds is not None:  # which is its own where it was found to fit
+            plan = self._with_step(plan, found, shares)
+        return dataclasses.replace(plan, search_seconds=time.perf_counter() - begun)
+
+    def _with_step(self, plan: Plan, found: Plan, shares: bool) -> Plan:
+        """The plan with its own step, and with the bound of one pipeline, below which no other one is."""
+        plan = with_step_seconds(self._profile, plan, self._run, self._link)
+        if shares:
+            note = "replicas share the optimizer's moments (stages[].moments), which do not fit otherwise"
+            plan = dataclasses.replace(plan, notes=(*plan.notes, note))
+        if found.bound_seconds is None or plan.step_seconds is None:
+            return plan
+        space = f"{found.search_space}, in {self._replicas} equal pipelines"
+        proven = plan.step_seconds <= found.bound_seconds * (1 + SAME)
+        return dataclasses.replace(plan, proven=proven, search_space=space)
+
+    def _together(self, one: Plan) -> Plan:
+        """So many times the stages of a plan, each with its devices and its blocks."""
+        replicas, run = self._replicas, self._run
+        share = run.num_blocks // replicas
+
+        def at(stage: PlanStage, replica: int) -> PlanStage:
+            blocks = None if replicas == 1 else tuple(range(replica * share, (replica + 1) * share))
+            return dataclasses.replace(stage, ranks=(replica * self._width + stage.rank,), blocks=blocks)
+
+        ranks = zip(self._capacities, self._speeds, strict=True)
+        return dataclasses.replace(
+            one,
+            stages=tuple(at(stage, replica) for replica in range(replicas) for stage in one.stages),
+            units=Units(run.num_microbatches, run.microbatch_size, one.units.blocks and run.num_blocks),
+            ranks=tuple(PlanRank(capacity_bytes=size, speed=speed) for size, speed in ranks),
+            profile_digest=self._profile.digest,
         )
-    own = _by_stage(capacities, width)
-    limits = [size for size in own if size is not None]
-    devices = width if speeds is None else [min(speeds[at::width]) for at in range(width)]
-    share = run if replicas == 1 else run.share(replicas)
-    held = with_beside(profile, _waiting_bytes(profile, run, share))
-    usable: list[int] | None = limits if len(limits) == width else None
-    for _ in range(_ROUNDS):
-        left = None if limit_seconds is None else max(0.0, limit_seconds - (time.perf_counter() - begun))
-        found = layerwise_plan(held, devices, BUDGET, usable, share, link, tier, left)
-        plan = _together(profile, found, replicas, capacities, run, speeds)
-        if replicas == 1 or usable is None or found.step_seconds is None:
-            break
-        lack = lacking(judged(profile, plan, run, tier=tier), own, Headroom.of(profile))
-        if not any(lack):
-            break
-        usable = [max(1, size - more) for size, more in zip(usable, lack, strict=True)]
-    if replicas > 1 and found.step_seconds is not None:  # which is its own where it was found to fit
-        plan = with_step_seconds(profile, plan, run, link)
-        if found.bound_seconds is not None and plan.step_seconds is not None:
-            space = f"{found.search_space}, in {replicas} equal pipelines"
-            proven = plan.step_seconds <= found.bound_seconds * (1 + SAME)
-            plan = dataclasses.replace(plan, proven=proven, search_space=space)
-    return dataclasses.replace(plan, search_seconds=time.perf_counter() - begun)
 
 
 def _by_stage(capacities: Sequence[int | None], width: int) -> list[int | None]:
@@ -96,33 +178,6 @@ def _waiting_bytes(profile: Profile, run: RunShape, share: RunShape) -> list[int
     many = waiting_blocks(profile, share.num_blocks, run.num_blocks)
     more = many - waiting_blocks(profile, share.num_blocks, share.num_blocks)
     return [more * (layer.parameter_bytes or 0) for layer in profile.layers]
-
-
-def _together(
-    profile: Profile,
-    one: Plan,
-    replicas: int,
-    capacities: Sequence[int | None],
-    run: RunShape,
-    speeds: Sequence[float] | None,
-) -> Plan:
-    """So many times the stages of a plan, each with its devices and its blocks."""
-    width = len(capacities) // replicas
-    own = [None] * len(capacities) if speeds is None else speeds
-    share = run.num_blocks // replicas
-
-    def at(stage: PlanStage, replica: int) -> PlanStage:
-        blocks = None if replicas == 1 else tuple(range(replica * share, (replica + 1) * share))
-        return dataclasses.replace(stage, ranks=(replica * width + stage.rank,), blocks=blocks)
-
-    units = Units(run.num_microbatches, run.microbatch_size, one.units.blocks and run.num_blocks)
-    return dataclasses.replace(
-        one,
-        stages=tuple(at(stage, replica) for replica in range(replicas) for stage in one.stages),
-        units=units,
-        ranks=tuple(PlanRank(capacity_bytes=size, speed=speed) for size, speed in zip(capacities, own, strict=True)),
-        profile_digest=profile.digest,
-    )
 
 
 def lacking(plan: Plan, limits: Sequence[int | None], headroom: Headroom) -> list[int]:
