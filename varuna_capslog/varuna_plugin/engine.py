@@ -183,13 +183,14 @@ class VarunaEngine:
         """As `Engine.vote`: the loss parts, the wishes to stop, the ballots and the reports are gathered."""
         norm = self._norm
         try:
-            gathered = self.communicator.gather((dict(self._module.parts), stop, ballot, data))
+            own = dict(self._module.parts), stop, ballot, data.waited_seconds, data.failure
+            gathered = self.communicator.gather(own)
         except BaseException:
             self.forget()
             raise
         total = _sum_parts([parts for parts, *_ in gathered])
         finite = all(math.isfinite(value) for value in (norm, *total.values()))
-        refusal = data_failure(step, [report.failure for *_, report in gathered])
+        refusal = data_failure(step, [failure for *_, failure in gathered])
         if refusal is None and self.options.refuses and not finite:
             shown = ", ".join(f"{name}={value:g}" for name, value in total.items())
             samples = [sample for group in minibatch.sample_ids for sample in group]
@@ -198,9 +199,9 @@ class VarunaEngine:
                 "lower train.lr or look at them"
             )
         scale = min(1.0, self.options.clip_norm / (norm + 1e-6)) if self.options.clip_norm > 0 else 1.0
-        ballots = tuple(given for _, _, given, _ in gathered)
-        stops = any(wish for _, wish, _, _ in gathered)
-        waited = tuple(report.waited_seconds for *_, report in gathered)
+        ballots = tuple(given for _, _, given, *_ in gathered)
+        stops = any(wish for _, wish, *_ in gathered)
+        waited = tuple(seconds for *_, seconds, _ in gathered)
         return Verdict(step, total, norm, scale, finite, refusal, stops, ballots if any(ballots) else (), waited)
 
     def apply(self, verdict: Verdict) -> float:

@@ -50,6 +50,7 @@ class VarunaPart:
         self._cuts, self._rank = cuts, rank
         self._ending = threading.Lock()
         self._joined = False
+        self._store: dist.Store | None = None
         self.trainer: Any = None
         self._parameters: dict[str, nn.Parameter] = {}
         self._buffers: dict[str, Tensor] = {}
@@ -68,6 +69,7 @@ class VarunaPart:
             PeerLost: not all ranks came in time.
         """
         rank, world_size = self._rank, len(self._cuts)
+        self._store = store  # of which torch keeps the half that is written in C++ alone
         try:
             dist.init_process_group(
                 "gloo",
