@@ -254,7 +254,7 @@ def test_the_host_that_began_the_run_is_killed_and_the_run_goes_on(
     def start(name: str, *words: str) -> subprocess.Popen[str]:
         code = "from varuna_capslog.cli import program; program()"
         command = [sys.executable, "-c", code, "script", "--nproc", "1", "--run-dir", str(run), "--name", name, *words]
-        command += ["--elastic", "lease_seconds=3", "--elastic", "patience_seconds=0.3", str(EXAMPLE)]
+        command += ["--elastic", "lease_seconds=1.5", "--elastic", "patience_seconds=0.3", str(EXAMPLE)]
         return subprocess.Popen(
             [*command, "--steps", "100000"], env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
