@@ -7,7 +7,7 @@ usage() {
 usage: launch/test.sh [PYTEST ARGUMENTS ...]
 
 Installs the package with its extras all and test into .venv (unless that was done) and runs the tests. At the end the skipped
-tests are listed, one line per reason, those that need outside data by name. Three files at a time are run: many tests
+tests are listed, one line per reason, those that need outside data by name. Five files at a time are run: many tests
 start processes and wait for them.
 
   CAPSLOG_DATA   folder with outside data sets (bccd/, coco-eval-100/); tests that need one are skipped without it
@@ -21,4 +21,4 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
 launch/install.sh all,test
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec .venv/bin/python -m pytest -n 3 --dist loadfile "$@"
+exec .venv/bin/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder "$@"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import NoReturn
+
+import pytest
 
 from tests.skips import pytest_terminal_summary  # noqa: F401 (pytest calls it at the end of a run)
 
@@ -14,6 +17,29 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that is killed on purpose makes stacks of C++
+
+LONGEST = (
+    "test_torchrun.py",
+    "test_faults.py",
+    "commands/test_chaos.py",
+    "elastic/test_launchers.py",
+    "start/test_elastic_host.py",
+    "elastic/store/test_etcd_store.py",
+    "elastic/script/test_script.py",
+    "start/test_given_plan.py",
+    "profiling/test_estimate.py",
+    "profiling/test_rehearsal.py",
+    "rig/search/test_explore.py",
+    "rig/search/test_forgetting.py",
+)
+"""Files that take a minute or so, and wait much. They come first, so that none of them is what the end waits for."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the tests of the longest files before the others."""
+    first = {Path(__file__).parent / name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: first.get(item.path, len(first)))
+
 
 _SUITE, _end = os.getpid(), os._exit
 

@@ -89,6 +89,9 @@ def test_help_and_import_need_no_slow_module():
     code = (
         "import sys, varuna_capslog, varuna_capslog.config.reading\n"
         "import varuna_capslog.base.supervisor, varuna_capslog.planners\n"
+        # a machine's supervisor, with the store that it serves, and the command that prepares a run
+        "import varuna_capslog.start.elastic_host, varuna_capslog.elastic.host.terminal\n"
+        "import varuna_capslog.start.local_run, varuna_capslog.start.given_plan\n"
         "from varuna_capslog import cli\n"
         "assert cli._run(['train', '--help']) == 0\n"
         "slow = {'torch', 'torchvision', 'scipy', 'matplotlib'} & set(sys.modules)\n"

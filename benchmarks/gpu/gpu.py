@@ -29,7 +29,8 @@ from report import Report, Row  # noqa: E402 (the command runs from a bare check
 from running import Ended, raise_when_ended, run_part  # noqa: E402
 
 PARTS = {"equality": 60, "estimates": 90, "ranks": 150, "nccl": 45, "morph": 90, "overheads": 60, "costs": 60}
-"""By name, in the order of their turns: the most seconds of each on one device, where the command has `SECONDS`."""
+"""By name, in the order of their turns: the seconds of each on one device, where the command has `SECONDS`. A part gets
+more where those after it do not need all that is left."""
 DEVICES = ("cuda", "cpu")
 SECONDS = 450.0
 """Of all parts; what is left of the eight minutes is for ending them."""
@@ -99,23 +100,26 @@ def run_all(report: Report, chosen: list[str], folder: Path, seconds: float) -> 
     failed = run_part([*command("facts"), "--rows", str(facts / "rows")], facts, 60.0, report.machine.update)
     if failed is not None:
         raise SystemExit(f"torch cannot be used here: {failed}")
+    if why := report.machine["no_cuda"]:
+        report.close([row for row in report.rows if row.device == "cuda"], why, lacks=True)
     report.write()
-    for device in DEVICES:
-        for part in chosen:
-            rows = report.of(part, device)
-            if device == "cuda" and report.machine["no_cuda"]:
-                report.close(rows, report.machine["no_cuda"], lacks=True)
-            elif (left := until - time.monotonic()) < 5:
-                report.close(rows, "the time was spent")
-            elif rows:
-                own = folder / f"{part}-{device}"
-                own.mkdir()
-                files = ["--rows", str(own / "rows"), "--facts", str(facts / "rows")]
-                whole = [*command(part), "--device", device, *files]
-                say(f"{part} on {device} ...")
-                why = run_part(whole, own, min(share * PARTS[part], left), lambda line: say(told(report.take(line))))
-                report.close(rows, why or "its part ended without it")
-            report.write()
+    turns = [(device, part) for device in DEVICES for part in chosen]
+    turns = [(device, part) for device, part in turns if any(row.is_open for row in report.of(part, device))]
+    for number, (device, part) in enumerate(turns):
+        rows, left = report.of(part, device), until - time.monotonic()
+        if left < 5:
+            report.close(rows, "the time was spent")
+            continue
+        own = folder / f"{part}-{device}"
+        own.mkdir()
+        files = ["--rows", str(own / "rows"), "--facts", str(facts / "rows")]
+        say(f"{part} on {device} ...")
+        spare = left - share * sum(PARTS[later] for _, later in turns[number + 1 :])
+        limit = min(max(share * PARTS[part], spare), left)
+        whole = [*command(part), "--device", device, *files]
+        why = run_part(whole, own, limit, lambda line: say(told(report.take(line))))
+        report.close(rows, why or "its part ended without it")
+        report.write()
 
 
 def command(part: str) -> list[str]:

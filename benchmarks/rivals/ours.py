@@ -161,7 +161,7 @@ def main() -> None:
         keys, stamp = starting_point(config)
         Host(HostOptions(config.run_dir, serve_at=address, keys=keys, first=stamp, **common)).run()
     else:
-        wait_for_store(address, 280, common["say"])
+        wait_for_store(config.run_dir, address, 280, common["say"])
         Host(HostOptions(config.run_dir, store=address, **common)).run()
 
 

@@ -8,6 +8,7 @@ import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.waiting import alive, wait_until
+from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.base.fork_server import ForkServer
 
 ENTRIES = Path(__file__).parents[1] / "elastic" / "host"
@@ -186,3 +188,45 @@ def test_what_a_scheduler_sends_to_all_processes_ends_no_worker(tmp_path, told, 
     time.sleep(0.3)
     assert alive(pid)
     assert alive(fork_server.pid)
+
+
+def test_a_function_is_called_in_a_fork_and_its_value_or_error_comes_back(tmp_path, fork_server, told):
+    pid = told.next("ready")["pid"]
+    entry = "host_entries:called"
+    assert fork_server.call(entry, "", tmp_path) == [tmp_path, pid, True]
+    with pytest.raises(DoesNotFit, match="too large"):
+        fork_server.call(entry, "fail", "too large")
+    with pytest.raises(CapslogError, match=r"^1 and 2$") as raised:
+        fork_server.call(entry, "fail oddly", None)
+    assert raised.value.exit_status == 5
+    with pytest.raises(CapslogError, match="ended without an answer \\(signal 9\\)"):
+        fork_server.call(entry, "die", None)
+    assert told.empty(), "who waits for workers was told of a call"
+
+
+def test_ctrl_c_ends_a_call_and_its_process(tmp_path, fork_server, told):
+    told.next("ready")
+    file = tmp_path / "pid"
+
+    def press() -> None:
+        wait_until(lambda: file.exists() and file.read_text())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press).start()
+    with pytest.raises(KeyboardInterrupt):
+        fork_server.call("host_entries:called", "hang", str(file))
+    wait_until(lambda: not alive(int(file.read_text())))
+
+
+def test_a_fork_server_may_get_its_listener_and_its_log_later(tmp_path, told):
+    early = Told()
+    one = fork_server_of(tmp_path, early)
+    try:
+        one.settle(told.put, tmp_path / "later.log")
+        one.fork(order(tmp_path, "m-1", "leave=3"))
+        assert told.next("status")["status"] == 3
+        one.fork({})  # no order at all: an error of the fork server itself
+        assert told.next("gone")["gone"] == 1
+        assert "KeyError" in (tmp_path / "later.log").read_text()
+    finally:
+        one.close()

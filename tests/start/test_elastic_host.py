@@ -14,6 +14,7 @@ import pytest
 from tests.elastic.machines import CAPSLOG, Machines, free_port, write_config
 from tests.elastic.member.test_held_state import leave
 from tests.secret import SECRET
+from tests.waiting import wait_until
 from varuna_capslog import cli
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
@@ -43,6 +44,7 @@ def test_a_machine_is_lost_whole_and_another_of_its_name_joins(tmp_path, machine
     machines.wait_for_steps(3)
     machines.kill(b)
     machines.wait_for_members("a-1")
+    wait_until(lambda: machines.events("lost"))  # written by the host, while the members go on
     assert machines.events("lost")[0]["why"] == "host b does not answer for 2 s"
     back = machines.start([*common, "--name", "b", "--store", address])
     machines.wait_for_members("a-1", "b.2-1")

@@ -3,19 +3,25 @@
 `python -m varuna_capslog.base.fork_server ENTRY MODULE...` reads one JSON line per requested worker, and writes
 one line per fork and, as soon as the system knows it, one per end. `ForkServer` is the host's side of these pipes. The
 process runs no torch operation and starts no thread, since a fork would copy its locks but not its threads.
+`ForkServer.call` has a function called in such a fork, for a process that does not want to import anything itself.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import gc
 import importlib
+import itertools
 import json
 import os
+import pickle
+import queue
 import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,8 +38,8 @@ PRELOADED = ("torch", "scipy.optimize")
 
 Order = dict[str, Any]
 """{"member", "environment", "log", "arguments"}: the name, variables on top of the fork server's own, the file for
-standard output and errors, and what the entry is called with (any JSON value). "output", where given: a descriptor that
-the fork server shares, for standard output instead of the file."""
+standard output and errors, and what the entry is called with (any JSON value). Where given, "output" and "errors" are
+descriptors that the fork server shares, instead of the file, and "entry" is called instead of the fork server's."""
 
 
 class ForkServer:
@@ -43,10 +49,12 @@ class ForkServer:
         entry: "module:function"; a worker calls it with its arguments and ends with the status that it returns.
         tell: called in that thread with {"ready": True, "pid"} once, {"member", "pid"} per fork, {"member", "pid",
             "status"} or {"member", "pid", "signal"} per end, and at last {"gone": status}: no worker of it is left.
-        log: gets the fork server's own output; None: nobody does.
+        log: gets the fork server's own output; None: nobody does, until `settle` names a file.
         modules: imported ahead besides the entry's, and what they name as `PRELOADED`; one that is missing is left out.
         environment: variables on top of this process's own.
-        shared: descriptors of this process that orders may name.
+
+    Attributes:
+        output, errors: copies of this process's standard output and errors that orders may name.
     """
 
     def __init__(
@@ -56,8 +64,8 @@ class ForkServer:
         log: Path | None,
         modules: Sequence[str] = PRELOADED,
         environment: Mapping[str, str] | None = None,
-        shared: Sequence[int] = (),
     ) -> None:
+        self.output, self.errors = os.dup(1), os.dup(2)
         command = [sys.executable, "-m", "varuna_capslog.base.fork_server", entry, *modules]
         try:
             with open(log or os.devnull, "ab") as errors:
@@ -68,15 +76,23 @@ class ForkServer:
                     stdout=subprocess.PIPE,
                     stderr=errors,
                     preexec_fn=die_with_parent(),
-                    pass_fds=tuple(shared),
+                    pass_fds=(self.output, self.errors),
                 )
         except OSError as error:
+            self._close_copies()
             raise CapslogError(f"workers cannot be started: {error}; check the installation") from error
         self.pid = self._process.pid
         self._tell = tell
+        self._numbers = itertools.count()
+        self._calls: dict[str, queue.SimpleQueue[dict[str, Any]]] = {}
         self._writing = threading.Lock()
         self._thread = threading.Thread(target=self._hear, name="fork-server", daemon=True)
         self._thread.start()
+
+    def settle(self, tell: Callable[[dict[str, Any]], None], log: Path) -> None:
+        """From now on `tell` is called, and `log` gets the fork server's own output. No worker has been asked for."""
+        self._tell = tell
+        self.fork({"server_log": str(log)})
 
     def fork(self, order: Order) -> None:
         """Ask for a worker. Raises nothing where the fork server has ended, which `tell` reports."""
@@ -84,6 +100,43 @@ class ForkServer:
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
+
+    def call(self, entry: str, *arguments: Any) -> Any:
+        """Calls "module:function" in a fork that writes to this process's own output and errors.
+
+        Args:
+            arguments: as what the function returns, anything that can be pickled.
+
+        Raises:
+            What the function raises (a CapslogError of the same sentence and status where that cannot be pickled).
+            CapslogError: the process ended without an answer.
+        """
+        name = f"call-{next(self._numbers)}"
+        heard = self._calls[name] = queue.SimpleQueue()
+        pid = None
+        with tempfile.TemporaryDirectory(prefix="capslog-call-") as folder:
+            answer = Path(folder) / "answer"
+            given = [entry, base64.b64encode(pickle.dumps(arguments)).decode(), str(answer)]
+            order: Order = {"member": name, "environment": {}, "log": os.devnull, "arguments": given}
+            order |= {"entry": f"{__name__}:answer", "output": self.output, "errors": self.errors}
+            self.fork(order)
+            try:
+                while not {"status", "signal", "gone"} & (what := heard.get()).keys():
+                    pid = what.get("pid")
+                pid = None
+            finally:
+                if pid is not None:
+                    signal_group(pid, signal.SIGKILL)
+                del self._calls[name]
+            if not answer.exists():
+                ended = ", ".join(f"{key} {what[key]}" for key in ("status", "signal", "gone") if key in what)
+                raise CapslogError(
+                    f"the process that should call {entry} ended without an answer ({ended}); start anew"
+                )
+            value, error = pickle.loads(answer.read_bytes())
+        if error is not None:
+            raise error
+        return value
 
     def close(self, seconds: float = 5.0) -> None:
         """Kill all workers that are left, and the fork server."""
@@ -97,13 +150,24 @@ class ForkServer:
             self._process.wait()
         if threading.current_thread() is not self._thread:
             self._thread.join(seconds)
+        self._close_copies()
+
+    def _close_copies(self) -> None:
+        for copy in {self.output, self.errors} - {-1}:
+            os.close(copy)
+        self.output = self.errors = -1
 
     def _hear(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             with contextlib.suppress(ValueError):  # a line that was not written whole when the process ended
-                self._tell(json.loads(line))
-        self._tell({"gone": self._process.wait()})
+                what = json.loads(line)
+                call = self._calls.get(what.get("member", ""))
+                (self._tell if call is None else call.put)(what)
+        gone = {"gone": self._process.wait()}
+        for call in list(self._calls.values()):
+            call.put(gone)
+        self._tell(gone)
 
 
 # -- the fork server's own process -------------------------------------------------------------------------------------
@@ -131,6 +195,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     children: dict[int, str] = {}
     try:
         for order in _orders(wakes, children):
+            if "server_log" in order:
+                _write_errors_to(order["server_log"])
+                continue
             try:
                 pid = _fork(order, entry, (wakes, wake))
             except OSError:  # no memory, too many processes
@@ -198,7 +265,7 @@ def _fork(order: Order, entry: str, private: Sequence[int]) -> int:
     prepare = die_with_parent()
     if not _may_fork():
         command = [sys.executable, "-m", "varuna_capslog.base.fork_server", "--alone", entry, json.dumps(order)]
-        output = (order["output"],) if "output" in order else ()
+        output = [order[name] for name in ("output", "errors") if name in order]
         process = subprocess.Popen(command, preexec_fn=prepare, pass_fds=output)
         process.returncode = 0  # it is reaped with the others, not by subprocess
         return process.pid
@@ -236,7 +303,7 @@ def _become(
         if prepare is not None:
             prepare()
         _settle(order, private)
-        module, _, function = entry.partition(":")
+        module, _, function = order.get("entry", entry).partition(":")
         status = int(getattr(importlib.import_module(module), function)(order["arguments"]) or 0)
     except KeyboardInterrupt:  # before the worker has installed its handler
         status = 128 + signal.SIGINT
@@ -260,14 +327,48 @@ def _settle(order: Order, private: Sequence[int]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    output = order.get("output", log)
-    for target, source in ((0, nothing), (1, output), (2, log)):
+    output, errors = order.get("output", log), order.get("errors", log)
+    for target, source in ((0, nothing), (1, output), (2, errors)):
         os.dup2(source, target)
-    for descriptor in {log, nothing, output}:
+    for descriptor in {log, nothing, output, errors}:
         os.close(descriptor)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.environ.update(order["environment"])
+
+
+def _write_errors_to(path: str) -> None:
+    with contextlib.suppress(OSError), open(path, "ab") as file:
+        os.dup2(file.fileno(), 2)
+
+
+def answer(given: Sequence[str]) -> int:
+    """What the process of `ForkServer.call` does: leaves (value, error) in a file."""
+    entry, arguments, path = given
+    value, error = None, None
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+    module, _, function = entry.partition(":")
+    try:
+        value = getattr(importlib.import_module(module), function)(*pickle.loads(base64.b64decode(arguments)))
+    except Exception as raised:
+        if os.environ.get("CAPSLOG_DEBUG", "") not in ("", "0"):
+            traceback.print_exc()
+        error = _sendable(raised)
+    Path(path).write_bytes(pickle.dumps((value, error)))
+    return 0
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error, or one with the same sentence and status that survives being pickled."""
+    with contextlib.suppress(Exception):
+        if type(pickle.loads(pickle.dumps(error))) is type(error):
+            return error
+    if not isinstance(error, CapslogError):
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    found = CapslogError(str(error))
+    found.exit_status = error.exit_status
+    return found
 
 
 def _write(value: dict[str, Any]) -> None:

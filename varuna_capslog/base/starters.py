@@ -68,6 +68,9 @@ def starter_of(command: Sequence[str]) -> Starter:
 class Forks:
     """Workers that a fork server forks once it has imported what they need; it begins with that at once.
 
+    Attributes:
+        server: it.
+
     Args:
         entry: "module:function", called with `arguments`; a worker ends with the status that it returns.
         arguments: any JSON value.
@@ -82,15 +85,13 @@ class Forks:
         self._changed = threading.Condition()
         self._workers: dict[str, _Forked] = {}
         self._gone: int | None = None
-        self._output = os.dup(1)
-        self._server = ForkServer(entry, self._hear, None, modules, environment, shared=(self._output,))
+        self.server = ForkServer(entry, self._hear, None, modules, environment)
 
     def __enter__(self) -> Forks:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._server.close()
-        os.close(self._output)
+        self.server.close()
 
     def __call__(self, rank: int, environment: Mapping[str, str], log: Path) -> Worker:
         """As `Starter`; waits for what is imported."""
@@ -98,7 +99,7 @@ class Forks:
         self._workers[name] = worker
         log.write_bytes(b"")
         order = {"member": name, "environment": dict(environment), "log": str(log), "arguments": self._arguments}
-        self._server.fork({**order, "output": self._output} if rank == 0 else order)
+        self.server.fork({**order, "output": self.server.output} if rank == 0 else order)
         with self._changed:
             self._changed.wait_for(lambda: worker.pid or worker.returncode is not None or self._gone is not None)
         if not worker.pid:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from varuna_capslog.base.errors import PeerLost
-from varuna_capslog.model.workload import imported
+from varuna_capslog.base.functions import imported
 
 __all__ = ["NotOpened", "Opener", "PairGroup", "PairGroups", "Progress", "Waiting", "opener_of"]
 

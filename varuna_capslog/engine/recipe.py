@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError, ConfigError
+from varuna_capslog.base.functions import imported
 from varuna_capslog.engine.learning_rate import LearningRate
 from varuna_capslog.model.trace import a_number
-from varuna_capslog.model.workload import imported
 
 if TYPE_CHECKING:
     from varuna_capslog.config.train import ParameterGroup, Train

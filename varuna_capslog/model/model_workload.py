@@ -22,6 +22,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.functions import call_function
 from varuna_capslog.config.reading import Config, section
 from varuna_capslog.config.settings import Section
 from varuna_capslog.model.capture import FixedSize, Kept, OneOf, Varying
@@ -29,7 +30,7 @@ from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.input_spec import INPUT_GRAMMAR, SEED, InputSpec, parse_input
 from varuna_capslog.model.state_file import read_state_file
 from varuna_capslog.model.trace import ShapeTable
-from varuna_capslog.model.workload import DataSource, Minibatch, Workload, call_function
+from varuna_capslog.model.workload import DataSource, Minibatch, Workload
 
 __all__ = [
     "INPUT_GRAMMAR",

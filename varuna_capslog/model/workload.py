@@ -7,9 +7,6 @@ engine calls a workload only through this interface, and a workload never calls 
 from __future__ import annotations
 
 import copy
-import difflib
-import importlib
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError, ConfigError
-from varuna_capslog.base.extras import extra_of, install_sentence
+from varuna_capslog.base.functions import call_function
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.variants.registry import apply_variants
 
@@ -35,8 +32,6 @@ __all__ = [
     "Reading",
     "ReadingSource",
     "Workload",
-    "call_function",
-    "imported",
     "known_targets",
     "load_workload",
 ]
@@ -263,59 +258,3 @@ def _with_variants(workload: Workload, config: Config) -> Workload:
     workload = copy.copy(workload)
     workload.variants, workload.numerics = config.variants, config.numerics
     return workload
-
-
-def imported(name: str, what: str) -> Any:
-    """Imports a user's `package.module:function`, or a class (modules of the current folder included).
-
-    Args:
-        what: what it is to the user; every sentence about it begins so.
-
-    Raises:
-        ConfigError: no such module or function, or it is not callable.
-    """
-    module_name, _, function_name = name.partition(":")
-    if not function_name:
-        raise ConfigError(f"{what} is not of the form package.module:function")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module_name + ".").startswith(error.name + "."):
-            raise _lacks(what, error) from error
-        raise ConfigError(
-            f"{what}: there is no module {error.name!r}; install its package or start from the folder that holds it"
-        ) from None
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        near = difflib.get_close_matches(function_name, [known for known in vars(module) if not known.startswith("_")])
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"{what}: {module_name!r} has no function {function_name!r}{hint}")
-    return function
-
-
-def call_function(name: str, what: str, /, *arguments: Any, **keywords: Any) -> Any:
-    """Calls a user's `package.module:function`; see `imported`.
-
-    Raises:
-        ConfigError: it cannot be imported, or it failed.
-        CapslogError: what it raised itself.
-    """
-    function = imported(name, what)
-    try:
-        return function(*arguments, **keywords)
-    except CapslogError:
-        raise
-    except ModuleNotFoundError as error:
-        raise _lacks(what, error) from error
-    except (Exception, SystemExit) as error:  # any function may be named here, such as os.system or sys.exit
-        raise ConfigError(
-            f"{what} failed with {type(error).__name__}: {error}; name another function, or mend this one or what "
-            "it is given (CAPSLOG_DEBUG=1 shows where)"
-        ) from error
-
-
-def _lacks(what: str, error: ModuleNotFoundError) -> ConfigError:
-    hint = "install it" if (extra := extra_of(error)) is None else install_sentence(extra)
-    return ConfigError(f"{what} needs the module {error.name!r}, which is not installed; {hint}")

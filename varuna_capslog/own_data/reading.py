@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.workload import call_function, imported
+from varuna_capslog.base.functions import call_function, imported
 from varuna_capslog.own_data.handed import handed
 from varuna_capslog.own_data.seeding import seeded
 

@@ -122,9 +122,7 @@ class _Ledger:
             left -= taken
         self._found["between steps" if before.generation == after.generation else "paused"] += left
 
-    def _known(
-        self, end: float, inside: Sequence[Event], before: StepLine, after: StepLine
-    ) -> list[tuple[str, float]]:
+    def _known(self, end: float, inside: Sequence[Event], before: StepLine, after: StepLine) -> list[tuple[str, float]]:
         """What is known to have happened between two steps, and how long it took at most."""
         boundary = before.step, before.generation
         found = [("checkpointing", self._stalls.get(boundary, 0.0))]

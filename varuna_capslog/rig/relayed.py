@@ -33,6 +33,7 @@ def opener() -> Callable[[str, Secret, str | None], store.MembershipStore]:
     host, _, relay = os.environ.get(VARIABLE, "").partition("@")
     if not relay:
         return store.open_store
+
     def opened(address: str, secret: Secret, identity: str | None = None) -> RelayedStore:
         line = Line(relay, secret)
         where, _, port = address.rpartition(":")

@@ -7,29 +7,44 @@ stopped) and writes that into the store; the others wait for it. Then a `Host` s
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.trust.secret import SecretMissing, run_secret
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.config.settings import Config, Elastic
+from varuna_capslog.elastic.host import workers
 from varuna_capslog.elastic.host.hooks import check_same_folder
 from varuna_capslog.elastic.host.host import Host, HostEnd
 from varuna_capslog.elastic.host.options import HostOptions
-from varuna_capslog.elastic.member.held_state import recover
 from varuna_capslog.elastic.member.start_up import Beginning
-from varuna_capslog.elastic.script.work import saved_states
 from varuna_capslog.elastic.store.opening import StoreGone, StoreRefuses, open_store
 from varuna_capslog.membership.generation import Stamp
 from varuna_capslog.plans.plan import latest_plan
 from varuna_capslog.start.preloading import SCRIPT_MODULES, TRAINING_MODULES
+from varuna_capslog.start.resuming import newest_checkpoint, newest_states, take_held
 
-__all__ = ["check_elastic", "join_run", "join_script", "run_here", "run_script", "starting_point", "wait_for_store"]
+if TYPE_CHECKING:
+    from varuna_capslog.base.fork_server import ForkServer
+    from varuna_capslog.training.checkpoint import Checkpoint
+
+__all__ = [
+    "check_elastic",
+    "join_run",
+    "join_script",
+    "member_server",
+    "run_here",
+    "run_script",
+    "starting_point",
+    "wait_for_store",
+]
 
 _LOOK_SECONDS = 0.5
 _MODULES = (*TRAINING_MODULES, "varuna_capslog.elastic.member.runtime", "varuna_capslog.elastic.member.pipeline_work")
@@ -46,18 +61,18 @@ def starting_point(config: Config, say: Callable[[str], None] = lambda line: Non
     Raises:
         CapslogError: nothing is prepared, or there is no checkpoint where `resume` says.
     """
-    from varuna_capslog.training.checkpoint import Checkpoint, latest_checkpoint, open_checkpoint
-
     planned = latest_plan(config.run_dir)
     if planned is None:
         raise CapslogError(f"{config.run_dir} holds no plan-<generation>.json; start the run with `capslog train`")
     found: Checkpoint | None = None
     if config.resume == "auto":
-        recover(config.run_dir)
-        found, skipped = latest_checkpoint(config.run_dir / "checkpoints")
+        take_held(config.run_dir)
+        found, skipped = newest_checkpoint(config.run_dir)
         for problem in skipped:
             say(f"passed over a checkpoint: {problem}")
     elif config.resume != "never":
+        from varuna_capslog.training.checkpoint import open_checkpoint
+
         found = open_checkpoint(Path(config.resume))
     if found is None:
         beginning = Beginning(planned[0])
@@ -121,6 +136,17 @@ def join_run(config: Config, options: HostOptions, wait_seconds: float) -> HostE
     return Host(_of_config(options, load_config(config.run_dir / "config.yaml"))).run()
 
 
+@contextlib.contextmanager
+def member_server(config: Config) -> Iterator[ForkServer]:
+    """What a host of this run forks its workers from, started before the host (`HostOptions.fork_server`)."""
+    options = _of_config(HostOptions(config.run_dir), config)
+    server = workers.member_server(options.entry, options.modules, options.environment)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
 def _of_config(options: HostOptions, config: Config) -> HostOptions:
     return dataclasses.replace(
         options,
@@ -177,7 +203,7 @@ def _of_script(options: HostOptions, script: Path, arguments: Sequence[str]) -> 
 
 def _starting_point_of_script(run_dir: Path) -> Beginning:
     """The newest checkpoint; the generations follow all that the run's files count."""
-    saved, metrics = saved_states(run_dir), run_dir / "metrics.jsonl"
+    saved, metrics = newest_states(run_dir), run_dir / "metrics.jsonl"
     lines = files.last_lines(metrics) if metrics.exists() else []
     numbers = [stamp.generation for stamp, _ in saved] + [
         number for line in lines if isinstance(number := line.get("generation"), int)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from varuna_capslog.start.preloading import TRAINING_MODULES
 from varuna_capslog.start.prepare import prepare_run
 
 if TYPE_CHECKING:
+    from varuna_capslog.base.fork_server import ForkServer
     from varuna_capslog.base.starters import Forks, Starter
     from varuna_capslog.config.settings import Config
     from varuna_capslog.plans.plan import Plan
@@ -39,24 +41,35 @@ def train_here(
         CapslogError: the config, the model or a worker failed.
         Interrupted: the run was asked to stop; the same call continues it.
     """
+    from varuna_capslog.base.starters import Forks
     from varuna_capslog.base.supervisor import reserve
-    from varuna_capslog.elastic.member.held_state import recover
+    from varuna_capslog.start.elastic_host import member_server
+    from varuna_capslog.start.resuming import take_held
 
     with reserve(config.run_dir):  # from here on: another run's plan must not change under its workers
         if config.elastic.enabled:
-            show_plan(*prepared_run(config, show))
             options = HostOptions(config.run_dir, num_workers=config.world_size)
-            run_elastic(config, options, "the same command continues")
+            with member_server(config) as server:
+                show_plan(*prepared_run(config, show, server))
+                run_elastic(config, dataclasses.replace(options, fork_server=server), "the same command continues")
             return
-        with worker_starter(config) as starter:  # it imports while this process plans
-            show_plan(*prepared_run(config, show))
+        with worker_starter(config) as starter:
+            show_plan(*prepared_run(config, show, starter.server if isinstance(starter, Forks) else None))
             if config.resume == "auto":
-                recover(config.run_dir)  # an elastic run may have stopped here between two checkpoints
+                take_held(config.run_dir)  # an elastic run may have stopped here between two checkpoints
             run_workers(config, say, starter)
 
 
-def prepared_run(config: Config, show: bool = True) -> tuple[Plan, Profile | None]:
-    """Profiles and plans a run: its plan, and its profile where it has one; see `prepare.prepare_run`."""
+def prepared_run(config: Config, show: bool = True, server: ForkServer | None = None) -> tuple[Plan, Profile | None]:
+    """Profiles and plans a run: its plan, and its profile where it has one; see `prepare.prepare_run`.
+
+    Args:
+        server: that workers will be forked from. A process that has not imported torch has this done in a fork of it,
+            so that what takes seconds to import is imported once.
+    """
+    if server is not None and "torch" not in sys.modules:
+        found: tuple[Plan, Profile | None] = server.call(f"{__name__}:prepared_run", config, show)
+        return found
     from varuna_capslog.profiles.record import read_profile
 
     plan, path = prepare_run(config, show), config.run_dir / "profile.json"

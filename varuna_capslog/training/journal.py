@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from varuna_capslog.base import files
-from varuna_capslog.engine.step import Verdict
-from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.training.loggers import Loggers
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn, TaskID
+
+    from varuna_capslog.engine.step import Verdict
+    from varuna_capslog.model.chain import TensorSpec
 
 __all__ = ["Journal", "RecentSteps", "peak_record", "score_line", "step_bar", "step_numbers", "step_record"]
 

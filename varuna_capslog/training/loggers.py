@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.workload import imported
+from varuna_capslog.base.functions import imported
 
 __all__ = ["Logger", "Loggers", "check_loggers"]
 

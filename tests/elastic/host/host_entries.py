@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from varuna_capslog.base.errors import CapslogError, DoesNotFit
+
 
 def act(arguments: dict[str, Any]) -> int:
     """Write what this worker is, then do what its own or everybody's `do` says, word by word."""
@@ -107,3 +109,26 @@ def ask(arguments: dict[str, Any], member: str, value: str) -> None:
     from varuna_capslog.elastic import request_morph
 
     request_morph(int(value))
+
+
+class Unsendable(CapslogError):
+    """Its arguments are not those that it is made with."""
+
+    exit_status = 5
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+def called(what: str, value: Any) -> Any:
+    """Called by `ForkServer.call`."""
+    if what == "fail":
+        raise DoesNotFit(value)
+    if what == "fail oddly":
+        raise Unsendable(1, 2)
+    if what == "hang":
+        Path(value).write_text(str(os.getpid()))
+        time.sleep(100)
+    if what == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [value, os.getppid(), os.getpgid(0) == os.getpid()]

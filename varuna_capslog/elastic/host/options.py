@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.fork_server import PRELOADED
+from varuna_capslog.base.fork_server import PRELOADED, ForkServer
 from varuna_capslog.config.settings import Elastic
 from varuna_capslog.elastic.notices.interface import Listener
 from varuna_capslog.membership.generation import INITIAL, Stamp
@@ -38,6 +38,7 @@ class HostOptions:
         say: prints one line for the user.
         sources: of notices; None: what `auto_sources` finds, and the file `run_dir/notices/<host>`.
         modules: imported ahead for the workers, besides the entry's.
+        fork_server: one that runs already, with this entry, which the host closes; None: the host starts one.
 
     Raises:
         CapslogError: fewer than one worker.
@@ -58,6 +59,7 @@ class HostOptions:
     say: Callable[[str], None] = lambda line: None
     sources: Sequence[Listener] | None = None
     modules: Sequence[str] = PRELOADED
+    fork_server: ForkServer | None = None
 
     def __post_init__(self) -> None:
         if self.num_workers < 1:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from varuna_capslog.membership.entries import BrokenEntry, DeadEntry, Entry, Fin
 from varuna_capslog.membership.generation import Member
 from varuna_capslog.membership.roster import Roster
 
-__all__ = ["SETTLE_SECONDS", "HostWorker", "HostWorkers"]
+__all__ = ["SETTLE_SECONDS", "HostWorker", "HostWorkers", "member_server"]
 
 SETTLE_SECONDS = 0.3
 """By then the log's entries from before a worker's end have been heard."""
@@ -41,6 +41,21 @@ _QUIET = {
     # the error for a lost peer or store is one sentence, without C++ stacks
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
+
+
+def member_server(
+    entry: str,
+    modules: Sequence[str],
+    environment: Mapping[str, str],
+    hear: Callable[[Mapping[str, Any]], None] = lambda what: None,
+    log: Path | None = None,
+) -> ForkServer:
+    """A fork server for the workers of a host; see `ForkServer`.
+
+    Args:
+        environment: variables on top of this process's own.
+    """
+    return ForkServer(entry, hear, log, modules, {**_QUIET, **os.environ, **environment})
 
 
 @dataclass
@@ -93,10 +108,13 @@ class HostWorkers:
         self._finished_at: float | None = None
         self._said: set[str] = set()
         self._unsaid: list[tuple[float, str]] = []
-        given = {**network_variables(options.store or options.serve_at), **options.environment}
-        environment = {**_QUIET, **os.environ, **given, "CAPSLOG_RUN_DIR": str(options.run_dir)}
+        self._variables = {**network_variables(options.store or options.serve_at), **options.environment}
         self._server_log = options.folder / f"{host}.nursery.log"
-        self.fork_server = ForkServer(options.entry, hear, self._server_log, options.modules, environment)
+        if options.fork_server is None:
+            self.fork_server = member_server(options.entry, options.modules, self._variables, hear, self._server_log)
+        else:
+            self.fork_server = options.fork_server
+            self.fork_server.settle(hear, self._server_log)
 
     def living(self) -> list[HostWorker]:
         """Those that have not ended."""
@@ -119,7 +137,7 @@ class HostWorkers:
         self.fork_server.fork(
             {
                 "member": member,
-                "environment": {**variables, **own},
+                "environment": {**self._variables, **variables, **own},
                 "log": str(self.log(member)),
                 "arguments": [run_dir] if arguments is None else arguments,
             }

@@ -13,18 +13,21 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Sequence
-from datetime import timedelta
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.trust.secret import Secret
 from varuna_capslog.elastic.network import parse_address
-from varuna_capslog.elastic.store.etcd_gateway import PAUSE_SECONDS, WAIT_SECONDS, Etcd, EtcdWatch, after, b64
+from varuna_capslog.elastic.store.etcd_gateway import PAUSE_SECONDS, Etcd, EtcdWatch, after, b64
 from varuna_capslog.elastic.store.log import LOOK_SECONDS, LogFollower, MembershipStore, StoreGone, StoreRefuses
 from varuna_capslog.elastic.store.signatures import Signatures, unsigned
 
-__all__ = ["EtcdMembershipStore", "EtcdRendezvous", "begin_run"]
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from varuna_capslog.elastic.store.rendezvous import EtcdRendezvous
+
+__all__ = ["EtcdMembershipStore", "begin_run"]
 
 ANSWER_SECONDS = 10.0
 """A cluster that takes longer to answer is gone. One that lost its leader elects another within 1 to 2 s (etcd's own
@@ -108,6 +111,8 @@ class EtcdMembershipStore(MembershipStore):
         return self._etcd.wait(f"{self._root}/key/{key}", wait_seconds)
 
     def rendezvous(self) -> dist.Store:
+        from varuna_capslog.elastic.store.rendezvous import EtcdRendezvous
+
         self.look()
         found = EtcdRendezvous(self._etcd.another(), f"{self._root}/group")
         self._kept.append(found)  # torch's groups do not keep a store alive that is written in Python
@@ -177,40 +182,6 @@ class EtcdMembershipStore(MembershipStore):
                     follower.deliver([_passed_over(key) if text is None else text])
             if not found and self.entries(follower.next):  # a server that hangs, or was cut off, says nothing
                 return
-
-
-class EtcdRendezvous(dist.Store):
-    """Keys that never change or only grow, for `torch.distributed`'s groups to meet at."""
-
-    def __init__(self, etcd: Etcd, root: str) -> None:
-        super().__init__()
-        self._etcd, self._root = etcd, root
-        self._seconds = 300.0
-
-    def set(self, key: str, value: str | bytes) -> None:
-        self._etcd.put(f"{self._root}/{key}", value)
-
-    def get(self, key: str) -> bytes:
-        self.wait([key])
-        value = self._etcd.value(f"{self._root}/{key}")
-        assert value is not None
-        return value
-
-    def add(self, key: str, value: int) -> int:
-        return self._etcd.add(f"{self._root}/{key}", value)
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return all(self._etcd.value(f"{self._root}/{key}") is not None for key in keys)
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        until = time.monotonic() + (self._seconds if timeout is None else timeout.total_seconds())
-        while not self.check(keys):
-            if time.monotonic() > until:
-                raise dist.DistStoreError(f"nobody has set {', '.join(keys)} in time")
-            time.sleep(WAIT_SECONDS)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._seconds = timeout.total_seconds()
 
 
 def _leases(etcd: Etcd, root: str) -> list[bytes]:

@@ -11,13 +11,14 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from varuna_capslog.base.trust.connection import Connection, NotTrusted, dial
 from varuna_capslog.elastic.store.log import StoreGone, StoreRefuses
-from varuna_capslog.elastic.store.server import MAX_MESSAGE
+from varuna_capslog.elastic.store.server import LONGEST_WAIT_SECONDS, MAX_MESSAGE
 
-__all__ = ["ANSWER_SECONDS", "StoreLines"]
+__all__ = ["ANSWER_SECONDS", "StoreLines", "bytes_of", "text_of"]
 
 ANSWER_SECONDS = 3.0
 """A store that takes longer to answer is gone."""
@@ -87,6 +88,17 @@ class StoreLines:
                 return answer
         raise AssertionError("the last attempt returns or raises")
 
+    def values(self, keys: Sequence[str], seconds: float) -> list[bytes] | None:
+        """The values of all these keys; None where one of them does not come within so many seconds."""
+        until = time.monotonic() + seconds
+        while True:
+            wait = min(LONGEST_WAIT_SECONDS, max(0.0, until - time.monotonic()))
+            found = self.ask("get", keys, wait, wait=wait)
+            if found is not None:
+                return [bytes_of(text) for text in found]
+            if time.monotonic() >= until:
+                return None
+
     def close(self) -> None:
         """Ends all idle connections; those in use end with the call that uses them."""
         with self._lock:
@@ -143,3 +155,13 @@ class StoreLines:
             return StoreGone(f"the store at {self.address} is gone: no answer within {self.answer_seconds:g} s")
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
         return StoreGone(f"the store at {self.address} is gone: {why}")
+
+
+def text_of(value: str | bytes) -> str:
+    """A value as the server keeps it: one character for each byte."""
+    return (value.encode() if isinstance(value, str) else bytes(value)).decode("latin-1")
+
+
+def bytes_of(text: str) -> bytes:
+    """The value that the server keeps as this text."""
+    return text.encode("latin-1")

@@ -13,13 +13,14 @@ import queue
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.membership.entries import GenerationEntry, read
 from varuna_capslog.membership.generation import EMPTY, Generation
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 __all__ = [
     "LOOK_SECONDS",
