@@ -464,7 +464,14 @@ def test_the_host_that_serves_stays_until_the_others_have_gone(tmp_path, start):
     assert run.host.workers.failures == other.host.workers.failures == []
 
 
-def test_a_host_that_vanishes_is_told_dead_with_all_its_workers(tmp_path, start):
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [
+        (signal.SIGKILL, "host other has ended: its connection to the store was closed"),
+        (signal.SIGSTOP, "host other does not answer for 1 s"),
+    ],
+)
+def test_a_host_that_vanishes_is_told_dead_with_all_its_workers(number, why, tmp_path, start):
     run = start(tmp_path, 1, all="wait=go leave=0")
     options = {"name": "other", "store": run.host.link.address}
     code = RUN.format(here=str(HERE), folder=str(tmp_path), options=options)
@@ -473,11 +480,12 @@ def test_a_host_that_vanishes_is_told_dead_with_all_its_workers(tmp_path, start)
         pids = [run.seen(f"other-{number}")["pid"] for number in (1, 2)]
         time.sleep(1.5)
         assert run.told("dead") == [], "a host that gives signs of life was taken for dead"
-        process.kill()
+        process.send_signal(number)
         wait_until(lambda: len(run.told("dead")) == 2)
         assert sorted(run.told("dead")) == ["other-1", "other-2"]
-        assert run.of("dead")[0]["why"] == "host other does not answer for 1 s"
+        assert run.of("dead")[0]["why"] == why
         assert run.of("dead")[0]["cause"] == "host"
+        process.kill()
         wait_until(lambda: not any(alive(pid) for pid in pids))
         run.client.append({"kind": "finished", "step": 1, "stopped": False})
         run.go()

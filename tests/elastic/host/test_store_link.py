@@ -45,7 +45,7 @@ class Connected:
         options = HostOptions(
             folder, name="h", num_workers=2, keys={"first-plan": "3"}, say=self.lines.append, settings=settings
         )
-        self.link = HostStore(options, self.roster, self.logged, lambda host: None, self.calls.put)
+        self.link = HostStore(options, self.roster, self.logged, lambda host, why: None, self.calls.put)
         (folder / "workers").mkdir()
         self.link.connect(stack)
         self.link.begin(stack)
@@ -197,9 +197,9 @@ def test_a_host_that_was_taken_for_lost_says_why(tmp_path: Path, monkeypatch: py
     """A store that does not answer, one that answers late, and one that answers late since this process was stopped."""
     with contextlib.ExitStack() as stack:
         link = Connected(tmp_path, stack, lease_seconds=0.4).link
-        put, tries = link.store.put, 0
+        give_sign, tries = link.store.give_sign, 0
 
-        def disturbed(key: str, value: str) -> None:
+        def disturbed(host: str, sign: str) -> None:
             nonlocal tries
             tries += 1
             if why == "cut off":
@@ -208,9 +208,9 @@ def test_a_host_that_was_taken_for_lost_says_why(tmp_path: Path, monkeypatch: py
                 time.sleep(0.6)
                 if why == "stood still":  # as the thread that looks at the clock would find it
                     link._awoke = time.monotonic()
-            put(key, value)
+            give_sign(host, sign)
 
-        monkeypatch.setattr(link.store, "put", disturbed)
+        monkeypatch.setattr(link.store, "give_sign", disturbed)
         wait_until(lambda: tries >= 2)
         link.explain_absence()
     (event,) = [line for line in files.read_jsonl(tmp_path / "events.jsonl") if line["kind"] == "cause"]

@@ -55,7 +55,7 @@ def living(store: MembershipStore) -> Iterator[None]:
 
     def beat() -> None:
         for number in itertools.count(1):
-            store.put("lease/h", str(number))
+            store.give_sign("h", str(number))
             if ended.wait(0.2):
                 return
 
@@ -163,7 +163,7 @@ def test_a_run_that_lives_is_not_removed_by_another(cluster: EtcdServers) -> Non
     address = cluster.address("guard")
     begin_run(address, 0.4, SECRET)
     one = open_store(address, SECRET)
-    one.put("lease/h", "0")
+    one.give_sign("h", "0")
     with living(one), pytest.raises(CapslogError, match="a run is going on"):
         begin_run(address, 4.0, SECRET)
     one.look()
@@ -179,7 +179,7 @@ def test_a_machine_that_comes_early_waits_for_the_next_run_and_not_for_one_that_
     begin_run(address, 0.4, secret)
     ended = open_store(address, secret)
     ended.put("first-plan", "1")
-    ended.put("lease/h", "7")
+    ended.give_sign("h", "7")
     with pytest.raises(CapslogError, match=r"no machine of the run there gives a sign of life.*--serve"):
         wait_for_store(tmp_path, address, 1.5, lambda line: None)
     with ThreadPoolExecutor(1) as threads:

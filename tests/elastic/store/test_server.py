@@ -13,10 +13,18 @@ import torch
 import torch.distributed as dist
 
 from tests.secret import SECRET
+from tests.waiting import wait_until
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.trust.connection import Connection, Forged, dial
 from varuna_capslog.base.trust.secret import Secret
-from varuna_capslog.elastic.store.opening import OwnMembershipStore, StoreGone, StoreRefuses, StoreServer, open_store
+from varuna_capslog.elastic.store.opening import (
+    ENDED,
+    OwnMembershipStore,
+    StoreGone,
+    StoreRefuses,
+    StoreServer,
+    open_store,
+)
 from varuna_capslog.elastic.store.server import MAX_MESSAGE, PURPOSE
 from varuna_capslog.engine.communicator import connect_group
 
@@ -64,6 +72,25 @@ def test_each_operation(server):
     assert ask(line, "entries", 0, 0) == [["one"], 1]
     assert ask(line, "entries", 1, 0) == [[], 1]
     line.close()
+
+
+def test_a_sign_of_life_ends_with_its_connection_unless_another_has_given_one(server):
+    first, second, reader = (open_store(f"127.0.0.1:{server.port}", SECRET) for _ in range(3))
+    assert reader.sign_of("h") is None
+    first.give_sign("h", "1")
+    first.give_sign("h", "2")
+    assert reader.sign_of("h") == "2"
+    second.give_sign("h", "3")
+    first.close()
+    time.sleep(0.2)
+    assert reader.sign_of("h") == "3"
+    second.put("another key", "-")
+    second.close()
+    wait_until(lambda: reader.sign_of("h") == ENDED)
+    assert reader.get("another key") == "-"
+    reader.give_sign("h", "4")
+    assert reader.sign_of("h") == "4"
+    reader.close()
 
 
 @pytest.mark.parametrize(

@@ -253,10 +253,10 @@ class Host:
         for worker in self.workers.living():
             self.link.tell(entries.NoticeEntry(worker.member, notice.kind is Kind.NOW, deadline, notice.source))
 
-    def _host_silent(self, host: str) -> None:
+    def _host_silent(self, host: str, why: str) -> None:
         if host not in self.roster.hosts:
             return
-        why = f"host {host} does not answer for {self.options.settings.lease_seconds:g} s"
+        why = f"host {host} {why}"
         self.options.say(why)
         for member, where in tuple(self.roster.members.items()):
             if where == host:

@@ -25,7 +25,7 @@ from varuna_capslog.base.trust.secret import run_secret
 from varuna_capslog.elastic.host import hooks
 from varuna_capslog.elastic.host.options import HostOptions
 from varuna_capslog.elastic.store.etcd_store import begin_run
-from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone, StoreServer, open_store
+from varuna_capslog.elastic.store.opening import ENDED, MembershipStore, StoreGone, StoreServer, open_store
 from varuna_capslog.membership.entries import DeadEntry, Entry, GenerationEntry, HostsEntry, NoticeEntry, read
 from varuna_capslog.membership.generation import Generation, Member
 from varuna_capslog.membership.roster import Roster
@@ -39,7 +39,7 @@ class HostStore:
     Args:
         roster: what the log says so far; kept by the host.
         logged: called by the host's thread with every entry of the log.
-        silent: called by the host's thread with the name of a host without a sign of life.
+        silent: called by the host's thread with the name of a host without a sign of life, and why it counts as lost.
         later: called by any thread: the host's thread is to make this call.
 
     Attributes:
@@ -57,7 +57,7 @@ class HostStore:
         options: HostOptions,
         roster: Roster,
         logged: Callable[[dict[str, Any]], None],
-        silent: Callable[[str], None],
+        silent: Callable[[str, str], None],
         later: Callable[[Callable[[], None]], None],
     ) -> None:
         self.address = options.store or options.serve_at
@@ -110,7 +110,7 @@ class HostStore:
     def begin(self, stack: contextlib.ExitStack) -> None:
         """Gives signs of life, tells that the host is here, and follows the log."""
         ended = threading.Event()
-        self.store.put(f"lease/{self.name}", "0")
+        self.store.give_sign(self.name, "0")
         threading.Thread(target=self._keep_lease, args=(ended,), name="leases", daemon=True).start()
         threading.Thread(target=self._notice_stops, args=(ended,), name="stops", daemon=True).start()
         stack.callback(ended.set)
@@ -234,7 +234,8 @@ class HostStore:
         for something is not to be taken for dead.
 
         No clocks are compared: what counts is how long this host itself has not seen a sign change. A host that gave
-        none for `lease_seconds` is reported again and again while it stays silent.
+        none for `lease_seconds` is reported again and again while it stays silent; one whose connection to the store
+        has ended, as soon as it had time for another sign and gave none.
         """
         seconds = self._options.settings.lease_seconds
         signs: dict[str, str | None] = {}
@@ -244,9 +245,9 @@ class HostStore:
         while not ended.wait(seconds / 4):
             beat, began = beat + 1, time.monotonic()
             try:
-                self.store.put(f"lease/{self.name}", str(beat))
+                self.store.give_sign(self.name, str(beat))
                 others = [host for host in tuple(self._roster.hosts) if host != self.name]
-                found = {other: self.store.get(f"lease/{other}") for other in others}
+                found = {other: self.store.sign_of(other) for other in others}
             except StoreGone:
                 answers, self._late_call = False, began
                 self._later(partial(self.lost, "the store does not answer"))
@@ -261,7 +262,9 @@ class HostStore:
                 if away or other not in changed or sign != signs[other]:
                     signs[other], changed[other] = sign, now
                 elif now - changed[other] > seconds:
-                    self._later(partial(self._silent, other))
+                    self._later(partial(self._silent, other, f"does not answer for {seconds:g} s"))
+                elif sign == ENDED:
+                    self._later(partial(self._silent, other, "has ended: its connection to the store was closed"))
             for gone in set(changed) - set(found):
                 del signs[gone], changed[gone]
             answers = True

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 __all__ = [
+    "ENDED",
     "LOOK_SECONDS",
     "Entry",
     "LogFollower",
@@ -39,6 +40,9 @@ Take = Callable[[Entry], None]
 """Gets each entry of the log in order."""
 Lost = Callable[[str], None]
 """Called once, with the reason, when the store is gone."""
+
+ENDED = ""
+"""The sign of life of a host whose connection to the store has ended since it gave its last one."""
 
 LOOK_SECONDS = 1.0
 """How often a follower asks whether the store still answers: a connection that was cut off reports nothing itself."""
@@ -178,6 +182,14 @@ class MembershipStore(abc.ABC):
     @abc.abstractmethod
     def get(self, key: str, wait_seconds: float = 0.0) -> str | None:
         """The value of a key, waiting for its first one at most so long; None if there is none."""
+
+    def give_sign(self, host: str, sign: str) -> None:
+        """Says that a host of the run lives; every sign is another text than the one before, and none is empty."""
+        self.put(f"lease/{host}", sign)
+
+    def sign_of(self, host: str) -> str | None:
+        """The last sign of life of a host; `ENDED` where the store knows that its process has ended or was cut off."""
+        return self.get(f"lease/{host}")
 
     # -- the store itself ------------------------------------------------------------------------------------------
 

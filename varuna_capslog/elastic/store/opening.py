@@ -9,11 +9,11 @@ from __future__ import annotations
 from varuna_capslog.base.trust.secret import Secret
 from varuna_capslog.elastic.network import parse_address
 from varuna_capslog.elastic.store.etcd_store import EtcdMembershipStore
-from varuna_capslog.elastic.store.log import MembershipStore, StoreGone, StoreRefuses
+from varuna_capslog.elastic.store.log import ENDED, MembershipStore, StoreGone, StoreRefuses
 from varuna_capslog.elastic.store.own_store import OwnMembershipStore
 from varuna_capslog.elastic.store.server import StoreServer
 
-__all__ = ["MembershipStore", "OwnMembershipStore", "StoreGone", "StoreRefuses", "StoreServer", "open_store"]
+__all__ = ["ENDED", "MembershipStore", "OwnMembershipStore", "StoreGone", "StoreRefuses", "StoreServer", "open_store"]
 
 
 def open_store(

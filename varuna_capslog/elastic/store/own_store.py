@@ -40,6 +40,7 @@ class OwnMembershipStore(MembershipStore):
         self.lines = StoreLines(host, port, secret.key(PURPOSE), identity or "", seconds)
         self.look()
         self.address, self.identity = self.lines.address, self.lines.identity
+        self._signs = self.lines.another()  # on a connection of its own, by whose end the server knows that of the host
 
     def count(self, name: str) -> int:
         return int(self.lines.ask("add", f"count/{name}", 1))
@@ -50,6 +51,9 @@ class OwnMembershipStore(MembershipStore):
     def get(self, key: str, wait_seconds: float = 0.0) -> str | None:
         found = self.lines.values([f"key/{key}"], wait_seconds)
         return None if found is None else found[0].decode()
+
+    def give_sign(self, host: str, sign: str) -> None:
+        self._signs.ask("sign", f"key/lease/{host}", text_of(sign))
 
     def rendezvous(self) -> dist.Store:
         from varuna_capslog.elastic.store.rendezvous import OwnRendezvous
@@ -63,6 +67,7 @@ class OwnMembershipStore(MembershipStore):
     def close(self) -> None:
         super().close()
         self.lines.close()
+        self._signs.close()
 
     # -- the log ---------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from varuna_capslog.base.trust.connection import Connection
 from varuna_capslog.base.trust.door import Door
 from varuna_capslog.base.trust.secret import Secret
 from varuna_capslog.elastic.network import listen
+from varuna_capslog.elastic.store.log import ENDED
 
 __all__ = ["LONGEST_WAIT_SECONDS", "MAX_MESSAGE", "PURPOSE", "StoreServer"]
 
@@ -78,13 +79,18 @@ class StoreServer:
         threading.Thread(target=self._serve, args=(connection,), name="store-serve", daemon=True).start()
 
     def _serve(self, connection: Connection) -> None:
+        sign: list[str] = []
         # a connection that breaks, or a question that no client of ours asks, ends the connection
         with contextlib.suppress(OSError, EOFError, ValueError, TypeError, KeyError):
             connection.send_message(json.dumps({"identity": self.identity}).encode())
             while True:
                 question = json.loads(connection.read_message(MAX_MESSAGE))
                 answer = self._content.answer(question)
+                if question[0] == "sign":
+                    sign = question[1:]
                 connection.send_message(json.dumps(answer).encode())
+        if sign:  # whoever gave it here last has ended, unless a sign comes over another connection
+            self._content.answer(["exchange", *sign, ENDED])
         with self._lock:
             self._connections.discard(connection)
         connection.shut_down()
@@ -102,6 +108,7 @@ class _Content:
         self._operations: dict[str, Callable[..., Any]] = {
             "look": lambda: None,
             "set": self._set,
+            "sign": self._set,
             "get": self._get,
             "add": self._add,
             "exchange": self._exchange,
