@@ -230,3 +230,24 @@ def test_a_fork_server_may_get_its_listener_and_its_log_later(tmp_path, told):
         assert "KeyError" in (tmp_path / "later.log").read_text()
     finally:
         one.close()
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+def test_a_process_that_is_prepared_becomes_a_fork_server_by_a_fork_if_it_has_one_thread(tmp_path, threads):
+    body = f"""
+import os, sys, threading, time
+sys.path[:0] = [{str(ENTRIES)!r}]
+import host_entries
+from pathlib import Path
+from varuna_capslog.base.fork_server import ForkServer
+if {threads}:
+    threading.Thread(target=time.sleep, args=(2,), daemon=True).start()
+environment = {{"PYTHONPATH": {str(ENTRIES)!r}, "CAPSLOG_MARK": "here"}}
+server = ForkServer("host_entries:act", lambda what: None, Path("log"), ("json",), environment, prepared=True)
+print(Path(f"/proc/{{server.pid}}/cmdline").read_text() == Path("/proc/self/cmdline").read_text())
+print(server.call("os:getenv", "CAPSLOG_MARK"), server.call("os:getppid") == server.pid)
+server.close()
+print(Path(f"/proc/{{server.pid}}").exists(), flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", body], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == [str(not threads), "here", "True", "False"], done.stderr

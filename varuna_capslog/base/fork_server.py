@@ -23,10 +23,11 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.processes import die_with_parent, signal_group
@@ -52,6 +53,7 @@ class ForkServer:
         log: gets the fork server's own output; None: nobody does, until `settle` names a file.
         modules: imported ahead besides the entry's, and what they name as `PRELOADED`; one that is missing is left out.
         environment: variables on top of this process's own.
+        prepared: this process has imported all of that, so the fork server is a fork of it, if it has one thread only.
 
     Attributes:
         output, errors: copies of this process's standard output and errors that orders may name.
@@ -64,12 +66,14 @@ class ForkServer:
         log: Path | None,
         modules: Sequence[str] = PRELOADED,
         environment: Mapping[str, str] | None = None,
+        prepared: bool = False,
     ) -> None:
         self.output, self.errors = os.dup(1), os.dup(2)
         command = [sys.executable, "-m", "varuna_capslog.base.fork_server", entry, *modules]
+        start = _started_as_fork if prepared and _may_fork() else subprocess.Popen
         try:
             with open(log or os.devnull, "ab") as errors:
-                self._process = subprocess.Popen(
+                self._process = start(
                     command,
                     env={"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})},
                     stdin=subprocess.PIPE,
@@ -168,6 +172,64 @@ class ForkServer:
         for call in list(self._calls.values()):
             call.put(gone)
         self._tell(gone)
+
+
+class _ServerFork:
+    """What a fork server needs of `subprocess.Popen`, of a fork."""
+
+    def __init__(self, pid: int, stdin: BinaryIO, stdout: BinaryIO) -> None:
+        self.pid, self.stdin, self.stdout = pid, stdin, stdout
+        self._status: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """As `Popen.wait`, from any thread."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while self._status is None:
+            with contextlib.suppress(ChildProcessError):  # another thread has waited for it
+                found, status = os.waitpid(self.pid, os.WNOHANG)
+                if found:
+                    self._status = os.waitstatus_to_exitcode(status)
+            if until is not None and self._status is None and time.monotonic() > until:
+                raise subprocess.TimeoutExpired("the fork server", timeout or 0.0)
+            time.sleep(0.005)
+        return self._status
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def _started_as_fork(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    stdin: int,
+    stdout: int,
+    stderr: BinaryIO,
+    preexec_fn: Callable[[], None],
+    pass_fds: Sequence[int],
+) -> _ServerFork:
+    """A fork of this process that does what the command would; its arguments are those of `subprocess.Popen`."""
+    (orders, order), (reports, report) = os.pipe(), os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        os.close(orders)
+        os.close(report)
+        return _ServerFork(pid, open(order, "wb"), open(reports, "rb"))
+    status = 1
+    try:
+        preexec_fn()
+        for source, target in ((orders, 0), (report, 1), (stderr.fileno(), 2)):
+            os.dup2(source, target)
+        for descriptor in (orders, order, reports, report):
+            os.close(descriptor)
+        os.environ.update(env)
+        status = main(command[3:])
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
 
 
 # -- the fork server's own process -------------------------------------------------------------------------------------

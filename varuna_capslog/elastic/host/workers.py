@@ -49,13 +49,14 @@ def member_server(
     environment: Mapping[str, str],
     hear: Callable[[Mapping[str, Any]], None] = lambda what: None,
     log: Path | None = None,
+    prepared: bool = False,
 ) -> ForkServer:
     """A fork server for the workers of a host; see `ForkServer`.
 
     Args:
         environment: variables on top of this process's own.
     """
-    return ForkServer(entry, hear, log, modules, {**_QUIET, **os.environ, **environment})
+    return ForkServer(entry, hear, log, modules, {**_QUIET, **os.environ, **environment}, prepared)
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """A host of a chaos run: an ordinary supervisor, `Host`, in a process of its own that chaos may kill or stop.
 
-It is forked by a fork server of the rig, so that a machine that comes back need not import anything first.
+It is forked by a fork server of the rig, so that a machine that comes back need not import anything first. The fork
+server of its workers is a fork in turn.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def main(order: Mapping[str, Any]) -> int:
     from varuna_capslog.base.supervisor import Interrupted, WorkerFailed
     from varuna_capslog.config.reading import load_config
     from varuna_capslog.elastic.host.host import Host, HostOptions
+    from varuna_capslog.elastic.host.workers import member_server
     from varuna_capslog.elastic.store.opening import StoreGone
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -48,6 +50,9 @@ def main(order: Mapping[str, Any]) -> int:
     def say(line: str) -> None:
         sys.stdout.write(f"{time.time():.3f} {line}\n")
 
+    environment: dict[str, str] = order["environment"]
+    modules = (*PRELOADED, *MODULES, config.workload.partition(":")[0])
+    server = member_server(ENTRY, modules, environment, prepared=True)  # before there is any other thread
     host = Host(
         HostOptions(
             run_dir,
@@ -55,11 +60,11 @@ def main(order: Mapping[str, Any]) -> int:
             num_workers=int(order["workers"]),
             name=str(order["name"]),
             store=str(order["store"]),
-            environment=order["environment"],
+            environment=environment,
             settings=config.elastic,
             say=say,
             sources=None,
-            modules=(*PRELOADED, *MODULES, config.workload.partition(":")[0]),
+            fork_server=server,
         )
     )
     try:

@@ -30,7 +30,7 @@ from varuna_capslog.plans.plan import Plan
 from varuna_capslog.rig.drawing import PLANS, draw_for
 from varuna_capslog.rig.judge import Stepped
 from varuna_capslog.rig.machines.agenda import Agenda
-from varuna_capslog.rig.machines.host_process import MODULES
+from varuna_capslog.rig.machines.host_process import ENTRY, MODULES
 from varuna_capslog.rig.machines.members import Members
 from varuna_capslog.rig.machines.network import MachineNetwork
 from varuna_capslog.rig.machines.records import Records
@@ -99,11 +99,12 @@ class Machines:
         self.network = MachineNetwork(options.network, list(self.by_name), secret)
         self._stack.callback(self.network.close)
         self._log = self._stack.enter_context((folder / "log.jsonl").open("a", encoding="utf-8", buffering=1))
+        workload = config.workload.partition(":")[0]
         self._fork_server = ForkServer(
             "varuna_capslog.rig.machines.host_process:main",
             lambda what: self._inbox.put((0, "supervisor", what)),
             folder / "nursery.log",
-            (*PRELOADED, "varuna_capslog.elastic.host.host", *MODULES[:1]),
+            (*PRELOADED, "varuna_capslog.elastic.host.host", ENTRY.partition(":")[0], *MODULES, workload),
         )
         self._stack.callback(self._fork_server.close)  # supervisors die with it, and workers with their supervisors
 
