@@ -251,3 +251,12 @@ print(Path(f"/proc/{{server.pid}}").exists(), flush=True)
 """
     done = subprocess.run([sys.executable, "-c", body], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == [str(not threads), "here", "True", "False"], done.stderr
+
+
+def test_closing_does_not_wait_for_imports(tmp_path, told):
+    (tmp_path / "takes_long.py").write_text("import time; time.sleep(60)")
+    one = fork_server_of(tmp_path, told, "takes_long", PYTHONPATH=f"{tmp_path}{os.pathsep}{ENTRIES}")
+    began = time.monotonic()
+    one.close()
+    assert time.monotonic() - began < 5
+    assert not alive(one.pid)

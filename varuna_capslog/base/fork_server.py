@@ -86,7 +86,7 @@ class ForkServer:
             self._close_copies()
             raise CapslogError(f"workers cannot be started: {error}; check the installation") from error
         self.pid = self._process.pid
-        self._tell = tell
+        self._tell, self._ready = tell, False
         self._numbers = itertools.count()
         self._calls: dict[str, queue.SimpleQueue[dict[str, Any]]] = {}
         self._writing = threading.Lock()
@@ -143,7 +143,9 @@ class ForkServer:
         return value
 
     def close(self, seconds: float = 5.0) -> None:
-        """Kill all workers that are left, and the fork server."""
+        """Kill all workers that are left, and the fork server, at once if it is still importing."""
+        if not self._ready:
+            self._process.kill()
         with self._writing, contextlib.suppress(OSError, ValueError):
             assert self._process.stdin is not None
             self._process.stdin.close()
@@ -166,6 +168,7 @@ class ForkServer:
         for line in self._process.stdout:
             with contextlib.suppress(ValueError):  # a line that was not written whole when the process ended
                 what = json.loads(line)
+                self._ready = True
                 call = self._calls.get(what.get("member", ""))
                 (self._tell if call is None else call.put)(what)
         gone = {"gone": self._process.wait()}
