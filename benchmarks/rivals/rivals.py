@@ -5,7 +5,8 @@
     python rivals.py --table                        # the table of results.jsonl; runs nothing
 
 A machine is one program with all its processes. A fault kills all of them with SIGKILL; the program is started again
-after `--back` seconds. Machine 0 also serves the store, the rendezvous or the lighthouse, and is never lost.
+after `--back` seconds. Where the programs of all machines have ended before the last step, all are started again at once,
+as a scheduler that requeues the job would do. Machine 0 also serves the store, the rendezvous or the lighthouse, and is never lost.
 """
 
 from __future__ import annotations
@@ -279,10 +280,16 @@ def _run(contender: Contender, setting: Setting, victims: list[int], steps: list
     began, load, returns = time.time(), os.getloadavg()[0], []
     machines, progress, due = Machines(contender, folder, setting), Progress(folder), list(setting.faults)
     killed: list[float] = []
+    requeued = 0
     try:
         for slot in range(WORKERS):
             machines.start(slot)
-        while progress.look() < setting.steps and time.time() - began < setting.limit and machines.alive:
+        while progress.look() < setting.steps and time.time() - began < setting.limit:
+            if not machines.alive and progress.look() < setting.steps:
+                requeued += 1
+                returns.clear()
+                for slot in range(WORKERS):
+                    machines.start(slot)
             if due and progress.step >= due[0]:
                 slot = victims[len(killed)]
                 due.pop(0)
@@ -311,6 +318,7 @@ def _run(contender: Contender, setting: Setting, victims: list[int], steps: list
         "seconds": round(found.finished - began, 2) if done else None,
         "first_step_after": round(progress.first - began, 2) if progress.first else None,
         "crashes": len(killed),
+        "requeued": requeued,
         "victims": victims[: len(killed)],
         "stalls": [round(_stall(lines, when), 2) for when in killed],
         "steps": found.steps,
@@ -356,8 +364,8 @@ def _table() -> str:
         runs.setdefault(line["contender"], []).append(line)
     text = [
         "| contender | runs, finished | seconds: median (all) | from the first step on | stalled by a crash: median, "
-        "max | steps repeated per crash: mean, max | samples lost | samples doubled | final loss | load |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "max | steps repeated per crash: mean, max | requeued | samples lost | samples doubled | final loss | load |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, found in runs.items():
         done = [run for run in found if run["done"]]
@@ -372,7 +380,7 @@ def _table() -> str:
             _middle(training),
             f"{statistics.median(stalls or [0]):.2f} s, {max(stalls or [0]):.2f} s",
             f"{statistics.mean(again or [0]):.1f}, {max(again or [0]):.1f}",
-            *(", ".join(str(run[key]) for run in done) for key in ("lost", "doubled")),
+            *(", ".join(str(run.get(key, 0)) for run in done) for key in ("requeued", "lost", "doubled")),
             ", ".join(f"{run['final_loss']:.6f}" for run in done),
             ", ".join(f"{statistics.mean(run['load']):.0f}" for run in found),
         ]

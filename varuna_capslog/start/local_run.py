@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from varuna_capslog.elastic.host.options import HostOptions
 from varuna_capslog.start.preloading import TRAINING_MODULES
-from varuna_capslog.start.prepare import prepare_run
+from varuna_capslog.start.prepare import check_names, prepare_run
 
 if TYPE_CHECKING:
     from varuna_capslog.base.fork_server import ForkServer
@@ -68,6 +68,7 @@ def prepared_run(config: Config, show: bool = True, server: ForkServer | None = 
             so that what takes seconds to import is imported once.
     """
     if server is not None and "torch" not in sys.modules:
+        check_names(config)  # what needs no import is said at once
         found: tuple[Plan, Profile | None] = server.call(f"{__name__}:prepared_run", config, show)
         return found
     from varuna_capslog.profiles.record import read_profile

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from varuna_capslog.profiles.record import Profile
     from varuna_capslog.profiling.estimate import Memo
 
-__all__ = ["estimate_memo", "plan_run", "prepare_run", "profile_and_variants", "profile_run"]
+__all__ = ["check_names", "estimate_memo", "plan_run", "prepare_run", "profile_and_variants", "profile_run"]
 
 
 def prepare_run(config: Config, show: bool = True) -> Plan:
@@ -74,9 +74,7 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
     """
     begun = time.time()
     # Before the profile, which may take minutes.
-    fields.refuse_unknown([config.pipeline.planner], [*EVERY_PLANNER, JOINT, AUTOMATIC], "planner")
-    fields.refuse_unknown([config.pipeline.memory], [AUTO, *MEMORY_MODELS], "memory model")
-    ENGINES[config.engine].check()
+    check_names(config)
     _check_optimizer(config)
     _hand_over(config)
     given = _checked_plan(config)
@@ -103,6 +101,13 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
         raise DoesNotFit("; ".join(plan.notes) or "no plan fits the given capacity; add devices or capacity")
     files.append_jsonl(config.run_dir / "events.jsonl", {"kind": "launch", "time": begun})
     return plan
+
+
+def check_names(config: Config) -> None:
+    """Raises CapslogError where the config names a planner, memory model or engine that is unknown; needs no torch."""
+    fields.refuse_unknown([config.pipeline.planner], [*EVERY_PLANNER, JOINT, AUTOMATIC], "planner")
+    fields.refuse_unknown([config.pipeline.memory], [AUTO, *MEMORY_MODELS], "memory model")
+    ENGINES[config.engine].check()
 
 
 def estimate_memo(config: Config) -> Memo | None:
