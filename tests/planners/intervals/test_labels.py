@@ -6,31 +6,34 @@ import numpy as np
 import pytest
 
 from varuna_capslog.memory.segments import Sums
-from varuna_capslog.planners.intervals.labels import Kin, Labels, fewer, undominated
+from varuna_capslog.planners.intervals.labels import WHOLE, Kin, Labels, fewer, undominated
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_undominated_points_and_those_that_stand_for_the_others(seed: int) -> None:
-    """Few values, so that many points are equal; more points than are compared at a time."""
+    """Few values, so that many points are equal; more points than are compared at a time; points of other classes."""
     draw = np.random.default_rng(seed)
     for count in (1, 7, 60, 700):
         points = draw.integers(0, draw.integers(2, 40), (count, draw.integers(1, 5))).astype(np.float64)
-        before = draw.integers(10, 60, (draw.integers(0, 4), points.shape[1])).astype(np.float64)
-        found, stands = undominated(points, before)
-        as_small = (points[None] <= points[:, None]).all(axis=2)  # [point, other]
+        family, phase = draw.integers(0, 2, count), draw.integers(0, 3, count)
+        kin = Kin(family, draw.random(count) < 0.5, 5.0 * draw.integers(0, 3, count), phase)
+        stands = undominated(points, *kin.classes)
+        may = (family[:, None] == family) & (kin.keeps <= kin.keeps[:, None])
+        may &= (kin.outputs == 0) | (kin.outputs == kin.outputs[:, None])
+        may &= (phase == 0) | (phase == phase[:, None])
+        as_small = may & (points[None] <= points[:, None]).all(axis=2)  # [point, other]
         equal = as_small & as_small.T
-        better = (as_small & ~equal) | (equal & np.tri(count, k=-1, dtype=bool))
-        beaten = better.any(axis=1) | (before[None] <= points[:, None]).all(axis=2).any(axis=1)
-        assert found.tolist() == np.flatnonzero(~beaten).tolist()
-        there = np.concatenate([before, points[found]])
-        assert (there[stands] <= points).all()
-        assert stands[found].tolist() == list(range(len(before), len(there)))
+        beaten = ((as_small & ~equal) | (equal & np.tri(count, k=-1, dtype=bool))).any(axis=1)
+        assert (stands == np.arange(count)).tolist() == (~beaten).tolist()
+        assert not beaten[stands].any()
+        assert as_small[np.arange(count), stands].all()
 
 
 def test_a_label_that_stands_for_another_one_has_its_lower_numbers_less_its_outputs() -> None:
     """What keeps its outputs adds less to the device with the next segment; its seconds and its host tier do not."""
-    numbers, values = np.zeros(2, dtype=np.intp), np.array([[6.0, 10.0]] * 2)
-    labels = Labels(*[numbers] * 6, again=values, sums=Sums(*[values] * len(Sums._fields)))
+    names, numbers = Sums._fields, np.zeros(2, dtype=np.intp)
+    values = np.array([[[6.0, 10.0]] * 2] * (1 + len(names)))
+    labels = Labels(np.zeros((len(WHOLE), 2), dtype=np.intp), values, names)
     kin = Kin(numbers, np.array([False, True]), np.array([0.0, 5.0]), numbers)
     found = fewer(labels, np.array([0, 0]), kin)
     assert len(found) == 1

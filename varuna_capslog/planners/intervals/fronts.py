@@ -14,6 +14,7 @@ together.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.costs import NEVER, Bytes
 from varuna_capslog.memory.range_bytes import RangeBytes
-from varuna_capslog.memory.segments import Before, Beside, CallSegment, Sums
+from varuna_capslog.memory.segments import Before, Beside, CallSegment
 from varuna_capslog.planners.intervals.choice import (
     DEFAULT_HANDLING,
     Handling,
@@ -32,7 +33,7 @@ from varuna_capslog.planners.intervals.choice import (
     others_bytes,
     stage_bytes,
 )
-from varuna_capslog.planners.intervals.labels import ON_DEVICE, Kin, Labels, Thinning, fewer, joined
+from varuna_capslog.planners.intervals.labels import ON_DEVICE, WHOLE, Kin, Labels, Thinning, fewer, joined
 from varuna_capslog.planners.intervals.tables import KINDS, SegmentTable, States
 from varuna_capslog.planners.seconds import LayerSeconds
 from varuna_capslog.plans.parts import INTERVAL_KINDS, KEEP, MemoryInterval
@@ -48,8 +49,6 @@ _NONE_YET, _STILL_TO_COME, _HAS_COME = range(3)
 _EXTREMES = (0.0, 1.0, 3.0, 7.0)
 """The choices of least bytes with so many other calls waiting are kept also where there are too many choices."""
 _RECOMPUTES = [MemoryInterval(0, 1, kind).recomputes for kind in KINDS]
-
-_MOST = ("forward", "backward", "first_backward", "weights", "first_weights")
 
 Floats = NDArray[np.float64]
 
@@ -92,7 +91,10 @@ class IntervalFronts:
         self._states = States(ranges, handling.later)
         self._peak = "first_weights" if handling.split else "first_backward"
         self._made = np.concatenate([[0.0], np.cumsum(ranges.gradients)])
+        self._gradient = np.array([*(ranges.gradient[cut] for cut in range(size)), 0], dtype=np.float64)
         self._steps = np.full(size, 2.0**-12)
+        self._names = ("waits", "held", "host", "back", self._peak)
+        self._names += ("again",) * handling.recomputed + ("between", "inputs") * handling.split
         self._at: list[Labels] = []
         """cut -> the labels there, by their first layers"""
         firsts = [first for first in (range(size) if firsts is None else sorted(firsts)) if may[first]]
@@ -100,16 +102,30 @@ class IntervalFronts:
         for cut in range(size + 1):
             some = [self._reached(cut)] if may[cut] and any(map(len, self._at)) else []
             if handling.at_once:
-                kept = [one[one.kind == KINDS.index(KEEP)] for one in some]
+                kept = [one[one.whole[WHOLE.index("kind")] == KINDS.index(KEEP)] for one in some]
                 ends.append(joined([*(self._fewer(one) for one in kept if len(one)), self._empty(cut, 0)]))
             self._at.append(
                 joined([*(self._fewer(one) for one in some if len(one)), self._empty(cut, int(cut in firsts))])
             )
-        there = ends or self._at
-        self._finished = [
-            self._of_end(cut, [first for first in firsts if first < cut and may[cut]], there[cut])
-            for cut in range(size + 1)
+        finished = [
+            self._of_end(cut, [first for first in firsts if first < cut and may[cut]], one)
+            for cut, one in enumerate(ends or self._at)
         ]
+        self._all = joined(finished)
+        """The finished choices of all stages, by their ends, and of each end by their first layers"""
+        self._ends = np.repeat(np.arange(size + 1), [len(one) for one in finished])
+        groups = self._ends * size + self._all.first
+        self._begins = np.flatnonzero(np.diff(groups, prepend=-1))
+        """of each range that has any"""
+        self._ranges_of = self._all.first[self._begins], self._ends[self._begins]
+        """the first layer and the end of each of these ranges"""
+        self._slices = dict(
+            zip(
+                zip(*(row.tolist() for row in self._ranges_of), strict=True),
+                itertools.starmap(slice, itertools.pairwise([*self._begins.tolist(), len(self._all)])),
+                strict=True,
+            )
+        )
         made, statistics, resident = np.zeros((3, size, size + 1))
         for first in firsts:
             for cut in (np.flatnonzero(may[first + 1 :]) + first + 1).tolist():
@@ -122,6 +138,7 @@ class IntervalFronts:
         """[L, L + 1]: of every range that was searched, bytes of the gradients of parameters, and of the running
         statistics of one call"""
         self._resident = resident + handling.calls * statistics + handling.waiting_blocks * made
+        self._call = self._call_seconds()
 
     def cheapest(self, first: int, end: int, in_flight: int, budget: float) -> IntervalChoice | None:
         """The fastest choice for a stage of layers first .. end-1 that takes at most `budget` bytes.
@@ -129,20 +146,20 @@ class IntervalFronts:
         Of equally fast ones it is one of the fewest bytes. None: nothing was found that fits; `least_bytes` says what
         would.
         """
-        labels = self._of_range(first, end)
-        sizes, seconds = self._bytes(labels, end, in_flight), self._call_seconds(labels, end)
+        own = self._of_range(first, end)
+        sizes, seconds, sums = self._bytes(in_flight, own), self._call[:, own], self._all[own].sums
         fit = np.flatnonzero(sizes[0] <= budget)
         if not len(fit):
             return None
-        best = fit[np.lexsort((labels.sums.host[0, fit], sizes[0, fit], seconds[0, fit]))[0]]
-        intervals = self._intervals(labels, int(best), end)
+        best = fit[np.lexsort((sums.host[0, fit], sizes[0, fit], seconds[0, fit]))[0]]
+        intervals = self._intervals(own.start + int(best), end)
         return IntervalChoice(
             intervals,
             float(seconds[0, best]),
             float(seconds[-1, sizes[-1] <= budget].min()),
             stage_bytes(self._ranges, first, end, intervals, in_flight, self._handling),
-            int(labels.sums.host[0, best]),
-            float(labels.again[0, best]),
+            int(sums.host[0, best]),
+            float(self._all.again[0, own][best]),
         )
 
     def least_bytes(self, first: int, end: int, in_flight: int) -> tuple[int, int]:
@@ -150,17 +167,14 @@ class IntervalFronts:
 
         Both are the same where the search was exact.
         """
-        sizes = self._bytes(self._of_range(first, end), end, in_flight)
+        sizes = self._bytes(in_flight, self._of_range(first, end))
         return int(sizes[0].min()), int(sizes[-1].min())
 
     def least(self, in_flight: int) -> Bytes:
         """The first number of `least_bytes` for all ranges: [L, L + 1], `NEVER` where there is none."""
-        found = np.full((self._ranges.num_layers, self._ranges.num_layers + 1), NEVER, dtype=np.int64)
-        for end, labels in enumerate(self._finished):
-            if len(labels):
-                begins = np.flatnonzero(np.diff(labels.first, prepend=-1))
-                sizes = self._bytes(labels, end, in_flight)[0]
-                found[labels.first[begins], end] = np.minimum.reduceat(sizes, begins)
+        found = np.full(self._own.shape, NEVER, dtype=np.int64)
+        if len(self._all):
+            found[self._ranges_of] = np.minimum.reduceat(self._bytes(in_flight)[0], self._begins)
         return found
 
     def seconds(self, in_flight: int, budget: float | Floats) -> tuple[Floats, Floats]:
@@ -168,16 +182,8 @@ class IntervalFronts:
 
         Infinite where nothing was found that fits, and where nothing can fit. budget: of all, or [L, L + 1].
         """
-        found = np.full((2, self._ranges.num_layers, self._ranges.num_layers + 1), np.inf)
-        budgets = np.broadcast_to(budget, found.shape[1:])
-        for end, labels in enumerate(self._finished):
-            if len(labels):
-                sizes, seconds = self._bytes(labels, end, in_flight), self._call_seconds(labels, end)
-                begins = np.flatnonzero(np.diff(labels.first, prepend=-1))
-                fit = sizes <= budgets[labels.first, end]
-                least = np.minimum.reduceat(np.where(fit, seconds, np.inf), begins, axis=1)
-                found[:, labels.first[begins], end] = least[[0, -1]]
-        return found[0], found[1]
+        found = self._least_fitting(self._bytes(in_flight), self._call, budget)
+        return found[0], found[-1]
 
     def bounds(self, in_flight: int, budget: float | Floats, copied: Sequence[int], entering: Sequence[int]) -> Floats:
         """[L, L + 1]: seconds of a call of layers first .. end-1 below which no list is that a rank can hold; infinite
@@ -189,26 +195,19 @@ class IntervalFronts:
         every interval at least the part that is the least of all intervals (`_counted`). Without copies both are the
         numbers of `seconds`.
         """
-        found = np.full(self._own.shape, np.inf)
-        budgets, handling = np.broadcast_to(budget, found.shape), self._handling
+        handling = self._handling
         if handling.host_bandwidth is None:
             part, at_least = 1.0, handling
         else:
             part = self._counted(copied, entering)
             at_least = replace(handling, host_bandwidth=handling.host_bandwidth / max(part, 1e-12))
-        for end, labels in enumerate(self._finished):
-            if not len(labels):
-                continue
-            sizes = self._bytes(labels, end, in_flight, handling.later)[-1]
-            own, again = self._own[labels.first, end], labels.again[-1]
-            if handling.copies_beside:
-                seconds = combined_seconds(at_least, own + again, labels.sums.host[-1])
-            else:  # what labels were left out by is the sum of both, of which the part is less than what is counted
-                seconds = own + part * combined_seconds(handling, again, labels.sums.host[-1])
-            begins = np.flatnonzero(np.diff(labels.first, prepend=-1))
-            fit = np.where(sizes <= budgets[labels.first, end], seconds, np.inf)
-            found[labels.first[begins], end] = np.minimum.reduceat(fit, begins)
-        return found
+        sizes = self._bytes(in_flight, at_least=handling.later)[-1:]
+        own, again, host = self._own[self._all.first, self._ends], self._all.again[-1:], self._all.sums.host[-1:]
+        if handling.copies_beside:
+            seconds = combined_seconds(at_least, own + again, host)
+        else:  # what labels were left out by is the sum of both, of which the part is less than what is counted
+            seconds = own + part * combined_seconds(handling, again, host)
+        return self._least_fitting(sizes, seconds, budget)[0]
 
     # -- the search
 
@@ -228,70 +227,67 @@ class IntervalFronts:
 
     def _empty(self, cut: int, count: int) -> Labels:
         """A stage that begins at the cut; `count` 0: none does."""
-        ones, values = np.ones(count, dtype=np.intp), np.zeros((2 if self._most else 1, count))
-        sums = Sums(*[values] * len(Sums._fields))
-        sums = sums._replace(**{self._peak: values + self._ranges.crossing[cut]})
         state = self._states.number(cut, Before(), False)
-        return Labels(ones * cut, ones * state, ones * _NONE_YET, -ones, -ones, -ones, values, sums)
+        whole = np.repeat(np.array([[cut], [state], [_NONE_YET], [-1], [-1], [-1]]), count, axis=1)
+        numbers = np.zeros((1 + len(self._names), 2 if self._most else 1, count))
+        numbers[1 + self._names.index(self._peak)] = self._ranges.crossing[cut]
+        return Labels(whole, numbers, self._names)
 
     def _reached(self, end: int) -> Labels:
         """All choices up to the cut that labels before it and one more segment make."""
-        kept, near = self._table.kept(end), [self._own[one.first, end] <= self._longest for one in self._at]
-        before = joined([one[own] for one, own in zip(self._at, near, strict=True)])
-        cuts = np.repeat(np.arange(end), [np.count_nonzero(own) for own in near])
-        places = np.concatenate([np.flatnonzero(own) for own in near])
-        keeps = np.array(self._states.keeps)[before.state]
-        some = []
+        kept, states = self._table.kept(end), self._states.columns()
+        low = int(np.argmax(self._own[:end, end] <= self._longest)) if end else 0
+        there = self._at[low:]
+        before, counts = joined(there), [len(one) for one in there]
+        cuts, places = np.repeat(np.arange(low, end), counts), np.concatenate([*map(np.arange, counts)])
+        own = self._own[before.first, end]
+        near, some = before.first >= low, []
         for kind, name in enumerate(KINDS):
             if name not in self._kinds:
                 continue
-            allowed, ways = np.ones(len(before), dtype=np.bool_), [(False, before.phase)]
+            again, allowed, phases = before.again, near, [(False, None)]
+            if _RECOMPUTES[kind]:
+                again = again + self._table.again[cuts, end]
             if name == KEEP:
-                allowed = ~keeps
+                allowed = near & ~states.keeps[before.state]
             elif self._handling.recomputed and _RECOMPUTES[kind] and kept:
-                allowed = before.phase != _HAS_COME
-                ways = [(ready, np.full(len(before), phase)) for ready, phase in ((False, 1), (True, 2))]
-            chosen = np.flatnonzero(allowed)
-            if len(chosen):
-                old, segments = before[chosen], self._table.behind(kind, cuts[chosen], end)
-                state, again = self._next_states(old, kind, end), old.again
-                if _RECOMPUTES[kind]:
-                    again = again + self._table.again[cuts[chosen], end]
-                own = cuts[chosen], places[chosen], np.full(len(chosen), kind), again
-                some += [
-                    Labels(old.first, state, phase[chosen], *own, sums=self._behind(old, segments, end, ready))
-                    for ready, phase in ways
-                ]
-        if not some:
-            return self._empty(end, 0)
-        found = joined(some)
-        return found[self._own[found.first, end] + found.again[-1] <= self._longest]
+                allowed, phases = near & (before.phase != _HAS_COME), [(False, _STILL_TO_COME), (True, _HAS_COME)]
+            chosen = np.flatnonzero(allowed & (own + again[-1] <= self._longest))
+            if not len(chosen):
+                continue
+            old, segments = before[chosen], self._table.behind(kind, cuts[chosen], end)
+            state = self._next_states(old, kind, end)
+            for ready, phase in phases:
+                whole = old.whole.copy()
+                whole[1], whole[3:] = state, (cuts[chosen], places[chosen], np.full(len(chosen), kind))
+                if phase is not None:
+                    whole[2] = phase
+                numbers = np.empty_like(old.numbers)
+                numbers[0] = again[:, chosen]
+                self._add(numbers[1:], old, segments, states.beside[:, old.state], end, ready)
+                some.append(Labels(whole, numbers, self._names))
+        return joined(some) if some else self._empty(end, 0)
 
     def _next_states(self, old: Labels, kind: int, end: int) -> NDArray[np.intp]:
-        there = np.unique(old.state).tolist()
-        behind = np.zeros(there[-1] + 1, dtype=np.intp)
-        behind[there] = [self._states.behind(state, kind, end, self._table.kept(end)) for state in there]
-        return behind[old.state]
+        there, which = np.unique(old.state, return_inverse=True)
+        kept = self._table.kept(end)
+        behind = [self._states.behind(state, kind, end, kept) for state in there.tolist()]
+        return np.array(behind, dtype=np.intp)[which]
 
-    def _behind(self, old: Labels, segments: CallSegment, end: int, ready: bool) -> Sums:
-        """The sums with one more segment. One of them, `_peak`, is the most of F, of B or W, and of the first B or W,
-        all with the gradients of the parameters so far: each grows by these from segment to segment.
+    def _add(self, numbers: Floats, old: Labels, segments: CallSegment, beside: Floats, end: int, ready: bool) -> None:
+        """Write the sums with one more segment to [C, V, N]. One of them, `_peak`, is the most of F, of B or W, and of
+        the first B or W, all with the gradients of the parameters so far: each grows by these from segment to segment.
         """
-        beside = np.array(self._states.beside, dtype=np.float64)[old.state].T * segments.kept
-        peak, zero = getattr(old.sums, self._peak), np.zeros_like(old.again)
-        sums = old.sums._replace(**dict.fromkeys(_MOST, zero) | {self._peak: peak})
-        sums = sums.behind(segments, Beside(*beside), self._handling.later, ready)
+        sums = old.sums.behind(segments, Beside(*beside * segments.kept), self._handling.later, ready)
         made = self._made[end] - self._made[old.first]
         usual = np.maximum(sums.forward, sums.weights if self._handling.split else sums.backward) + made
-        return sums._replace(**{self._peak: np.maximum(getattr(sums, self._peak), usual)})
+        for row, name in zip(numbers, self._names, strict=True):
+            row[:] = np.maximum(getattr(sums, name), usual) if name == self._peak else getattr(sums, name)
 
     def _fewer(self, labels: Labels) -> Labels:
-        states = self._states
-        family, keeps, outputs = (
-            np.array(column)[labels.state] for column in (states.family, states.keeps, states.outputs)
-        )
+        states = self._states.columns()
+        kin = Kin(*(column[labels.state] for column in (states.family, states.keeps, states.outputs)), labels.phase)
         columns = self._columns(labels)
-        kin = Kin(family, keeps, outputs.astype(np.float64), labels.phase)
         points = np.stack([column[0] - (name in ON_DEVICE) * kin.outputs for name, column in columns], axis=1)
         names = [name for name, _ in columns]
         extremes = np.zeros((len(_EXTREMES) + 1, len(names)))
@@ -325,44 +321,57 @@ class IntervalFronts:
             for first in sorted(firsts):
                 one = self._empty(first, 1)
                 most = self._made[end] - self._made[first] + self._ranges.bare(first, end)
-                peak = np.maximum(getattr(one.sums, self._peak), most)
-                some.append(replace(one, sums=one.sums._replace(**{self._peak: peak})))
+                peak = one.numbers[1 + self._names.index(self._peak)]
+                np.maximum(peak, most, out=peak)
+                some.append(one)
             return joined([*some, self._empty(end, 0)])
         return labels[(labels.phase != _STILL_TO_COME) & (labels.first < end)]
 
-    def _of_range(self, first: int, end: int) -> Labels:
+    def _of_range(self, first: int, end: int) -> slice:
         """The finished choices of a range."""
-        found = self._finished[end]
-        begin, behind = np.searchsorted(found.first, (first, first + 1))
-        if begin == behind:
+        if (first, end) not in self._slices:
             raise CapslogError(
                 f"no stage of layers {first} to {end - 1} was searched; name {first} among the firsts, and both it and "
                 f"{end} among the borders"
             )
-        return found[begin:behind]
+        return self._slices[first, end]
 
-    def _bytes(self, labels: Labels, end: int, in_flight: int, at_least: bool = False) -> Floats:
-        """`choice.stage_bytes` of every label; at_least: every waiting call counts with what stays of it alone."""
-        made, always = self.made[labels.first, end], self._resident[labels.first, end]
-        handling, sums = self._handling, labels.sums
-        out = 0 if end == self._ranges.num_layers else self._ranges.gradient[end]
-        actions = [sums.again, sums.back + out, *([sums.inputs] if handling.split else [])]
-        most = np.maximum(getattr(sums, self._peak), np.maximum.reduce(actions) + made)
+    def _least_fitting(self, sizes: Floats, seconds: Floats, budget: float | Floats) -> Floats:
+        """[V, L, L + 1]: the fewest of the seconds [V, N] of finished choices that take no more than the budget."""
+        found = np.full((len(seconds), *self._own.shape), np.inf)
+        if len(self._all):
+            most = budget if np.ndim(budget) == 0 else np.asarray(budget)[self._all.first, self._ends]
+            fit = np.where(sizes <= most, seconds, np.inf)
+            firsts, ends = self._ranges_of
+            found[:, firsts, ends] = np.minimum.reduceat(fit, self._begins, axis=1)
+        return found
+
+    def _bytes(self, in_flight: int, own: slice = slice(None), at_least: bool = False) -> Floats:
+        """`choice.stage_bytes` of finished choices; at_least: every waiting call counts with what stays of it alone."""
+        labels, ends, handling = self._all[own], self._ends[own], self._handling
+        made, always, sums = self.made[labels.first, ends], self._resident[labels.first, ends], labels.sums
+        actions = sums.back + self._gradient[ends]
+        for more in (sums.again, sums.inputs):  # 0 where no list has an R, or an I
+            actions = np.maximum(actions, more)
+        most = np.maximum(getattr(sums, self._peak), actions + made)
         others = others_bytes(handling, in_flight, sums.waits, sums.held, sums.host, handling.split * sums.between)
         others = (in_flight - 1) * sums.waits if at_least else others
         found: Floats = always + others + most
         return found
 
-    def _call_seconds(self, labels: Labels, end: int) -> Floats:
-        own = sum(row[end] - row[labels.first] for row in (self._seconds.forward, self._seconds.backward))
-        found: Floats = combined_seconds(self._handling, own + labels.again, labels.sums.host)
+    def _call_seconds(self) -> Floats:
+        """[V, N], of one call of each finished choice."""
+        forward, backward = self._seconds.forward, self._seconds.backward
+        own = sum(row[self._ends] - row[self._all.first] for row in (forward, backward))
+        found: Floats = combined_seconds(self._handling, own + self._all.again, self._all.sums.host)
         return found
 
-    def _intervals(self, labels: Labels, number: int, end: int) -> tuple[MemoryInterval, ...]:
-        """The choice of a label, from its last segment to its first."""
+    def _intervals(self, number: int, end: int) -> tuple[MemoryInterval, ...]:
+        """The choice of a finished label, from its last segment to its first."""
         found: list[MemoryInterval] = []
-        while (source := int(labels.source[number])) >= 0:
-            if (kind := KINDS[labels.kind[number]]) != KEEP:
-                found.append(MemoryInterval(source, end, kind))
-            labels, number, end = self._at[source], int(labels.parent[number]), source
+        labels, source, parent, of_kind = self._all, *(WHOLE.index(name) for name in ("source", "parent", "kind"))
+        while (before := int(labels.whole[source, number])) >= 0:
+            if (kind := KINDS[labels.whole[of_kind, number]]) != KEEP:
+                found.append(MemoryInterval(before, end, kind))
+            labels, number, end = self._at[before], int(labels.whole[parent, number]), before
         return tuple(reversed(found))

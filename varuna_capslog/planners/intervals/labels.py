@@ -8,7 +8,9 @@ stay lower. So the search knows how much it may have missed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from numpy.typing import NDArray
 
 from varuna_capslog.memory.segments import Sums
 
-__all__ = ["ON_DEVICE", "Kin", "Labels", "Thinning", "fewer", "joined", "undominated"]
+__all__ = ["ON_DEVICE", "WHOLE", "Kin", "Labels", "Thinning", "fewer", "joined", "undominated"]
 
 Floats = NDArray[np.float64]
 Numbers = NDArray[np.intp]
@@ -32,92 +34,98 @@ _BLOCK = 256
 class Labels:
     """One entry per choice for the layers from a first one up to one cut.
 
-    first: its first layer. state, phase: before the next segment, see `fronts`.
-    source, parent: the cut before its last segment, and which of the labels there is the rest of it; kind: of the last
-        segment. No last segment: -1.
-    again: [V, N], seconds of forwards that run again. sums: [V, N] each, of its segments.
+    whole: [6, N], whole numbers by the names of `WHOLE`: its first layer; its state and phase before the next segment,
+        see `fronts`; the cut before its last segment (source), and which of the labels there is the rest of it
+        (parent); the kind of the last segment. No last segment: -1.
+    numbers: [1 + C, V, N], seconds of forwards that run again, and of its segments the sums `names`.
+    names: those of `Sums` that the search counts; the others are 0.
     V is 1, or 2 where labels are thinned: its own numbers, and the lower ones.
     """
 
-    first: Numbers
-    state: Numbers
-    phase: Numbers
-    source: Numbers
-    parent: Numbers
-    kind: Numbers
-    again: Floats
-    sums: Sums
+    whole: Numbers
+    numbers: Floats
+    names: tuple[str, ...]
 
     def __len__(self) -> int:
-        return len(self.first)
+        return self.whole.shape[1]
 
     def __getitem__(self, chosen: Any) -> Labels:
         """Some of them."""
-        own: dict[str, Any] = {name: getattr(self, name)[..., chosen] for name in _OWN}
-        return Labels(**own, sums=Sums(*(column[..., chosen] for column in self.sums)))
+        return Labels(self.whole[:, chosen], self.numbers[..., chosen], self.names)
+
+    @property
+    def first(self) -> Numbers:
+        """[N], the first layer of each."""
+        return self.whole[0]
+
+    @property
+    def state(self) -> Numbers:
+        """[N], before the next segment."""
+        return self.whole[1]
+
+    @property
+    def phase(self) -> Numbers:
+        """[N], before the next segment."""
+        return self.whole[2]
+
+    @property
+    def again(self) -> Floats:
+        """[V, N], seconds of forwards that run again."""
+        return self.numbers[0]
+
+    @property
+    def sums(self) -> Sums:
+        """[V, N] each."""
+        return Sums(**dict(zip(self.names, self.numbers[1:], strict=True)))
 
 
-_OWN = [field.name for field in fields(Labels) if field.name != "sums"]
+WHOLE = ("first", "state", "phase", "source", "parent", "kind")
+"""The rows of `Labels.whole`."""
 
 
-def joined(some: list[Labels]) -> Labels:
+def joined(some: Sequence[Labels]) -> Labels:
     """All of them, in this order."""
-    own: dict[str, Any] = {name: np.concatenate([getattr(one, name) for one in some], axis=-1) for name in _OWN}
-    columns = zip(*(one.sums for one in some), strict=True)
-    return Labels(**own, sums=Sums(*(np.concatenate(column, axis=-1) for column in columns)))
+    if len(some) == 1:
+        return some[0]
+    whole = np.concatenate([one.whole for one in some], axis=-1)
+    return Labels(whole, np.concatenate([one.numbers for one in some], axis=-1), some[0].names)
 
 
-def undominated(points: Floats, before: Floats | None = None) -> tuple[Numbers, Numbers]:
-    """The points [N, D] for which no other is as small or smaller in every coordinate; of equal ones the first.
+def undominated(points: Floats, kin: Numbers, may: NDArray[np.bool_]) -> Numbers:
+    """For each of the points [N, D] one that stands for it: itself, or one that is as small or smaller in every
+    coordinate, of a class that may stand for its own, and for which no other one stands. Of points that may stand for
+    each other it is the first.
 
-    before: [B, D], more points that may be smaller, which are not looked for.
-
-    Returns their numbers, rising, and for each point the one that is smaller: a number of `before`, or B + the place of
-    a found one. What was found is so itself.
+    kin: [N], of each point the number of its class. may: [K, K], whether points of one class may stand for those of
+    another, themselves included; a class comes behind all that may stand for it, and these include all that may stand
+    for one of them (`Kin.classes`).
     """
-    own = np.empty((0, points.shape[1])) if before is None else before
-    if len(points) == 1:  # a quarter of all calls
-        smaller = (own <= points).all(axis=1)
-        one = int(smaller.argmax()) if smaller.any() else len(own)
-        return np.arange(int(one == len(own))), np.array([one])
-    order = np.lexsort(points.T[::-1])
-    ordered, kept, size = points[order], [own], len(own)
-    stands, found = np.full(len(points), -1), [np.empty(0, dtype=np.intp)]
-    for begin in range(0, len(ordered), _BLOCK):
-        block, numbers = ordered[begin : begin + _BLOCK], order[begin : begin + _BLOCK]
-        done = 0
+    order = np.lexsort((kin, *points.T[::-1]))  # a point is only beaten by those before it
+    columns, kin = np.ascontiguousarray(points[order].T), kin[order]
+
+    def as_small(some: Numbers, others: Numbers) -> NDArray[np.bool_]:
+        """[others, some]: whether the latter may stand for the former."""
+        found: NDArray[np.bool_] = may.T[kin[others][:, None], kin[some]]
+        for column in columns:
+            found &= column[some] <= column[others][:, None]
+        return found
+
+    stands, kept = np.empty(len(order), dtype=np.intp), list[Numbers]()
+    for begin in range(0, len(order), _BLOCK):
+        block = np.arange(begin, min(begin + _BLOCK, len(order)))
         for some in kept:
-            for part in range(0, len(some), 4 * _BLOCK):
-                if len(block):
-                    smaller = _as_small(some[part : part + 4 * _BLOCK], block)
-                    which = smaller.argmax(axis=1)
-                    beaten = smaller[np.arange(len(block)), which]
-                    stands[numbers[beaten]] = done + part + which[beaten]
-                    block, numbers = block[~beaten], numbers[~beaten]
-            done += len(some)
-        if not len(block):
-            continue
-        # a point is only beaten by those before it in this order
-        smaller = _as_small(block, block) & np.tri(len(block), k=-1, dtype=np.bool_)
-        free: NDArray[np.bool_] = ~np.any(smaller, axis=1)
-        places = size + np.cumsum(free) - 1
-        stands[numbers] = np.where(free, places, places[(smaller & free[None]).argmax(axis=1)])
-        size += int(free.sum())
-        kept.append(block[free])
-        found.append(numbers[free])
-    numbers = np.concatenate(found)
-    rising = np.argsort(numbers)
-    rank = np.empty(len(own) + len(numbers), dtype=np.intp)
-    rank[: len(own)] = np.arange(len(own))
-    rank[len(own) + rising] = len(own) + np.arange(len(numbers))
-    return numbers[rising], rank[stands]
-
-
-def _as_small(some: Floats, points: Floats) -> NDArray[np.bool_]:
-    """[points, some]: whether the latter is as small or smaller in every coordinate."""
-    found = some[:, 0] <= points[:, :1]
-    for column in range(1, points.shape[1]):
-        found &= some[:, column] <= points[:, column : column + 1]
+            smaller = as_small(some, block)
+            which = smaller.argmax(axis=1)
+            beaten = smaller[np.arange(len(block)), which]
+            stands[block[beaten]] = some[which[beaten]]
+            block = block[~beaten]
+        smaller = as_small(block, block) & np.tri(len(block), k=-1, dtype=np.bool_)
+        free = ~smaller.any(axis=1)
+        if len(block):
+            stands[block] = np.where(free, block, block[(smaller & free).argmax(axis=1)])
+            kept.append(block[free])
+    found = np.empty_like(order)
+    found[order] = order[stands]
     return found
 
 
@@ -136,21 +144,20 @@ class Kin:
     outputs: Floats
     phase: Numbers
 
-    def parts(self, some: Numbers) -> list[Numbers]:
-        """Some labels in parts that are alike in all this, before each part all that may stand for it."""
-        columns = self.phase[some], self.outputs[some], self.keeps[some], self.family[some]
+    @cached_property
+    def classes(self) -> tuple[Numbers, NDArray[np.bool_]]:
+        """[N], the number of each label's class, which has those that are alike in all this; and [K, K], whether labels
+        of one class may stand for those of another. A class comes behind all others that may stand for it.
+        """
+        columns = self.phase, self.outputs, self.keeps, self.family
         order = np.lexsort(columns)
         changes = np.any([np.diff(column[order]) != 0 for column in columns], axis=0)
-        return np.split(some[order], np.flatnonzero(changes) + 1)
-
-    def may_stand(self, one: int, other: int) -> bool:
-        """Whether the label `one` may stand for the other."""
-        return bool(
-            self.family[one] == self.family[other]
-            and self.keeps[one] <= self.keeps[other]
-            and self.outputs[one] in (0.0, self.outputs[other])
-            and self.phase[one] in (0, self.phase[other])
-        )
+        begins, numbers = np.flatnonzero(np.concatenate([[True], changes])), np.empty(len(order), dtype=np.intp)
+        numbers[order] = np.concatenate([[0], np.cumsum(changes)])
+        phase, outputs, keeps, family = (column[order[begins]] for column in columns)
+        may = (family[:, None] == family) & (keeps[:, None] <= keeps)
+        may &= (outputs[:, None] == 0) | (outputs[:, None] == outputs)
+        return numbers, may & ((phase[:, None] == 0) | (phase[:, None] == phase))
 
 
 @dataclass(frozen=True)
@@ -186,28 +193,31 @@ class Thinning:
             scaled = sorted_points / (span * np.where(crowded, steps, 1.0)[:, None])[row]
             boxes = np.where(crowded[row, None], np.floor(scaled), sorted_points)
             stands[order] = order[self._first_of_box(order, row, boxes, scaled.sum(axis=1))]
+        behind, (kin, may) = np.arange(len(first)), self.kin.classes
         for number, part in enumerate(parts):
             left, layer = part[stands[part] == part], int(of_first[number])
-            behind = np.arange(len(first))
-            width: Floats | None
             while True:
-                width = span[number] * self.steps[layer] if crowded[number] else None
-                kept, behind[left] = self._undominated(left, width)
+                own = self.points[left]
+                if crowded[number]:
+                    own = own / (span[number] * self.steps[layer])
+                    best = np.argsort(own.sum(axis=1), kind="stable")
+                    left, own = left[best], np.floor(own[best])
+                by = undominated(own, kin[left], may)
+                behind[left] = left[by]
                 stands[part] = behind[stands[part]]
-                if len(kept) <= self.most or self.steps[layer] >= 1.0 or not crowded[number]:
+                left = left[by == np.arange(len(by))]
+                if len(left) <= self.most or self.steps[layer] >= 1.0 or not crowded[number]:
                     break
                 self.steps[layer] *= 2.0
-                left = kept
             if crowded[number]:
-                self.steps[layer] /= 2.0 if 2 * len(kept) < self.most else 1.0
+                self.steps[layer] /= 2.0 if 2 * len(left) < self.most else 1.0
                 least = part[np.argmin(self.points[part] @ self.extremes.T, axis=0)]
                 stands[least] = least
         return stands
 
     def _first_of_box(self, order: Numbers, row: Numbers, boxes: Floats, total: Floats) -> Numbers:
         """For each place of `order` the place of the label of least total among those alike that share its box."""
-        kin = self.kin
-        columns = [row, *(one[order] for one in (kin.family, kin.keeps, kin.outputs, kin.phase)), *boxes.T]
+        columns = [row, self.kin.classes[0][order], *boxes.T]
         mixed = np.zeros(len(order))
         for column in columns:  # labels of one box have one number; others may have the same one by chance
             mixed = (mixed * 0.6180339887 + column) * 0.7548776662 % 1e6
@@ -217,42 +227,20 @@ class Thinning:
         found[by_box] = by_box[np.maximum.accumulate(np.where(changes, np.arange(len(order)), 0))]
         return found
 
-    def _undominated(self, some: Numbers, width: Floats | None) -> tuple[Numbers, Numbers]:
-        """Those of some labels that no other one stands for, and for each the one that does."""
-        done: list[tuple[Numbers, Floats]] = []
-        other = np.empty(len(some), dtype=np.intp)
-        place = {int(label): number for number, label in enumerate(some)}
-        for part in self.kin.parts(some):
-            own = self.points[part]
-            if width is not None:
-                best = np.argsort((own / width).sum(axis=1), kind="stable")
-                part, own = part[best], np.floor(own[best] / width)
-            better = [one for one in done if self.kin.may_stand(int(one[0][0]), int(part[0]))]
-            kept, which = undominated(own, np.concatenate([theirs for _, theirs in better]) if better else None)
-            if len(kept):
-                done.append((part[kept], own[kept]))
-            other[[place[label] for label in part.tolist()]] = np.concatenate(
-                [*(numbers for numbers, _ in better), part[kept]]
-            )[which]
-        return np.concatenate([numbers for numbers, _ in done]), other
-
 
 def fewer(labels: Labels, stands: Numbers, kin: Kin) -> Labels:
     """The labels that stand for themselves, by their first layers, with the lower numbers of those they stand for."""
     kept = np.flatnonzero(stands == np.arange(len(labels)))
     kept = kept[np.argsort(labels.first[kept], kind="stable")]
     found = labels[kept]
-    if len(labels.again) == 1:
+    if labels.numbers.shape[1] == 1:
         return found
     place = np.zeros(len(labels), dtype=np.intp)
     place[kept] = np.arange(len(kept))
     by_place = np.argsort(place[stands], kind="stable")
     borders = np.flatnonzero(np.diff(place[stands[by_place]], prepend=-1))
     less = np.where((kin.keeps != kin.keeps[stands]) | (kin.outputs != kin.outputs[stands]), kin.outputs, 0.0)
-
-    def both(column: Floats, on_device: bool) -> Floats:
-        lower = column[1] - less if on_device else column[1]
-        return np.stack([column[0, kept], np.minimum.reduceat(lower[by_place], borders)])
-
-    sums = {name: both(column, name in ON_DEVICE) for name, column in labels.sums._asdict().items()}
-    return replace(found, again=both(labels.again, False), sums=Sums(**sums))
+    on_device = np.array([False, *(name in ON_DEVICE for name in labels.names)])
+    lower = (labels.numbers[:, 1] - on_device[:, None] * less)[:, by_place]
+    found.numbers[:, 1] = np.minimum.reduceat(lower, borders, axis=-1)
+    return found

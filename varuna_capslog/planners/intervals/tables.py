@@ -7,6 +7,7 @@ which that is the same are in one state.
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,6 +69,15 @@ class SegmentTable:
         return CallSegment(part, self.kept(end), **dict(zip(_NUMBERS, numbers, strict=True)), **of_works)
 
 
+class Columns(NamedTuple):
+    """[N], or [2, N], of all states; see `States`."""
+
+    keeps: NDArray[np.bool_]
+    beside: NDArray[np.float64]
+    outputs: NDArray[np.float64]
+    family: NDArray[np.intp]
+
+
 class States:
     """The states that choices may be in, numbered over all cuts.
 
@@ -90,6 +100,18 @@ class States:
         self.beside: list[Beside] = []
         self.outputs: list[int] = []
         self.family: list[int] = []
+        self._columns: Columns | None = None
+
+    def columns(self) -> Columns:
+        """All that the search reads of the states so far."""
+        if self._columns is None or len(self._columns.keeps) < len(self.cut):
+            self._columns = Columns(
+                np.array(self.keeps, dtype=np.bool_),
+                np.array(self.beside, dtype=np.float64).T,
+                np.array(self.outputs, dtype=np.float64),
+                np.array(self.family, dtype=np.intp),
+            )
+        return self._columns
 
     def number(self, cut: int, before: Before, keeps: bool) -> int:
         """Of the state in which choices are before a cut."""
