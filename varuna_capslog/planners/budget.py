@@ -26,7 +26,7 @@ from varuna_capslog.planners.intervals import EXACT_LAYERS, Handling, IntervalFr
 from varuna_capslog.planners.layerwise import Intervals, Layerwise, Question, StageChoice
 from varuna_capslog.planners.throughput import fastest_cuts, least_step
 from varuna_capslog.plans.parts import INTERVAL_KINDS, MemoryInterval
-from varuna_capslog.schedules import Action, StageGraph, backwards_at_once, make_schedule, schedule_of
+from varuna_capslog.schedules import Action, RunShape, StageGraph, backwards_at_once, make_schedule, schedule_of
 from varuna_capslog.schedules.shape import ALWAYS_RECOMPUTE
 
 __all__ = ["LABELS", "BudgetSearch", "budget_stages", "kept_bound", "kept_cuts"]
@@ -149,11 +149,12 @@ class BudgetSearch:
         Admissible, since by `IntervalFronts.bounds` no list that fits takes less, and it fits only if the rank can hold
         it at a forward, and at a backward, with so many calls in flight. Of these, both come behind the first backward,
         with gradients of parameters beside them; where they may be early, the rank has room for these gradients more,
-        and for the running statistics of calls that have not begun.
+        and for the running statistics of calls that have not begun. The sum of earlier blocks may not be there yet.
         """
-        usable, calls = min(NEVER - 1, places.chain.usable[stage]), places.question.run.microbatches
-        fronts = places.fronts[stage]
-        budget = usable + (fronts.made + (calls - in_flight) * fronts.statistics if early else 0.0)
+        run, usable = places.question.run, min(NEVER - 1, places.chain.usable[stage])
+        calls, fronts = run.microbatches, places.fronts[stage]
+        budget = usable + _waiting_blocks(run) * fronts.made
+        budget = budget + (fronts.made + (calls - in_flight) * fronts.statistics if early else 0.0)
         bound = fronts.bounds(in_flight, budget, places.chain.copied, places.chain.entering)
         _, both = places.question.seconds.of_ranges()
         return np.maximum(0.0, bound - both) * ((calls - last_at_once) / calls)
@@ -183,7 +184,7 @@ class BudgetSearch:
                 later=self._offloads and not at_once,
                 split=run.splits_backwards,
                 calls=run.microbatches,
-                waiting_blocks=min(1, run.num_blocks - 1),
+                waiting_blocks=_waiting_blocks(run),
                 host_bandwidth=chain.host_bandwidth,
                 copies_beside=chain.copies_beside,
                 at_once=at_once,
@@ -201,6 +202,11 @@ class BudgetSearch:
                 borders=self.borders,
             )
         return self._fronts[key]
+
+
+def _waiting_blocks(run: RunShape) -> int:
+    """Sums of gradients beside the one that is being made, of a pipeline that holds its layers alone."""
+    return min(1, run.num_blocks - 1)
 
 
 def _borders(chain: Layerwise) -> frozenset[int] | None:
