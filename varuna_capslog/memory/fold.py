@@ -84,11 +84,10 @@ def fold(
 
     Raises CapslogError naming what the profile lacks; for backwards in two halves it must say what each of them takes.
     """
-    rows = [RankActions.of(row) for row in actions]
     ranges = profile if isinstance(profile, RangeBytes) else RangeBytes(profile, RANKS, run.recomputes)
     stages = with_memory(stages, run, actions, "cpu" if ranges.one_memory else "cuda")
-    step = StepActions(rows, stage_graph(stages, units, routes, ranges.edges))
     direct = routes == "direct"
+    step = StepActions.of(actions, stage_graph(stages, units, routes, ranges.edges if direct else None))
     of_grain = [ranges.of_grain(stage.grain) for stage in stages]
     own = [of_grain[i].of_stage(stage.numbers) if direct else of_grain[i] for i, stage in enumerate(stages)]
     handed = _handed(ranges, stages, step, direct)

@@ -76,6 +76,8 @@ class Recv:
         return f"{stage}RECV_{kind}{call}"
 
 
+_Ends: TypeAlias = tuple[str, tuple[int, int], tuple[int, int]]
+"""The fields of a message."""
 Instruction: TypeAlias = Action | SendInstruction | Recv
 
 
@@ -113,49 +115,53 @@ def lower(
     """
     if graph is None:
         placement = placement_of(schedule)
-        found = [action.microbatch for actions in schedule for action in actions if action.microbatch is not None]
-        graph = StageGraph(tuple(placement), (tuple(range(len(placement))),) * (1 + max(found, default=-1)))
+        calls = [action.microbatch for actions in schedule for action in actions if action.microbatch is not None]
+        graph = StageGraph(tuple(placement), (tuple(range(len(placement))),) * (1 + max(calls, default=-1)))
     ranks = graph.ranks
 
-    def messages_of(action: Action, sends: bool) -> list[tuple[Message, int]]:
+    def ends_of(action: Action, sends: bool) -> Iterator[tuple[_Ends, int]]:
         """The messages that the action makes, or those that it needs, each with the rank on the other side."""
         if action.kind not in "FBI":
-            return []
+            return
         assert action.microbatch is not None
         forward, here = action.kind == "F", (action.stage, action.microbatch)
         neighbours = graph.downstream if forward == sends else graph.upstream
-        found = []
         for other in neighbours[action.stage][action.microbatch]:
             above, below = (here, other) if forward == sends else (other, here)
             travels = forward or gradients is None or (above[0], below[0]) in gradients
             if travels and ranks[other[0]] != ranks[action.stage]:
-                found.append((Message("activation" if forward else "gradient", above, below), ranks[other[0]]))
-        return found
+                yield ("activation" if forward else "gradient", above, below), ranks[other[0]]
 
     channels: dict[tuple[int, int], list[Message]] = {}
+    index_of: dict[_Ends, int] = {}  # in its channel
+    sent: list[list[list[SendInstruction]]] = []  # per rank and action
     for rank, actions in enumerate(schedule):
+        sent.append([])
         for action in actions:
-            for message, peer in messages_of(action, sends=True):
-                channels.setdefault((rank, peer), []).append(message)
-    index_of = {message: index for messages in channels.values() for index, message in enumerate(messages)}
+            sent[rank].append(found := [])
+            for ends, peer in ends_of(action, sends=True):
+                channel = channels.setdefault((rank, peer), [])
+                index_of[ends] = len(channel)
+                channel.append(message := Message(*ends))
+                found.append(SendInstruction(message, peer))
 
     programs: list[list[Instruction]] = []
     for rank, actions in enumerate(schedule):
         program: list[Instruction] = []
         received: dict[int, int] = {}  # per peer, how many messages of its channel were received so far
         for position, action in enumerate(actions):
-            for message, peer in messages_of(action, sends=False):
-                if message not in index_of:
+            for ends, peer in ends_of(action, sends=False):
+                if ends not in index_of:
                     raise CapslogError(
-                        f"rank {rank}, position {position}: {action} needs {message}, which no action sends; "
+                        f"rank {rank}, position {position}: {action} needs {Message(*ends)}, which no action sends; "
                         f"validate the schedule first"
                     )
                 first = received.get(peer, 0)
-                end = max(first, index_of[message] + 1)
+                end = max(first, index_of[ends] + 1)
                 program.extend(Recv(early, peer) for early in channels[peer, rank][first:end])
                 received[peer] = end
             program.append(action)
-            program.extend(SendInstruction(message, peer) for message, peer in messages_of(action, sends=True))
+            program += sent[rank][position]
         for (source, destination), messages in channels.items():
             if destination == rank and received.get(source, 0) < len(messages):
                 lost = messages[received.get(source, 0)]
@@ -186,7 +192,7 @@ def in_turn(lowered: Lowered) -> Iterator[tuple[int, Instruction]]:
                     in_transit[rank, instruction.peer].append(instruction.message)
                 elif isinstance(instruction, Recv):
                     waiting = in_transit[instruction.peer, rank]
-                    if not waiting or waiting[0] != instruction.message:
+                    if not waiting or (waiting[0] is not instruction.message and waiting[0] != instruction.message):
                         break
                     waiting.popleft()
                 at[rank] += 1

@@ -6,6 +6,7 @@ over the row that adds seconds.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -118,21 +119,22 @@ def _ordered(
     schedule: tuple[tuple[Action, ...], ...], gradients: frozenset[Edge] | None, graph: StageGraph | None
 ) -> OrderedStep:
     lowered = lower(schedule, gradients, graph)
-    if (deadlock := find_deadlock(lowered)) is not None:
-        raise CapslogError(f"the schedule deadlocks: {deadlock}; reorder the lists of these ranks")
+    instructions = list(in_turn(lowered))
+    if len(instructions) < sum(map(len, lowered.programs)):
+        raise CapslogError(f"the schedule deadlocks: {find_deadlock(lowered)}; reorder the lists of these ranks")
     keeping = graph_keeping_forwards(schedule)
     works: dict[Piece, int] = {}
     ways: dict[Edge, int] = {}
     channels = {pair: number for number, pair in enumerate(lowered.channels)}
-    messages = {one: number for number, one in enumerate(one for row in lowered.channels.values() for one in row)}
-    instructions = list(in_turn(lowered))
+    # a receive's message is the very one that is sent
+    messages = {id(one): number for number, one in enumerate(itertools.chain(*lowered.channels.values()))}
     row = []
     for rank, one in instructions:
         if isinstance(one, Recv):
-            row.append((_RECEIVE, rank, messages[one.message], 0, 0))
+            row.append((_RECEIVE, rank, messages[id(one.message)], 0, 0))
         elif isinstance(one, SendInstruction):
             way = ways.setdefault(one.message.way, len(ways))
-            row.append((_SEND, rank, messages[one.message], channels[rank, one.peer], way))
+            row.append((_SEND, rank, messages[id(one.message)], channels[rank, one.peer], way))
         else:
             work = Piece(one.kind, one.stage, (one.stage, one.microbatch) in keeping)
             code, call = _CODES.get(one.kind, _WORK), -1 if one.microbatch is None else one.microbatch

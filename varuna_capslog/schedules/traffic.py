@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,13 +81,27 @@ class StepActions:
     rows: Sequence[RankActions]
     graph: StageGraph
 
+    @classmethod
+    def of(cls, actions: Sequence[Sequence[Action]], graph: StageGraph) -> StepActions:
+        """Those of these lists; steps of late are remembered, so the arrays are only to be read."""
+        return _step_of(tuple(map(tuple, actions)), graph)
+
     def at(self, kind: str, stage: int) -> Numbers:
         """call -> position of its action of this kind in the list of the stage's rank; -1 where there is none."""
+        if (kind, stage) not in self._places:
+            self._places[kind, stage] = self._find(kind, stage)
+        return self._places[kind, stage]
+
+    def _find(self, kind: str, stage: int) -> Numbers:
         row = self.rows[self.graph.ranks[stage]]
         positions = row.where(kind, stage)
         found = np.full(len(self.graph.microbatches[stage]) // self.graph.grains[stage], -1, dtype=np.int64)
         found[row.calls[positions]] = positions
         return found
+
+    @cached_property
+    def _places(self) -> dict[tuple[str, int], Numbers]:
+        return {}
 
     @cached_property
     def forwards(self) -> list[Numbers]:
@@ -123,6 +137,11 @@ class StepActions:
     def is_local(self, link: StageLink) -> bool:
         """Whether both stages are on one rank, so that no message travels."""
         return self.graph.ranks[link.above] == self.graph.ranks[link.below]
+
+
+@lru_cache(maxsize=64)
+def _step_of(actions: tuple[tuple[Action, ...], ...], graph: StageGraph) -> StepActions:
+    return StepActions([RankActions.of(row) for row in actions], graph)
 
 
 @dataclass(frozen=True)
