@@ -6,6 +6,7 @@ gives arrays for the numbers below, with one entry for each of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -39,15 +40,15 @@ class Before(NamedTuple):
     stays: MemoryInterval | None = None
     leaves: MemoryInterval | None = None
 
-    def behind(self, one: CallSegment) -> Before:
-        """With one more segment."""
-        if not one.kept:
+    def behind(self, part: MemoryInterval, kept: bool) -> Before:
+        """With one more segment; kept: it has a backward."""
+        if not kept:
             return self
-        if not one.part.recomputes:
-            return self._replace(last=one.part)
-        if one.part.offloads:
-            return Before(one.part, self.stays, one.part)
-        return Before(one.part, one.part, self.leaves)
+        if not part.recomputes:
+            return Before(part, self.stays, self.leaves)
+        if part.offloads:
+            return Before(part, self.stays, part)
+        return Before(part, part, self.leaves)
 
     def outputs(self, ranges: RangeBytes) -> Beside:
         """What the last of them holds of its outputs."""
@@ -106,6 +107,10 @@ class CallSegment:
 
         split: the backward is in two halves. Raises CapslogError where the profile does not tell them.
         """
+        return ranges.once((cls, part.first, part.end, part.kind, split), lambda: cls._of(ranges, part, split))
+
+    @classmethod
+    def _of(cls, ranges: RangeBytes, part: MemoryInterval, split: bool) -> CallSegment:
         first, end = part.first, part.end
         inputs = ranges.crossing[first]
         if end < ranges.num_layers and not ranges.carries[end]:
@@ -138,7 +143,7 @@ class CallSegment:
 
     def once(self, beside: Bytes, entered: Bytes) -> Bytes:
         """The part of what it holds of its inputs that counts before, where so much of its inputs does."""
-        return np.maximum(0, np.minimum(beside, beside + entered - self.inputs))
+        return _larger(0, _smaller(beside, beside + entered - self.inputs))
 
     def waits(self, beside: Beside) -> Bytes:
         """What it adds on the device while the call waits."""
@@ -146,11 +151,11 @@ class CallSegment:
 
     def leaving(self, beside: Beside) -> Bytes:
         """What it adds on the device before the call's O."""
-        return self.stays + self.taken - self.once(np.maximum(beside.stay, beside.taken), self.entered)
+        return self.stays + self.taken - self.once(_larger(beside.stay, beside.taken), self.entered)
 
     def returned(self, beside: Beside, later: bool) -> Bytes:
         """What it adds to what comes back."""
-        return np.maximum(0, self.taken - later * self.once(beside.taken, self.entered))
+        return _larger(0, self.taken - later * self.once(beside.taken, self.entered))
 
     def rebuilt(self, beside: Beside, later: bool) -> Bytes:
         """What its graph, when it has run again, adds to what segments before it hold."""
@@ -158,18 +163,21 @@ class CallSegment:
 
     def rerun(self) -> Bytes:
         """The most of running it again, beside its inputs."""
-        return np.maximum(0, self.again - self.inputs)
+        return _larger(0, self.again - self.inputs)
 
-    def backward_work(self, backward: BackwardWork, size: Bytes, beside: Beside, later: bool, ready: bool) -> Bytes:
-        """The most while B or I is at it, of it alone.
+    def backward_works(
+        self, works: Sequence[BackwardWork], size: Bytes, beside: Beside, later: bool, ready: bool
+    ) -> list[Bytes]:
+        """The most while B or I is at it, of it alone, for each of these of its whole graph.
 
-        backward: of its whole graph. size: what it holds when all is back. ready: R has run it again.
+        size: what it holds when all is back. ready: R has run it again.
         """
-        work = backward.without(self.graph - (self.rebuilt(beside, later) if self.part.recomputes else size))
-        if self.part.recomputes and not ready:
-            missing = self.inputs - self.entered  # what only others read was there in F alone
-            work = np.maximum(work, self.again - missing + self.gradient - self._there(beside, later))
-        return work
+        elsewhere = self.graph - (self.rebuilt(beside, later) if self.part.recomputes else size)
+        if not self.part.recomputes or ready:
+            return [work.without(elsewhere) for work in works]
+        missing = self.inputs - self.entered  # what only others read was there in F alone
+        again = self.again - missing + self.gradient - self._there(beside, later)
+        return [_larger(work.without(elsewhere), again) for work in works]
 
     def _there(self, beside: Beside, later: bool) -> Bytes:
         """The part of its inputs, or of what came back of them, that segments before it hold as well."""
@@ -205,15 +213,15 @@ class Sums(NamedTuple):
         later: the call has an O, until which all stays; else each segment leaves when F has run it.
         ready: it is the segment that R runs again.
         """
-        forward = np.maximum(self.forward, self.held + one.forward - np.maximum(beside.stay, later * beside.taken))
+        forward = _larger(self.forward, self.held + one.forward - _larger(beside.stay, later * beside.taken))
         if not one.kept:
             return self._replace(forward=forward)
         waits, returned = one.waits(beside), one.returned(beside, later)
         size = waits + returned
         # B goes through the segments from the last to the first; each is rebuilt where it must be
+        works = one.backward, one.first_backward, one.input_half
         backward, first_backward, inputs = (
-            self.back + one.backward_work(work, size, beside, later, ready)
-            for work in (one.backward, one.first_backward, one.input_half)
+            self.back + work for work in one.backward_works(works, size, beside, later, ready)
         )
         # I leaves something of each, which counts whole: what two graphs both kept, the one may have let go of
         return Sums(
@@ -224,9 +232,19 @@ class Sums(NamedTuple):
             self.between + one.between,
             forward,
             self.back + size + one.rerun() if ready else self.again + size,
-            np.maximum(self.backward, backward),
-            np.maximum(self.first_backward + one.made, first_backward),
-            np.maximum(self.inputs + one.between, inputs),
-            np.maximum(self.weights, self.between + one.weight_half),
-            np.maximum(self.first_weights + one.made, self.between + one.first_weight_half),
+            _larger(self.backward, backward),
+            _larger(self.first_backward + one.made, first_backward),
+            _larger(self.inputs + one.between, inputs),
+            _larger(self.weights, self.between + one.weight_half),
+            _larger(self.first_weights + one.made, self.between + one.first_weight_half),
         )
+
+
+def _larger(one: Bytes, other: Bytes) -> Bytes:
+    """Each the larger of both; ints stay ints, which are many times quicker than numpy's."""
+    return max(one, other) if isinstance(one, int) and isinstance(other, int) else np.maximum(one, other)
+
+
+def _smaller(one: Bytes, other: Bytes) -> Bytes:
+    """Each the smaller of both."""
+    return min(one, other) if isinstance(one, int) and isinstance(other, int) else np.minimum(one, other)

@@ -142,7 +142,7 @@ def _segments(
             part = MemoryInterval(part.first, part.end, kind)
         one = CallSegment.of(ranges, part, split)
         found.append((one, before.beside(ranges, part.first) if one.kept else Beside()))
-        before = before.behind(one)
+        before = before.behind(part, one.kept)
     return found
 
 

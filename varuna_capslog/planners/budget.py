@@ -189,18 +189,18 @@ class BudgetSearch:
                 copies_beside=chain.copies_beside,
                 at_once=at_once,
             )
-            _, own = question.seconds.of_ranges()
-            firsts = [first for first in range(chain.num_layers) if own[first, -1] <= self.longest]
-            self._fronts[key] = IntervalFronts(
-                question.ranges,
-                question.seconds,
-                handling,
-                None if chain.num_layers <= EXACT_LAYERS else LABELS,
-                firsts if last else None,
-                kinds=INTERVAL_KINDS if handling.later else _RECOMPUTE,
-                longest=self.longest,
-                borders=self.borders,
+            seconds, firsts = question.seconds, None
+            if last:
+                _, own = seconds.of_ranges()
+                firsts = tuple(first for first in range(chain.num_layers) if own[first, -1] <= self.longest)
+            kinds = INTERVAL_KINDS if handling.later else _RECOMPUTE
+            labels = None if chain.num_layers <= EXACT_LAYERS else LABELS
+            how = handling, labels, firsts, kinds, self.longest, self.borders
+            found = question.ranges.once(
+                (IntervalFronts, seconds.forward.tobytes(), seconds.backward.tobytes(), *how),
+                lambda: IntervalFronts(question.ranges, seconds, *how),
             )
+            self._fronts[key] = found.with_ranges(question.ranges)
         return self._fronts[key]
 
 

@@ -42,6 +42,8 @@ SCHEDULES_TRIED = ("1f1b", "zb-h1", "varuna", "gpipe")
 _FIRST_LONGEST = 1.75
 """Calls longer than this times those of equal stages are left out at first."""
 
+_Key = tuple[str, tuple[tuple[int, Intervals, int | None], ...]]
+"""What two plans of one chain differ in."""
 PlanOf = Callable[[Sequence[StageChoice], RunShape], Plan]
 """Stages and a run -> their plan, not judged."""
 
@@ -125,7 +127,10 @@ class _Candidates:
         """The best of those under a schedule that is asked for."""
         self.bound = 0.0
         self._update = _least_update(profile, chain.stages)
-        self._seen: dict[tuple[str, tuple[tuple[int, Intervals, int | None], ...]], bool] = {}
+        self._seen: dict[_Key, bool] = {}
+        """Whether a plan fits."""
+        self._played: dict[_Key, Plan] = {}
+        """Plans with their steps, of which it is not known whether they fit."""
         self._fastest: dict[str, _Weighed] = {}
         """By schedule, of the plans that fit."""
         self._searches: list[BudgetSearch] = []
@@ -147,27 +152,51 @@ class _Candidates:
 
     def weigh(self, stages: Sequence[StageChoice], schedule: str) -> bool:
         """Fold and play a plan, and keep it where it is the best; whether it fits."""
-        key = schedule, tuple((one.first, one.intervals, one.in_flight) for one in stages)
-        if key in self._seen:
-            return self._seen[key]
-        run = dataclasses.replace(self.run, schedule=schedule)
-        plan = self.plan_of(stages, run)
-        verdict = judged(self.profile, plan, run, None, self.tier, self._ranges)
-        if verdict.fits is None and len(self.chains) > 1 and not predictable(self.profile, run.microbatch_size):
-            self.chains.pop(schedule, None)  # the profile does not tell the halves of split backwards
-            return False
-        lack = verdict.shortfall.bytes if verdict.shortfall is not None else int(verdict.fits is False)
-        played = with_step_seconds(self.profile, plan, run, self.link)
+        key = _key(stages, schedule)
+        if key not in self._seen:
+            run = dataclasses.replace(self.run, schedule=schedule)
+            plan = self.plan_of(stages, run)
+            verdict = judged(self.profile, plan, run, None, self.tier, self._ranges)
+            if verdict.fits is None and len(self.chains) > 1 and not predictable(self.profile, run.microbatch_size):
+                self.chains.pop(schedule, None)  # the profile does not tell the halves of split backwards
+                return False
+            lack = verdict.shortfall.bytes if verdict.shortfall is not None else int(verdict.fits is False)
+            self._seen[key] = not lack
+            asked = self.best if schedule not in self.schedules else self._asked
+            if lack and self.best is not None and asked is not None and lack > max(self.best.lack, asked.lack):
+                return False
+            played = self._played.pop(key, None) or with_step_seconds(self.profile, plan, run, self.link)
+            self._keep(lack, verdict.peak_bytes or 0, played, stages, schedule)
+        return self._seen[key]
+
+    def _keep(self, lack: int, peak: int, played: Plan, stages: Sequence[StageChoice], schedule: str) -> None:
+        """Where a plan is the best, of all, of those under a schedule that is asked for, or of those of its schedule
+        that fit.
+        """
         assert played.step_seconds is not None, "the profile has seconds"
-        one = _Weighed(lack, played.step_seconds, verdict.peak_bytes or 0, played, tuple(stages))
+        one = _Weighed(lack, played.step_seconds, peak, played, tuple(stages))
         if self.best is None or _better(one, self.best):
             self.best = one
         if schedule in self.schedules and (self._asked is None or _better(one, self._asked)):
             self._asked = one
         if not lack and (schedule not in self._fastest or _better(one, self._fastest[schedule])):
             self._fastest[schedule] = one
-        self._seen[key] = not lack
-        return not lack
+
+    def weigh_for_shorter(self, stages: Sequence[StageChoice], schedule: str) -> float:
+        """The step of a plan, infinite where it does not fit or is longer than the shortest of its schedule that does.
+
+        A play takes a third of the time of a fold, and most plans near a good one are longer.
+        """
+        key = _key(stages, schedule)
+        if key not in self._seen and key not in self._played:
+            run = dataclasses.replace(self.run, schedule=schedule)
+            self._played[key] = with_step_seconds(self.profile, self.plan_of(stages, run), run, self.link)
+        if key in self._played:
+            step = self._played[key].step_seconds
+            assert step is not None, "the profile has seconds"
+            if step > self._fastest[schedule].step * (1 + SAME):
+                return np.inf
+        return self._fastest[schedule].step if self.weigh(stages, schedule) else np.inf
 
     def _costs(self, schedule: str, recompute: bool) -> StageCosts | None:
         """Bytes by the memory model of a schedule; None where the profile lacks what it needs."""
@@ -246,9 +275,7 @@ class _Candidates:
                 continue
 
             def weigh(stages: Sequence[StageChoice], name: str = name) -> float:
-                if self.is_over or not self.weigh(stages, name):
-                    return np.inf
-                return self._fastest[name].step
+                return np.inf if self.is_over else self.weigh_for_shorter(stages, name)
 
             own = self.chains[name]
             improved(own, one.stages, one.step, weigh, self._cheapest(own), most // (number + 1))
@@ -362,6 +389,10 @@ class _Candidates:
         if not any(part.recomputes for part in one.intervals):
             return one
         return self.chain.choice(one.first, one.end, (MemoryInterval(one.first, one.end, "recompute"),))
+
+
+def _key(stages: Sequence[StageChoice], schedule: str) -> _Key:
+    return schedule, tuple((one.first, one.intervals, one.in_flight) for one in stages)
 
 
 def _better(one: _Weighed, other: _Weighed) -> bool:

@@ -12,15 +12,16 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from varuna_capslog.planners.intervals import Handling, stage_bytes
 from varuna_capslog.planners.layerwise import Intervals, Layerwise, StageChoice
 from varuna_capslog.planning.playing import SAME
 from varuna_capslog.plans.parts import INTERVAL_KINDS, MemoryInterval
-from varuna_capslog.schedules import backwards_at_once, make_schedule
+from varuna_capslog.schedules import Action, StageGraph, backwards_at_once, make_schedule, schedule_of
 from varuna_capslog.schedules.shape import ALWAYS_RECOMPUTE
 
-__all__ = ["Cheapest", "improved", "weighings"]
+__all__ = ["Cheapest", "Turn", "Ways", "fullest_turn", "improved", "weighings"]
 
 _ALL_LISTS = 500
 """Ranges with at most so many lists of intervals have all of them looked at."""
@@ -56,7 +57,7 @@ def improved(
 
     chain: under the schedule of the plan. most: plans to weigh.
     """
-    ways = _Ways(chain, cheapest, step)
+    ways = Ways(chain, cheapest, step)
     if ways.all_plans() <= _ALL_PLANS:
         _weigh_all(chain, ways, step, weigh)
         return
@@ -78,7 +79,7 @@ def improved(
         here = found
 
 
-def _weigh_all(chain: Layerwise, ways: _Ways, step: float, weigh: Weigh) -> None:
+def _weigh_all(chain: Layerwise, ways: Ways, step: float, weigh: Weigh) -> None:
     size, best = chain.num_layers, step
     for cuts in itertools.combinations(range(1, size), chain.stages - 1):
         bounds = list(itertools.pairwise((0, *cuts, size)))
@@ -88,7 +89,7 @@ def _weigh_all(chain: Layerwise, ways: _Ways, step: float, weigh: Weigh) -> None
                 best = min(best, weigh(stages))
 
 
-def _neighbours(stages: Sequence[StageChoice], ways: _Ways) -> Iterator[tuple[StageChoice, ...]]:
+def _neighbours(stages: Sequence[StageChoice], ways: Ways) -> Iterator[tuple[StageChoice, ...]]:
     """Plans that differ in the intervals of one stage or in one cut, those of the slowest stages first."""
     order = sorted(range(len(stages)), key=lambda stage: -stages[stage].seconds)
     for stage in order:
@@ -127,7 +128,7 @@ def _in_order(way: _Way) -> tuple[tuple[float, ...], list[tuple[int, int, str]]]
     return way.key, [(one.first, one.end, one.kind) for one in way.intervals]
 
 
-class _Ways:
+class Ways:
     """The intervals with which a range fits as a stage, without those that are worse in all ways than another.
 
     longest: seconds of a step; intervals whose calls alone take as long are left out.
@@ -148,6 +149,7 @@ class _Ways:
         rows = make_schedule(run.schedule, chain.stages, run.microbatches, recompute=False, k=run.k)
         self._at_once = [len(backwards_at_once(row)) for row in rows]
         self._calls, self._own_order = run.microbatches, run.schedule in ALWAYS_RECOMPUTE
+        self._places: dict[tuple[int, bool, bool], Turn | None] = {}
 
     def of(self, stage: int, first: int, end: int) -> list[StageChoice]:
         """By rising seconds."""
@@ -190,11 +192,33 @@ class _Ways:
             alike = (one.key for one in kept if one.order == way.order)
             if any(all(a <= b for a, b in zip(key, way.key, strict=True)) for key in alike):
                 continue
+            if self.least_bytes(stage, first, end, way.intervals) > chain.usable[stage]:
+                continue
             if chain.peak(stage, first, end, way.intervals) <= chain.usable[stage]:
                 kept.append(way)
         for way in kept:
             self._in_backward[first, end, way.intervals] = way.inside
         return [StageChoice(first, end, way.intervals, own + way.again, 0) for way in kept]
+
+    def least_bytes(self, stage: int, first: int, end: int, intervals: Intervals) -> int:
+        """Bytes that the rank takes at least with this stage, which are found several times faster than its peak: at a
+        forward, and at the backward of another call behind it, with as many calls in flight and forwards done.
+        0 where the stage's list has no such place, or splits its backwards.
+        """
+        assert self._chain.question is not None, "made by Layerwise.of_profile"
+        ranges, run = self._chain.question.ranges, self._chain.question.run
+        again, offloads = any(one.recomputes for one in intervals), any(one.offloads for one in intervals)
+        if (stage, again, offloads) not in self._places:
+            own = [number == stage for number in range(self._chain.stages)]
+            graph, moved = StageGraph.line(self._chain.stages, run.microbatches), [offloads and one for one in own]
+            rows = schedule_of(run.schedule, graph, [again and one for one in own], offload=moved, k=run.k)
+            self._places[stage, again, offloads] = None if run.splits_backwards else fullest_turn(rows[stage])
+        found = self._places[stage, again, offloads]
+        if found is None:
+            return 0
+        handling = Handling(recomputed=True, later=offloads, calls=found.forwards)
+        least = stage_bytes(ranges, first, end, intervals, found.in_flight, handling, at_least=True)
+        return least - (0 if found.begun else ranges.made(first, end))
 
     def _way(self, stage: int, end: int, intervals: Intervals) -> _Way:
         chain, at_once = self._chain, self._at_once[stage]
@@ -236,6 +260,32 @@ class _Ways:
                         ):
                             found.add((*one[:at], short, *one[at + 1 :]))
         return found
+
+
+class Turn(NamedTuple):
+    """A forward, and behind it the backward of an earlier call.
+
+    in_flight: calls, both at work in the forward and in the backward included. forwards: of the list so far.
+    begun: there was a backward before.
+    """
+
+    in_flight: int
+    forwards: int
+    begun: bool
+
+
+def fullest_turn(row: Sequence[Action]) -> Turn | None:
+    """That of the most calls in flight in a list, the last of these; None: there is none."""
+    found: list[Turn] = []
+    at_once, forward, done, ended = {call for _, call in backwards_at_once(row)}, None, 0, 0
+    for action in row:
+        if action.kind == "F":
+            forward, done = action.microbatch, done + 1
+        elif action.kind == "B":
+            if forward is not None and not {forward, action.microbatch} & at_once:
+                found.append(Turn(done - ended, done, ended > 0))
+            forward, ended = None, ended + 1
+    return max(found, default=None)
 
 
 def _every_list(first: int, end: int, kinds: Sequence[str]) -> Iterator[Intervals]:

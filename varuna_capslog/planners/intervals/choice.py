@@ -89,6 +89,7 @@ def stage_bytes(
     intervals: Sequence[MemoryInterval],
     in_flight: int,
     handling: Handling = DEFAULT_HANDLING,
+    at_least: bool = False,
 ) -> int:
     """The most that a stage takes with these intervals and so many calls in flight:
 
@@ -104,15 +105,23 @@ def stage_bytes(
     holds too, the exchange of gradients and the update at the end of the step, and an R that stands further ahead of
     its backward than directly before it. `memory.fold` counts them.
 
+    at_least: every waiting call counts with what stays of it on the device alone.
+
     Raises CapslogError where the profile does not tell the halves of a split backward.
     """
     how = handling.recomputed, handling.later, handling.at_once, handling.split
     one = treated(ranges, ((first, end),), intervals, *how)
-    return bytes_of(one, ranges, first, end, in_flight, handling)
+    return bytes_of(one, ranges, first, end, in_flight, handling, at_least)
 
 
 def bytes_of(
-    one: Treatment, ranges: RangeBytes, first: int, end: int, in_flight: int, handling: Handling = DEFAULT_HANDLING
+    one: Treatment,
+    ranges: RangeBytes,
+    first: int,
+    end: int,
+    in_flight: int,
+    handling: Handling = DEFAULT_HANDLING,
+    at_least: bool = False,
 ) -> int:
     """`stage_bytes` of calls that are treated so."""
     gradients = ranges.made(first, end)
@@ -126,9 +135,9 @@ def bytes_of(
     else:
         actions += [one.halves.inputs, one.halves.weights]
         first_backward = one.halves.first_weights
-    others = others_bytes(
-        handling, in_flight, waits, one.held, one.host, 0 if one.halves is None else one.halves.between
-    )
+    between = 0 if one.halves is None else one.halves.between
+    others = others_bytes(handling, in_flight, waits, one.held, one.host, between)
+    others = (in_flight - 1) * waits if at_least else others
     resident = ranges.resident(range(first, end)) + handling.calls * ranges.statistics(first, end)
     return (
         resident

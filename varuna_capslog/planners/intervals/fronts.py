@@ -14,6 +14,7 @@ together.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -87,14 +88,16 @@ class IntervalFronts:
         _, self._own = seconds.of_ranges()
         self._longest = longest
         may = np.isin(np.arange(size + 1), range(size + 1) if borders is None else list(borders))
-        self._table = SegmentTable(ranges, seconds, handling.split, (self._own <= longest) & may[:-1, None] & may)
+        within = (self._own <= longest) & may[:-1, None] & may
+        self._table = SegmentTable(ranges, seconds, handling.split, within, self._kinds)
         self._states = States(ranges, handling.later)
         self._peak = "first_weights" if handling.split else "first_backward"
         self._made = np.concatenate([[0.0], np.cumsum(ranges.gradients)])
         self._gradient = np.array([*(ranges.gradient[cut] for cut in range(size)), 0], dtype=np.float64)
         self._steps = np.full(size, 2.0**-12)
-        self._names = ("waits", "held", "host", "back", self._peak)
-        self._names += ("again",) * handling.recomputed + ("between", "inputs") * handling.split
+        names = ["waits", "held", "host", "back", self._peak]
+        names += ["again"] * handling.recomputed + ["between", "inputs"] * handling.split
+        self._names = tuple(names)
         self._at: list[Labels] = []
         """cut -> the labels there, by their first layers"""
         firsts = [first for first in (range(size) if firsts is None else sorted(firsts)) if may[first]]
@@ -126,19 +129,20 @@ class IntervalFronts:
                 strict=True,
             )
         )
-        made, statistics, resident = np.zeros((3, size, size + 1))
-        for first in firsts:
-            for cut in (np.flatnonzero(may[first + 1 :]) + first + 1).tolist():
-                if self._own[first, cut] > longest:
-                    break
-                made[first, cut] = ranges.made(first, cut)
-                statistics[first, cut] = ranges.statistics(first, cut)
-                resident[first, cut] = ranges.resident(range(first, cut))
+        made, statistics = np.zeros((2, size, size + 1))
+        for first, cut in zip(*(row.tolist() for row in self._ranges_of), strict=True):
+            made[first, cut], statistics[first, cut] = ranges.made(first, cut), ranges.statistics(first, cut)
         self.made, self.statistics = made, statistics
-        """[L, L + 1]: of every range that was searched, bytes of the gradients of parameters, and of the running
+        """[L, L + 1]: of every range that has a choice, bytes of the gradients of parameters, and of the running
         statistics of one call"""
-        self._resident = resident + handling.calls * statistics + handling.waiting_blocks * made
-        self._call = self._call_seconds()
+        self._call, self._resident = self._call_seconds(), self._resident_bytes()
+
+    def with_ranges(self, ranges: RangeBytes) -> IntervalFronts:
+        """The same choices of layers of which other bytes are resident, since their moments wait in the host tier."""
+        found = copy.copy(self)
+        found._ranges = ranges
+        found._resident = found._resident_bytes()
+        return found
 
     def cheapest(self, first: int, end: int, in_flight: int, budget: float) -> IntervalChoice | None:
         """The fastest choice for a stage of layers first .. end-1 that takes at most `budget` bytes.
@@ -245,7 +249,8 @@ class IntervalFronts:
         for kind, name in enumerate(KINDS):
             if name not in self._kinds:
                 continue
-            again, allowed, phases = before.again, near, [(False, None)]
+            again, allowed = before.again, near
+            phases: list[tuple[bool, int | None]] = [(False, None)]
             if _RECOMPUTES[kind]:
                 again = again + self._table.again[cuts, end]
             if name == KEEP:
@@ -286,7 +291,8 @@ class IntervalFronts:
 
     def _fewer(self, labels: Labels) -> Labels:
         states = self._states.columns()
-        kin = Kin(*(column[labels.state] for column in (states.family, states.keeps, states.outputs)), labels.phase)
+        own = labels.state
+        kin = Kin(states.family[own], states.keeps[own], states.outputs[own], labels.phase)
         columns = self._columns(labels)
         points = np.stack([column[0] - (name in ON_DEVICE) * kin.outputs for name, column in columns], axis=1)
         names = [name for name, _ in columns]
@@ -357,6 +363,13 @@ class IntervalFronts:
         others = others_bytes(handling, in_flight, sums.waits, sums.held, sums.host, handling.split * sums.between)
         others = (in_flight - 1) * sums.waits if at_least else others
         found: Floats = always + others + most
+        return found
+
+    def _resident_bytes(self) -> Floats:
+        """[L, L + 1], of every range that has a choice: what is there beside its calls."""
+        found = self._handling.calls * self.statistics + self._handling.waiting_blocks * self.made
+        for first, cut in zip(*(row.tolist() for row in self._ranges_of), strict=True):
+            found[first, cut] += self._ranges.resident(range(first, cut))
         return found
 
     def _call_seconds(self) -> Floats:

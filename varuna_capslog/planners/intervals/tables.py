@@ -6,6 +6,7 @@ which that is the same are in one state.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import fields
 from typing import NamedTuple
 
@@ -33,23 +34,27 @@ class SegmentTable:
     """
 
     def __init__(
-        self, ranges: RangeBytes, seconds: LayerSeconds, split: bool, within: NDArray[np.bool_] | None = None
+        self,
+        ranges: RangeBytes,
+        seconds: LayerSeconds,
+        split: bool,
+        within: NDArray[np.bool_] | None = None,
+        kinds: Collection[str] = KINDS,
     ) -> None:
-        """Find the numbers of all segments, or of those for which `within[first, end]` is true."""
+        """Find the numbers of all segments of these kinds, or of those for which `within[first, end]` is true."""
         size = ranges.num_layers
         self.ranges = ranges
         self.numbers = np.zeros((len(KINDS), _COLUMNS, size, size + 1))
         self.again = np.zeros((size, size + 1))
-        for first in range(size):
-            for end in range(first + 1, size + 1):
-                if within is not None and not within[first, end]:
-                    continue
-                for number, kind in enumerate(KINDS):
-                    one = CallSegment.of(ranges, MemoryInterval(first, end, kind), split)
-                    works = (size for name in _WORKS for size in getattr(one, name))
-                    self.numbers[number, :, first, end] = [*(getattr(one, name) for name in _NUMBERS), *works]
-                if runs_again(ranges, first, end):
-                    self.again[first, end] = seconds.forward[end] - seconds.forward[first]
+        there = np.triu(np.ones((size, size + 1), dtype=np.bool_), k=1)
+        for first, end in np.argwhere(there if within is None else there & within).tolist():
+            for kind in kinds:
+                one = CallSegment.of(ranges, MemoryInterval(first, end, kind), split)
+                works = (size for name in _WORKS for size in getattr(one, name))
+                numbers = [*(getattr(one, name) for name in _NUMBERS), *works]
+                self.numbers[KINDS.index(kind), :, first, end] = numbers
+            if runs_again(ranges, first, end):
+                self.again[first, end] = seconds.forward[end] - seconds.forward[first]
 
     def kept(self, end: int) -> bool:
         """Whether the layers before a cut have a backward."""
@@ -94,6 +99,10 @@ class States:
         self._ranges, self._later = ranges, later
         self._families: dict[tuple[int, int, Beside], int] = {}
         self._numbers: dict[tuple[int, bool, Beside, Beside], int] = {}
+        self._behind: dict[tuple[int, int, int, int], int] = {}
+        self._pairs: dict[tuple[MemoryInterval | None, MemoryInterval | None], int] = {}
+        self._passing: list[int] = []
+        """Of each state the number of the segments whose inputs may pass."""
         self.cut: list[int] = []
         self.before: list[Before] = []
         self.keeps: list[bool] = []
@@ -125,6 +134,7 @@ class States:
             self._numbers[key] = len(self.cut)
             self.cut.append(cut)
             self.before.append(before)
+            self._passing.append(self._pairs.setdefault((before.stays, before.leaves), len(self._pairs)))
             self.keeps.append(keeps)
             self.beside.append(Beside(*map(max, outputs, passed)))
             self.outputs.append(outputs.stay)
@@ -134,5 +144,9 @@ class States:
 
     def behind(self, state: int, kind: int, end: int, kept: bool) -> int:
         """The state behind one more segment."""
-        one = CallSegment(MemoryInterval(self.cut[state], end, KINDS[kind]), kept, 0, 0)
-        return self.number(end, self.before[state].behind(one), KINDS[kind] == KEEP)
+        # what the last segment so far is no longer matters then, unless frozen layers follow it
+        key = (self.cut[state], self._passing[state], kind, end) if kept else (state, -1, kind, end)
+        if key not in self._behind:
+            part = MemoryInterval(self.cut[state], end, KINDS[kind])
+            self._behind[key] = self.number(end, self.before[state].behind(part, kept), KINDS[kind] == KEEP)
+        return self._behind[key]
