@@ -187,14 +187,14 @@ class _Candidates:
 
         A play takes a third of the time of a fold, and most plans near a good one are longer.
         """
-        key = _key(stages, schedule)
-        if key not in self._seen and key not in self._played:
-            run = dataclasses.replace(self.run, schedule=schedule)
-            self._played[key] = with_step_seconds(self.profile, self.plan_of(stages, run), run, self.link)
-        if key in self._played:
+        key, known = _key(stages, schedule), self._fastest.get(schedule)
+        if known is not None and key not in self._seen:
+            if key not in self._played:
+                run = dataclasses.replace(self.run, schedule=schedule)
+                self._played[key] = with_step_seconds(self.profile, self.plan_of(stages, run), run, self.link)
             step = self._played[key].step_seconds
             assert step is not None, "the profile has seconds"
-            if step > self._fastest[schedule].step * (1 + SAME):
+            if step > known.step * (1 + SAME):
                 return np.inf
         return self._fastest[schedule].step if self.weigh(stages, schedule) else np.inf
 
@@ -338,8 +338,8 @@ class _Candidates:
                 del self.chains[name]  # the profile does not tell the halves of split backwards
                 continue
             for other in list(self.chains) if found is not None else ():
-                self.weigh(found or (), other)
-                self.weigh([self._whole(one) for one in found or ()], other)
+                for stages in (found or (), [self._whole(one) for one in found or ()]):
+                    self.weigh_for_shorter(stages, other)
             if self.is_over:
                 break
         if len(bounds) == len(self.chains):
