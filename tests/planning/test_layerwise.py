@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.memory.machine import Model, profile_of
+from tests.planners.test_budget import timed
 from varuna_capslog import cli
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
@@ -17,7 +18,7 @@ from varuna_capslog.planners import LAYERWISE
 from varuna_capslog.planners.layerwise import Layerwise
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.comparison import compare
-from varuna_capslog.planning.layerwise import layerwise_plan
+from varuna_capslog.planning.layerwise import layerwise_plan, least_seconds
 from varuna_capslog.planning.ranks import fold_plan
 from varuna_capslog.planning.search import plan
 from varuna_capslog.planning.verdict import HostMemory
@@ -203,3 +204,17 @@ def test_the_command_writes_a_plan_that_is_read_again(
     words[words.index("--capacity") + 1] = "1000"
     assert cli._run(words) == 3
     assert "nothing fits: rank" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("schedule", ["auto", "1f1b", "interleaved"])
+def test_no_plan_of_budget_has_fewer_seconds_than_the_least(schedule: str) -> None:
+    """With links, under which a device may have several stages, and without."""
+    draw, near = random.Random(schedule), 0
+    for link in (None, Link(bandwidth=1e6)):
+        profile, run = timed(draw, 6), RunShape(8, schedule, microbatch_size=1, num_blocks=1)
+        least = least_seconds(profile, 3, run, link)
+        found = layerwise_plan(profile, 3, "budget", None, run, link)
+        assert found.step_seconds is not None
+        assert least <= found.step_seconds * (1 + 1e-9)
+        near += least > 0.8 * found.step_seconds
+    assert near

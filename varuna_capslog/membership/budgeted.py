@@ -15,8 +15,8 @@ from varuna_capslog.membership.recovery import Seat, speeds_of
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import BUDGET
 from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.layerwise import least_seconds
 from varuna_capslog.planning.placed.equal_pipelines import equal_pipelines_plan
-from varuna_capslog.planning.playing import even_share_seconds
 from varuna_capslog.planning.ranks import judged, with_stage_bytes
 from varuna_capslog.planning.verdict import HostMemory
 from varuna_capslog.plans.parts import PlanRank
@@ -55,6 +55,7 @@ class Budgeted:
         self._held, self._limit_seconds = with_beside(profile, beside), limit_seconds
         self._known: dict[tuple[int, tuple[int, ...], tuple[int, ...], tuple[float, ...]], Plan] = {}
         self._new: list[Any] = []
+        self._least: dict[tuple[int, int], float] = {}
 
     @classmethod
     def of(
@@ -89,9 +90,17 @@ class Budgeted:
         return sorted(counts, key=lambda one: (self.least_seconds(devices, one), -one))
 
     def least_seconds(self, devices: int, replicas: int) -> float:
-        """No plan of so many equal pipelines on these devices has a shorter step."""
-        used = replicas * min(devices // replicas, self._profile.num_layers)
-        return even_share_seconds(self._profile, self._run.microbatches, used)
+        """No plan of so many equal pipelines on these devices has a shorter step, whatever their memory."""
+        key = min(devices // replicas, self._profile.num_layers), replicas
+        if key not in self._least:
+            share = self._run if replicas == 1 else self._run.share(replicas)
+            self._least[key] = least_seconds(self._profile, key[0], share, self._link)
+        return self._least[key]
+
+    def prepare(self, devices: int) -> None:
+        """Finds the least seconds of all that up to `devices` devices could be, while no member waits for them."""
+        for count in range(1, devices + 1):
+            self.replicas(count)
 
     def lack(self, plan: Plan, capacities: Sequence[int]) -> str | None:
         """What a plan of any pipelines lacks on these devices by the fold of its ranks, snapshots counted; None: it

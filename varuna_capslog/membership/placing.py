@@ -287,6 +287,8 @@ class Placer:
     def prepare(self, devices: int, capacity: int = 0) -> None:
         """Weighs what up to `devices` devices of this capacity (0: no limit) could be, while no member waits."""
         self.candidates.prepare(devices)
+        if self.budgeted is not None:
+            self.budgeted.prepare(devices)
         if self._fleets is not None:
             self._fleets.prepare(devices, capacity)
 

@@ -35,7 +35,7 @@ from varuna_capslog.profiles.conditions import UPDATE_RATE
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 
-__all__ = ["SCHEDULES_TRIED", "PlanOf", "fastest_plan"]
+__all__ = ["SCHEDULES_TRIED", "PlanOf", "fastest_plan", "schedule_bound"]
 
 SCHEDULES_TRIED = ("1f1b", "zb-h1", "varuna", "gpipe")
 """What the search chooses from where a run leaves it open."""
@@ -81,6 +81,30 @@ def fastest_plan(
         search.weigh_nearby()
     search.weigh_wider(all_fit)
     return search.answer()
+
+
+def schedule_bound(profile: Profile, chain: Layerwise, schedule: str) -> float:
+    """No step of any plan under this schedule is shorter, whatever the memory and the devices' speeds; infinite where
+    the profile does not tell the halves of split backwards, which the schedule has.
+    """
+    assert chain.question is not None, "made by Layerwise.of_profile"
+    if dataclasses.replace(chain.question.run, schedule=schedule).splits_backwards:
+        try:
+            chain.question.ranges.input_half(0, 1)
+        except CapslogError:
+            return np.inf
+    costs = None if schedule == LOOPED else _costs_of(profile, chain.question.run, "1f1b", False)
+    if costs is None:
+        return even_share_seconds(profile, chain.question.run.microbatches, chain.stages)
+    return kept_bound(chain.under("gpipe" if schedule == STARRED else schedule), costs)
+
+
+def _costs_of(profile: Profile, run: RunShape, schedule: str, recompute: bool) -> StageCosts | None:
+    """Bytes by the memory model of a schedule; None where the profile lacks what it needs."""
+    try:
+        return resolve(AUTO, profile, dataclasses.replace(run, schedule=schedule, recompute=recompute))[1]
+    except CapslogError:
+        return None
 
 
 @dataclass(frozen=True)
@@ -199,11 +223,7 @@ class _Candidates:
         return self._fastest[schedule].step if self.weigh(stages, schedule) else np.inf
 
     def _costs(self, schedule: str, recompute: bool) -> StageCosts | None:
-        """Bytes by the memory model of a schedule; None where the profile lacks what it needs."""
-        try:
-            return resolve(AUTO, self.profile, dataclasses.replace(self.run, schedule=schedule, recompute=recompute))[1]
-        except CapslogError:
-            return None
+        return _costs_of(self.profile, self.run, schedule, recompute)
 
     def weigh_cuts(self) -> None:
         """The cuts of planners that treat all stages alike."""
@@ -371,11 +391,9 @@ class _Candidates:
 
     def _bound_with(self, schedule: str | None) -> float:
         """The bound of the search space, or one that holds for plans of this schedule too."""
-        if schedule == LOOPED:
-            return min(self.bound, even_share_seconds(self.profile, self.run.microbatches, self.chain.stages))
-        if schedule == STARRED and (costs := self._costs("1f1b", False)) is not None:
-            return min(self.bound, kept_bound(self.chain.under("gpipe"), costs))
-        return self.bound
+        if schedule not in WIDER:
+            return self.bound
+        return min(self.bound, schedule_bound(self.profile, self.chain, schedule))
 
     def _alike(self, cuts: Sequence[int], kind: str | None) -> list[StageChoice]:
         """Stages of which each is one interval."""

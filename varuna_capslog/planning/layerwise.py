@@ -19,7 +19,7 @@ from varuna_capslog.planners import LAYERWISE, with_microbatches
 from varuna_capslog.planners.exact import fewest_devices
 from varuna_capslog.planners.layerwise import Layerwise, StageChoice
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.fastest import SCHEDULES_TRIED, PlanOf, fastest_plan
+from varuna_capslog.planning.fastest import SCHEDULES_TRIED, PlanOf, fastest_plan, schedule_bound
 from varuna_capslog.planning.playing import with_step_seconds
 from varuna_capslog.planning.ranks import judged, with_stage_bytes
 from varuna_capslog.planning.verdict import HostMemory, capacities_of_devices, check_devices, judge_ranks, usable_bytes
@@ -31,7 +31,7 @@ from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.schedules.shape import AUTO_SCHEDULE
 
-__all__ = ["check_memory", "judged_layerwise_plan", "layerwise_plan", "saying_what_fits"]
+__all__ = ["check_memory", "judged_layerwise_plan", "layerwise_plan", "least_seconds", "saying_what_fits"]
 
 
 def layerwise_plan(
@@ -66,10 +66,7 @@ def layerwise_plan(
     capacities, usable = capacities_of_devices(capacity, devices), usable_bytes(profile, capacity, devices)
     has_tier = not (tier or HostMemory()).is_device(profile)
     begun = time.perf_counter()
-    chooses = planner == "budget" and run.schedule == AUTO_SCHEDULE
-    loops = link is not None and (link.bandwidth is not None or link.latency_seconds > 0)
-    tried = (*SCHEDULES_TRIED, *(name for name in WIDER if loops or name != LOOPED))
-    names = tried if chooses else (run.settled().schedule,)
+    names = _schedules(run, link) if planner == "budget" else (run.settled().schedule,)
     if names == (LOOPED,) and STAGES_PER_RANK * devices > profile.num_layers:
         raise CapslogError(
             f"{devices} devices with {STAGES_PER_RANK} stages each, but only {profile.num_layers} layers; every stage "
@@ -113,6 +110,24 @@ def layerwise_plan(
     else:
         found = plan_of(LAYERWISE[planner](chain), dataclasses.replace(run, schedule=names[0]))
     return dataclasses.replace(found, search_seconds=time.perf_counter() - begun)
+
+
+def _schedules(run: RunShape, link: Link | None) -> tuple[str, ...]:
+    """That of a run, or what `budget` chooses from."""
+    if run.schedule != AUTO_SCHEDULE:
+        return (run.schedule,)
+    loops = link is not None and (link.bandwidth is not None or link.latency_seconds > 0)
+    return (*SCHEDULES_TRIED, *(name for name in WIDER if loops or name != LOOPED))
+
+
+def least_seconds(profile: Profile, devices: int, run: RunShape, link: Link | None = None) -> float:
+    """No plan of planner `budget` for so many devices has a shorter step, whatever their memory and speeds.
+
+    The arguments are those of `layerwise_plan`. It takes some hundredths of a second.
+    """
+    shape = dataclasses.replace(with_microbatches(run, devices), schedule="1f1b")
+    chain = Layerwise.of_profile(profile, shape, devices, None, link)
+    return min(schedule_bound(profile, chain, name) for name in _schedules(run, link))
 
 
 def _with_waiting_moments(

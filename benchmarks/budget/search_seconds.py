@@ -1,0 +1,115 @@
+"""Processor seconds of the search of planner `budget`, the schedule left open, for the paper's six models on 8 devices.
+
+Every question is asked in a new process, so that nothing is remembered of another one; a first small search has loaded
+the modules. With `--before` each question is asked of another checkout too, in turn. Prints README.md's table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[2]))  # behind PYTHONPATH, which may name another checkout
+
+from common import write_json
+
+from varuna_capslog.base.units import format_bytes, parse_bytes, parse_rate
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.search import plan
+from varuna_capslog.profiles.record import read_profile, write_profile
+from varuna_capslog.schedules import RunShape
+
+DEVICES, HERE = 8, Path(__file__).resolve()
+
+
+def ask(path: str, capacity: int, rate: str, microbatches: int) -> dict[str, Any]:
+    """One search in this process."""
+    profile, bandwidth = read_profile(path), None if rate == "none" else parse_rate(rate)
+    link = Link(bandwidth=bandwidth, host_bandwidth=bandwidth)
+    run = RunShape(microbatches, "auto", True, num_blocks=1)
+    plan(profile, 2, "budget", capacity=1 << 60, run=RunShape(4, "auto", True, num_blocks=1))
+    begun = time.process_time()
+    found = plan(profile, DEVICES, "budget", capacity=capacity, run=run, link=link)
+    seconds = time.process_time() - begun
+    step, bound = found.step_seconds, found.bound_seconds
+    return {
+        "search": seconds,
+        "fits": found.fits,
+        "step": step if found.fits else None,
+        "gap": None if step is None or bound is None or not found.fits else step / bound - 1,
+        "peak": max(one.bytes or 0 for one in found.ranks),
+        "schedule": found.schedule,
+        "stages": [[list(stage.layers), [str(part) for part in stage.memory or ()]] for stage in found.stages],
+    }
+
+
+def asked(root: Path, *question: object) -> dict[str, Any]:
+    """One search of a checkout in a process of its own."""
+    command = [sys.executable, str(HERE), "--one", *map(str, question)]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    found = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=True)
+    answer: dict[str, Any] = json.loads(found.stdout)
+    return answer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--capacities", default="16GiB,8GiB,4GiB")
+    parser.add_argument("--bandwidths", default="none,12GB/s", help="of links between stages and to the host")
+    parser.add_argument("--microbatches", type=int, default=32)
+    parser.add_argument("--before", type=Path, help="another checkout, which is asked the same")
+    parser.add_argument("--profiles", type=Path, help="a folder where the estimates are kept, or are already")
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one:
+        path, capacity, rate, microbatches = given.one
+        print(json.dumps(ask(path, int(capacity), rate, int(microbatches))))
+        return
+    with tempfile.TemporaryDirectory() as made:
+        folder = given.profiles or Path(made)
+        folder.mkdir(parents=True, exist_ok=True)
+        models = sorted(path.stem for path in folder.glob("*.json"))
+        if not models:
+            from paper_models import paper_profiles
+
+            for model, profile in paper_profiles():
+                write_profile(folder / f"{model}.json", profile)
+                models.append(model)
+        rows, roots = [], [*([given.before.resolve()] if given.before else []), HERE.parents[2]]
+        columns = ["search before, s", "after", "step before, s", "after"] if given.before else ["search, s", "step, s"]
+        print(f"| model | capacity | links and host | {' | '.join(columns)} | gap |")
+        print("|---" * (len(columns) + 4) + "|")
+        for capacity in map(parse_bytes, given.capacities.split(",")):
+            for rate in given.bandwidths.split(","):
+                for model in models:
+                    question = folder.resolve() / f"{model}.json", capacity, rate, given.microbatches
+                    found = [asked(root, *question) for root in roots]
+                    rows.append({"model": model, "capacity_bytes": capacity, "bandwidth": rate, "answers": found})
+                    seconds = [f"{one['search']:.2f}" for one in found]
+                    steps = ["-" if one["step"] is None else f"{one['step']:.3f}" for one in found]
+                    gap = "-" if found[-1]["gap"] is None else f"{100 * found[-1]['gap']:.1f} %"
+                    cells = model, format_bytes(capacity), rate, *seconds, *steps, gap
+                    print(f"| {' | '.join(cells)} |", flush=True)
+        answers = [row["answers"] for row in rows]
+        for number in range(len(roots)):
+            own = [row[number]["search"] for row in answers]
+            within = sum(one <= 1 for one in own)
+            name = "before" if number + 1 < len(roots) else "here"
+            print(f"\n{name}: {sum(own):.1f} s in all, {within} of {len(own)} within a second", file=sys.stderr)
+        if len(roots) == 2:
+            same = sum({**one, "search": 0} == {**other, "search": 0} for one, other in answers)
+            print(f"the same plans, peaks and gaps: {same} of {len(answers)}", file=sys.stderr)
+        write_json(given.json, {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()
