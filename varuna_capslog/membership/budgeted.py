@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from varuna_capslog.membership.candidates import Candidates
@@ -132,16 +133,10 @@ class Budgeted:
             kept = copies or (0,) * len(own)
             left = [max(0, headroom.usable(size or _NO_LIMIT) - more) for size, more in zip(own, kept, strict=False)]
             limits = [max(1, headroom.reserved(size)) for size in left]
-        found = equal_pipelines_plan(
-            self._held,
-            replicas,
-            limits,
-            self._run,
-            self._link,
-            self._tier,
-            self._limit_seconds,
-            speeds[: len(own)] or None,
-        )
+        of_rank = zip_longest(limits, speeds[: len(own)])
+        devices = [PlanRank(capacity_bytes=size, speed=speed) for size, speed in of_rank]
+        held, limit = self._held, self._limit_seconds
+        found = equal_pipelines_plan(held, replicas, devices, self._run, self._link, self._tier, limit)
         run = dataclasses.replace(self._run, schedule=found.schedule or self._run.schedule)
         verdict = judged(self._held, found, run, tier=self._tier)
         bare = dataclasses.replace(

@@ -12,9 +12,10 @@ from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import BUDGET, LAYERWISE
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.layerwise import check_memory, layerwise_plan
-from varuna_capslog.planning.placed.equal_pipelines import equal_pipelines_plan, lacking, sharing_plan
+from varuna_capslog.planning.placed.equal_pipelines import equal_pipelines_plan, lacking
 from varuna_capslog.planning.verdict import HostMemory, capacities_of_devices
 from varuna_capslog.planning.wider import LOOPED
+from varuna_capslog.plans.parts import PlanRank
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
@@ -121,7 +122,7 @@ def _searched(config: Config, profile: Profile, link: Link) -> Plan:
     limit, name = pipeline.search_seconds, pipeline.planner
     if pipeline.replicas > 1:
         limits = capacities_of_devices(pipeline.capacity, pipeline.devices)
-        every: list[int | None] = [*limits] * pipeline.replicas if limits else [None] * config.world_size
-        chosen = equal_pipelines_plan if config.elastic.enabled else sharing_plan
-        return chosen(profile, pipeline.replicas, every, run, link, tier, limit)
+        one = [PlanRank(capacity_bytes=limits[at] if limits else None) for at in range(pipeline.devices)]
+        shares, every = not config.elastic.enabled, one * pipeline.replicas
+        return equal_pipelines_plan(profile, pipeline.replicas, every, run, link, tier, limit, shares)
     return layerwise_plan(profile, pipeline.devices, name, pipeline.capacity, run, link, tier, limit)

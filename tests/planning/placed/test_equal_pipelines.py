@@ -12,11 +12,11 @@ from tests.planners.test_budget import all_cuts, choices, timed
 from tests.planning.placed.test_shared_moments import profile_with_moments
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.placed.equal_pipelines import equal_pipelines_plan, sharing_plan
+from varuna_capslog.planning.placed.equal_pipelines import equal_pipelines_plan
 from varuna_capslog.planning.playing import with_step_seconds
 from varuna_capslog.planning.ranks import fold_plan, judged
 from varuna_capslog.planning.stage_seconds import moment_bytes
-from varuna_capslog.plans.parts import PlanStage, Units
+from varuna_capslog.plans.parts import PlanRank, PlanStage, Units
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
@@ -47,6 +47,10 @@ def every_plan(profile: Profile, replicas: int, devices: int, run: RunShape) -> 
     return found
 
 
+def of_size(capacity: int | None, count: int = 1) -> list[PlanRank]:
+    return [PlanRank(capacity_bytes=capacity)] * count
+
+
 @pytest.mark.parametrize(
     ("seed", "replicas", "devices", "blocks"), [(1, 2, 2, 2), (2, 2, 2, 4), (3, 3, 1, 3), (4, 2, 1, 4)]
 )
@@ -59,14 +63,16 @@ def test_no_plan_of_equal_pipelines_is_faster(seed: int, replicas: int, devices:
     peaks = sorted({peak for _, peak in everything})
     for capacity in (peaks[0], *draw.sample(peaks, min(3, len(peaks))), peaks[-1]):
         best = min(step for step, peak in everything if peak <= capacity)
-        plan = equal_pipelines_plan(profile, replicas, [capacity] * (replicas * devices), run, LINK)
+        plan = equal_pipelines_plan(profile, replicas, of_size(capacity, replicas * devices), run, LINK)
         assert judged(profile, plan, run).fits
         assert plan.step_seconds == pytest.approx(best, rel=1e-9)
         assert with_step_seconds(profile, plan, run, LINK).step_seconds == plan.step_seconds
         assert plan.bound_seconds is not None
         assert plan.bound_seconds <= best * (1 + 1e-9)
         assert plan.proven is (plan.step_seconds <= plan.bound_seconds * (1 + 1e-9))
-    smaller = judged(profile, equal_pipelines_plan(profile, replicas, [peaks[0] - 1] * (replicas * devices), run), run)
+    smaller = judged(
+        profile, equal_pipelines_plan(profile, replicas, of_size(peaks[0] - 1, replicas * devices), run), run
+    )
     assert smaller.fits is False
 
 
@@ -75,15 +81,15 @@ def test_a_stage_keeps_to_the_least_of_its_devices_and_is_as_fast_as_the_slowest
     run = RunShape(4, "1f1b", microbatch_size=1, num_blocks=2)
     everything = [peak for _, peak in every_plan(profile, 2, 2, run)]
     low, high = min(everything), max(everything)
-    mixed = equal_pipelines_plan(profile, 2, [high, low, low, high], run)
-    alike = equal_pipelines_plan(profile, 2, [low] * 4, run)
+    mixed = equal_pipelines_plan(profile, 2, [*of_size(high), *of_size(low, 2), *of_size(high)], run)
+    alike = equal_pipelines_plan(profile, 2, of_size(low, 4), run)
     assert mixed.stages == alike.stages
     assert [one.capacity_bytes for one in mixed.ranks] == [high, low, low, high]
-    slow = equal_pipelines_plan(profile, 2, [None] * 4, run, speeds=(1.0, 1.0, 0.25, 1.0))
+    slow = equal_pipelines_plan(profile, 2, [PlanRank(speed=one) for one in (1.0, 1.0, 0.25, 1.0)], run)
     assert [one.speed for one in slow.ranks] == [1.0, 1.0, 0.25, 1.0]
-    assert slow.stages[0].end < equal_pipelines_plan(profile, 2, [None] * 4, run).stages[0].end
+    assert slow.stages[0].end < equal_pipelines_plan(profile, 2, of_size(None, 4), run).stages[0].end
     with pytest.raises(CapslogError, match="3 pipelines cannot share 4 accumulation block"):
-        equal_pipelines_plan(profile, 3, [None] * 3, RunShape(4, "1f1b", microbatch_size=1, num_blocks=4))
+        equal_pipelines_plan(profile, 3, of_size(None, 3), RunShape(4, "1f1b", microbatch_size=1, num_blocks=4))
 
 
 @pytest.mark.parametrize(("replicas", "devices"), [(2, 1), (2, 2), (3, 1)])
@@ -97,13 +103,19 @@ def test_replicas_share_the_moments_where_nothing_fits_otherwise(replicas: int, 
     def peak(plan: Plan) -> int:
         return max(one.peak_bytes for one in fold_plan(profile, plan, run))
 
-    alone = equal_pipelines_plan(profile, replicas, [1] * count, run)
+    alone = equal_pipelines_plan(profile, replicas, of_size(1, count), run)
     below = peak(alone) - moments // (4 * devices)
-    assert judged(profile, equal_pipelines_plan(profile, replicas, [below] * count, run), run).fits is False
-    shared = sharing_plan(profile, replicas, [below] * count, run)
+    assert judged(profile, equal_pipelines_plan(profile, replicas, of_size(below, count), run), run).fits is False
+    shared = equal_pipelines_plan(profile, replicas, of_size(below, count), run, may_share=True)
     assert judged(profile, shared, run).fits
     assert peak(shared) <= below
     assert "replicas share the optimizer's moments" in shared.notes[-1]
     assert {piece.kind for stage in shared.stages for piece in stage.moments} == {"replica"}
-    assert not any(stage.moments for stage in sharing_plan(profile, replicas, [2 * below] * count, run).stages)
-    assert judged(profile, sharing_plan(profile, replicas, [1] * count, run), run).fits is False
+    assert not any(
+        stage.moments
+        for stage in equal_pipelines_plan(profile, replicas, of_size(2 * below, count), run, may_share=True).stages
+    )
+    assert (
+        judged(profile, equal_pipelines_plan(profile, replicas, of_size(1, count), run, may_share=True), run).fits
+        is False
+    )

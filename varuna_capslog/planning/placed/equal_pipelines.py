@@ -28,7 +28,7 @@ from varuna_capslog.profiles.beside import with_beside
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 
-__all__ = ["equal_pipelines_plan", "lacking", "sharing_plan"]
+__all__ = ["equal_pipelines_plan", "lacking"]
 
 _ROUNDS = 4
 """Searches, each with less memory than the one before, until the pipelines fit together."""
@@ -37,43 +37,29 @@ _ROUNDS = 4
 def equal_pipelines_plan(
     profile: Profile,
     replicas: int,
-    capacities: Sequence[int | None],
+    devices: Sequence[PlanRank],
     run: RunShape,
     link: Link | None = None,
     tier: HostMemory | None = None,
     limit_seconds: float | None = None,
-    speeds: Sequence[float] | None = None,
+    may_share: bool = False,
 ) -> Plan:
     """The plan of planner `budget` for so many equal pipelines, not judged yet.
 
     Args:
         replicas: divides the accumulation blocks of the run.
-        capacities: bytes of each device or None, pipeline after pipeline. A stage keeps to the smallest of its devices.
+        devices: capacity and speed of each, pipeline after pipeline. A stage keeps to the smallest of its devices and
+            is as fast as the slowest.
         run: the whole step, its number of microbatches known where there are several pipelines.
         link, tier, limit_seconds: as in `layerwise_plan`.
-        speeds: of each device beside the fastest; default: all are alike. A stage is as fast as the slowest of its
-            devices.
+        may_share: where nothing fits otherwise, the pipelines share the optimizer's moments of every layer, if that
+            helps. For runs whose members do not change.
 
     Raises CapslogError as `layerwise_plan`, and for accumulation blocks that cannot be shared evenly.
     """
-    return _EqualPipelines(profile, replicas, capacities, run, link, tier, limit_seconds, speeds).plan(False)
-
-
-def sharing_plan(
-    profile: Profile,
-    replicas: int,
-    capacities: Sequence[int | None],
-    run: RunShape,
-    link: Link | None = None,
-    tier: HostMemory | None = None,
-    limit_seconds: float | None = None,
-) -> Plan:
-    """`equal_pipelines_plan`; where nothing fits, the pipelines share the optimizer's moments of every layer, if that
-    helps. For runs whose members do not change.
-    """
-    search = _EqualPipelines(profile, replicas, capacities, run, link, tier, limit_seconds, None)
+    search = _EqualPipelines(profile, replicas, devices, run, link, tier, limit_seconds)
     plan = search.plan(False)
-    if plan.step_seconds is not None or replicas == 1 or not any(moment_bytes(profile).values()):
+    if not may_share or plan.step_seconds is not None or replicas == 1 or not any(moment_bytes(profile).values()):
         return plan
     shared = search.plan(True)
     return plan if shared.step_seconds is None else shared
@@ -86,12 +72,11 @@ class _EqualPipelines:
         self,
         profile: Profile,
         replicas: int,
-        capacities: Sequence[int | None],
+        devices: Sequence[PlanRank],
         run: RunShape,
         link: Link | None,
         tier: HostMemory | None,
         limit_seconds: float | None,
-        speeds: Sequence[float] | None,
     ) -> None:
         if run.num_blocks % replicas:
             raise CapslogError(
@@ -99,9 +84,11 @@ class _EqualPipelines:
                 "train.accumulation_blocks to a multiple of them"
             )
         self._profile, self._replicas, self._run, self._link, self._tier = profile, replicas, run, link, tier
-        self._capacities, self._width = list(capacities), len(capacities) // replicas
-        self._speeds = [None] * len(capacities) if speeds is None else list(speeds)
-        self._devices = self._width if speeds is None else [min(speeds[at :: self._width]) for at in range(self._width)]
+        self._ranks, self._width = tuple(devices), len(devices) // replicas
+        self._devices: int | list[float] = self._width
+        if any(one.speed is not None for one in devices):
+            speeds = [1.0 if one.speed is None else one.speed for one in devices]
+            self._devices = [min(speeds[at :: self._width]) for at in range(self._width)]
         self._until = None if limit_seconds is None else time.perf_counter() + limit_seconds
 
     def plan(self, shares: bool) -> Plan:
@@ -115,7 +102,7 @@ class _EqualPipelines:
         if shares:
             own = moment_bytes(profile)
             beside = [more - (own.get(at) or 0) * (replicas - 1) // replicas for at, more in enumerate(beside)]
-        held, smallest = with_beside(profile, beside), _by_stage(self._capacities, self._width)
+        held, smallest = with_beside(profile, beside), _by_stage(self._ranks, self._width)
         limits = [size for size in smallest if size is not None]
         usable: list[int] | None = limits if len(limits) == self._width else None
         for _ in range(_ROUNDS):
@@ -157,19 +144,19 @@ class _EqualPipelines:
             blocks = None if replicas == 1 else tuple(range(replica * share, (replica + 1) * share))
             return dataclasses.replace(stage, ranks=(replica * self._width + stage.rank,), blocks=blocks)
 
-        ranks = zip(self._capacities, self._speeds, strict=True)
         return dataclasses.replace(
             one,
             stages=tuple(at(stage, replica) for replica in range(replicas) for stage in one.stages),
             units=Units(run.num_microbatches, run.microbatch_size, one.units.blocks and run.num_blocks),
-            ranks=tuple(PlanRank(capacity_bytes=size, speed=speed) for size, speed in ranks),
+            ranks=self._ranks,
             profile_digest=self._profile.digest,
         )
 
 
-def _by_stage(capacities: Sequence[int | None], width: int) -> list[int | None]:
+def _by_stage(devices: Sequence[PlanRank], width: int) -> list[int | None]:
     """The smallest capacity of each stage's devices."""
-    rows = [[size for size in capacities[at::width] if size is not None] for at in range(width)]
+    sizes = [one.capacity_bytes for one in devices]
+    rows = [[size for size in sizes[at::width] if size is not None] for at in range(width)]
     return [min(row) if row else None for row in rows]
 
 
