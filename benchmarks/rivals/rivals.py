@@ -5,8 +5,8 @@
     python rivals.py --table                        # the table of results.jsonl; runs nothing
 
 A machine is one program with all its processes. A fault kills all of them with SIGKILL; the program is started again
-after `--back` seconds. Where the programs of all machines have ended before the last step, all are started again at once,
-as a scheduler that requeues the job would do. Machine 0 also serves the store, the rendezvous or the lighthouse, and is never lost.
+after `--back` seconds. Where all programs have ended before the last step, all are started again at once, as by a
+scheduler that requeues the job. Machine 0 also serves the store, the rendezvous or the lighthouse, and is never lost.
 """
 
 from __future__ import annotations
