@@ -8,6 +8,7 @@ import json
 import pytest
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.membership import generation
 from varuna_capslog.membership.generation import EMPTY, INITIAL, Generation, MemberLayout, Stamp
 from varuna_capslog.plans.parts import PlanStage, Units
 from varuna_capslog.plans.plan import Plan
@@ -104,3 +105,32 @@ def test_who_owns_what_under_a_plan() -> None:
     assert layout.covers(["y"])
     assert layout.covers(["x", "z"])
     assert not layout.covers(["x"])
+
+
+def test_what_a_later_change_voids_as_well_is_named_once() -> None:
+    record = EMPTY.successor(["a"]).successor(["a"], base=INITIAL).successor(["a"], base=Stamp(5, 1))
+    again = record.successor(["a"], base=Stamp(5, 1)).successor(["a"], base=Stamp(5, 1))
+    assert again.lineage == ((1, INITIAL), (4, Stamp(5, 1)))
+    back = again.successor(["a"], base=Stamp(3, 1))
+    assert back.lineage == ((1, INITIAL), (5, Stamp(3, 1)))
+    assert [back.continues(Stamp(step, 1)) for step in (2, 3, 4, 5)] == [True, True, False, False]
+
+
+def test_a_record_does_not_grow_with_the_changes_of_the_past(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a checkpoint, which ends the need for older entries; what can be lost at once is kept."""
+    monkeypatch.setattr(generation, "LINEAGE_ENTRIES", 3)
+    record = EMPTY.successor(["a"])
+    for number in range(1, 40):
+        record = record.successor(["a"], base=Stamp(10 * (number - 1), number - 1), reached=10 * number)
+    assert record.lineage == tuple((number, Stamp(10 * (number - 1), number - 1)) for number in (37, 38, 39))
+    assert record.forgotten == 36
+    assert record.continues(Stamp(385, 39))  # under way
+    assert record.continues(Stamp(380, 38))
+    assert record.continues(Stamp(379, 38))
+    assert record.continues(Stamp(360, 36))  # what the oldest entry went on from
+    assert record.continues(Stamp(359, 36))
+    assert not record.continues(Stamp(361, 36))  # taken back
+    assert not record.continues(Stamp(350, 35))  # nobody can tell
+    assert record.continues(INITIAL)  # the checkpoint
+    assert Generation.from_json(json.loads(json.dumps(record.to_json()))) == record
+    assert record.successor(["a"], base=Stamp(385, 39), checkpoint=Stamp(380, 38)).continues(Stamp(380, 38))

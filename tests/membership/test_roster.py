@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 from varuna_capslog.membership.generation import EMPTY
@@ -39,3 +40,22 @@ def test_who_took_part_and_was_not_told_to_have_ended_is_astray() -> None:
     assert roster_of(*taken, {"kind": "left", "member": "a-1"}, dead("b-1", by="b")).astray == set()
     # it may live, where another host has told so; but whoever is told dead ends as soon as it hears so
     assert roster_of(*taken, {"kind": "left", "member": "a-1"}, dead("b-1", by="a")).astray == set()
+
+
+def test_who_took_part_in_a_broken_generation_and_has_said_nothing_since() -> None:
+    roster = roster_of(generation(0), generation(1), {"kind": "broken", "generation": 2, "member": "a-2"})
+    assert set(roster.silent(2)) == {"a-1", "b-1"}
+    assert roster.silent(1) == (), "all of its members were named in the next one"
+    roster.take(generation(2))
+    assert set(roster.silent(2)) == {"a-1", "b-1"}
+    roster.take({"kind": "ask", "member": "b-1", "host": "b", "capacity": 0})
+    assert roster.silent(2) == ("a-1",)
+
+
+def test_a_roster_does_not_grow_with_the_generations_of_the_same_members() -> None:
+    members, roster, record, sizes = [f"a-{number}" for number in range(100)], roster_of(), EMPTY, []
+    for _ in range(30):
+        record = record.successor(members)
+        roster.take({"kind": "generation", "number": record.number, "record": record.to_json()})
+        sizes.append(len(pickle.dumps(roster)))
+    assert sizes[-1] < sizes[0] + 100

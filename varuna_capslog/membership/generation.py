@@ -6,7 +6,7 @@ The store holds exactly one `Generation`, replaced by compare-and-set on its num
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -33,6 +33,9 @@ class Stamp(NamedTuple):
     generation: int
 
 
+LINEAGE_ENTRIES = 64
+"""Of changes between which training went on; a record names no more of them, so it does not grow with the run."""
+
 INITIAL = Stamp(0, 0)
 """The state before step 1: every rank can make it from the seed, so it is the checkpoint of a run without one."""
 
@@ -48,11 +51,14 @@ class Generation:
         number: one more than its predecessor's.
         members: who votes, in the order of ranks. Empty: the run waits with its state on disk.
         leaving: who still serves the layers it held, but neither votes nor owns a layer.
-        lineage: (generation, base) of every earlier generation that may have trained since `checkpoint`: the boundary
-            from which it went on. States beyond such a base from before it were taken back and are void.
+        lineage: (generation, base) of earlier generations that may have trained since `checkpoint`: the boundary from
+            which each went on, bases rising. States beyond such a base from before it were taken back and are void.
+            What a later entry voids as well is left out, and so are all but the newest `LINEAGE_ENTRIES`.
         checkpoint: the newest checkpoint on the lineage that its founder knew of.
         reached: newest step that its founder, or an earlier one, had applied; what is older by two was settled.
         regress: it may go back beyond settled steps, to the checkpoint, where no member is left that holds them.
+        forgotten: generation of the newest entry that the lineage left out because there were too many, 0 if there was
+            none. What generations before it made counts as void: nobody can tell any more what of it was taken back.
         plan: what its founder chose that the members run, its ranks in the order of `members`; None: every member
             computes the same plan by itself.
     """
@@ -65,6 +71,7 @@ class Generation:
     reached: int = 0
     regress: bool = False
     plan: Plan | None = field(default=None, hash=False)
+    forgotten: int = 0
 
     def __post_init__(self) -> None:
         everyone = self.members + self.leaving
@@ -84,7 +91,7 @@ class Generation:
         """Whether a state lies on this generation's past: never taken back, and not older than its checkpoint."""
         if stamp == self.checkpoint:
             return True
-        if stamp.step <= self.checkpoint.step or stamp.generation < self.checkpoint.generation:
+        if stamp.step <= self.checkpoint.step or stamp.generation < max(self.checkpoint.generation, self.forgotten):
             return False
         return all(
             stamp.step < base.step or stamp == base
@@ -108,12 +115,18 @@ class Generation:
             reached: newest step that the founder applied; not read where `base` is None.
             checkpoint: one that the founder knows of; left aside where it is not on the lineage.
         """
-        lineage = self.lineage if base is None else (*self.lineage, (self.number, base))
+        lineage = self.lineage
+        if base is not None:  # what went on from this boundary or a later one voids nothing that this one does not
+            lineage = (*(entry for entry in lineage if entry[1].step < base.step), (self.number, base))
         known = checkpoint if self.continues(checkpoint) else self.checkpoint
         reached = self.reached if base is None else reached
         # A stamp of a generation before the checkpoint's is older than the checkpoint: what voids it need not be kept.
         lineage = tuple(entry for entry in lineage if entry[0] > known.generation)
-        return Generation(self.number + 1, tuple(members), tuple(leaving), lineage, known, reached, regress)
+        left_out, lineage = lineage[:-LINEAGE_ENTRIES], lineage[-LINEAGE_ENTRIES:]
+        forgotten = left_out[-1][0] if left_out else self.forgotten
+        return Generation(
+            self.number + 1, tuple(members), tuple(leaving), lineage, known, reached, regress, forgotten=forgotten
+        )
 
     def parked(self, checkpoint: Stamp = INITIAL) -> Generation:
         """The successor without members, for an authority that *knows* that all voters have ended.
@@ -145,7 +158,7 @@ class Generation:
             if not isinstance(value, Mapping) or value.get("format") != FORMAT:
                 raise CapslogError(f"format is not {FORMAT!r}; the store belongs to another program or version")
             known = ["format", "number", "members", "leaving", "lineage", "checkpoint", "reached", "regress"]
-            fields.refuse_unknown(value, [*known, "plan"])
+            fields.refuse_unknown(value, [*known, "plan", "forgotten"])
             for key in known:
                 if key not in value:
                     raise CapslogError(f"field {key!r} is missing")
@@ -161,6 +174,7 @@ class Generation:
                 fields.whole(value["reached"], "reached"),
                 bool(value["regress"]),
                 None if value.get("plan") is None else Plan.from_json(value["plan"], "plan"),
+                fields.whole(value.get("forgotten", 0), "forgotten"),
             )
 
         return fields.within(where, make)
@@ -188,6 +202,12 @@ class MemberLayout:
     copied: Mapping[Member, tuple[int, ...]]
     problem: str | None = None
     plan: Plan | None = None
+    _holders: dict[int, set[Member]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for member in dict.fromkeys((*self.owned, *self.copied)):
+            for layer in self.holds(member):
+                self._holders.setdefault(layer, set()).add(member)
 
     @classmethod
     def of_plan(
@@ -209,9 +229,9 @@ class MemberLayout:
         """The layers that a member owns, and then those that it copies."""
         return (*self.owned.get(member, ()), *self.copied.get(member, ()))
 
-    def covers(self, members: Iterable[Member]) -> bool:
+    def covers(self, members: Collection[Member]) -> bool:
         """Whether these members hold every layer between them, copies counted."""
-        return len({layer for member in members for layer in self.holds(member)}) == self.num_layers
+        return len(self._holders) == self.num_layers and not any(map(set(members).isdisjoint, self._holders.values()))
 
     def __hash__(self) -> int:
         return hash((self.num_layers, tuple(sorted(self.owned.items())), tuple(sorted(self.copied.items()))))

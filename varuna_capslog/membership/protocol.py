@@ -20,12 +20,13 @@ What never happens, whatever is lost, late, doubled or wrongly suspected (`rig/s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from varuna_capslog.membership import changes, recovery
 from varuna_capslog.membership import messages as m
-from varuna_capslog.membership.generation import Held, Member, Stamp
+from varuna_capslog.membership.generation import Generation, Held, Member, Stamp
 from varuna_capslog.membership.state import Job, Phase, Roles, State, Step
 
 __all__ = ["Job", "Phase", "State", "step"]
@@ -103,6 +104,8 @@ def _complete(job: Job, state: State) -> Step:
     if not state.cast:
         return state, ()
     voters = state.record.members if state.round else state.record.participants
+    if len(state.heard) < len(voters):  # so that a round of many members is not counted anew with each value
+        return state, ()
     values = {
         heard.sender: heard.value
         for heard in state.heard
@@ -118,26 +121,31 @@ def _tally(job: Job, state: State, number: int, values: Mapping[Member, m.Value]
     if number != state.round or not state.cast:
         return state, ()
     if state.phase is Phase.GATHER:
-        # Every participant hears the same values in the same order, so every one decides alike.
-        brought = {member: values[member] for member in state.record.participants}
-        return _first_round(job, state, brought)  # type: ignore[arg-type]
+        return _first_round(job, state, values)
     if state.phase is Phase.RUN:
-        votes = [values[member] for member in state.record.members]
-        return _voted(job, state, votes)  # type: ignore[arg-type]
+        return _voted(job, state, job.remembered(state.record, values, _count))
     return state, ()
 
 
-def _first_round(job: Job, state: State, values: Mapping[Member, m.Contribution]) -> Step:
+def _first_round(job: Job, state: State, values: Mapping[Member, m.Value]) -> Step:
     """Round 0: all participants know what all of them hold. Copies that are not trusted are left out by all alike."""
-    left_out = recovery.distrusted(values, state.record.continues)
-    values = recovery.without(values, left_out)
-    mine = frozenset(entry for entry in state.held if (state.me, entry[0]) in left_out)
-    decision = job.decide(state.record, tuple(values.items()))
-    layers = frozenset(layer for _, layer in left_out)
-    moved_bytes = sum(move.bytes for move in decision.moves)
-    decided = m.Decided(state.record.number, values, layers, moved_bytes)
+    decision, decided, left_out = job.remembered(state.record, values, _decide)
+    mine = frozenset(entry for entry in state.held if (state.me, entry[0]) in left_out) if left_out else frozenset()
     state, effects = _decided(replace(state, held=state.held - mine), decision)
     return state, (decided, *effects)
+
+
+def _decide(
+    job: Job, record: Generation, told: Mapping[Member, m.Value]
+) -> tuple[recovery.Decision, m.Decided, frozenset[tuple[Member, int]]]:
+    """What all participants decide: they hear the same values and take them in the same order."""
+    brought: dict[Member, m.Contribution] = {member: told[member] for member in record.participants}  # type: ignore[misc]
+    left_out = recovery.distrusted(brought, record.continues)
+    brought = recovery.without(brought, left_out)
+    decision = recovery.decide(record, brought, job.layer_bytes, job.place)
+    moved_bytes = sum(move.bytes for move in decision.moves)
+    layers = frozenset(layer for _, layer in left_out)
+    return decision, m.Decided(record.number, brought, layers, moved_bytes), left_out
 
 
 def _decided(state: State, decision: recovery.Decision) -> Step:
@@ -243,10 +251,34 @@ def _cast(state: State, finite: bool) -> Step:
     return replace(state, cast=True, voted=(number, state.at)), (m.Cast(number, state.round, vote),)
 
 
-def _voted(job: Job, state: State, votes: Sequence[m.Vote]) -> Step:
+class _Counted(NamedTuple):
+    """What the votes of all members say together; prepared: the changes that all are prepared for, if the same."""
+
+    finite: bool
+    changes: frozenset[m.Change]
+    hints: frozenset[m.Change]
+    urgent: bool
+    save: bool
+    prepared: frozenset[m.Change] | None
+
+
+def _count(job: Job, record: Generation, told: Mapping[Member, m.Value]) -> _Counted:
+    votes: list[m.Vote] = [told[member] for member in record.members]  # type: ignore[misc]
+    nothing, prepared = frozenset[m.Change](), {vote.prepared for vote in votes}
+    return _Counted(
+        all(vote.finite for vote in votes),
+        nothing.union(*[vote.changes for vote in votes]),
+        nothing.union(*[vote.hints for vote in votes]),
+        any(vote.urgent for vote in votes),
+        any(vote.save for vote in votes),
+        prepared.pop() if len(prepared) == 1 else None,
+    )
+
+
+def _voted(job: Job, state: State, votes: _Counted) -> Step:
     """The vote on a step, as it came out here. What the others learned of it is unknown."""
     generation, number = state.record.number, state.round
-    if not all(vote.finite for vote in votes):
+    if not votes.finite:
         why = f"step {number} was voted down; nothing was changed"
         return replace(state, phase=Phase.STOPPED), (m.Discard(generation, number), m.Persist(why))
     before, after = state.at, Stamp(number, generation)
@@ -259,16 +291,13 @@ def _voted(job: Job, state: State, votes: Sequence[m.Vote]) -> Step:
     if state.unseen is not None:
         state, more = changes.adopt(state, state.unseen)
         return state, (*effects, *more)
-    wished = frozenset[m.Change]().union(*[vote.changes for vote in votes])
-    urgent = any(vote.urgent for vote in votes)
     # A change that may be cut off waits for the checkpoint, one step long. All remember it, or it would go with the
     # generation, or with the one that was told.
-    save = any(vote.save for vote in votes)
-    hinted = frozenset[m.Change]().union(*[vote.hints for vote in votes])
+    wished, hinted, save = votes.changes, votes.hints, votes.save
     known = state.wishes
     known = replace(known, changes=known.changes | wished, hints=known.hints | hinted, save=known.save or save)
     state = replace(state, wishes=known)
-    if wished and not save and (urgent or not job.shadows or all(vote.prepared == wished for vote in votes)):
+    if wished and not save and (votes.urgent or not job.shadows or votes.prepared == wished):
         state, more = changes.stop_answering(replace(state, wishes=replace(known, planned=True)))
         return state, (*effects, *more)
     if wished and known.prepared != wished:

@@ -44,7 +44,6 @@ class Roster:
         self.checkpoint = INITIAL
         self.finished: entries.FinishedEntry | None = None
         self._hosts: dict[Member, str] = {}
-        self._participants: dict[int, tuple[Member, ...]] = {}
         self._named: dict[Member, int] = {}
         self._spoke: dict[Member, int] = {}
 
@@ -59,7 +58,6 @@ class Roster:
         match entry:
             case entries.GenerationEntry(record):
                 self.generation = record
-                self._participants[record.number] = record.participants
                 for name in record.participants:
                     self._named[name] = record.number
             case entries.WorkerEntry(member, host):
@@ -124,8 +122,8 @@ class Roster:
         """Who took part in a generation and has said nothing since it broke, nor was named in a later one."""
         return tuple(
             member
-            for member in self._participants.get(generation, ())
-            if self._spoke.get(member, 0) < generation and self._named[member] <= generation
+            for member, last in self._named.items()
+            if last == generation and self._spoke.get(member, 0) < generation
         )
 
     @property

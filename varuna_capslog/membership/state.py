@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any, TypeVar, cast
 
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.generation import EMPTY, INITIAL, Generation, Held, Member, MemberLayout, Stamp
-from varuna_capslog.membership.recovery import Decision, Place, decide
+from varuna_capslog.membership.recovery import Place
 
 __all__ = ["Job", "Phase", "Roles", "State", "Step", "Wishes"]
+
+_KEPT = 4
+Result = TypeVar("Result")
 
 Step = tuple["State", tuple[m.Effect, ...]]
 """What an event makes of a state, and what the runtime must do, in order."""
@@ -47,10 +52,27 @@ class Job:
     sync: bool = True
     shadows: bool = False
 
-    @functools.lru_cache(maxsize=4)  # noqa: B019 (one job per process; all ranks of a simulation ask the same)
-    def decide(self, record: Generation, values: tuple[tuple[Member, m.Contribution], ...]) -> Decision:
-        """`recovery.decide` for this job, remembered: in a simulation every member asks for the same decision."""
-        return decide(record, dict(values), self.layer_bytes, self.place)
+    _remembered: deque[tuple[Mapping[Member, m.Value], Generation, Any]] = field(
+        default_factory=lambda: deque(maxlen=_KEPT), init=False, repr=False
+    )
+
+    def remembered(
+        self,
+        record: Generation,
+        values: Mapping[Member, m.Value],
+        make: Callable[[Job, Generation, Mapping[Member, m.Value]], Result],
+    ) -> Result:
+        """What `make` says of a whole round of a generation, made once for this very object of values.
+
+        It is the same for all members. In a simulation they get one object; without this the cost of a change would
+        grow with the square of their number.
+        """
+        for of, by, found in self._remembered:
+            if of is values and by == record:
+                return cast(Result, found)
+        made = make(self, record, values)
+        self._remembered.appendleft((values, record, made))
+        return made
 
 
 @dataclass(frozen=True, slots=True)

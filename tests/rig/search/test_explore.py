@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -91,9 +91,9 @@ def takes_a_hint_for_a_wish(state: State, change: messages.Change) -> Step:
     return changes.wish(state, change, urgent=False)
 
 
-def does_not_wait_for_the_checkpoint(job: Job, state: State, votes: Sequence[messages.Vote]) -> Step:
+def does_not_wait_for_the_checkpoint(job: Job, state: State, votes: Any) -> Step:
     """Begins the change though a vote wants a checkpoint first."""
-    return voted(job, state, [replace(vote, save=False) for vote in votes])
+    return voted(job, state, votes._replace(save=False))
 
 
 voted = protocol._voted

@@ -14,7 +14,7 @@ from varuna_capslog.membership.state import State
 from varuna_capslog.rig.search.course import Course, History, HistoryOutcome
 from varuna_capslog.rig.search.world import Transition, Violation
 
-__all__ = ["Stuck", "draw", "play"]
+__all__ = ["Stuck", "begin", "draw", "play", "take"]
 
 LOSSY = ("tally", "received", "copied", "cas", "watch", "asked", "bye")
 
@@ -65,13 +65,7 @@ def play(history: History, transition: Transition = protocol.step, compare: bool
         Stuck: nothing goes on although everything has healed.
     """
     world = Course(history, transition, compare)
-    names = [f"m{number:04d}" for number in range(history.members)]
-    for number, name in enumerate(names):
-        world.add(State(name, f"h{number:04d}"))
-    world.record = world.records[1] = world.record.successor(names)
-    for i in range(history.members):
-        world.feed(i, m.Enter())
-        world.feed(i, m.StoreSays(world.record))
+    begin(world)
     try:
         _run(world)
     except (Violation, Stuck) as error:
@@ -82,6 +76,42 @@ def play(history: History, transition: Transition = protocol.step, compare: bool
         record.regress and number in world.truth.bases for number, record in world.records.items()
     )
     return world.outcome
+
+
+def begin(world: Course) -> None:
+    """The first members found the first generation."""
+    names = [f"m{number:04d}" for number in range(world.history.members)]
+    for number, name in enumerate(names):
+        world.add(State(name, f"h{number:04d}"))
+    world.record = world.records[1] = world.record.successor(names)
+    for i in range(world.history.members):
+        world.feed(i, m.Enter())
+        world.feed(i, m.StoreSays(world.record))
+
+
+def take(world: Course, lossy: bool = False) -> None:
+    """One delivery, drawn from all that are under way.
+
+    Args:
+        lossy: it may be lost.
+    """
+    history, dice = world.history, world.dice
+    position = dice.randrange(len(world.pool))
+    world.pool[position], world.pool[-1] = world.pool[-1], world.pool[position]
+    mail = world.pool.pop()
+    world.outcome.events += 1
+    if history.double and dice.random() < history.double and mail[0] not in ("compute", "prepared"):
+        world.pool.append(mail)
+    if lossy and history.loss and mail[0] in LOSSY and dice.random() < history.loss:
+        if mail[0] in ("tally", "received", "copied"):
+            world.pool.append(("broken", mail[1], mail[2] if mail[0] == "tally" else mail[3]))
+        return
+    world.deliver(mail)
+    world.spoil()
+    if lossy and history.early and dice.random() < history.early:
+        i = dice.randrange(len(world.states))
+        if world.alive[i] and i not in world.hung:
+            world.feed(i, m.Tick())
 
 
 def _run(world: Course) -> None:
@@ -110,20 +140,5 @@ def _run(world: Course) -> None:
             world.wake()
             continue
         quiet = max(0, quiet - 1) if world.record.number == outcome.generations else quiet
-        position = dice.randrange(len(world.pool))
-        world.pool[position], world.pool[-1] = world.pool[-1], world.pool[position]
-        mail = world.pool.pop()
-        outcome.events += 1
-        if history.double and dice.random() < history.double and mail[0] not in ("compute", "prepared"):
-            world.pool.append(mail)
-        if moments and history.loss and mail[0] in LOSSY and dice.random() < history.loss:
-            if mail[0] in ("tally", "received", "copied"):
-                world.pool.append(("broken", mail[1], mail[2] if mail[0] == "tally" else mail[3]))
-            continue
-        world.deliver(mail)
-        world.spoil()
-        if moments and history.early and dice.random() < history.early:
-            i = dice.randrange(len(world.states))
-            if world.alive[i] and i not in world.hung:
-                world.feed(i, m.Tick())
+        take(world, lossy=bool(moments))
     raise Stuck(f"after {outcome.events} events nobody trains: {[state.phase.value for state in world.states]}")

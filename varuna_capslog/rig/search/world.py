@@ -145,18 +145,23 @@ class World:
             if said:
                 self._fail(8, i, event, "writes a checkpoint without a vote")
             return
-        votes = [vote for vote in self.casts[number, before.round].values() if isinstance(vote, m.Vote)]
-        asked = any(vote.save for vote in votes)
+        asking, changes = self.asked_of(number, before.round)
+        asked = asking is not None
         if asked and state.wishes.planned:
             self._fail(8, i, event, "begins a change before the checkpoint that was asked for")
-        if state.wishes.planned and not any(vote.changes for vote in votes):
+        if state.wishes.planned and not changes:
             self._fail(7, i, event, "begins a change that nobody wishes")
         goes_on = state.phase is Phase.RUN and state.record.number == number
         if said != (asked and goes_on):
             self._fail(8, i, event, f"{'writes a' if said else 'does not write the'} checkpoint; asked for: {asked}")
-        if asked and goes_on:
-            wished = frozenset[m.Change]().union(*[vote.changes for vote in votes if vote.save])
-            self.truth.asks |= {(i, change) for change in wished & state.wishes.changes}
+        if asking is not None and goes_on:
+            self.truth.asks |= {(i, change) for change in asking & state.wishes.changes}
+
+    def asked_of(self, number: int, turn: int) -> tuple[frozenset[m.Change] | None, bool]:
+        """The changes before which a vote asks for a checkpoint, None if for none; and whether it wishes any change."""
+        votes = [vote for vote in self.casts[number, turn].values() if isinstance(vote, m.Vote)]
+        asking = [vote.changes for vote in votes if vote.save]
+        return frozenset[m.Change]().union(*asking) if asking else None, any(vote.changes for vote in votes)
 
     def _store(self, i: int, entry: tuple[int, Stamp]) -> None:
         self.memory[i] |= {entry}
