@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.units import format_bytes, parse_bytes, parse_capacity
+from varuna_capslog.base.units import format_bytes, parse_bytes, parse_capacity, parse_rate
 
 
 @pytest.mark.parametrize(
@@ -74,3 +74,11 @@ def test_format(count: int, written: str) -> None:
 @pytest.mark.parametrize("size", ["1 B", "3 KiB", "500 MiB", "1.25 GiB", "2 TiB"])
 def test_short_sizes_survive_both_ways(size: str) -> None:
     assert format_bytes(parse_bytes(size)) == size
+
+
+@pytest.mark.parametrize(
+    ("written", "rate"),
+    [("1GiB/s", 1 << 30), ("5MB", 5_000_000), ("100Mbit", 12_500_000), ("2.5 kbit/s", 312), ("1Gbit", 125_000_000)],
+)
+def test_rates_are_bytes_or_bits_of_a_second(written: str, rate: int) -> None:
+    assert parse_rate(written) == rate

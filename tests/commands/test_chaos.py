@@ -110,7 +110,9 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path):
         (["--network", "wires"], "wires"),
         (["--store", "etcd"], "--network loopback"),
         (["--store", "files"], "files"),
-        (["--network", "namespaces", "--kinds", "delay"], "--network relay"),
+        (["--delay", "20ms"], "--network namespaces, but the network is relay"),
+        (["--network", "namespaces", "--loss", "100%"], "0% to 99%"),
+        (["--network", "namespaces", "--bandwidth", "fast"], "bandwidth is 'fast'"),
         (["--duration", "10m"], "10m"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -61,3 +62,32 @@ def test_a_machine_that_allows_none_is_told_of_the_relay(monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda words, **_: SimpleNamespace(returncode=1))
     with pytest.raises(CapslogError, match="allows no network namespaces"):
         namespaces.how_to_enter()
+
+
+def measured(*shape):
+    try:
+        command = namespaces.how_to_enter()
+    except CapslogError as error:
+        pytest.skip(str(error))
+    words = [*command, sys.executable, "-m", "tests.rig.shaped", *shape]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    if "no TUN device can be opened" in done.stderr:
+        pytest.skip(done.stderr.splitlines()[-1])
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_kernel_s_tcp_meets_the_delay_and_the_bandwidth_that_were_asked_for():
+    """Upper bounds are wide: the machine may be busy. Nothing is faster than asked for."""
+    found = measured("20ms", "-", "40Mbit")
+    assert 0.04 <= found["round_trip"] < 0.06
+    assert 2e6 < found["bytes_per_second"] < 5.2e6
+    assert (found["passed_a_cut"], found["passed_later"]) == (False, True)
+    assert found["cut"] > 0
+
+
+def test_packets_that_get_lost_are_sent_again_by_the_kernel():
+    found = measured("1ms", "2%", "-")
+    sent = found["carried"] + found["lost"]
+    assert found["lost"] == pytest.approx(0.02 * sent, rel=0.7)
+    assert found["passed_later"]

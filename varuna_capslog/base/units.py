@@ -23,6 +23,7 @@ _UNITS = {
 _BINARY_NAMES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "min": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,3})?)\s*(\D*)")
+_BITS = re.compile(r"([0-9]+(?:\.[0-9]*)?)\s*([kmg]?)bit(?:/s)?", re.IGNORECASE)
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,3})?)\s*([A-Za-z]*)")
 
 
@@ -89,8 +90,12 @@ def _repeated(value: str, name: str) -> list[str]:
 
 
 def parse_rate(value: str | int | float, name: str = "bandwidth") -> int:
-    """Return bytes per second: a size as `parse_bytes` reads it, with or without "/s". Raises CapslogError."""
+    """Return bytes per second: a size as `parse_bytes` reads it, with or without "/s", or bits as in 100Mbit (of 1000
+    kbit each, of 1000 bits each). Raises CapslogError.
+    """
     text = str(value).strip()
+    if match := _BITS.fullmatch(text):
+        return parse_bytes(float(match[1]) * 1000 ** (" kmg".index(match[2].lower() or " ")) / 8, name)
     return parse_bytes(text[:-2] if text.lower().endswith("/s") else text, name)
 
 

@@ -41,11 +41,18 @@ class ChaosFlags:
     workers: Annotated[int, option("Of each host.", min=1)] = 2
     network: Annotated[
         str,
-        option("loopback, or relay: cuts, half-open links and delays too, or namespaces: real networks, no delays."),
+        option("loopback, or relay: cuts, half-open links and delays too, or namespaces: these with the kernel's TCP."),
     ] = "relay"
-    store: Annotated[str, option("tcp, or etcd: three servers, of which the class store kills one; with loopback.")] = (
-        "tcp"
+    delay: Annotated[str | None, option("--network namespaces: of every packet, each way, such as 20ms.", "none")] = (
+        None
     )
+    loss: Annotated[str | None, option("--network namespaces: of so many packets, such as 0.5%.", "none")] = None
+    bandwidth: Annotated[
+        str | None, option("--network namespaces: that each host can send, such as 100Mbit.", "no limit")
+    ] = None
+    store: Annotated[
+        str, option("tcp, or etcd: three servers, of which the class store kills one; not with relay.")
+    ] = "tcp"
     plans: Annotated[
         bool, typer.Option("--plans", help="Every generation runs a plan drawn at random, not the planner's.")
     ] = False
@@ -94,19 +101,21 @@ def chaos(given: ChaosFlags) -> None:
 
 def _options(given: ChaosFlags) -> ChaosOptions:
     from varuna_capslog.base import fields, units
+    from varuna_capslog.rig.machines.links import LinkShape
     from varuna_capslog.rig.outcome import ChaosOptions
     from varuna_capslog.rig.schedule import weights_of
 
     fields.choice(given.network, "network", ("loopback", "relay", "namespaces"))
     fields.choice(given.store, "store", ("tcp", "etcd"))
     hosts, network = (given.hosts, given.network) if given.trace is None else (1, "loopback")
-    if given.store == "etcd" and network != "loopback":
-        raise CapslogError(f"{network} does not reach etcd's servers; give --network loopback with --store etcd")
+    if given.store == "etcd" and network == "relay":
+        raise CapslogError(
+            "the relay does not reach etcd's servers; give --network loopback or --network namespaces with --store etcd"
+        )
+    links = LinkShape.parse(given.delay, given.loss, given.bandwidth)
+    if links != LinkShape() and network != "namespaces":
+        raise CapslogError(f"--delay, --loss and --bandwidth need --network namespaces, but the network is {network}")
     weights = weights_of(given.kinds, network != "loopback")
-    if network == "namespaces":
-        if given.kinds is not None and weights.get("delay"):
-            raise CapslogError("fault class 'delay' needs --network relay: namespaces cut ways, but delay nothing")
-        weights.pop("delay", None)
     return ChaosOptions(
         seed=given.seed,
         faults=given.faults,
@@ -116,6 +125,7 @@ def _options(given: ChaosFlags) -> ChaosOptions:
         hosts=hosts,
         workers=given.workers,
         network=network,
+        links=links,
         store=given.store,
         plans=given.plans,
     )
@@ -176,6 +186,14 @@ def _print(outcome: ChaosOutcome, found: dict[str, Any]) -> None:
         console.print(f"causes: {right} of {right + len(wrong)} losses named as injected", highlight=False)
     for one in wrong:
         console.print(f"  {one}", highlight=False, soft_wrap=True, markup=False)
+    if outcome.packets:
+        sent = sum(outcome.packets[name] for name in ("carried", "lost", "dropped", "cut"))
+        console.print(
+            f"packets between the machines: {sent}, of which {outcome.packets['lost']} were lost at random, "
+            f"{outcome.packets['dropped']} did not fit into a queue, {outcome.packets['cut']} were cut off",
+            highlight=False,
+            soft_wrap=True,
+        )
     if "share_of_ideal" in found:
         console.print(
             f"{found['trace']} at {found['scale']:g} times its pace: {found['changes']} changes, {found['lost_nodes']} "

@@ -70,6 +70,7 @@ class Chaos:
                 self.machines.show_threads()
                 time.sleep(0.5)
             finally:
+                packets = self.machines.network.counts()
                 self.machines.close()
             records, finished = self.machines.records, self.machines.members.roster.finished
             last = records.step if finished is None else finished.step
@@ -84,7 +85,7 @@ class Chaos:
             self.options, breaches, self.hits, self.machines.members.joins, len(founded), last, len(made) - last,
             self.strikes.store_losses, sum(record.regress for record in founded), time.monotonic() - began,
             sorted(self.recovery.sizes), self.config.elastic.redundancy, self.config.elastic.protection,
-            causes_found(self.hits, files.read_jsonl(self.run_dir / "events.jsonl")),
+            causes_found(self.hits, files.read_jsonl(self.run_dir / "events.jsonl")), packets,
         )  # fmt: skip
 
     def summary(self) -> dict[str, Any]:

@@ -43,12 +43,13 @@ class EtcdServers:
 
     Args:
         folder: for what they keep, and `etcd.log`.
+        host: where they listen for clients; 0.0.0.0: everywhere.
 
     Raises:
         CapslogError: no etcd is installed, or it does not answer.
     """
 
-    def __init__(self, folder: Path, size: int = 1) -> None:
+    def __init__(self, folder: Path, size: int = 1, host: str = "127.0.0.1") -> None:
         program = find_program()
         ports = _free_ports(2 * size)
         self.ports, peers = ports[:size], ports[size:]
@@ -58,7 +59,7 @@ class EtcdServers:
         self._commands = [
             [
                 program, "--name", name, "--data-dir", str(folder / name),
-                "--listen-client-urls", f"http://127.0.0.1:{port}",
+                "--listen-client-urls", f"http://{host}:{port}",
                 "--advertise-client-urls", f"http://127.0.0.1:{port}",
                 "--listen-peer-urls", f"http://127.0.0.1:{peer}",
                 "--initial-advertise-peer-urls", f"http://127.0.0.1:{peer}",

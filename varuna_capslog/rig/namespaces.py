@@ -1,29 +1,32 @@
-"""Every machine of a chaos run in a network namespace of its own; this process's namespace is the router between them.
+"""Every machine of a chaos run in a network namespace of its own; a process moves the packets between them.
 
-Real interfaces and the kernel's own TCP instead of the relay. A way that is cut is a rule of the router that drops what
-comes that way, without a word to either side. Needs `unshare` and `ip`, and root or user namespaces; the machine's own
-network is not touched, since all of it happens in a namespace that `enter` begins. Linux.
+The kernel's own TCP instead of the relay. Every namespace has a TUN device, and `machines/shaper` carries packets from
+one to another: late, at a bandwidth, some of them never. A way that is cut drops its packets, without a word to either
+side. Needs `unshare`, `nsenter`, `ip` and `/dev/net/tun`, and root or user namespaces; the machine's own network is not
+touched, since all of it happens in a namespace that `enter` begins. Linux.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
+import json
 import os
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.processes import die_with_parent
+from varuna_capslog.rig.machines.links import LinkShape
+from varuna_capslog.rig.machines.tun import DEVICE
 from varuna_capslog.rig.relay import Way
 
-__all__ = ["Namespaces", "enter", "how_to_enter", "join"]
+__all__ = ["Namespaces", "enter", "how_to_enter"]
 
 _INSIDE = "CAPSLOG_CHAOS_NAMESPACE"
-_CLONE_NEWNET = 0x40000000
 _READY_SECONDS = 5.0
 
 
@@ -52,40 +55,49 @@ def how_to_enter() -> list[str]:
     )
 
 
-def join(path: str) -> None:
-    """Puts the calling thread, and all that it starts, into a namespace."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open(path, encoding="ascii") as file:
-        if libc.setns(file.fileno(), _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"setns {path}")
-
-
 class Namespaces:
-    """The machines' namespaces, each connected to the router by a pair of interfaces.
+    """The machines' namespaces, each connected to the others, and to this process's, by links of one shape.
 
     Args:
         names: of the machines.
         router: the name by which ways mean this process.
+        seed: of the packets that get lost.
+
+    Raises:
+        CapslogError: this machine does not allow them.
     """
 
-    def __init__(self, names: Sequence[str], router: str) -> None:
+    def __init__(self, names: Sequence[str], router: str, shape: LinkShape | None = None, seed: int = 0) -> None:
         self._numbers = {name: number for number, name in enumerate(names, 1)}
-        self._router = router
         self._holders: dict[str, subprocess.Popen[bytes]] = {}
+        self._shaper: subprocess.Popen[str] | None = None
         try:
             _ip("link", "set", "lo", "up")
-            with open("/proc/sys/net/ipv4/ip_forward", "w", encoding="ascii") as file:
-                file.write("1")
-            # what comes in for the router itself must pass the rules that cut ways, too
-            _ip("rule", "add", "pref", "200", "lookup", "local")
-            _ip("rule", "del", "pref", "0")
             for name in names:
-                self._connect(name)
+                self._begin(name)
+            ours = [self.gateway(name) for name in names]
+            machines = {router: {"namespace": None, "addresses": ours}} | {
+                name: {"namespace": self.path(name), "addresses": [self.address(name)]} for name in names
+            }
+            self._shaper = subprocess.Popen(
+                [sys.executable, "-m", "varuna_capslog.rig.machines.shaper"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                preexec_fn=die_with_parent(),
+            )
+            self._ask({"machines": machines, "shape": asdict(shape or LinkShape()), "seed": seed})
+            _connect([], *ours)
+            for name in names:
+                inside = ["nsenter", "--target", str(self._holders[name].pid), "--net"]
+                _connect(inside, self.address(name))
+                _run(*inside, "ip", "link", "set", "lo", "up")
+                _run(*inside, "ip", "route", "add", "default", "dev", DEVICE)
         except (OSError, CapslogError) as error:
             self.close()
             raise CapslogError(f"no network of namespaces can be made: {error}; use --network relay") from error
 
-    def _connect(self, name: str) -> None:
+    def _begin(self, name: str) -> None:
         holder = subprocess.Popen(["unshare", "--net", "sleep", "infinity"], preexec_fn=die_with_parent())
         self._holders[name] = holder
         until, ours = time.monotonic() + _READY_SECONDS, os.readlink("/proc/self/ns/net")
@@ -93,21 +105,9 @@ class Namespaces:
             if holder.poll() is not None or time.monotonic() > until:
                 raise CapslogError("a machine's namespace did not begin")
             time.sleep(0.005)
-        inside = ["nsenter", "--target", str(holder.pid), "--net", "ip"]
-        interface = self._interface(name)
-        _ip("link", "add", interface, "type", "veth", "peer", "name", "eth0", "netns", str(holder.pid))
-        _ip("addr", "add", f"{self.gateway(name)}/24", "dev", interface)
-        _ip("link", "set", interface, "up")
-        _run(*inside, "link", "set", "lo", "up")
-        _run(*inside, "addr", "add", f"{self.address(name)}/24", "dev", "eth0")
-        _run(*inside, "link", "set", "eth0", "up")
-        _run(*inside, "route", "add", "default", "via", self.gateway(name))
-
-    def _interface(self, name: str) -> str:
-        return f"m{self._numbers[name]}"
 
     def path(self, name: str) -> str:
-        """For `join`."""
+        """For `machines/tun.join`."""
         return f"/proc/{self._holders[name].pid}/ns/net"
 
     def address(self, name: str) -> str:
@@ -118,28 +118,43 @@ class Namespaces:
         """By which a machine reaches this process."""
         return f"10.77.{self._numbers[name]}.1"
 
-    def disturb(self, ways: Iterable[Way]) -> None:
-        """Cuts these ways."""
-        for way in sorted(ways):
-            _ip("rule", "add", "pref", "100", *self._rule(way))
+    def disturb(self, ways: Iterable[Way], delay: float | None = None) -> None:
+        """Cuts these ways (None), or makes all that takes them later by `delay` seconds."""
+        self._ask({"do": "disturb", "ways": sorted(ways), "delay": delay})
 
     def heal(self, ways: Iterable[Way]) -> None:
-        """Opens them again."""
-        for way in sorted(ways):
-            with contextlib.suppress(CapslogError):  # it was open
-                _ip("rule", "del", "pref", "100", *self._rule(way))
+        """Takes back all disturbances of these ways."""
+        self._ask({"do": "heal", "ways": sorted(ways)})
 
-    def _rule(self, way: Way) -> list[str]:
-        source, target = way
-        interface = "lo" if source == self._router else self._interface(source)
-        address = self.gateway(source) if target == self._router else self.address(target)
-        return ["iif", interface, "to", address, "blackhole"]
+    def counts(self) -> dict[str, int]:
+        """What became of the packets so far; see `links.Counts`."""
+        return self._ask({"do": "tell"})
+
+    def _ask(self, order: dict[str, Any]) -> dict[str, Any]:
+        assert self._shaper is not None
+        assert self._shaper.stdin is not None
+        assert self._shaper.stdout is not None
+        self._shaper.stdin.write(json.dumps(order) + "\n")
+        self._shaper.stdin.flush()
+        line = self._shaper.stdout.readline()
+        answer: dict[str, Any] = json.loads(line) if line else {"error": "the process that moves the packets has ended"}
+        if "error" in answer:
+            raise CapslogError(answer["error"])
+        return answer
 
     def close(self) -> None:
-        """Ends them; the interfaces go with them."""
-        for holder in self._holders.values():
-            holder.kill()
-            holder.wait()
+        """Ends them; the devices go with them."""
+        for process in (self._shaper, *self._holders.values()):
+            if process is not None:
+                process.kill()
+                process.wait()
+
+
+def _connect(inside: Sequence[str], *addresses: str) -> None:
+    """Gives a device its addresses."""
+    for address in addresses:
+        _run(*inside, "ip", "addr", "add", f"{address}/24", "dev", DEVICE)
+    _run(*inside, "ip", "link", "set", DEVICE, "up", "txqueuelen", "2000")
 
 
 def _ip(*words: str) -> None:

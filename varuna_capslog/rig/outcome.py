@@ -7,11 +7,12 @@ import platform
 import subprocess
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from varuna_capslog.base.version import __version__
+from varuna_capslog.rig.machines.links import LinkShape
 from varuna_capslog.rig.tally import Hit, by_class
 
 __all__ = ["ChaosOptions", "ChaosOutcome"]
@@ -30,6 +31,7 @@ class ChaosOptions:
         weights: of the fault classes, see `schedule.weights_of`.
         hosts, workers: machines, and workers of each.
         network: "loopback", "relay" or "namespaces"; see `MachineNetwork`.
+        links: what every way between namespaces does to packets.
         store: "tcp", or "etcd": three servers, of which the class `store` kills one.
         plans: every generation runs a plan of any rectangles, drawn by its founder.
         hang_seconds: a run that has not finished a step for so long after a fault hangs, and has failed.
@@ -43,6 +45,7 @@ class ChaosOptions:
     hosts: int = 2
     workers: int = 2
     network: str = "loopback"
+    links: LinkShape = field(default_factory=LinkShape)
     store: str = "tcp"
     plans: bool = False
     hang_seconds: float = 60.0
@@ -61,6 +64,7 @@ class ChaosOutcome:
         regresses: generations that went back to a checkpoint, as more was lost than the redundancy covers.
         sizes: the numbers of members that made steps.
         causes: how many losses the run gave the injected cause, and a sentence for each of the others.
+        packets: between namespaces: carried, lost, dropped.
     """
 
     options: ChaosOptions
@@ -77,6 +81,7 @@ class ChaosOutcome:
     redundancy: int
     protection: str
     causes: tuple[int, list[str]] = (0, [])
+    packets: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -103,6 +108,8 @@ class ChaosOutcome:
             "hosts": options.hosts,
             "workers": options.workers,
             "network": options.network,
+            "links": asdict(options.links),
+            "packets": dict(self.packets),
             "store": options.store,
             "plans": options.plans,
             "mean_seconds": options.mean_seconds,

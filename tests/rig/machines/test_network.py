@@ -8,6 +8,7 @@ import pytest
 
 from tests.secret import SECRET
 from varuna_capslog.rig.machines import network
+from varuna_capslog.rig.machines.links import LinkShape
 from varuna_capslog.rig.machines.network import STORE_HOST, Access, MachineNetwork
 from varuna_capslog.rig.relayed import VARIABLE
 
@@ -45,10 +46,10 @@ def test_through_the_relay_a_machine_is_cut_from_the_store():
     found.close()
 
 
-def test_with_namespaces_the_store_is_the_router_and_ways_are_its_rules(monkeypatch):
+def test_with_namespaces_the_store_is_at_the_gateway_of_every_machine(monkeypatch):
     class Spaces:
-        def __init__(self, names, router):
-            assert (names, router) == (["a", "b"], STORE_HOST)
+        def __init__(self, names, router, shape, seed):
+            assert (names, router, shape, seed) == (["a", "b"], STORE_HOST, LinkShape(0.02), 5)
             self.calls = calls
 
         def gateway(self, name):
@@ -57,8 +58,8 @@ def test_with_namespaces_the_store_is_the_router_and_ways_are_its_rules(monkeypa
         def path(self, name):
             return f"/proc/{name}/ns/net"
 
-        def disturb(self, ways):
-            calls.append(("disturb", ways))
+        def disturb(self, ways, delay):
+            calls.append(("disturb", ways, delay))
 
         def heal(self, ways):
             calls.append(("heal", ways))
@@ -68,9 +69,15 @@ def test_with_namespaces_the_store_is_the_router_and_ways_are_its_rules(monkeypa
 
     calls = []
     monkeypatch.setattr(network, "Namespaces", Spaces)
-    found = MachineNetwork("namespaces", ["a", "b"], SECRET)
+    found = MachineNetwork("namespaces", ["a", "b"], SECRET, LinkShape(0.02), 5)
     assert found.access("b", "127.0.0.1:4711") == Access("10.77.2.1:4711", "/proc/b/ns/net", {})
+    cluster = found.access("a", "etcd://127.0.0.1:1,127.0.0.1:2/chaos").store
+    assert cluster == "etcd://10.77.1.1:1,10.77.1.1:2/chaos"
     found.disturb({("a", "b")})
+    found.disturb({("b", "a")}, 0.1)
     found.heal({("a", "b")})
     found.close()
-    assert calls == [("disturb", {("a", "b")}), ("heal", {("a", "b")}), ("close",)]
+    assert calls == [("disturb", {("a", "b")}, None), ("disturb", {("b", "a")}, 0.1)] + [
+        ("heal", {("a", "b")}),
+        ("close",),
+    ]

@@ -33,7 +33,7 @@ MODULES = (
 def main(order: Mapping[str, Any]) -> int:
     """Supervises `order["workers"]` workers of the run in `order["run_dir"]` until the host has no more to do."""
     if order.get("namespace"):
-        from varuna_capslog.rig.namespaces import join
+        from varuna_capslog.rig.machines.tun import join
 
         join(str(order["namespace"]))  # before there is any other thread
     from varuna_capslog.base.fork_server import PRELOADED

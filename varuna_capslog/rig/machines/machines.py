@@ -96,7 +96,7 @@ class Machines:
         secret = run_secret(self.run_dir, create=True)
         self.store = RunStore(options.store, folder, config.elastic.lease_seconds, secret, host)
         self._stack.callback(self.store.close)
-        self.network = MachineNetwork(options.network, list(self.by_name), secret)
+        self.network = MachineNetwork(options.network, list(self.by_name), secret, options.links, options.seed)
         self._stack.callback(self.network.close)
         self._log = self._stack.enter_context((folder / "log.jsonl").open("a", encoding="utf-8", buffering=1))
         workload = config.workload.partition(":")[0]

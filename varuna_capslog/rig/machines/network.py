@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from varuna_capslog.base.trust.secret import Secret
+from varuna_capslog.rig.machines.links import LinkShape
 from varuna_capslog.rig.namespaces import Namespaces
 from varuna_capslog.rig.relay import Line, Relay, Way
 from varuna_capslog.rig.relayed import VARIABLE
@@ -37,13 +38,16 @@ class MachineNetwork:
 
     Args:
         kind: "loopback": nothing can be disturbed; "relay": all that hosts say to each other goes through one process;
-            "namespaces": every machine has a network namespace of its own, and this process is the router between them,
-            see `namespaces.enter`.
+            "namespaces": every machine has a network namespace of its own, see `namespaces.enter`.
         machines: their names.
         secret: of the run.
+        shape: of the links between namespaces; None: no limits.
+        seed: of the packets that these lose.
     """
 
-    def __init__(self, kind: str, machines: Sequence[str], secret: Secret) -> None:
+    def __init__(
+        self, kind: str, machines: Sequence[str], secret: Secret, shape: LinkShape | None = None, seed: int = 0
+    ) -> None:
         self._stack = contextlib.ExitStack()
         self._relay: Relay | None = None
         self._line: Line | None = None
@@ -54,7 +58,7 @@ class MachineNetwork:
             self._line = Line(self._relay.address, secret)
             self._stack.callback(self._line.close)
         elif kind == "namespaces":
-            self._spaces = Namespaces(machines, STORE_HOST)
+            self._spaces = Namespaces(machines, STORE_HOST, shape, seed)
             self._stack.callback(self._spaces.close)
 
     def register_store(self, address: str) -> None:
@@ -69,26 +73,26 @@ class MachineNetwork:
                 self._line.through(machine, store), environment={VARIABLE: f"{machine}@{self._relay.address}"}
             )
         if self._spaces is not None:
-            port = store.rpartition(":")[2]
-            return Access(f"{self._spaces.gateway(machine)}:{port}", self._spaces.path(machine))
+            return Access(store.replace("127.0.0.1", self._spaces.gateway(machine)), self._spaces.path(machine))
         return Access(store)
 
+    @property
+    def _disturbed(self) -> Line | Namespaces:
+        found = self._spaces or self._line
+        assert found is not None
+        return found
+
     def disturb(self, ways: set[Way], delay: float | None = None) -> None:
-        """See `Line.disturb`; namespaces cannot delay."""
-        if self._spaces is not None:
-            assert delay is None
-            self._spaces.disturb(ways)
-            return
-        assert self._line is not None
-        self._line.disturb(ways, delay)
+        """See `Line.disturb`."""
+        self._disturbed.disturb(ways, delay)
 
     def heal(self, ways: set[Way]) -> None:
         """See `Line.heal`."""
-        if self._spaces is not None:
-            self._spaces.heal(ways)
-            return
-        assert self._line is not None
-        self._line.heal(ways)
+        self._disturbed.heal(ways)
+
+    def counts(self) -> dict[str, int]:
+        """Packets carried, lost and dropped between namespaces so far; empty for other networks."""
+        return {} if self._spaces is None else self._spaces.counts()
 
     def close(self) -> None:
         """Ends the relay, or the namespaces."""

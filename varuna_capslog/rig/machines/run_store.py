@@ -25,7 +25,7 @@ class RunStore:
         folder: for what etcd keeps.
         lease_seconds: of the run's hosts.
         secret: of the run.
-        host: where the run's own server listens.
+        host: where the servers listen.
 
     Attributes:
         address: of the newest store.
@@ -60,7 +60,7 @@ class RunStore:
             CapslogError: no etcd is installed, or it does not answer.
         """
         if self.is_cluster:
-            self._etcd = self._etcd or EtcdServers(self._folder, 3)
+            self._etcd = self._etcd or EtcdServers(self._folder, 3, self._host)
             self.address = self._etcd.address(f"chaos/{self._begun}")
             identity = begin_run(self.address, self._lease_seconds, self._secret)
         else:
