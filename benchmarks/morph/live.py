@@ -85,9 +85,7 @@ class Mark(NamedTuple):
     end: float
 
 
-def main(
-    arguments: Sequence[str], work: type[PipelineWork] | None = None, observer: Observer | None = None
-) -> int:
+def main(arguments: Sequence[str], work: type[PipelineWork] | None = None, observer: Observer | None = None) -> int:
     """The entry of a member: `elastic.worker.main`, with its steps marked in `<run_dir>/marks/<member>`.
 
     Args:

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from tests.rig.worlds import FakeMachines, stepped
+from varuna_capslog.rig.faults import JumpedClock
 from varuna_capslog.rig.recovery import Recovery
 from varuna_capslog.rig.schedule import schedule
 from varuna_capslog.rig.strikes import Strikes
@@ -93,3 +94,14 @@ def test_one_member_at_least_is_left():
 def test_the_only_machine_with_members_is_not_killed_and_one_machine_has_no_network():
     assert strike("host", ("a-1", "a-2"))[:2] == (None, [])
     assert strike("cut", ("a-1", "a-2"), machines=("a",))[:2] == (None, [])
+
+
+def test_the_time_of_day_of_a_machine_jumps_by_hours_and_stays_so(tmp_path):
+    world = FakeMachines({1: ("a-1", "b-1")})
+    world.run_dir = tmp_path
+    world.script = [lambda: [stepped("a-1", 1, 9, time.time() + 60.0)]]
+    fault = dataclasses.replace(fault_of("clock"), whom=(0.99, 0.0, 0.0, 0.25))
+    hit = Strikes(world.as_machines, Recovery(world.as_machines, 1.0), lambda line: None).strike(fault)
+    assert (hit.note, hit.causes, world.calls) == ("b -6.0 h", {}, [])
+    assert JumpedClock(tmp_path / "chaos", "b")() == pytest.approx(time.time() - 6 * 3600, abs=30)
+    assert JumpedClock(tmp_path / "chaos", "a")() == pytest.approx(time.time(), abs=30)

@@ -43,11 +43,12 @@ def test_of_the_victims_that_were_lost_the_causes_are_compared():
         Hit(3, "kill", 9.0, causes={"e": "killed"}),
     ]
     events = [
-        lost("a", 1.5, "killed"),
+        lost("a", 7201.5, "killed"),  # by a host whose clock has jumped
         lost("c", 3.5, "network"),
         lost("d", 3.5, "killed"),
         {"kind": "morph", "time": 4.0},
         lost("e", 9.5, "killed"),
         lost("z", 9.6, "memory"),
     ]
-    assert causes_found(hits, events) == (3, ["d (cut): network, found killed"])
+    lost_at = {"a": 1.5, "c": 3.5, "d": 3.5, "e": 9.5, "z": 9.6}
+    assert causes_found(hits, events, lost_at) == (3, ["d (cut): network, found killed"])

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from varuna_capslog.base import files
+from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.failures import Failure, ended, is_consequence, read_failure, root_cause
 from varuna_capslog.base.processes import (
@@ -205,7 +206,7 @@ class Supervisor:
             cause = "it is stopped (SIGSTOP, or a debugger)"
         else:
             cause = "it hangs, or it is so slow that pipeline.timeout_seconds must be raised"
-        return [Failure(rank, cause, "hang", time.time(), **self._where(rank, complaints))]
+        return [Failure(rank, cause, "hang", wall_seconds(), **self._where(rank, complaints))]
 
     def _reported(self, rank: int) -> Failure | None:
         return read_failure(self.folder / f"{rank}.error.json", rank, self._stage(rank))
@@ -236,7 +237,7 @@ class Supervisor:
     def _collect(self) -> None:
         for rank, worker in enumerate(self._workers):
             if rank not in self._ended and worker.poll() is not None:
-                self._ended[rank] = time.time()
+                self._ended[rank] = wall_seconds()
                 signal_group(worker.pid, signal.SIGKILL)  # children of its own must not stay behind
 
     def _signal(self, number: int) -> None:

@@ -146,22 +146,25 @@ class NoticeEntry(Entry, kind="notice"):
     Attributes:
         urgent: at the next boundary, whatever was copied ahead.
         deadline: when it may be gone, in seconds since 1970; None: no deadline.
+        left: seconds until then as its writer counted; never more are left, whatever a reader's clock says.
     """
 
     member: Member
     urgent: bool = False
     deadline: float | None = None
     source: str = "person"
+    left: float | None = None
 
 
 @dataclass(frozen=True)
 class HintEntry(Entry, kind="hint"):
-    """A member may have to leave later; `deadline` as in `NoticeEntry`."""
+    """A member may have to leave later; fields as in `NoticeEntry`."""
 
     member: Member
     urgent: bool = False
     deadline: float | None = None
     source: str = "person"
+    left: float | None = None
 
 
 @dataclass(frozen=True)
@@ -170,13 +173,14 @@ class AnnounceEntry(Entry, kind="announce"):
 
     Attributes:
         notice: "hint", "leave" or "now".
-        deadline: as in `NoticeEntry`.
+        deadline, left: as in `NoticeEntry`.
     """
 
     host: str
     notice: str
     deadline: float | None = None
     id: str = "announced"
+    left: float | None = None
 
 
 @dataclass(frozen=True)
@@ -255,6 +259,7 @@ _CHECKS: Mapping[str, Callable[[Any, str], object]] = {
     "why": _is_a(str, "a string"),
     "cause": functools.partial(fields.choice, allowed=tuple(CAUSES)),
     "deadline": _time,
+    "left": fields.seconds,
     "devices": functools.partial(fields.whole, minimum=1),
     "state": functools.partial(fields.choice, allowed=("here", "gone", "lost")),
     "notice": functools.partial(fields.choice, allowed=("hint", "leave", "now")),

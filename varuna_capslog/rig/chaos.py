@@ -85,7 +85,9 @@ class Chaos:
             self.options, breaches, self.hits, self.machines.members.joins, len(founded), last, len(made) - last,
             self.strikes.store_losses, sum(record.regress for record in founded), time.monotonic() - began,
             sorted(self.recovery.sizes), self.config.elastic.redundancy, self.config.elastic.protection,
-            causes_found(self.hits, files.read_jsonl(self.run_dir / "events.jsonl")), packets,
+            causes_found(
+                self.hits, files.read_jsonl(self.run_dir / "events.jsonl"), self.machines.members.lost_at
+            ), packets,
         )  # fmt: skip
 
     def summary(self) -> dict[str, Any]:

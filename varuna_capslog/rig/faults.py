@@ -30,7 +30,18 @@ from varuna_capslog.schedules.lower import Instruction
 from varuna_capslog.start import member_worker as worker
 from varuna_capslog.start.member_worker import Equipment
 
-__all__ = ["VARIABLE", "Fault", "Instructions", "Slowness", "faults_of", "main", "prober", "slow_down"]
+__all__ = [
+    "VARIABLE",
+    "Fault",
+    "Instructions",
+    "JumpedClock",
+    "Slowness",
+    "faults_of",
+    "main",
+    "prober",
+    "set_clock",
+    "slow_down",
+]
 
 VARIABLE = "CAPSLOG_FAULTS"
 
@@ -161,6 +172,26 @@ def slow_down(folder: Path, member: str, factor: float) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     files.write_text(folder / f"{member}.slow", str(factor))
+
+
+def set_clock(folder: Path, machine: str, seconds: float) -> None:
+    """From now on the time of day of a machine's processes, by `JumpedClock`, is the true one and so many seconds."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files.write_text(folder / f"{machine}.clock", str(seconds))
+
+
+class JumpedClock:
+    """A machine's time of day, for `base/clock.use`.
+
+    Args:
+        folder: of the run's faults.
+    """
+
+    def __init__(self, folder: Path, machine: str) -> None:
+        self._file = folder / f"{machine}.clock"
+
+    def __call__(self) -> float:
+        return time.time() + (float(self._file.read_text()) if self._file.exists() else 0.0)
 
 
 class Slowness(Observer):

@@ -37,6 +37,7 @@ KINDS: Mapping[str, float] = {
     "device": 1.0,
     "memory": 1.0,
     "slow": 1.0,
+    "clock": 1.0,
 }
 """Fault classes and their usual shares.
 
@@ -48,7 +49,8 @@ computes or votes. in-change: killed or stopped at a point of the change that th
 in-leave: the same for another one's notice. error, device, memory: a worker ends by an error of its program, of its
 device, or for want of memory, while it applies a step. host: a host's supervisor and with it all its workers are
 killed. freeze: all processes of a host stand still for up to 6 s. slow: the work of a worker takes five times as long
-for up to 5 s, to which a run with `elastic.rebalance` answers with other cuts.
+for up to 5 s, to which a run with `elastic.rebalance` answers with other cuts. clock: the time of day of a host jumps
+by up to twelve hours, forwards or backwards, and stays so.
 """
 
 NETWORK: Mapping[str, float] = {"cut": 2.0, "half-open": 2.0, "delay": 2.0, "store-cut": 1.0}

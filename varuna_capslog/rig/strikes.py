@@ -24,7 +24,8 @@ READY_SECONDS = 90.0
 
 _FIRE_SECONDS = 10.0
 _SLOWER = 5.0
-_OF_ONE = ("kill", "stop", "pause", "slow", "notice", "urgent", "error", "device", "memory")
+_CLOCK_HOURS = 12.0
+_OF_ONE = ("kill", "stop", "pause", "slow", "clock", "notice", "urgent", "error", "device", "memory")
 """Classes that hit one member."""
 
 
@@ -79,6 +80,8 @@ class Strikes:
                 return self._lose(hit, names, signal.SIGSTOP, "hung")
             case "slow":
                 return self._slow(hit, names[0], fault.lasts)
+            case "clock":
+                return self._clock(hit, machine_of(names[0]), (2 * fault.whom[3] - 1) * _CLOCK_HOURS)
             case "error" | "device" | "memory":
                 return self._fail(hit, names[0])
             case "double":
@@ -226,6 +229,11 @@ class Strikes:
         hit.victims, hit.note = tuple(self._members_on(machine)), f"for {seconds:.1f} s"
         hit.causes = dict.fromkeys(hit.victims, "hung")
         return self._recovery.recover(hit, [], until=hit.time + seconds, excused=frozenset(hit.victims))
+
+    def _clock(self, hit: Hit, machine: str, hours: float) -> Hit:
+        faults.set_clock(self._machines.run_dir / "chaos", machine, 3600 * hours)
+        hit.note = f"{machine} {hours:+.1f} h"
+        return self._recovery.recover(hit, [], until=hit.time)
 
     # -- store and network ---------------------------------------------------------------------------------------------
 

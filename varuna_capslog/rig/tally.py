@@ -37,19 +37,22 @@ class Hit:
     causes: dict[str, str] = field(default_factory=dict)
 
 
-def causes_found(hits: Iterable[Hit], events: Sequence[Mapping[str, Any]]) -> tuple[int, list[str]]:
+def causes_found(
+    hits: Iterable[Hit], events: Sequence[Mapping[str, Any]], lost_at: Mapping[str, float]
+) -> tuple[int, list[str]]:
     """How many victims that the run has lost it gave the injected cause, and a sentence for each of the others.
 
     A member that outlives one fault may be lost by another: the last one that hit it before it was lost counts.
 
-    events: lines of events.jsonl.
+    Args:
+        events: lines of events.jsonl; the clocks of the hosts that wrote them may have jumped.
+        lost_at: when members were seen to be lost, by the clock of the hits.
     """
     found = losses_by_cause(events)
-    lost_at = {str(event["member"]): float(event["time"]) for event in events if event.get("kind") == "lost"}
     injected: dict[str, Hit] = {}
     for hit in sorted(hits, key=lambda hit: hit.time):
         for member in hit.causes:
-            if hit.time <= lost_at.get(member, 0.0):
+            if member in found and hit.time <= lost_at.get(member, 0.0):
                 injected[member] = hit
     right, wrong = 0, []
     for member, hit in injected.items():

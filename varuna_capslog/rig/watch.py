@@ -19,11 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from varuna_capslog.base import clock
 from varuna_capslog.elastic.member.work import LayerState, Opening
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.rig import nccl_manners, relayed
 from varuna_capslog.rig.drawing import DrawingWork
-from varuna_capslog.rig.faults import Fault, Instructions
+from varuna_capslog.rig.faults import Fault, Instructions, JumpedClock
 from varuna_capslog.start import member_worker as worker
 from varuna_capslog.start.member_worker import Equipment
 from varuna_capslog.training.layer_state import digest
@@ -116,5 +117,6 @@ def main(arguments: Sequence[str]) -> int:
     faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=True)
     member, folder = os.environ["CAPSLOG_MEMBER"], Path(arguments[0])
     probe = armed(member, folder)
+    clock.use(JumpedClock(folder / "chaos", os.environ.get("CAPSLOG_HOST", "").partition(".")[0]))
     observer, open_store = Instructions(probe, folder / "chaos", member), relayed.opener()
     return worker.main(arguments, Equipment(probe=probe, observer=observer, work=WatchedWork, open_store=open_store))

@@ -21,6 +21,7 @@ import torch
 from varuna_capslog.base import files
 from varuna_capslog.base.trust.secret import Secret
 from varuna_capslog.config.reading import load_config
+from varuna_capslog.elastic.host.leases import run_age
 from varuna_capslog.elastic.member.pipeline_work import PipelineRun, PipelineWork
 from varuna_capslog.elastic.member.runtime import Runtime, take_part
 from varuna_capslog.elastic.member.start_up import RuntimeOptions, enter, local_rank, report_failures
@@ -104,13 +105,9 @@ def _take_part(run_dir: Path, wish: StopWish, equipment: Equipment) -> int:
     device, file = choose_device(config.device, local_rank()), MemberFile(run_dir, start.me)
     check_devices(config.pipeline.transport, device, local_rank())
     work = equipment.work(start, run, device, file.write_stage, equipment.observer)
-    began = store.get("began")
-    if began is None:
-        store.put("began", repr(time.time()))
-    else:
-        work.loop.run_began = time.monotonic() - max(0.0, time.time() - float(began))
     newest = store.read()
     if newest.number:  # the others train already: slow first calls are made before they wait for this member
+        work.loop.run_began = time.monotonic() - run_age(store, start.host)
         work.warm_up()
     capacity = capacity_of(config.pipeline.capacity, local_rank())
     work.placer.prepare(max(config.world_size, len(newest.members)) + _MORE_DEVICES, capacity)

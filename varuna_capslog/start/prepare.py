@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from varuna_capslog.base import fields, files
+from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.config.reading import Config, dump_config, load_config
 from varuna_capslog.memory import AUTO, MEMORY_MODELS
@@ -72,7 +72,7 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
         DoesNotFit: no plan keeps every stage within its device; the smallest-peak plan is written all the same.
         CapslogError: the model, the profile or the plan is impossible, or the folder's checkpoints are of another run.
     """
-    begun = time.time()
+    begun = wall_seconds()
     # Before the profile, which may take minutes.
     check_names(config)
     _check_optimizer(config)

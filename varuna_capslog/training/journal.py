@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from varuna_capslog.base import files
+from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.training.loggers import Loggers
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ class Journal:
             self._write(record, self._generation, self._world_size)
 
     def _write(self, record: Mapping[str, Any], generation: int, world_size: int) -> None:
-        line = {**record, "time": time.time(), "generation": generation, "world_size": world_size}
+        line = {**record, "time": wall_seconds(), "generation": generation, "world_size": world_size}
         files.append_jsonl(self._run_dir / "metrics.jsonl", line)
         step = int(record["step"])
         text = "  ".join(step_numbers(record))
@@ -188,7 +189,7 @@ class Journal:
             return
         files.append_jsonl(
             self._run_dir / "evaluations.jsonl",
-            {"step": step, "generation": self._generation, "time": time.time(), "scores": dict(scores)},
+            {"step": step, "generation": self._generation, "time": wall_seconds(), "scores": dict(scores)},
         )
         self._loggers.log({f"val/{name}": value for name, value in _numbers_in(scores)}, step)
         self.say(score_line(step, scores))
@@ -196,7 +197,7 @@ class Journal:
     def event(self, kind: str, **details: Any) -> None:
         """Adds a line to events.jsonl."""
         if self.writes:
-            line = {"kind": kind, "time": time.time(), "generation": self._generation, **details}
+            line = {"kind": kind, "time": wall_seconds(), "generation": self._generation, **details}
             files.append_jsonl(self._run_dir / "events.jsonl", line)
 
     def say(self, text: str) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from varuna_capslog.base import files
+from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError, DiskFailed
 from varuna_capslog.engine.interface import Engine
 from varuna_capslog.engine.layers import EngineLayer
@@ -148,7 +149,7 @@ class Saving:
                 "model": chain.name,
                 "step": self.step,
                 "generation": self._generation,
-                "time": time.time(),
+                "time": wall_seconds(),
                 "shared": {use.name: [[index, name] for index, name in use.uses] for use in chain.shared},
                 **self._extra,
                 "layers": {layer.name: entries[layer.name] for layer in chain.layers},

@@ -9,7 +9,6 @@ import contextlib
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from varuna_capslog.base import files
+from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.failures import kind_of
 
@@ -56,7 +56,7 @@ def report_failure(run_dir: Path, name: str, who: str, error: Exception, where: 
             traceback.print_exc()
         sys.stderr.write(f"{who}: {cause}\n")
     report = {"peer": getattr(error, "peer", None), **where}
-    report |= {"kind": kind, "cause": cause, "time": time.time()}
+    report |= {"kind": kind, "cause": cause, "time": wall_seconds()}
     with contextlib.suppress(CapslogError):
         files.write_json(run_dir / "workers" / f"{name}.error.json", report)
     return status

@@ -15,10 +15,10 @@ from tests.elastic.host.test_host import Start
 from tests.elastic.machines import write_config
 from tests.waiting import wait_until
 from varuna_capslog import cli
-from varuna_capslog.base import files
+from varuna_capslog.base import clock, files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic import on_notice, request_morph
-from varuna_capslog.elastic.host.hooks import belong, give_notice, notice_of, outlook
+from varuna_capslog.elastic.host.hooks import belong, give_notice, notice_of, outlook, seconds_left, until
 from varuna_capslog.elastic.notices.interface import Kind, Notice
 from varuna_capslog.membership.entries import AnnounceEntry, HintEntry, NoticeEntry
 from varuna_capslog.plans.plan import Plan, write_plan
@@ -164,6 +164,22 @@ def test_an_entry_says_what_its_notice_said():
     assert notice_of(NoticeEntry("h-1", True), "h").kind is Kind.NOW
     assert notice_of(HintEntry("h-1"), "h").deadline is None
     assert notice_of(AnnounceEntry("h", "now"), "h").kind is Kind.NOW
+
+
+@pytest.mark.parametrize(
+    ("jump", "left"), [(0.0, 60.0), (-7200.0, 60.0), (7200.0, 0.0), (30.0, 30.0)],
+    ids=["agree", "two hours back", "two hours ahead", "read late"],
+)  # fmt: skip
+def test_a_clock_that_jumps_never_makes_a_deadline_later(jump: float, left: float):
+    """Whichever of the two machines it was: who leaves too early loses nothing, who stays too long may."""
+    clock.use(lambda: 1_800_000_000.0)
+    try:
+        entry = NoticeEntry("h-1", **until(60.0))
+        clock.use(lambda: 1_800_000_000.0 + jump)
+        assert seconds_left(entry) == pytest.approx(left)
+    finally:
+        clock.use(None)
+    assert seconds_left(NoticeEntry("h-1")) is None
 
 
 def test_a_folder_of_an_older_run_is_not_taken_for_the_new_one(tmp_path: Path, start):

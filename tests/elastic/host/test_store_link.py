@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from tests.waiting import wait_until
-from varuna_capslog.base import files
+from varuna_capslog.base import clock, files
 from varuna_capslog.config.settings import Elastic
+from varuna_capslog.elastic.host.leases import run_age
 from varuna_capslog.elastic.host.options import HostOptions
 from varuna_capslog.elastic.host.store_link import HostStore
 from varuna_capslog.elastic.host.terminal import describe
@@ -215,3 +216,25 @@ def test_a_host_that_was_taken_for_lost_says_why(tmp_path: Path, monkeypatch: py
         link.explain_absence()
     (event,) = [line for line in files.read_jsonl(tmp_path / "events.jsonl") if line["kind"] == "cause"]
     assert (event["host"], event["cause"]) == ("h", "hung" if why == "stood still" else "network")
+
+
+def test_a_host_that_comes_later_learns_from_the_others_how_old_the_run_is(tmp_path: Path) -> None:
+    """By what they have counted themselves: the time of day of neither has a part in it."""
+    clock.use(lambda: 1_800_000_000.0 - time.monotonic() * 3600)  # it goes backwards by an hour every second
+    try:
+        with contextlib.ExitStack() as stack:
+            first = Connected(tmp_path, stack, lease_seconds=0.2)
+            assert run_age(first.link.store, "h") == 0.0
+            first.link.run_begins()
+            first.link._run_began = time.monotonic() - 100.0
+            later = HostOptions(tmp_path, name="g", store=first.link.address, settings=Elastic(lease_seconds=0.2))
+            roster, calls = Roster(), queue.SimpleQueue()
+            second = HostStore(later, roster, lambda entry: None, lambda host: None, calls.put)
+            roster.hosts["h"] = 2
+            second.connect(stack)
+            second.begin(stack)
+            second.run_begins()  # it hears of the first generation as it reads the log, long after
+            wait_until(lambda: run_age(second.store, "g") > 99.0, 10.0)
+            assert 100.0 <= run_age(second.store, "g") < 110.0
+    finally:
+        clock.use(None)

@@ -29,8 +29,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Both the listener's and the member's."""
     now = SimpleNamespace(at=100.0)
     monkeypatch.setattr(departures, "time", SimpleNamespace(monotonic=lambda: now.at))
-    both = SimpleNamespace(monotonic=lambda: now.at, time=lambda: WALL + now.at - 100.0)
-    monkeypatch.setattr("varuna_capslog.elastic.host.hooks.time", both)
+    monkeypatch.setattr("varuna_capslog.elastic.host.hooks.time", SimpleNamespace(monotonic=lambda: now.at))
+    monkeypatch.setattr("varuna_capslog.elastic.host.hooks.wall_seconds", lambda: WALL + now.at - 100.0)
     return now
 
 

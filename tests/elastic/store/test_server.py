@@ -76,20 +76,20 @@ def test_each_operation(server):
 
 def test_a_sign_of_life_ends_with_its_connection_unless_another_has_given_one(server):
     first, second, reader = (open_store(f"127.0.0.1:{server.port}", SECRET) for _ in range(3))
-    assert reader.sign_of("h") is None
+    assert reader.signs_of(["h"])["h"] is None
     first.give_sign("h", "1")
     first.give_sign("h", "2")
-    assert reader.sign_of("h") == "2"
+    assert reader.signs_of(["h"])["h"] == "2"
     second.give_sign("h", "3")
     first.close()
     time.sleep(0.2)
-    assert reader.sign_of("h") == "3"
+    assert reader.signs_of(["h"])["h"] == "3"
     second.put("another key", "-")
     second.close()
-    wait_until(lambda: reader.sign_of("h") == ENDED)
+    wait_until(lambda: reader.signs_of(["h"])["h"] == "3" + ENDED)
     assert reader.get("another key") == "-"
     reader.give_sign("h", "4")
-    assert reader.sign_of("h") == "4"
+    assert reader.signs_of(["h"])["h"] == "4"
     reader.close()
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from varuna_capslog.base import files
+from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.trust.secret import run_secret
 from varuna_capslog.elastic.notices.interface import Deadline, Kind, Notice
@@ -140,14 +141,13 @@ def give_notice(
     Raises:
         CapslogError: no run is going on there, or the name is unknown in it.
     """
-    deadline = None if seconds is None else time.time() + max(0.0, seconds)
     with _store_of(run_dir) as store:
         roster = _roster_of(store)
         if member is not None:
             if member not in roster.members:
                 raise CapslogError(f"no worker {member!r} in this run; there are {_listed(roster.members)}")
             told = HintEntry if hint else NoticeEntry
-            store.append(told(member, urgent, deadline, "person").to_json())
+            store.append(told(member, urgent, source="person", **until(seconds)).to_json())
             return f"worker {member}"
         if host is None:
             if len(roster.hosts) != 1:
@@ -156,7 +156,7 @@ def give_notice(
         if host not in roster.hosts:
             raise CapslogError(f"no host {host!r} in this run; there are {_listed(roster.hosts)}")
         kind = "hint" if hint else "now" if urgent else "leave"
-        store.append(AnnounceEntry(host, kind, deadline, uuid.uuid4().hex).to_json())
+        store.append(AnnounceEntry(host, kind, id=uuid.uuid4().hex, **until(seconds)).to_json())
         return f"host {host}"
 
 
@@ -185,12 +185,29 @@ def check_same_folder(run_dir: Path, address: str, identity: str, seconds: float
         time.sleep(0.1)
 
 
-def notice_of(entry: NoticeEntry | HintEntry | AnnounceEntry, host: str) -> Notice:
-    """The notice in an entry of the log for `host` or one of its workers.
+def until(seconds: float | None) -> dict[str, Any]:
+    """The fields `deadline` and `left` of an entry whose deadline is so many seconds away; None: there is none."""
+    if seconds is None:
+        return {"deadline": None, "left": None}
+    left = max(0.0, seconds)
+    return {"deadline": wall_seconds() + left, "left": left}
 
-    The log holds the deadline as a time of day, so that an entry that is sent or read late leaves less time; the
-    machines' clocks must agree.
+
+def seconds_left(entry: NoticeEntry | HintEntry | AnnounceEntry) -> float | None:
+    """Until the deadline of an entry, as its reader counts from now on; None: it has none.
+
+    The log holds the deadline as a time of day, so that an entry that is sent or read late leaves less time. Where the
+    clocks of the two machines disagree, or one of them has jumped, a reader goes by the shorter time: it never counts
+    more than were left when the entry was written, and leaves early rather than late.
     """
+    if entry.deadline is None:
+        return None
+    left = max(0.0, entry.deadline - wall_seconds())
+    return left if entry.left is None else min(left, entry.left)
+
+
+def notice_of(entry: NoticeEntry | HintEntry | AnnounceEntry, host: str) -> Notice:
+    """The notice in an entry of the log for `host` or one of its workers."""
     match entry:
         case AnnounceEntry():
             kind, source, name = Kind[entry.notice.upper()], "person", entry.id
@@ -198,9 +215,8 @@ def notice_of(entry: NoticeEntry | HintEntry | AnnounceEntry, host: str) -> Noti
             kind, source, name = Kind.HINT, entry.source, entry.member
         case NoticeEntry():
             kind, source, name = Kind.NOW if entry.urgent else Kind.LEAVE, entry.source, entry.member
-    deadline = None
-    if entry.deadline is not None:
-        left = max(0.0, entry.deadline - time.time())
+    deadline, left = None, seconds_left(entry)
+    if left is not None:
         deadline = Deadline(time.monotonic() + left, f"{round(left, 1):g} s from when it was told")
     return Notice(kind, source, name, (host,), deadline, detail="told through the run's store")
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.failures import Failure, loss_cause
 from varuna_capslog.base.processes import heard_signals
 from varuna_capslog.base.supervisor import Interrupted, WorkerFailed, last_step, new_run, usable
@@ -146,7 +147,7 @@ class Host:
         finished, failed, run_dir = self.roster.finished, self.roster.failed_for_all, self.options.run_dir
         if failed is not None:
             member, cause = str(failed["member"]), f"{failed['cause']}; then the same command {self._whence()}"
-            failure = Failure(-1, cause, str(failed["kind"]), time.time(), member=member)
+            failure = Failure(-1, cause, str(failed["kind"]), wall_seconds(), member=member)
             raise WorkerFailed(failure, self.workers.log(member), everywhere=True)
         if self._asked:
             how = "stopped cleanly" if finished is not None else "stopped"
@@ -212,7 +213,8 @@ class Host:
         self.workers.take(entry)
         match entry:
             case entries.GenerationEntry():
-                self._founded = time.time()
+                self._founded = wall_seconds()
+                self.link.run_begins()
             case entries.RequestEntry(devices):
                 start, leave = self.roster.share(self.link.name, devices)
                 self._resting = bool(leave) or self._resting
@@ -241,17 +243,16 @@ class Host:
         notice = announcement.of(self.link.name)
         if notice is None:
             return
-        deadline = None  # in the log it is a time of day
-        if notice.deadline is not None:
-            deadline = time.time() + notice.deadline.remaining(time.monotonic())
+        left = None if notice.deadline is None else notice.deadline.remaining(time.monotonic())
+        until = hooks.until(left)
         self.options.say(f"notice from {notice}")
         if notice.kind is Kind.HINT:  # a hint changes no membership
             for worker in self.workers.living():
-                self.link.tell(entries.HintEntry(worker.member, deadline=deadline, source=notice.source))
+                self.link.tell(entries.HintEntry(worker.member, source=notice.source, **until))
             return
         self._noticed = True
         for worker in self.workers.living():
-            self.link.tell(entries.NoticeEntry(worker.member, notice.kind is Kind.NOW, deadline, notice.source))
+            self.link.tell(entries.NoticeEntry(worker.member, notice.kind is Kind.NOW, source=notice.source, **until))
 
     def _host_silent(self, host: str, why: str) -> None:
         if host not in self.roster.hosts:

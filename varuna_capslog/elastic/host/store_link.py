@@ -19,10 +19,12 @@ from functools import partial
 from typing import Any
 
 from varuna_capslog.base import files
+from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.supervisor import last_step
 from varuna_capslog.base.trust.secret import run_secret
 from varuna_capslog.elastic.host import hooks
+from varuna_capslog.elastic.host.leases import age_of, sign_of
 from varuna_capslog.elastic.host.options import HostOptions
 from varuna_capslog.elastic.store.etcd_store import begin_run
 from varuna_capslog.elastic.store.opening import ENDED, MembershipStore, StoreGone, StoreServer, open_store
@@ -73,6 +75,7 @@ class HostStore:
         # by the monotonic clock: when this process ran again after it stood still, and when a call began that the store
         # answered late or not at all
         self._awoke = self._late_call = 0.0
+        self._run_began: float | None = None  # by the monotonic clock, as far as this host knows
 
     def connect(self, stack: contextlib.ExitStack) -> None:
         """Opens the store, serves it first where this host begins the run, and finds the host's name.
@@ -110,7 +113,7 @@ class HostStore:
     def begin(self, stack: contextlib.ExitStack) -> None:
         """Gives signs of life, tells that the host is here, and follows the log."""
         ended = threading.Event()
-        self.store.give_sign(self.name, "0")
+        self.store.give_sign(self.name, sign_of(0, 0.0))
         threading.Thread(target=self._keep_lease, args=(ended,), name="leases", daemon=True).start()
         threading.Thread(target=self._notice_stops, args=(ended,), name="stops", daemon=True).start()
         stack.callback(ended.set)
@@ -130,6 +133,13 @@ class HostStore:
             except StoreGone as error:
                 self.lost(str(error))
         self._untold.append(entry)
+
+    def run_begins(self) -> None:
+        """The first generation is there, as this host hears; if it was long ago, the others' signs tell."""
+        self._run_began = self._run_began or time.monotonic()
+
+    def _age(self) -> float:
+        return 0.0 if self._run_began is None else time.monotonic() - self._run_began
 
     def found(self, expected: int, record: Generation) -> None:
         """Writes a generation, if `expected` is still the newest and the store answers."""
@@ -175,8 +185,7 @@ class HostStore:
             case NoticeEntry(member, urgent) as notice if before.members.get(member) == self.name:
                 if member in self._noticed and urgent <= self._noticed[member]:
                     return
-                left = None if notice.deadline is None else max(0.0, notice.deadline - time.time())
-                about = {"deadline": left, "source": notice.source}
+                about = {"deadline": hooks.seconds_left(notice), "source": notice.source}
                 self._append("notice", number, member=member, host=self.name, urgent=urgent, **about)
                 self._noticed[member] = urgent
             case DeadEntry(member, why, by, cause) if member not in before.dead:
@@ -190,7 +199,7 @@ class HostStore:
 
     def _append(self, kind: str, generation: int, **details: Any) -> None:
         run_dir = self._options.run_dir
-        about = {"time": time.time(), "generation": generation + self._offset, "step": last_step(run_dir)}
+        about = {"time": wall_seconds(), "generation": generation + self._offset, "step": last_step(run_dir)}
         with contextlib.suppress(CapslogError):  # a full disk stops no supervisor
             files.append_jsonl(run_dir / "events.jsonl", {"kind": kind, **about, **details})
 
@@ -245,9 +254,9 @@ class HostStore:
         while not ended.wait(seconds / 4):
             beat, began = beat + 1, time.monotonic()
             try:
-                self.store.give_sign(self.name, str(beat))
+                self.store.give_sign(self.name, sign_of(beat, self._age()))
                 others = [host for host in tuple(self._roster.hosts) if host != self.name]
-                found = {other: self.store.sign_of(other) for other in others}
+                found = self.store.signs_of(others)
             except StoreGone:
                 answers, self._late_call = False, began
                 self._later(partial(self.lost, "the store does not answer"))
@@ -263,9 +272,12 @@ class HostStore:
                     signs[other], changed[other] = sign, now
                 elif now - changed[other] > seconds:
                     self._later(partial(self._silent, other, f"does not answer for {seconds:g} s"))
-                elif sign == ENDED:
+                elif sign is not None and sign.endswith(ENDED):
                     self._later(partial(self._silent, other, "has ended: its connection to the store was closed"))
             for gone in set(changed) - set(found):
                 del signs[gone], changed[gone]
+            older = max(map(age_of, found.values()), default=0.0)
+            if older > self._age():
+                self._run_began = now - older
             answers = True
             self._later(self.back)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.failures import Failure, ended, read_failure, root_cause
 from varuna_capslog.base.fork_server import ForkServer
 from varuna_capslog.base.machine_memory import oom_kills
@@ -252,9 +253,9 @@ class HostWorkers:
         known: dict[str, Any] = {"member": worker.member}
         if worker.verdict is not None or (status < 0 and killed_as_asked):
             cause, loss = (worker.verdict, worker.cause) if worker.verdict else ("was killed as asked", "killed")
-            return Failure(worker.slot, cause, "signal", time.time(), loss=loss, **known)
+            return Failure(worker.slot, cause, "signal", wall_seconds(), loss=loss, **known)
         report = read_failure(self._options.folder / f"{worker.member}.error.json", worker.slot, None, **known)
-        seen = ended(worker.slot, status, self.log(worker.member), time.time(), **known)
+        seen = ended(worker.slot, status, self.log(worker.member), wall_seconds(), **known)
         if status == -signal.SIGKILL and self._ran_out_of_memory():
             return replace(seen, cause=f"{seen.cause}; this machine had no memory left", loss="memory")
         return seen if status < 0 or report is None else report

@@ -9,12 +9,12 @@ checkpoint of it (`write_held`, `recover`); the Varuna plugin keeps its own file
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from varuna_capslog.base import files
+from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.membership.generation import Generation, Stamp
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.training.checkpoint import (
@@ -123,7 +123,7 @@ def recover(run_dir: Path) -> Path | None:
         if set(found) != set(wanted):
             return None
         entries = {wanted[file]: found[file] for file in wanted}
-        content = {**manifest, "format": FORMAT, "step": step, "time": time.time(), "layers": entries}
+        content = {**manifest, "format": FORMAT, "step": step, "time": wall_seconds(), "layers": entries}
         files.write_json(place / "manifest.json", content)
         for path in place.glob("*.pt.json"):
             path.unlink()

@@ -12,7 +12,6 @@ import dataclasses
 import datetime
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 from varuna_capslog.base import files
+from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import DiskFailed, StepRefused
 from varuna_capslog.config.settings import Config
 from varuna_capslog.elastic.member.balance import Balance
@@ -367,7 +367,7 @@ class PipelineWork(Work):
         if kind == "begin":
             details["step"] -= 1  # told after the first step, of the boundary before it
             kind = "resume" if details["step"] else "start"
-        line = {"kind": kind, "time": time.time(), **details, "generation": generation}
+        line = {"kind": kind, "time": wall_seconds(), **details, "generation": generation}
         files.append_jsonl(self.setup.run_dir / "events.jsonl", line)
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from varuna_capslog.base import files
+from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError, DiskFailed
 from varuna_capslog.elastic.member.data_path import DataPath
 from varuna_capslog.elastic.member.effects import Effects
@@ -142,7 +143,7 @@ class Runtime:
         """Ends the run, all that its members hold on disk. Raises CapslogError with this sentence."""
         self._one_event(m.Broken(self.state.record.number))
         self._persist(why)
-        failure = {"member": self.me, "cause": why, "kind": _MEMORY, "time": time.time()}
+        failure = {"member": self.me, "cause": why, "kind": _MEMORY, "time": wall_seconds()}
         self.append(entries.FinishedEntry(self.state.at.step, stopped=True, failure=failure))
         raise CapslogError(why)
 
@@ -154,7 +155,7 @@ class Runtime:
 
     def _end_for_all(self, error: DiskFailed) -> None:
         """Ends the run: a member that took the writing over would fail in the same way."""
-        failure = {"member": self.me, "cause": str(error), "kind": error.kind, "time": time.time()}
+        failure = {"member": self.me, "cause": str(error), "kind": error.kind, "time": wall_seconds()}
         self.append(entries.FinishedEntry(self.state.at.step, stopped=True, failure=failure))
 
     def _catch_up(self) -> None:

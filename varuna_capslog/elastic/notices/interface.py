@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
+from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError
 
 __all__ = [
@@ -60,7 +61,7 @@ class Clock:
     """
 
     monotonic: Callable[[], float] = time.monotonic
-    wall: Callable[[], float] = time.time
+    wall: Callable[[], float] = wall_seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from varuna_capslog.base import files
+from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError, DiskFailed
 from varuna_capslog.config.settings import Elastic
 from varuna_capslog.elastic.member.start_up import MemberStart
@@ -177,7 +178,7 @@ class ScriptWork(Work):
             "generation": self._generation,
             "world_size": self._group.world_size,
             "step_seconds": time.perf_counter() - self._began,
-            "time": time.time(),
+            "time": wall_seconds(),
         }
         self._recent.add(step, record)
         if self._group.rank == 0:
@@ -244,7 +245,7 @@ class ScriptWork(Work):
             details["step"] -= 1  # told after the first step, of the boundary before it
             kind = "resume" if details["step"] else "start"
         details["generation"] = int(details.get("generation", 0)) + self._start.offset
-        files.append_jsonl(self._run_dir / "events.jsonl", {"kind": kind, "time": time.time(), **details})
+        files.append_jsonl(self._run_dir / "events.jsonl", {"kind": kind, "time": wall_seconds(), **details})
 
 
 def loss_of(given: float | Tensor | None) -> float:

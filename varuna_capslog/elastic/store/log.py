@@ -41,8 +41,8 @@ Take = Callable[[Entry], None]
 Lost = Callable[[str], None]
 """Called once, with the reason, when the store is gone."""
 
-ENDED = ""
-"""The sign of life of a host whose connection to the store has ended since it gave its last one."""
+ENDED = " ended"
+"""Stands behind a host's last sign of life where its connection to the store has ended since it gave it."""
 
 LOOK_SECONDS = 1.0
 """How often a follower asks whether the store still answers: a connection that was cut off reports nothing itself."""
@@ -184,12 +184,12 @@ class MembershipStore(abc.ABC):
         """The value of a key, waiting for its first one at most so long; None if there is none."""
 
     def give_sign(self, host: str, sign: str) -> None:
-        """Says that a host of the run lives; every sign is another text than the one before, and none is empty."""
+        """Says that a host of the run lives; every sign is another text than the one before."""
         self.put(f"lease/{host}", sign)
 
-    def sign_of(self, host: str) -> str | None:
-        """The last sign of life of a host; `ENDED` where the store knows that its process has ended or was cut off."""
-        return self.get(f"lease/{host}")
+    def signs_of(self, hosts: Iterable[str]) -> dict[str, str | None]:
+        """The last sign of life of each host, with `ENDED` behind it where its connection to the store has ended."""
+        return {host: self.get(f"lease/{host}") for host in hosts}
 
     # -- the store itself ------------------------------------------------------------------------------------------
 

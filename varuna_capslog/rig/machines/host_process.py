@@ -36,13 +36,16 @@ def main(order: Mapping[str, Any]) -> int:
         from varuna_capslog.rig.machines.tun import join
 
         join(str(order["namespace"]))  # before there is any other thread
+    from varuna_capslog.base import clock
     from varuna_capslog.base.fork_server import PRELOADED
     from varuna_capslog.base.supervisor import Interrupted, WorkerFailed
     from varuna_capslog.config.reading import load_config
     from varuna_capslog.elastic.host.host import Host, HostOptions
     from varuna_capslog.elastic.host.workers import member_server
     from varuna_capslog.elastic.store.opening import StoreGone
+    from varuna_capslog.rig.faults import JumpedClock
 
+    clock.use(JumpedClock(Path(order["run_dir"]) / "chaos", str(order["name"])))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     run_dir = Path(order["run_dir"])
     config = load_config(run_dir / "config.yaml")

@@ -10,7 +10,7 @@ from typing import Any
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.membership.entries import AskEntry, BrokenEntry, GenerationEntry
+from varuna_capslog.membership.entries import AskEntry, BrokenEntry, DeadEntry, GenerationEntry
 from varuna_capslog.membership.generation import Member
 from varuna_capslog.membership.roster import Roster
 from varuna_capslog.rig.judge import Segment
@@ -24,12 +24,14 @@ class Members:
     Attributes:
         roster: what the log says.
         asked: members that wanted to join, with the time at which that was seen (seconds since the epoch).
+        lost_at: when members were first seen to be taken for dead, in the whole run (seconds since the epoch).
         joins: how many members have joined a generation that was there, in the whole run.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self.roster = Roster()
         self.asked: dict[Member, float] = {}
+        self.lost_at: dict[Member, float] = {}
         self.joins = 0
         self._folder = run_dir / "workers"
         self._of: dict[int, tuple[Member, ...]] = {}
@@ -57,6 +59,8 @@ class Members:
                 new = set(record.members) - self._known
                 self._known |= new
                 self.joins += len(new) if record.number > 1 else 0
+            case DeadEntry(member):
+                self.lost_at.setdefault(member, now)
             case AskEntry(member):
                 self.asked.setdefault(member, now)
             case BrokenEntry(generation) if segment.broken is not None:

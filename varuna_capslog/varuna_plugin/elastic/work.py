@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from varuna_capslog.base import files
+from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.member.start_up import MemberStart
 from varuna_capslog.elastic.member.work import Followed, LayerState, Opening, Outcome, Work
@@ -252,7 +253,7 @@ class VarunaWork(Work):
     def note(self, kind: str, **details: Any) -> None:
         if kind in ("begin", "morph"):
             details["cuts"] = list(self._cuts)
-        content = {"kind": kind, "time": time.time(), **details}
+        content = {"kind": kind, "time": wall_seconds(), **details}
         files.append_jsonl(self.job.run_dir / "events.jsonl", content)
 
     def close(self) -> None:
