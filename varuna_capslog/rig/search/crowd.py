@@ -32,7 +32,9 @@ hears of it. A late leave brings the only checkpoints. Joins come as others have
 
 _PATIENCE = 400
 _STALE = 64
-_LARGEST_BURST = 12
+_BURST_SHARE, _LEAST_BURST = 1 / 30, 6
+"""A burst has at most this share of the members, or so many."""
+
 _QUIET = 3
 """Rounds of the whole group for which nothing strikes after a burst, on average."""
 
@@ -64,6 +66,11 @@ def draw_crowd(seed: int, members: int, changes: int) -> History:
         seed=seed, members=members, num_layers=max(2, members // 2), redundancy=1, sync=True, shadows=False, fewest=2,
         replicas=1, faults=changes, steps=1 << 60, double=0.02,
     )  # fmt: skip
+
+
+def largest_burst(members: int) -> int:
+    """How many changes strike together at most."""
+    return max(_LEAST_BURST, int(members * _BURST_SHARE))
 
 
 class Crowd(Course):
@@ -175,7 +182,8 @@ class Crowd(Course):
         """One change; members come as others have gone, so that as many are there as at first."""
         here = [i for i, state in enumerate(self.states) if self.alive[i]]
         lacking = self.history.members - len(here)
-        if self.dice.random() < 0.3 + 0.7 * min(1.0, lacking / (1 + _LARGEST_BURST)) - 0.3 * (lacking <= 0):
+        missed = min(1.0, lacking / (1 + largest_burst(self.history.members)))
+        if lacking > 0 and self.dice.random() < 0.3 + 0.7 * missed:
             self.count("join")
             self._enter()
         else:
@@ -298,7 +306,8 @@ def _run(world: Crowd, look: Callable[[Sizes], None], every: int) -> None:
                 outcome.ended = "trained"
                 return
             first = outcome.events + int(dice.uniform(0.5, 1.5) * _QUIET * many)
-            due = sorted(first + dice.randrange(2 * many) for _ in range(min(left, dice.randint(1, _LARGEST_BURST))))
+            count = min(left, dice.randint(1, largest_burst(many)))
+            due = sorted(first + dice.randrange(2 * many) for _ in range(count))
         until = due[0] if due else outcome.events + many // 2
         while outcome.events < until:
             if world.pool:

@@ -111,8 +111,9 @@ class World:
         if isinstance(event, m.Damaged) and answers and state.record.number == event.generation:
             self._fail(10, i, event, "goes on in a generation in which a layer arrived damaged")
         self._saves_as_asked(i, event, before, effects)
-        if self.truth.asks:  # what it gave up as a wish it need not ask for
-            self.truth.asks = frozenset(ask for ask in self.truth.asks if ask[0] != i or ask[1] in state.wishes.changes)
+        if self.truth.asks and state.wishes.changes is not before.wishes.changes:
+            # what it gave up as a wish it need not ask for; it asks for nothing else
+            self.truth.asks -= {(i, change) for change in before.wishes.changes - state.wishes.changes}
         for effect in effects:
             self._perform(i, effect, before)
         if state.held is not before.held and (dropped := before.held - state.held):
@@ -135,7 +136,7 @@ class World:
             case m.Hint(change):
                 self.truth.hinted |= {change}
             case m.Computed() if i in self.saves.get(state.at, ()) and state.at.generation == state.record.number:
-                self.truth.asks = frozenset(ask for ask in self.truth.asks if ask[0] != i)
+                self.truth.asks -= {(i, change) for change in state.wishes.changes}
 
     def _saves_as_asked(self, i: int, event: m.ProtocolEvent, before: State, effects: Sequence[m.Effect]) -> None:
         state, number = self.states[i], before.record.number
@@ -316,7 +317,7 @@ class World:
     def _wishes(self, i: int, effect: m.Cast, vote: m.Vote) -> None:
         if not vote.changes <= self.truth.wished or not vote.hints <= self.truth.hinted:
             self._fail(7, i, effect, "votes for a change that nobody wishes, or hints at")
-        forgotten = {change for j, change in self.truth.asks if j == i} & vote.changes
+        forgotten = {change for change in vote.changes if (i, change) in self.truth.asks}
         if forgotten and not vote.save:
             self._fail(8, i, effect, f"does not ask for the checkpoint that is to come before {sorted(forgotten)}")
 
