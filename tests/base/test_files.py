@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -172,6 +173,9 @@ def test_the_last_lines_are_those_at_the_end_without_what_is_cut_or_torn(tmp_pat
 
 
 def test_a_full_disk_is_told_from_a_folder_that_is_not_there():
+    read_only = files.write_failure("the file cannot be written", OSError(errno.EROFS, "Read-only file system"))
+    assert isinstance(read_only, DiskFailed)
+    assert str(read_only).endswith("Read-only file system; make the file system writable or choose another path")
     with pytest.raises(DiskFailed, match="/dev/full cannot be appended to: No space left on device; free space"):
         files.append_jsonl("/dev/full", {"step": 1})
     with pytest.raises(CapslogError, match="cannot be written") as caught:

@@ -7,8 +7,10 @@ a run of twelve steps costs.
 from __future__ import annotations
 
 import os
+import socket
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +63,29 @@ def _shapes_of(chain: Any, *kind: str) -> ShapeTable:
     return _SHAPES
 
 
+def slowed(work: Callable[..., Any], kind: str, seconds: float) -> Callable[..., Any]:
+    """The same after so many seconds. Every call leaves a line: kind, the thread's name, what is asked for first."""
+    path = Path(os.environ["CAPSLOG_RUN_DIR"]) / "slow" / f"{os.environ['CAPSLOG_MEMBER']}.txt"
+    path.parent.mkdir(exist_ok=True)
+
+    def slow(*given: Any, **named: Any) -> Any:
+        with path.open("a") as file:
+            file.write(f"{kind} {threading.current_thread().name} {given[0] if given else ''}\n")
+        time.sleep(seconds)
+        return work(*given, **named)
+
+    return slow
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Like `faults.main`."""
+    """Like `faults.main`; the variables SLOW_NAMES and SLOW_DISK say how many seconds each look-up of a name, and each
+    sync or rename of a file takes.
+    """
+    if names := float(os.environ.get("SLOW_NAMES", 0)):
+        for name in ("getaddrinfo", "gethostbyname"):
+            setattr(socket, name, slowed(getattr(socket, name), "name", names))
+    if disk := float(os.environ.get("SLOW_DISK", 0)):
+        for name in ("fsync", "replace", "rename"):
+            setattr(os, name, slowed(getattr(os, name), "disk", disk))
     pipeline_work.ShapeTable = _shapes_of  # type: ignore[assignment,misc]
     return faults.main(arguments, equipment=Equipment(work=DrawingWork, runtime=CheckedRuntime))

@@ -13,7 +13,7 @@ import os
 import queue
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -198,7 +198,12 @@ class Live:
         late: so many of those that begin are started by `start_late` only.
         first: the number of the first member's name.
         plans: the seed of the plans that every founder draws, the first generation's included; None: no plan is drawn.
+
+    Attributes:
+        around: variables for the members on top of these; see `checked`.
     """
+
+    around: Mapping[str, str] = {}
 
     def __init__(
         self,
@@ -270,6 +275,7 @@ class Live:
             **self._plans,
             "RES_OPTIONS": "timeout:1 attempts:5",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
+            **{name: value.format(port=self._port) for name, value in self.around.items()},
         }
         log = str(self.run_dir / "workers" / f"{member}.log")
         order = {"environment": environment, "log": log, "arguments": [str(self.run_dir)]}

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.training.test_loop import begin, loop_of, make, saved_steps
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import DiskFailed
+from varuna_capslog.engine.communicator import connect_group
 from varuna_capslog.training import checkpoint, layer_state
 from varuna_capslog.training.checkpoint import latest_checkpoint, open_checkpoint
 from varuna_capslog.training.loop import TrainingLoop
@@ -225,3 +230,29 @@ def test_a_write_that_fails_under_torch_says_why(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left") as caught:
         checkpoint._save(Full(), {"weight": torch.zeros(10_000)})
     assert caught.value.errno == errno.ENOSPC
+
+
+def test_ranks_wait_for_a_rank_whose_disk_is_slower_than_the_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shared file system may take half a second for each sync; the others took rank 0 for lost while it gave the
+    checkpoint its name.
+    """
+    sync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (time.sleep(0.5), sync(descriptor)))
+    store, paths = dist.HashStore(), {}
+
+    def take_part(rank: int) -> None:
+        group = connect_group(store, "slow", rank, 2, timeout_seconds=1.0)
+        nothing = SimpleNamespace(reporter=None, name="c", layers=(), shared=())
+        engine = SimpleNamespace(communicator=group, layers=(), layout=nothing, optimizer=None, chain=nothing)
+        paths[rank] = Saving(tmp_path, 3, 1, engine, {}, background=False).complete()  # type: ignore[arg-type]
+        group.abort()
+
+    ranks = [threading.Thread(target=take_part, args=(rank,)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(30)
+    assert paths == dict.fromkeys(range(2), tmp_path / "step-00000003")
+    assert (tmp_path / "step-00000003" / "manifest.json").exists()

@@ -200,7 +200,8 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def write_failure(what: str, error: OSError) -> CapslogError:
     """The error for a failed write: DiskFailed if no process can write to the file system."""
     kind = DiskFailed if is_full(error) else CapslogError
-    return kind(f"{what}: {error.strerror or error}; free space or choose another path")
+    mend = "make the file system writable" if error.errno == errno.EROFS else "free space"
+    return kind(f"{what}: {error.strerror or error}; {mend} or choose another path")
 
 
 def _unreadable(path: str | os.PathLike[str], error: OSError | UnicodeDecodeError) -> CapslogError:

@@ -26,15 +26,16 @@ _BACKLOG = 1024
 def network_variables(store: str) -> dict[str, str]:
     """CAPSLOG_ADDRESS (where members listen for each other) and GLOO_SOCKET_IFNAME (where training data goes).
 
-    Only what is not set already, and nothing where the store is reached over the loopback: then all is on one machine.
+    Only what is not set already. Where the store is reached over the loopback all is on one machine, and only gloo is
+    told so: it would ask the name server for the machine's name whenever a generation opens.
 
     Args:
         store: its address; on the machine that serves it, its own name or address as the others use it.
     """
     address = os.environ.get("CAPSLOG_ADDRESS") or address_towards(store)
-    if address is None or ipaddress.ip_address(address).is_loopback:
+    if address is None:
         return {}
-    found = {"CAPSLOG_ADDRESS": address}
+    found = {} if ipaddress.ip_address(address).is_loopback else {"CAPSLOG_ADDRESS": address}
     interface = interface_of(address)
     if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
         found["GLOO_SOCKET_IFNAME"] = interface

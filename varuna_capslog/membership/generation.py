@@ -34,7 +34,9 @@ class Stamp(NamedTuple):
 
 
 LINEAGE_ENTRIES = 64
-"""Of changes between which training went on; a record names no more of them, so it does not grow with the run."""
+"""Of changes between which training went on; a record names no more of them, so it does not grow with the run. Three
+would be enough: their bases rise, and no boundary is needed that is older than the newest by more than two steps.
+"""
 
 INITIAL = Stamp(0, 0)
 """The state before step 1: every rank can make it from the seed, so it is the checkpoint of a run without one."""

@@ -86,18 +86,24 @@ class Saving:
         """
         began, step, communicator = time.monotonic(), self.step, self._engine.communicator
         written = communicator.gather(communicator.together(self._written))
-        problem: str | None = None
         problems = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(written) if text]
         final = self._folder / f"step-{step:08d}"
-        if not problems and communicator.rank == 0:
+
+        def publish() -> str | None:
+            """On rank 0, whose disk may be slow; the others wait without taking it for lost."""
+            if communicator.rank:
+                return None
             try:
                 self._write_manifest({name: entry for _, theirs in written for name, entry in theirs.items()})
                 # `prune` removes what was replaced, should we not come to it
                 checkpoint.publish(self._partial, final, self._folder / f".partial-replaced-{step:08d}")
                 tidy()
             except (OSError, CapslogError) as error:  # the latter from the manifest
-                problem = f"{getattr(error, 'strerror', None) or error}"
+                return f"{getattr(error, 'strerror', None) or error}"
+            return None
+
         if not problems:
+            problem = communicator.together(publish)
             problems = [f"rank 0: {text}" for text in communicator.gather(problem) if text]
         if problems:
             if communicator.rank == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import pytest
 from tests.waiting import wait_until
 from varuna_capslog.base import clock, files
 from varuna_capslog.config.settings import Elastic
-from varuna_capslog.elastic.host.leases import run_age
+from varuna_capslog.elastic.host.leases import lease_key, run_age
 from varuna_capslog.elastic.host.options import HostOptions
 from varuna_capslog.elastic.host.store_link import HostStore
 from varuna_capslog.elastic.host.terminal import describe
@@ -238,3 +239,23 @@ def test_a_host_that_comes_later_learns_from_the_others_how_old_the_run_is(tmp_p
             assert 100.0 <= run_age(second.store, "g") < 110.0
     finally:
         clock.use(None)
+
+
+def test_a_host_gives_signs_of_life_while_it_waits_for_a_slow_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.ExitStack() as stack:
+        connected = Connected(tmp_path, stack, lease_seconds=0.2)
+        wrote, go_on = threading.Event(), threading.Event()
+        monkeypatch.setattr(files, "append_jsonl", lambda *given: (wrote.set(), go_on.wait(20)))
+        member = {"kind": "worker", "member": "h-1", "host": "h", "slot": 0}
+        connected.roster.take(member)
+        said = {"kind": "notice", "member": "h-1", "urgent": False, "deadline": None, "source": "aws"}
+        host = threading.Thread(target=connected.link.write_event, args=(said,))
+        host.start()
+        assert wrote.wait(20)
+        signs = {connected.link.store.get(lease_key("h"))}
+        wait_until(lambda: len(signs) > 3 or signs.add(connected.link.store.get(lease_key("h"))))
+        assert host.is_alive(), "it still waits"
+        go_on.set()
+        host.join()

@@ -239,7 +239,7 @@ def test_what_is_not_signed_is_passed_over_and_named(cluster: EtcdServers, caplo
 def test_addresses() -> None:
     assert parse_address("etcd://a:1,b:2/x/y") == ((("a", 1), ("b", 2)), "x/y")
     assert parse_address("h:3") == ((("h", 3),), "")
-    assert network_variables("etcd://127.0.0.1:1/x") == {}
+    assert network_variables("etcd://127.0.0.1:1/x") == {"GLOO_SOCKET_IFNAME": "lo"}
     check_address("etcd://a:1/x")
     for wrong in ("etcd://a/x", "etcd://a:1", "etcd://a:1/", "etcd://a:1,b/x", "etcd://a:1,b:65536/x"):
         with pytest.raises(CapslogError, match="etcd://"):

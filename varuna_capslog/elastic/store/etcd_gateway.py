@@ -20,6 +20,7 @@ from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.store.log import StoreGone
+from varuna_capslog.elastic.store.names import HttpConnection, Names
 from varuna_capslog.elastic.store.signatures import Signatures
 
 __all__ = ["PAUSE_SECONDS", "WAIT_SECONDS", "Etcd", "EtcdWatch", "after", "b64"]
@@ -41,11 +42,17 @@ class Etcd:
     """
 
     def __init__(
-        self, address: str, endpoints: Sequence[tuple[str, int]], answer_seconds: float, signatures: Signatures
+        self,
+        address: str,
+        endpoints: Sequence[tuple[str, int]],
+        answer_seconds: float,
+        signatures: Signatures,
+        names: Names | None = None,
     ) -> None:
         self.address, self._signatures = address, signatures
         self.answer_seconds = answer_seconds
         self._endpoints = tuple(endpoints)
+        self._names = names or Names()
         self._good = 0
         self._lock = threading.Lock()
         self._idle: list[tuple[int, http.client.HTTPConnection]] = []
@@ -53,7 +60,7 @@ class Etcd:
 
     def another(self) -> Etcd:
         """For the same cluster, with connections of its own."""
-        return Etcd(self.address, self._endpoints, self.answer_seconds, self._signatures)
+        return Etcd(self.address, self._endpoints, self.answer_seconds, self._signatures, self._names)
 
     def get(self, key: str) -> str | None:
         value = self.value(key)
@@ -192,7 +199,8 @@ class Etcd:
             self.call("kv/range", {"key": b64(first)})  # which also finds an endpoint that answers
             host, port = self._endpoints[self._good]
             try:
-                return EtcdWatch(host, port, first, end, self._seconds_for(turn))
+                connection = HttpConnection(self._names, host, port, self._seconds_for(turn))
+                return EtcdWatch(connection, first, end)
             except (OSError, http.client.HTTPException, ValueError) as error:
                 if time.monotonic() >= until:
                     raise StoreGone(f"the store at {self.address} is gone: {error}") from error
@@ -213,7 +221,7 @@ class Etcd:
                     del self._idle[index]
                     return number, line
             number = self._good
-        return number, http.client.HTTPConnection(*self._endpoints[number], timeout=self.answer_seconds)
+        return number, HttpConnection(self._names, *self._endpoints[number], self.answer_seconds)
 
     def _give_back(self, number: int, connection: http.client.HTTPConnection) -> None:
         with self._lock:
@@ -230,10 +238,10 @@ class EtcdWatch:
         OSError, http.client.HTTPException: it cannot be begun.
     """
 
-    def __init__(self, host: str, port: int, first: str, end: str, seconds: float) -> None:
+    def __init__(self, connection: http.client.HTTPConnection, first: str, end: str) -> None:
         self._found: queue.SimpleQueue[list[tuple[str, bytes]] | None] = queue.SimpleQueue()
         question = {"create_request": {"key": b64(first), "range_end": b64(end)}}
-        self._connection = http.client.HTTPConnection(host, port, timeout=seconds)
+        self._connection = connection
         try:
             body = json.dumps(question).encode()
             self._connection.request("POST", "/v3/watch", body, {"Content-Type": "application/json"})
