@@ -6,6 +6,7 @@ import contextlib
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from tests.waiting import wait_until
 from varuna_capslog.base import clock, files
 from varuna_capslog.config.settings import Elastic
-from varuna_capslog.elastic.host.leases import lease_key, run_age
+from varuna_capslog.elastic.host.leases import run_age
 from varuna_capslog.elastic.host.options import HostOptions
 from varuna_capslog.elastic.host.store_link import HostStore
 from varuna_capslog.elastic.host.terminal import describe
@@ -230,7 +231,7 @@ def test_a_host_that_comes_later_learns_from_the_others_how_old_the_run_is(tmp_p
             first.link._run_began = time.monotonic() - 100.0
             later = HostOptions(tmp_path, name="g", store=first.link.address, settings=Elastic(lease_seconds=0.2))
             roster, calls = Roster(), queue.SimpleQueue()
-            second = HostStore(later, roster, lambda entry: None, lambda host: None, calls.put)
+            second = HostStore(later, roster, lambda entry: None, lambda host, why: None, calls.put)
             roster.hosts["h"] = 2
             second.connect(stack)
             second.begin(stack)
@@ -254,8 +255,25 @@ def test_a_host_gives_signs_of_life_while_it_waits_for_a_slow_file_system(
         host = threading.Thread(target=connected.link.write_event, args=(said,))
         host.start()
         assert wrote.wait(20)
-        signs = {connected.link.store.get(lease_key("h"))}
-        wait_until(lambda: len(signs) > 3 or signs.add(connected.link.store.get(lease_key("h"))))
+        signs = {connected.link.store.signs_of(["h"])["h"]}
+        wait_until(lambda: len(signs) > 3 or signs.add(connected.link.store.signs_of(["h"])["h"]))
         assert host.is_alive(), "it still waits"
         go_on.set()
         host.join()
+
+
+def test_a_host_looks_after_hundreds_of_others_by_one_question(tmp_path: Path) -> None:
+    """Over a line of 20 ms each, one question for each of them took longer than the lease that it was to renew."""
+    with contextlib.ExitStack() as stack:
+        connected = Connected(tmp_path, stack, lease_seconds=0.4)
+        store, asked = connected.link.store, Counter[str]()
+        ask = store.lines.ask
+
+        def counted(*question: Any, wait: float = 0.0) -> Any:
+            asked[question[0]] += 1
+            return ask(*question, wait=wait)
+
+        store.lines.ask = counted
+        connected.roster.hosts.update({f"g{number}": 8 for number in range(125)})
+        wait_until(lambda: asked["values"] > 2)
+        assert asked["get"] == 0

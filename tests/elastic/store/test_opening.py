@@ -265,6 +265,17 @@ def test_keys_wait_for_their_first_value_and_counters_never_repeat(place):
         assert [one.count("n"), other.count("n"), one.count("n"), one.count("m")] == [1, 2, 3, 1]
 
 
+def test_many_keys_are_asked_for_at_once(place):
+    with client(place) as one:
+        for number in range(0, 250, 2):
+            one.put(f"n/{number}", f"value {number}")
+        keys = [f"n/{number}" for number in range(250)]
+        found = one.get_all(keys)
+        assert list(found) == keys
+        assert found == {f"n/{number}": None if number % 2 else f"value {number}" for number in range(250)}
+        assert one.get_all([]) == {}
+
+
 def test_rendezvous_is_a_client_of_its_own(place):
     with client(place) as one:
         torchs = one.rendezvous()

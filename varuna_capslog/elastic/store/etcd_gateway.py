@@ -98,6 +98,11 @@ class Etcd:
         one, many = (self.opened(_pairs(each["response_range"])) for each in answer["responses"])
         return (one[0][1] if one else None), many
 
+    def values(self, keys: Sequence[str]) -> list[tuple[str, str | None]]:
+        """Those of these keys that are there, with their values, as they are at one moment."""
+        answer = self.call("kv/txn", {"success": [{"request_range": {"key": b64(key)}} for key in keys]})
+        return self.opened([pair for each in answer.get("responses", ()) for pair in _pairs(each["response_range"])])
+
     def opened(self, pairs: Sequence[tuple[str, bytes]]) -> list[tuple[str, str | None]]:
         """Keys and their values; None where a signature is wrong."""
         found = [(key, self._signatures.opened(key, stored)) for key, stored in pairs]

@@ -34,6 +34,9 @@ ANSWER_SECONDS = 10.0
 default), and again where votes are split."""
 
 _BATCH = 1000
+_AT_ONCE = 100
+"""Keys of one question: etcd takes 128 by its own default."""
+
 _KEPT = 16
 
 
@@ -109,6 +112,13 @@ class EtcdMembershipStore(MembershipStore):
 
     def get(self, key: str, wait_seconds: float = 0.0) -> str | None:
         return self._etcd.wait(f"{self._root}/key/{key}", wait_seconds)
+
+    def get_all(self, keys: Sequence[str]) -> dict[str, str | None]:
+        places = [f"{self._root}/key/{key}" for key in keys]
+        found: dict[str, str | None] = {}
+        for first in range(0, len(places), _AT_ONCE):
+            found.update(self._etcd.values(places[first : first + _AT_ONCE]))
+        return {key: found.get(place) for key, place in zip(keys, places, strict=True)}
 
     def rendezvous(self) -> dist.Store:
         from varuna_capslog.elastic.store.rendezvous import EtcdRendezvous

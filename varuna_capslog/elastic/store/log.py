@@ -183,13 +183,20 @@ class MembershipStore(abc.ABC):
     def get(self, key: str, wait_seconds: float = 0.0) -> str | None:
         """The value of a key, waiting for its first one at most so long; None if there is none."""
 
+    @abc.abstractmethod
+    def get_all(self, keys: Sequence[str]) -> dict[str, str | None]:
+        """The values of many keys now, None where there is none: one question, not one for each key."""
+
     def give_sign(self, host: str, sign: str) -> None:
         """Says that a host of the run lives; every sign is another text than the one before."""
         self.put(f"lease/{host}", sign)
 
-    def signs_of(self, hosts: Iterable[str]) -> dict[str, str | None]:
+    def signs_of(self, hosts: Sequence[str]) -> dict[str, str | None]:
         """The last sign of life of each host, with `ENDED` behind it where its connection to the store has ended."""
-        return {host: self.get(f"lease/{host}") for host in hosts}
+        if not hosts:
+            return {}
+        found = self.get_all([f"lease/{host}" for host in hosts])
+        return dict(zip(hosts, found.values(), strict=True))
 
     # -- the store itself ------------------------------------------------------------------------------------------
 

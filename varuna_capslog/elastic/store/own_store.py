@@ -52,6 +52,10 @@ class OwnMembershipStore(MembershipStore):
         found = self.lines.values([f"key/{key}"], wait_seconds)
         return None if found is None else found[0].decode()
 
+    def get_all(self, keys: Sequence[str]) -> dict[str, str | None]:
+        found = self.lines.ask("values", [f"key/{key}" for key in keys])
+        return {key: None if text is None else bytes_of(text).decode() for key, text in zip(keys, found, strict=True)}
+
     def give_sign(self, host: str, sign: str) -> None:
         self._signs.ask("sign", f"key/lease/{host}", text_of(sign))
 

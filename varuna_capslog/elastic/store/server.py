@@ -110,6 +110,7 @@ class _Content:
             "set": self._set,
             "sign": self._set,
             "get": self._get,
+            "values": self._values_of,
             "add": self._add,
             "exchange": self._exchange,
             "delete": self._delete,
@@ -143,6 +144,11 @@ class _Content:
             lambda: [self._values[key] for key in keys],
             seconds,
         )
+
+    def _values_of(self, keys: Sequence[str]) -> list[str | None]:
+        """The values of these keys now, null where there is none."""
+        with self._lock:
+            return [self._values.get(key) for key in keys]
 
     def _add(self, key: str, amount: int) -> int:
         with self._lock:
