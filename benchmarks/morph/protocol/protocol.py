@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tables import fill, table
 
+from varuna_capslog.membership import generation
 from varuna_capslog.rig.search.explore import Scenario, explore
 from varuna_capslog.rig.search.histories import draw, play
 from varuna_capslog.rig.search.places import make_job
@@ -155,8 +156,14 @@ def histories(first: int, count: int, seconds: float, members: int | None, ladde
     )
 
 
-def search(name: str, most: int, deep: bool, path: Path) -> None:
-    """Explores one scenario, to its end or until `most` states; `deep`: see `explore`."""
+def search(name: str, most: int, deep: bool, path: Path, lineage: int | None = None) -> None:
+    """Explores one scenario, to its end or until `most` states; `deep`: see `explore`.
+
+    Args:
+        lineage: entries of a record's lineage at most; None: as in a run.
+    """
+    if lineage is not None:
+        generation.LINEAGE_ENTRIES = lineage
     options = dict(SCENARIOS[name])
     redundancy = options.get("redundancy", 1)
     job = make_job(3, redundancy, sync=options.pop("sync", True), shadows=options.pop("shadows", False))
@@ -167,7 +174,8 @@ def search(name: str, most: int, deep: bool, path: Path) -> None:
         print(f"{name}: {states:,} states, {waiting:,} waiting, {seconds:,.0f} s", file=sys.stderr, flush=True)
 
     found = explore(Scenario(job=job, **options), most=most, deep=deep, tell=tell)
-    line = {"part": "search", "scenario": name, "states": found.states, "transitions": found.transitions}
+    label = name if lineage is None else f"{name}, lineage of {lineage}"
+    line = {"part": "search", "scenario": label, "states": found.states, "transitions": found.transitions}
     line |= {"complete": found.complete, "stuck": found.stuck if found.complete else None}
     line |= {"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}
     append(path, {**line, "cpu_seconds": round(time.process_time() - began, 1)})
@@ -235,13 +243,14 @@ def main() -> None:
     parser.add_argument("--search", nargs="*", default=[], help=f"scenarios: all, or of {list(SCENARIOS)}")
     parser.add_argument("--most", type=int, default=2_000_000, help="states after which a search is cut off")
     parser.add_argument("--deep", action="store_true", help="search depth first: far less memory, no shortest path")
+    parser.add_argument("--lineage", type=int, help="entries of a record's lineage at most (default: 64)")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--total", action="store_true", help="write the sums of the results file into the README")
     given = parser.parse_args()
     if given.histories:
         histories(given.first, given.histories, given.seconds, given.members, given.ladder, given.results)
     for name in SCENARIOS if given.search == ["all"] else given.search:
-        search(name, given.most, given.deep, given.results)
+        search(name, given.most, given.deep, given.results, given.lineage)
     if given.total:
         total(given.results, README)
 
