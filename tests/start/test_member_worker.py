@@ -11,7 +11,8 @@ import pytest
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import DiskFailed
 from varuna_capslog.elastic.member.start_up import report_failures
-from varuna_capslog.start.member_worker import MemberFile, capacity_of
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.start.member_worker import MemberFile, capacity_of, least_bytes
 
 
 def test_a_members_file_names_its_stage_in_the_newest_generation(tmp_path, monkeypatch):
@@ -57,3 +58,8 @@ def test_a_failure_ends_a_member_also_where_its_log_cannot_take_it(tmp_path, mon
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
     assert report_failures(tmp_path, part) == 2
     assert files.read_json(tmp_path / "workers/a-1.error.json")["cause"] == "no space"
+
+
+def test_a_member_needs_room_for_the_smallest_place_of_a_plan():
+    assert least_bytes(Plan.of_cuts(8, (0, 2))) is None
+    assert least_bytes(Plan.of_cuts(8, (0, 2), stage_bytes=(7, 5))) == 5

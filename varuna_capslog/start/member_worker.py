@@ -29,12 +29,12 @@ from varuna_capslog.elastic.member.timeouts import Timeouts
 from varuna_capslog.elastic.store.opening import MembershipStore, open_store
 from varuna_capslog.engine.executor import Observer
 from varuna_capslog.model.workload import load_workload
-from varuna_capslog.plans.plan import read_plan
+from varuna_capslog.plans.plan import Plan, read_plan
 from varuna_capslog.profiles.record import read_profile
-from varuna_capslog.training.devices import check_devices, choose_device
+from varuna_capslog.training.devices import check_devices, check_room, choose_device
 from varuna_capslog.training.worker_process import StopWish
 
-__all__ = ["Equipment", "MemberFile", "capacity_of", "main"]
+__all__ = ["Equipment", "MemberFile", "capacity_of", "least_bytes", "main"]
 
 _MORE_DEVICES = 2
 """Plans are prepared for so many more devices than there are, so that a join needs no long search."""
@@ -104,6 +104,7 @@ def _take_part(run_dir: Path, wish: StopWish, equipment: Equipment) -> int:
     )
     device, file = choose_device(config.device, local_rank()), MemberFile(run_dir, start.me)
     check_devices(config.pipeline.transport, device, local_rank())
+    check_room(device, least_bytes(run.plan), f"member {start.me}, in the smallest place of the run's first plan,")
     work = equipment.work(start, run, device, file.write_stage, equipment.observer)
     newest = store.read()
     if newest.number:  # the others train already: slow first calls are made before they wait for this member
@@ -121,6 +122,11 @@ def _take_part(run_dir: Path, wish: StopWish, equipment: Equipment) -> int:
         probe=equipment.probe,
     )
     return take_part(start, store, work, options, equipment.runtime)[1]
+
+
+def least_bytes(plan: Plan) -> int | None:
+    """What the smallest place in a plan takes: a member may get any. None: the plan does not say."""
+    return min((rank.bytes for rank in plan.ranks if rank.bytes is not None), default=None)
 
 
 def capacity_of(capacity: int | Sequence[int] | None, device: int) -> int:
