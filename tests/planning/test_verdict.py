@@ -31,6 +31,10 @@ def test_what_is_needed_is_the_peak_and_its_headroom() -> None:
         "5 device(s) of 20 B would do with planner exact"
     )
     assert found.sentence(None).startswith("nothing fits: stage 2 needs 36 B of 30 B, 6 B too much (30 B and")
+    assert "and no number of devices of 20 B, the smallest here, would do, since" in found.sentence(None)
+    alike = judge([1, 40], [30, 30], TENTH)
+    assert alike is not None
+    assert "and no number of devices would do, since" in alike.sentence(None)
 
 
 def test_a_device_that_is_used_up_to_the_last_byte_fits() -> None:

@@ -169,7 +169,7 @@ class Pipeline(Section):
             )
         if isinstance(self.capacity, list) and len(self.capacity) != self.devices:
             raise ValueError(
-                f"pipeline.capacity lists {len(self.capacity)} sizes for pipeline.devices={self.devices}; "
+                f"pipeline.capacity lists {len(self.capacity)} size(s) for pipeline.devices={self.devices}; "
                 "give one size, or one per device"
             )
         return self

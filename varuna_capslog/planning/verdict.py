@@ -132,8 +132,9 @@ class MemoryVerdict:
         why: no number of devices would do; default: a stage has a layer.
         """
         if devices_that_fit is None:
-            why = f"since {why or 'each stage holds at least one layer'}"
-            return f"nothing fits: {self.lack}, and no number of devices would do, {why}"
+            why, alike = f"since {why or 'each stage holds at least one layer'}", len(set(self.capacities)) == 1
+            which = "" if alike else f" of {format_bytes(min(self.capacities))}, the smallest here,"
+            return f"nothing fits: {self.lack}, and no number of devices{which} would do, {why}"
         size = format_bytes(min(self.capacities))
         return f"does not fit: {self.lack}; {devices_that_fit} device(s) of {size} would do with planner exact"
 
