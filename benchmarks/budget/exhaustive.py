@@ -2,7 +2,8 @@
 
 Of each chain (3 to 7 layers, 1 to 4 devices, random seconds and bytes, 2 to 5 microbatches) every cut list with every
 choice of intervals that recompute is one plan, under one of three schedules. With `--offload` the chains have 3 or 4
-layers and the intervals every kind; copies run beside the computation or block it. With `--links` messages take time.
+layers and the intervals every kind; copies run beside the computation or block it. With `--links` messages take time,
+with `--blocks` the gradients of a step are summed in several blocks.
 Prints a row for README.md.
 """
 
@@ -36,6 +37,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="seed of the first chain")
     parser.add_argument("--longer", action="store_true", help="chains of 5 to 7 layers only")
     parser.add_argument("--offload", action="store_true", help="copies to the host too, at a random bandwidth")
+    parser.add_argument("--blocks", action="store_true", help="several accumulation blocks per step")
     parser.add_argument("--links", action="store_true", help="messages between stages take time, by a random bandwidth")
     given = parser.parse_args()
     kinds = INTERVAL_KINDS if given.offload else ("recompute",)
@@ -47,7 +49,9 @@ def main() -> None:
         draw = random.Random(seed)
         size, devices = draw.choice(LONGER if given.longer else SHAPES)
         profile, name = timed(draw, size), draw.choice(["1f1b", "varuna", "gpipe"])
-        run = RunShape(draw.choice([2, 3, 5]), name, microbatch_size=1, num_blocks=1)
+        calls = draw.choice([2, 4, 6] if given.blocks else [2, 3, 5])
+        blocks = draw.choice([one for one in (2, 3, calls) if calls % one == 0]) if given.blocks else 1
+        run = RunShape(calls, name, microbatch_size=1, num_blocks=blocks)
         host = draw.choice([1e3, 1e4, 1e5]) if given.offload else None
         rate = draw.choice([1e3, 1e4, 1e5]) if given.links else None
         link = Link(rate, host_bandwidth=host, copies_beside=draw.random() < 0.7) if host or rate else None
