@@ -3,6 +3,7 @@
 measure: 2-layer models, real steps on this machine. Peaks are those of the CPU allocator; seconds are ratios of
     interleaved runs (processor time) to the module that keeps everything.
 rotor: the same models and deeper ones, estimated: rotor's optimum (nested segments) beside flat ones.
+floors: of these models, what no choice changes, and the smallest budget that `fit` keeps.
 """
 
 from __future__ import annotations
@@ -194,10 +195,8 @@ def _ratio(times: list[tuple[float, float]], base: list[tuple[float, float]]) ->
     return statistics.median(one[1] / other[1] for one, other in zip(times, base, strict=True))
 
 
-def rotor_rows(
-    name: str, layers: int, arguments: argparse.Namespace, sizes: tuple[int, int, int]
-) -> list[dict[str, Any]]:
-    """Seconds of nested and flat segments, beside keeping everything, at shares of the keep-all peak."""
+def _search_of(name: str, layers: int, device: str, sizes: tuple[int, int, int]) -> StepSearch:
+    """That of `fit`, on estimates for a device."""
     with torch.device("meta"):
         model, x = MODELS[name](layers, *sizes)
     x = torch.zeros(x.shape, dtype=x.dtype)
@@ -205,13 +204,24 @@ def rotor_rows(
     points = cut_points(name, model) if layers <= 2 else None
     chain = Chain.from_module(model, points, (x,), evaluates=False)
     searched = Chain([*chain.layers, _leaving(chain)], chain.inputs, chain.outputs, name)
-    search = StepSearch(
-        searched,
-        {chain.inputs[0]: TensorSpec.of(x)},
-        _differentiated(chain, loss_of),
-        torch.device(arguments.device),
-        Loop(),
-    )
+    reads = {chain.inputs[0]: TensorSpec.of(x)}
+    return StepSearch(searched, reads, _differentiated(chain, loss_of), torch.device(device), Loop())
+
+
+def floor_row(name: str, layers: int, arguments: argparse.Namespace, sizes: tuple[int, int, int]) -> dict[str, Any]:
+    """What a step takes at least, as parts of the peak that keeps everything: what no choice changes, and the smallest
+    budget that `fit` can keep.
+    """
+    search = _search_of(name, layers, arguments.device, sizes)
+    keep, (least, _) = search.peak_bytes(()), search._least()
+    return {"model": name, "layers": layers, "floor": search.static_bytes / keep, "smallest": least / keep}
+
+
+def rotor_rows(
+    name: str, layers: int, arguments: argparse.Namespace, sizes: tuple[int, int, int]
+) -> list[dict[str, Any]]:
+    """Seconds of nested and flat segments, beside keeping everything, at shares of the keep-all peak."""
+    search = _search_of(name, layers, arguments.device, sizes)
     ranges, profile, end = search._ranges, search._profile, search._end
     forward, backward = (profile.column(f"{way}_seconds")[:end] for way in ("forward", "backward"))
     cuts = list(ranges.crossing[: end + 1])
@@ -245,13 +255,13 @@ def rotor_rows(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["measure", "rotor"])
+    parser.add_argument("what", choices=["measure", "rotor", "floors"])
     parser.add_argument("--models", default="GPT-2,BERT,ViT")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=196)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--device", default="cpu", help="rotor: what is estimated")
+    parser.add_argument("--device", default="cpu", help="rotor, floors: what is estimated")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -273,10 +283,23 @@ def main() -> None:
             print(one["intervals"], flush=True)
         write_json(arguments.json, {"models": result})
         return
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in names:
-        rows += rotor_rows(name, 2, arguments, (arguments.width, arguments.tokens, arguments.batch))
-        rows += rotor_rows(name, 24, arguments, (1024, 512 if name != "ViT" else 196, 4 if name != "ViT" else 16))
+        shapes = {
+            2: (arguments.width, arguments.tokens, arguments.batch),
+            24: (1024, 512 if name != "ViT" else 196, 4 if name != "ViT" else 16),
+        }
+        for layers, sizes in shapes.items():
+            if arguments.what == "floors":
+                rows.append(floor_row(name, layers, arguments, sizes))
+            else:
+                rows += rotor_rows(name, layers, arguments, sizes)
+    if arguments.what == "floors":
+        print("| model | blocks | static floor | smallest budget |\n|---|---|---|---|")
+        for row in rows:
+            print(f"| {row['model']} | {row['layers']} | {row['floor']:.1%} | {row['smallest']:.1%} |")
+        write_json(arguments.json, {"rows": rows})
+        return
     print("| model | blocks | of the peak | of activations | fit | flat | rotor |\n|---|---|---|---|---|---|---|")
     for row in rows:
         shown = [("-" if row[key] is None else f"{row[key]:.3f}") for key in ("fit", "flat", "rotor")]
