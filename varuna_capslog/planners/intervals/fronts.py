@@ -15,7 +15,6 @@ together.
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -34,6 +33,7 @@ from varuna_capslog.planners.intervals.choice import (
     others_bytes,
     stage_bytes,
 )
+from varuna_capslog.planners.intervals.finished import Finished
 from varuna_capslog.planners.intervals.labels import ON_DEVICE, WHOLE, Kin, Labels, Thinning, fewer, joined
 from varuna_capslog.planners.intervals.tables import KINDS, SegmentTable, States
 from varuna_capslog.planners.seconds import LayerSeconds
@@ -110,27 +110,14 @@ class IntervalFronts:
             self._at.append(
                 joined([*(self._fewer(one) for one in some if len(one)), self._empty(cut, int(cut in firsts))])
             )
-        finished = [
-            self._of_end(cut, [first for first in firsts if first < cut and may[cut]], one)
-            for cut, one in enumerate(ends or self._at)
-        ]
-        self._all = joined(finished)
-        """The finished choices of all stages, by their ends, and of each end by their first layers"""
-        self._ends = np.repeat(np.arange(size + 1), [len(one) for one in finished])
-        groups = self._ends * size + self._all.first
-        self._begins = np.flatnonzero(np.diff(groups, prepend=-1))
-        """of each range that has any"""
-        self._ranges_of = self._all.first[self._begins], self._ends[self._begins]
-        """the first layer and the end of each of these ranges"""
-        self._slices = dict(
-            zip(
-                zip(*(row.tolist() for row in self._ranges_of), strict=True),
-                itertools.starmap(slice, itertools.pairwise([*self._begins.tolist(), len(self._all)])),
-                strict=True,
-            )
+        self._finished = Finished.of(
+            [
+                self._of_end(cut, [first for first in firsts if first < cut and may[cut]], one)
+                for cut, one in enumerate(ends or self._at)
+            ]
         )
         made, statistics = np.zeros((2, size, size + 1))
-        for first, cut in zip(*(row.tolist() for row in self._ranges_of), strict=True):
+        for first, cut in self._finished.ranges:
             made[first, cut], statistics[first, cut] = ranges.made(first, cut), ranges.statistics(first, cut)
         self.made, self.statistics = made, statistics
         """[L, L + 1]: of every range that has a choice, bytes of the gradients of parameters, and of the running
@@ -151,7 +138,8 @@ class IntervalFronts:
         would.
         """
         own = self._of_range(first, end)
-        sizes, seconds, sums = self._bytes(in_flight, own), self._call[:, own], self._all[own].sums
+        labels = self._finished.labels[own]
+        sizes, seconds, sums = self._bytes(in_flight, own), self._call[:, own], labels.sums
         fit = np.flatnonzero(sizes[0] <= budget)
         if not len(fit):
             return None
@@ -163,7 +151,7 @@ class IntervalFronts:
             float(seconds[-1, sizes[-1] <= budget].min()),
             stage_bytes(self._ranges, first, end, intervals, in_flight, self._handling),
             int(sums.host[0, best]),
-            float(self._all.again[0, own][best]),
+            float(labels.again[0, best]),
         )
 
     def least_bytes(self, first: int, end: int, in_flight: int) -> tuple[int, int]:
@@ -176,10 +164,9 @@ class IntervalFronts:
 
     def least(self, in_flight: int) -> Bytes:
         """The first number of `least_bytes` for all ranges: [L, L + 1], `NEVER` where there is none."""
-        found = np.full(self._own.shape, NEVER, dtype=np.int64)
-        if len(self._all):
-            found[self._ranges_of] = np.minimum.reduceat(self._bytes(in_flight)[0], self._begins)
-        return found
+        found = self._finished.least(self._bytes(in_flight)[:1])[0]
+        there = np.isfinite(found)
+        return np.where(there, np.where(there, found, 0).astype(np.int64), NEVER)
 
     def seconds(self, in_flight: int, budget: float | Floats) -> tuple[Floats, Floats]:
         """`cheapest` of all ranges without their intervals: [L, L + 1], seconds of layers first .. end-1, and bounds.
@@ -206,7 +193,9 @@ class IntervalFronts:
             part = self._counted(copied, entering)
             at_least = replace(handling, host_bandwidth=handling.host_bandwidth / max(part, 1e-12))
         sizes = self._bytes(in_flight, at_least=handling.later)[-1:]
-        own, again, host = self._own[self._all.first, self._ends], self._all.again[-1:], self._all.sums.host[-1:]
+        labels = self._finished.labels
+        own = self._own[labels.first, self._finished.ends]
+        again, host = labels.again[-1:], labels.sums.host[-1:]
         if handling.copies_beside:
             seconds = combined_seconds(at_least, own + again, host)
         else:  # what labels were left out by is the sum of both, of which the part is less than what is counted
@@ -335,26 +324,22 @@ class IntervalFronts:
 
     def _of_range(self, first: int, end: int) -> slice:
         """The finished choices of a range."""
-        if (first, end) not in self._slices:
+        if (first, end) not in self._finished.places:
             raise CapslogError(
                 f"no stage of layers {first} to {end - 1} was searched; name {first} among the firsts, and both it and "
                 f"{end} among the borders"
             )
-        return self._slices[first, end]
+        return self._finished.places[first, end]
 
     def _least_fitting(self, sizes: Floats, seconds: Floats, budget: float | Floats) -> Floats:
         """[V, L, L + 1]: the fewest of the seconds [V, N] of finished choices that take no more than the budget."""
-        found = np.full((len(seconds), *self._own.shape), np.inf)
-        if len(self._all):
-            most = budget if np.ndim(budget) == 0 else np.asarray(budget)[self._all.first, self._ends]
-            fit = np.where(sizes <= most, seconds, np.inf)
-            firsts, ends = self._ranges_of
-            found[:, firsts, ends] = np.minimum.reduceat(fit, self._begins, axis=1)
-        return found
+        first, ends = self._finished.labels.first, self._finished.ends
+        most = budget if np.ndim(budget) == 0 else np.asarray(budget)[first, ends]
+        return self._finished.least(np.where(sizes <= most, seconds, np.inf))
 
     def _bytes(self, in_flight: int, own: slice = slice(None), at_least: bool = False) -> Floats:
         """`choice.stage_bytes` of finished choices; at_least: every waiting call counts with what stays of it alone."""
-        labels, ends, handling = self._all[own], self._ends[own], self._handling
+        labels, ends, handling = self._finished.labels[own], self._finished.ends[own], self._handling
         made, always, sums = self.made[labels.first, ends], self._resident[labels.first, ends], labels.sums
         actions = sums.back + self._gradient[ends]
         for more in (sums.again, sums.inputs):  # 0 where no list has an R, or an I
@@ -368,21 +353,24 @@ class IntervalFronts:
     def _resident_bytes(self) -> Floats:
         """[L, L + 1], of every range that has a choice: what is there beside its calls."""
         found = self._handling.calls * self.statistics + self._handling.waiting_blocks * self.made
-        for first, cut in zip(*(row.tolist() for row in self._ranges_of), strict=True):
+        for first, cut in self._finished.ranges:
             found[first, cut] += self._ranges.resident(range(first, cut))
         return found
 
     def _call_seconds(self) -> Floats:
         """[V, N], of one call of each finished choice."""
-        forward, backward = self._seconds.forward, self._seconds.backward
-        own = sum(row[self._ends] - row[self._all.first] for row in (forward, backward))
-        found: Floats = combined_seconds(self._handling, own + self._all.again, self._all.sums.host)
+        labels, ends = self._finished.labels, self._finished.ends
+        own = sum(row[ends] - row[labels.first] for row in (self._seconds.forward, self._seconds.backward))
+        found: Floats = combined_seconds(self._handling, own + labels.again, labels.sums.host)
         return found
 
     def _intervals(self, number: int, end: int) -> tuple[MemoryInterval, ...]:
         """The choice of a finished label, from its last segment to its first."""
         found: list[MemoryInterval] = []
-        labels, source, parent, of_kind = self._all, *(WHOLE.index(name) for name in ("source", "parent", "kind"))
+        labels, source, parent, of_kind = (
+            self._finished.labels,
+            *(WHOLE.index(name) for name in ("source", "parent", "kind")),
+        )
         while (before := int(labels.whole[source, number])) >= 0:
             if (kind := KINDS[labels.whole[of_kind, number]]) != KEEP:
                 found.append(MemoryInterval(before, end, kind))
