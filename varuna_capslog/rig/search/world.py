@@ -130,7 +130,8 @@ class World:
         """Ghosts: what was wished and hinted, and who knows that a checkpoint is to come first."""
         match event:
             case m.Wished(change):
-                self.truth.wished |= {change}
+                if change not in self.truth.wished:
+                    self.truth.wished |= {change}
                 if event.save and change in state.wishes.changes:
                     self.truth.asks |= {(i, change)}
             case m.Hint(change):
