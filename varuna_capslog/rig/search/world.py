@@ -211,12 +211,12 @@ class World:
         comes was wished to join.
         """
         before, after = self.records[effect.expected], effect.record
-        leave = {member for kind, member in self.truth.wished if kind == "leave"}
-        join = {member for kind, member in self.truth.wished if kind == "join"}
-        for member in set(before.members) - set(after.members) - leave - self.states[i].suspects:
-            self._fail(7, i, effect, f"founds a generation without {member}, which is not lost and was not to leave")
-        for member in set(after.members) - set(before.members) - join - {self.states[i].me}:
-            self._fail(7, i, effect, f"lets {member} in, which nobody asked for")
+        for member in set(before.members) - set(after.members) - self.states[i].suspects:
+            if ("leave", member) not in self.truth.wished:
+                self._fail(7, i, effect, f"founds a generation without {member}, neither lost nor told to leave")
+        for member in set(after.members) - set(before.members) - {self.states[i].me}:
+            if ("join", member) not in self.truth.wished:
+                self._fail(7, i, effect, f"lets {member} in, which nobody asked for")
 
     def _save(self, i: int, effect: m.SaveAll) -> None:
         """A member's share is written; the checkpoint is complete with the last one."""
