@@ -58,6 +58,6 @@ def test_what_cannot_be_one_pipeline_with_intervals_is_refused_before_a_profile(
 
 
 def test_the_bandwidth_of_the_host_tier_is_the_links_own_or_the_configs(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "vpipe", "pipeline.host_bandwidth=1GiB")
+    config = config_of(tmp_path, "vpipe", "pipeline.host_bandwidth=1GiB/s")
     assert configured_link(config, None).host_bandwidth == 1 << 30
     assert configured_link(config, Link(host_bandwidth=5.0)).host_bandwidth == 5.0

@@ -38,6 +38,11 @@ def _bytes(value: Any, info: ValidationInfo) -> Any:
     return None if value is None else units.parse_bytes(value, f"pipeline.{info.field_name}")
 
 
+def _rate(value: Any) -> Any:
+    """`12GB/s`, `100Mbit` or a number, as bytes per second; null stays null."""
+    return None if value is None else units.parse_rate(value, "pipeline.host_bandwidth")
+
+
 def _device(value: Any) -> Any:
     """cpu, cuda or cuda:KIND; null stays null."""
     return parse_device(value) if isinstance(value, str) else value
@@ -105,8 +110,8 @@ class Pipeline(Section):
     host_capacity: Annotated[int | None, BeforeValidator(_bytes)] = None
     """Most bytes of the host tier for each worker: a size such as 64GiB, or null for no limit."""
 
-    host_bandwidth: Annotated[int | None, BeforeValidator(_bytes)] = None
-    """Bytes in a second, such as 2GiB, that the copies of a worker to and from the host tier may take on a CPU; null:
+    host_bandwidth: Annotated[int | None, BeforeValidator(_rate)] = None
+    """Bytes in a second, such as 2GiB/s, that the copies of a worker to and from the host tier may take on a CPU; null:
     as many as they can."""
 
     transport: Annotated[str, AfterValidator(_transport)] = "gloo"
