@@ -20,6 +20,6 @@ def alive(pid: int) -> bool:
     """Whether a process has not ended, by what Linux says."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
     return state not in "ZX"
