@@ -130,7 +130,7 @@ def test_what_only_a_run_with_changing_members_needs_is_asked_of_no_other(tmp_pa
         ("pipeline: {cuts: [0, 2, 5]}", "3 stages for pipeline.devices=2"),
         ("pipeline: {capacity: 16G}", "16GiB"),
         ("pipeline: {capacity: [1GiB, huge]}", "pipeline.capacity[1] is 'huge'"),
-        ("pipeline: {capacity: [1GiB]}", "lists 1 size for pipeline.devices=2"),
+        ("pipeline: {capacity: [1GiB]}", "lists 1 size(s) for pipeline.devices=2"),
         ("pipeline: {devices: 4, node_devices: 3}", "pipeline.node_devices=3 does not divide pipeline.devices=4"),
         ("pipeline: {replicas: 3}", "pipeline.replicas=3 does not divide the 8 microbatches"),
         ("profile: {image_size: [800]}", "profile.image_size is [800] but must have 2 entries"),
