@@ -1,11 +1,7 @@
-"""The same training as an elastic run of this library: one `Host` per machine, each with one worker.
-
-python ours.py FOLDER --slot 0 --port 29401 --devices 1 --replicas 4 --seconds 0.0005 --steps 300
-"""
+"""The same training as an elastic run of this library: the workload, and what a worker does. See `our_machine`."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,7 +21,7 @@ from varuna_capslog.config.settings import Config  # noqa: E402
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec  # noqa: E402
 from varuna_capslog.model.workload import DataSource, Minibatch, Workload  # noqa: E402
 
-__all__ = ["main", "settings", "work", "workload"]
+__all__ = ["work", "workload"]
 
 
 class Samples(DataSource):
@@ -82,20 +78,6 @@ def workload(config: Config) -> Workload:
     return Sleeping(config)
 
 
-def settings(folder: Path, devices: int, replicas: int, seconds: float, steps: int) -> Config:
-    """`rivals.yaml` with what differs between runs."""
-    from varuna_capslog.config.reading import load_config
-
-    own = {
-        "run_dir": folder / "run",
-        "model.seconds": seconds,
-        "train.max_steps": steps,
-        "pipeline.devices": devices,
-        "pipeline.replicas": replicas,
-    }
-    return load_config(HERE / "rivals.yaml", [f"{key}={value}" for key, value in own.items()])
-
-
 def work(arguments: Sequence[str]) -> int:
     """The entry of a worker: an ordinary member that also writes the judge's lines."""
     from varuna_capslog.elastic.member.pipeline_work import PipelineWork
@@ -126,44 +108,3 @@ def work(arguments: Sequence[str]) -> int:
             log.kept(step, self._attempt())
 
     return member_worker.main(arguments[:1], member_worker.Equipment(work=Logged))
-
-
-def main() -> None:
-    """One machine's part."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--slot", type=int, required=True)
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--devices", type=int, required=True)
-    parser.add_argument("--replicas", type=int, required=True)
-    parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    given = parser.parse_args()
-    from varuna_capslog.elastic.host.host import Host, HostOptions
-    from varuna_capslog.start.elastic_host import _MODULES, starting_point, wait_for_store
-    from varuna_capslog.start.prepare import prepare_run
-
-    config = settings(given.folder, given.devices, given.replicas, given.seconds, given.steps)
-    address = f"127.0.0.1:{given.port}"
-    path = os.pathsep.join([str(HERE), str(HERE.parents[1])])
-    common: dict[str, Any] = {
-        "entry": "ours:work",
-        "name": f"machine{given.slot}",
-        "environment": {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-        "settings": config.elastic,
-        "say": lambda line: print(line, flush=True),
-        "sources": (),
-        "modules": (*_MODULES, "ours"),
-        "hosts": given.devices * given.replicas,
-    }
-    if given.slot == 0:
-        prepare_run(config, show=False)
-        keys, stamp = starting_point(config)
-        Host(HostOptions(config.run_dir, serve_at=address, keys=keys, first=stamp, **common)).run()
-    else:
-        wait_for_store(config.run_dir, address, 280, common["say"])
-        Host(HostOptions(config.run_dir, store=address, **common)).run()
-
-
-if __name__ == "__main__":
-    main()

@@ -68,7 +68,7 @@ def _ours(devices: int, replicas: int) -> Callable[[Path, int, int, Setting], li
     def command(folder: Path, slot: int, port: int, setting: Setting) -> list[str]:
         shape = ["--devices", str(devices), "--replicas", str(replicas), "--steps", str(setting.steps)]
         own = ["--slot", str(slot), "--port", str(port), "--seconds", str(setting.seconds)]
-        return [sys.executable, str(HERE / "ours.py"), str(folder), *own, *shape]
+        return [sys.executable, str(HERE / "our_machine.py"), str(folder), *own, *shape]
 
     return command
 

@@ -122,7 +122,8 @@ def join_run(config: Config, options: HostOptions, wait_seconds: float) -> HostE
     all of them have left.
 
     Args:
-        config: only its `run_dir` counts, which all machines share; the rest is what the serving machine wrote there.
+        config: its `run_dir` counts, which all machines share, and what workers import for it, which begins while this
+            machine waits; the rest is what the serving machine wrote there.
         options: this machine's, with the address of the store; workers and settings are filled in here.
         wait_seconds: for the store, which is served once the run is profiled and planned.
 
@@ -132,8 +133,10 @@ def join_run(config: Config, options: HostOptions, wait_seconds: float) -> HostE
             serving machine uses.
     """
     check_elastic(config)
-    _find_run(options, wait_seconds)
-    return Host(_of_config(options, load_config(config.run_dir / "config.yaml"))).run()
+    with member_server(config) as server:
+        _find_run(options, wait_seconds)
+        options = dataclasses.replace(options, fork_server=server)
+        return Host(_of_config(options, load_config(config.run_dir / "config.yaml"))).run()
 
 
 @contextlib.contextmanager
