@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 import varuna_capslog as capslog
 from varuna_capslog.api.naming import script_module
+from varuna_capslog.base.starters import starter_of
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.start import local_run
 
@@ -48,7 +49,9 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def starter(config, *flags):
-        return contextlib.nullcontext([sys.executable, "-S", "-c", WORKER, str(config.run_dir)])
+        found = starter_of([sys.executable, "-S", "-c", WORKER, str(config.run_dir)])
+        found.server = None  # this process has torch, and plans itself
+        return contextlib.nullcontext(found)
 
     monkeypatch.setattr(local_run, "worker_starter", starter)
     import toy_of_api

@@ -204,7 +204,7 @@ def test_a_function_is_called_in_a_fork_and_its_value_or_error_comes_back(tmp_pa
     assert told.empty(), "who waits for workers was told of a call"
 
 
-def test_ctrl_c_ends_a_call_and_its_process(tmp_path, fork_server, told):
+def test_ctrl_c_ends_a_call_and_its_process_and_workers_can_be_forked_as_before(tmp_path, fork_server, told):
     told.next("ready")
     file = tmp_path / "pid"
 
@@ -216,6 +216,8 @@ def test_ctrl_c_ends_a_call_and_its_process(tmp_path, fork_server, told):
     with pytest.raises(KeyboardInterrupt):
         fork_server.call("host_entries:called", "hang", str(file))
     wait_until(lambda: not alive(int(file.read_text())))
+    fork_server.fork(order(tmp_path, "m-1", "leave=3"))
+    assert [told.next("member")["member"], told.next("status")["member"]] == ["m-1", "m-1"], "told of the call"
 
 
 def test_a_fork_server_may_get_its_listener_and_its_log_later(tmp_path, told):
@@ -260,3 +262,10 @@ def test_closing_does_not_wait_for_imports(tmp_path, told):
     one.close()
     assert time.monotonic() - began < 5
     assert not alive(one.pid)
+
+
+def test_a_call_ends_also_where_the_fork_server_is_gone(tmp_path, fork_server, told):
+    os.kill(told.next("ready")["pid"], signal.SIGKILL)
+    told.next("gone")
+    with pytest.raises(CapslogError, match=r"ended without an answer \(gone -9\)"):
+        fork_server.call("host_entries:called", "", None)

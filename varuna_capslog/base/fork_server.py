@@ -55,6 +55,8 @@ class ForkServer:
         environment: variables on top of this process's own.
         prepared: this process has imported all of that, so the fork server is a fork of it, if it has one thread only.
 
+    Use it as a context, or `close` it: its end kills the workers that are left.
+
     Attributes:
         output, errors: copies of this process's standard output and errors that orders may name.
     """
@@ -87,11 +89,18 @@ class ForkServer:
             raise CapslogError(f"workers cannot be started: {error}; check the installation") from error
         self.pid = self._process.pid
         self._tell, self._ready = tell, False
+        self._gone: dict[str, Any] | None = None
         self._numbers = itertools.count()
         self._calls: dict[str, queue.SimpleQueue[dict[str, Any]]] = {}
         self._writing = threading.Lock()
         self._thread = threading.Thread(target=self._hear, name="fork-server", daemon=True)
         self._thread.start()
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def settle(self, tell: Callable[[dict[str, Any]], None], log: Path) -> None:
         """From now on `tell` is called, and `log` gets the fork server's own output. No worker has been asked for."""
@@ -116,7 +125,9 @@ class ForkServer:
             CapslogError: the process ended without an answer.
         """
         name = f"call-{next(self._numbers)}"
-        heard = self._calls[name] = queue.SimpleQueue()
+        heard = self._calls[name] = queue.SimpleQueue()  # kept, so that nobody else hears of a call that was given up
+        if self._gone is not None:
+            heard.put(self._gone)
         pid = None
         with tempfile.TemporaryDirectory(prefix="capslog-call-") as folder:
             answer = Path(folder) / "answer"
@@ -131,7 +142,6 @@ class ForkServer:
             finally:
                 if pid is not None:
                     signal_group(pid, signal.SIGKILL)
-                del self._calls[name]
             if not answer.exists():
                 ended = ", ".join(f"{key} {what[key]}" for key in ("status", "signal", "gone") if key in what)
                 raise CapslogError(
@@ -171,10 +181,10 @@ class ForkServer:
                 self._ready = True
                 call = self._calls.get(what.get("member", ""))
                 (self._tell if call is None else call.put)(what)
-        gone = {"gone": self._process.wait()}
+        self._gone = {"gone": self._process.wait()}
         for call in list(self._calls.values()):
-            call.put(gone)
-        self._tell(gone)
+            call.put(self._gone)
+        self._tell(self._gone)
 
 
 class _ServerFork:

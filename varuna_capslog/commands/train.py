@@ -78,7 +78,7 @@ def host(given: HostFlags) -> None:
     """Train on several machines that may come and go: the same command on each, one with --serve."""
     from varuna_capslog.base.supervisor import reserve
     from varuna_capslog.elastic.host.options import HostOptions
-    from varuna_capslog.start.elastic_host import check_elastic, join_run, member_server
+    from varuna_capslog.start.elastic_host import check_elastic, join_run, server_of
     from varuna_capslog.start.local_run import prepared_run, run_elastic
 
     serve, store = given.serve, given.store
@@ -99,7 +99,7 @@ def host(given: HostFlags) -> None:
         join_until_end(options, lambda options: join_run(settings, options, wait_seconds=given.wait))
         return
     assert serve is not None
-    with reserve(settings.run_dir), member_server(settings) as server:
+    with reserve(settings.run_dir), server_of(settings) as server:
         _show_plan(*prepared_run(settings, server=server))
         options = dataclasses.replace(options, serve_at=serve, hosts=given.nnodes, fork_server=server)
         run_elastic(settings, options, "the same commands continue")

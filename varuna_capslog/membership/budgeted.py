@@ -88,6 +88,8 @@ class Budgeted:
     def replicas(self, devices: int) -> list[int]:
         """Numbers of equal pipelines that so many devices could be, those with the shortest step at best first."""
         counts = [one for one in range(1, min(devices, self._run.num_blocks) + 1) if self._run.num_blocks % one == 0]
+        if len(counts) == 1:  # the usual run has one block, and its members need not wait for bounds when they start
+            return counts
         return sorted(counts, key=lambda one: (self.least_seconds(devices, one), -one))
 
     def least_seconds(self, devices: int, replicas: int) -> float:

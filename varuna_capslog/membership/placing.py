@@ -229,8 +229,8 @@ class Placer:
 
         found: tuple[int, float, Plan] | None = None
         for replicas in self.budgeted.replicas(len(seats)):
-            bound = self.budgeted.least_seconds(len(seats), replicas)
-            if found is not None and found[0] <= least and found[1] <= bound * (1 + SAME):
+            bound_of = self.budgeted.least_seconds
+            if found is not None and found[0] <= least and found[1] <= bound_of(len(seats), replicas) * (1 + SAME):
                 break
             plan = self.budget_plan(seats, replicas)
             if plan.fits and plan.step_seconds is not None:

@@ -7,11 +7,10 @@ stopped) and writes that into the store; the others wait for it. Then a `Host` s
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,10 +19,10 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.trust.secret import SecretMissing, run_secret
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.config.settings import Config, Elastic
-from varuna_capslog.elastic.host import workers
 from varuna_capslog.elastic.host.hooks import check_same_folder
 from varuna_capslog.elastic.host.host import Host, HostEnd
 from varuna_capslog.elastic.host.options import HostOptions
+from varuna_capslog.elastic.host.workers import member_server
 from varuna_capslog.elastic.member.start_up import Beginning
 from varuna_capslog.elastic.store.opening import StoreGone, StoreRefuses, open_store
 from varuna_capslog.membership.generation import Stamp
@@ -39,9 +38,9 @@ __all__ = [
     "check_elastic",
     "join_run",
     "join_script",
-    "member_server",
     "run_here",
     "run_script",
+    "server_of",
     "starting_point",
     "wait_for_store",
 ]
@@ -133,21 +132,16 @@ def join_run(config: Config, options: HostOptions, wait_seconds: float) -> HostE
             serving machine uses.
     """
     check_elastic(config)
-    with member_server(config) as server:
+    with server_of(config) as server:
         _find_run(options, wait_seconds)
         options = dataclasses.replace(options, fork_server=server)
         return Host(_of_config(options, load_config(config.run_dir / "config.yaml"))).run()
 
 
-@contextlib.contextmanager
-def member_server(config: Config) -> Iterator[ForkServer]:
+def server_of(config: Config) -> ForkServer:
     """What a host of this run forks its workers from, started before the host (`HostOptions.fork_server`)."""
     options = _of_config(HostOptions(config.run_dir), config)
-    server = workers.member_server(options.entry, options.modules, options.environment)
-    try:
-        yield server
-    finally:
-        server.close()
+    return member_server(options.entry, options.modules, options.environment)
 
 
 def _of_config(options: HostOptions, config: Config) -> HostOptions:

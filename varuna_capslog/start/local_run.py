@@ -41,20 +41,19 @@ def train_here(
         CapslogError: the config, the model or a worker failed.
         Interrupted: the run was asked to stop; the same call continues it.
     """
-    from varuna_capslog.base.starters import Forks
     from varuna_capslog.base.supervisor import reserve
-    from varuna_capslog.start.elastic_host import member_server
+    from varuna_capslog.start.elastic_host import server_of
     from varuna_capslog.start.resuming import take_held
 
     with reserve(config.run_dir):  # from here on: another run's plan must not change under its workers
         if config.elastic.enabled:
             options = HostOptions(config.run_dir, num_workers=config.world_size)
-            with member_server(config) as server:
+            with server_of(config) as server:
                 show_plan(*prepared_run(config, show, server))
                 run_elastic(config, dataclasses.replace(options, fork_server=server), "the same command continues")
             return
         with worker_starter(config) as starter:
-            show_plan(*prepared_run(config, show, starter.server if isinstance(starter, Forks) else None))
+            show_plan(*prepared_run(config, show, starter.server))
             if config.resume == "auto":
                 take_held(config.run_dir)  # an elastic run may have stopped here between two checkpoints
             run_workers(config, say, starter)

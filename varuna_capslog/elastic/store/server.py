@@ -90,7 +90,7 @@ class StoreServer:
                     sign = question[1:]
                 connection.send_message(json.dumps(answer).encode())
         if sign:  # whoever gave it here last has ended, unless a sign comes over another connection
-            self._content.answer(["exchange", *sign, sign[1] + ENDED])
+            self._content.answer(["exchange", *sign, f"{sign[1]}{ENDED}"])
         with self._lock:
             self._connections.discard(connection)
         connection.shut_down()
