@@ -412,6 +412,16 @@ def test_ctrl_c_in_the_terminal_is_130_and_one_sentence(tmp_path):
     assert process.wait() == 130
 
 
+def test_a_wrong_name_is_refused_before_anything_is_imported(tmp_path):
+    (tmp_path / "takes_long.py").write_text("import time\ntime.sleep(60)\n")
+    (tmp_path / "run.yaml").write_text("workload: takes_long:workload\npipeline: {planner: exakt}\n")
+    code = "import sys; from varuna_capslog.cli import _run; print(_run(sys.argv[1:]), 'torch' in sys.modules)"
+    command = [sys.executable, "-c", code, "train", "run.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=40, check=False)
+    assert done.stdout.split() == ["2", "False"]
+    assert "unknown planner 'exakt'; did you mean 'exact'?" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("command", "config", "message"),
     [

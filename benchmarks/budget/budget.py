@@ -6,7 +6,6 @@ others keep within the capacity under 1F1B. Prints README.md's tables.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from pathlib import Path
@@ -17,8 +16,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from common import write_json
 from paper_models import paper_profiles
+from questions import link_of, questions
 
-from varuna_capslog.base.units import format_bytes, parse_bytes, parse_rate
+from varuna_capslog.base.units import format_bytes, parse_bytes
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.search import plan
 from varuna_capslog.planning.simulation import simulate_plan
@@ -44,18 +44,12 @@ def row(profile: Profile, capacity: int, link: Link, microbatches: int) -> dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--capacities", default="16GiB,8GiB,4GiB")
-    parser.add_argument("--bandwidths", default="none,12GB/s", help="of links between stages and to the host")
-    parser.add_argument("--microbatches", type=int, default=32)
-    parser.add_argument("--json", type=Path, help="where to write the results")
-    arguments = parser.parse_args()
+    arguments = questions(__doc__ or "").parse_args()
     profiles = dict(paper_profiles())
     results = []
     for capacity in map(parse_bytes, arguments.capacities.split(",")):
         for text in arguments.bandwidths.split(","):
-            rate = None if text == "none" else parse_rate(text)
-            link = Link(bandwidth=rate, host_bandwidth=rate)
+            link = link_of(text)
             print(f"\n{format_bytes(capacity)} per device, links and host: {text}\n")
             print(f"| model | Varuna, s | {' | '.join(PLANNERS)} | search, s |")
             print("|---" * (len(PLANNERS) + 3) + "|")

@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[2]))  # behind PYTHONPATH, which may name another checkout
 
 from common import write_json
+from questions import link_of, questions
 
-from varuna_capslog.base.units import format_bytes, parse_bytes, parse_rate
-from varuna_capslog.planners.seconds import Link
+from varuna_capslog.base.units import format_bytes, parse_bytes
 from varuna_capslog.planning.search import plan
 from varuna_capslog.profiles.record import read_profile, write_profile
 from varuna_capslog.schedules import RunShape
@@ -32,8 +32,7 @@ DEVICES, HERE = 8, Path(__file__).resolve()
 
 def ask(path: str, capacity: int, rate: str, microbatches: int) -> dict[str, Any]:
     """One search in this process."""
-    profile, bandwidth = read_profile(path), None if rate == "none" else parse_rate(rate)
-    link = Link(bandwidth=bandwidth, host_bandwidth=bandwidth)
+    profile, link = read_profile(path), link_of(rate)
     run = RunShape(microbatches, "auto", True, num_blocks=1)
     plan(profile, 2, "budget", capacity=1 << 60, run=RunShape(4, "auto", True, num_blocks=1))
     begun = time.process_time()
@@ -61,13 +60,9 @@ def asked(root: Path, *question: object) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--capacities", default="16GiB,8GiB,4GiB")
-    parser.add_argument("--bandwidths", default="none,12GB/s", help="of links between stages and to the host")
-    parser.add_argument("--microbatches", type=int, default=32)
+    parser = questions(__doc__ or "")
     parser.add_argument("--before", type=Path, help="another checkout, which is asked the same")
     parser.add_argument("--profiles", type=Path, help="a folder where the estimates are kept, or are already")
-    parser.add_argument("--json", type=Path, help="where to write the results")
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:

@@ -127,6 +127,24 @@ def test_devices_become_as_many_pipelines_as_are_fastest_and_fit() -> None:
     assert len(set(shapes.values())) > 2
 
 
+def test_numbers_of_pipelines_come_by_their_bounds_which_are_known_from_the_start() -> None:
+    profile = timed(random.Random(6), 5)
+    for blocks in (1, 4):
+        placer = placer_of(profile, 2_000, run=RunShape(8, "1f1b", microbatch_size=1, num_blocks=blocks))
+        budgeted = placer.budgeted
+        assert budgeted is not None
+        placer.prepare(4)
+        known = dict(budgeted._least)
+        assert bool(known) is (blocks > 1), "members of a run with one block find no bounds at their start"
+        for devices in (2, 3, 4):
+            found = budgeted.replicas(devices)
+            assert sorted(found) == [one for one in (1, 2, 4) if one <= min(devices, blocks)]
+            least = [budgeted.least_seconds(devices, one) for one in found]
+            assert least == sorted(least)
+        assert blocks == 1 or budgeted._least == known, "all that changes ask for was prepared"
+    assert budgeted.replicas(4) != [1, 2, 4]
+
+
 def test_what_leaves_for_the_host_is_part_of_a_proposal() -> None:
     """Where somebody says what copies to the host tier cost."""
     profile = timed(random.Random(2), 6)

@@ -12,6 +12,7 @@ from tests.planners.test_budget import all_cuts, choices, timed
 from tests.planning.placed.test_shared_moments import profile_with_moments
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.placed import equal_pipelines
 from varuna_capslog.planning.placed.equal_pipelines import equal_pipelines_plan
 from varuna_capslog.planning.playing import with_step_seconds
 from varuna_capslog.planning.ranks import fold_plan, judged
@@ -74,6 +75,20 @@ def test_no_plan_of_equal_pipelines_is_faster(seed: int, replicas: int, devices:
         profile, equal_pipelines_plan(profile, replicas, of_size(peaks[0] - 1, replicas * devices), run), run
     )
     assert smaller.fits is False
+
+
+def test_what_the_search_does_not_count_is_taken_from_its_memory_until_the_pipelines_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The profile does not tell the bytes of parameters, so the search does not know how much further blocks add."""
+    profile, run = timed(random.Random(3), 4), RunShape(16, "1f1b", microbatch_size=1, num_blocks=8)
+    peaks = sorted({peak for _, peak in every_plan(profile, 2, 2, run)})[::3]
+    fit = []
+    for rounds in (1, 4):
+        monkeypatch.setattr(equal_pipelines, "_ROUNDS", rounds)
+        plans = [equal_pipelines_plan(profile, 2, of_size(capacity, 4), run) for capacity in peaks]
+        fit.append(sum(bool(judged(profile, plan, run).fits) for plan in plans))
+    assert fit[0] < fit[1] == len(peaks), "nothing was left to the further searches"
 
 
 def test_a_stage_keeps_to_the_least_of_its_devices_and_is_as_fast_as_the_slowest() -> None:
