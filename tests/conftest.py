@@ -9,6 +9,7 @@ from typing import NoReturn
 
 import pytest
 
+from tests.forks import forked_servers  # noqa: F401 (a fixture)
 from tests.skips import pytest_terminal_summary  # noqa: F401 (pytest calls it at the end of a run)
 
 # A shell that starts the suite in the background makes it ignore Ctrl-C, and every process it starts inherits that; the

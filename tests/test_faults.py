@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import signal
@@ -19,6 +18,7 @@ import pytest
 import yaml
 
 from tests.base.test_supervisor import failed
+from tests.forks import start_command
 
 ROOT = Path(__file__).parents[1]
 CONFIG: dict[str, Any] = {
@@ -39,43 +39,35 @@ CONFIG: dict[str, Any] = {
 }
 
 
-_commands = itertools.count()
-
-
 class Command:
-    """`capslog ...` in a process group of its own, all its processes marked, so that survivors are found."""
+    """`capslog ...` in a session of its own, so that survivors are found."""
 
-    def __init__(self, folder: Path, *arguments: str, **environment: str) -> None:
-        self.mark = f"MARK_OF_THE_TEST={folder}-{next(_commands)}"
-        name, _, value = self.mark.partition("=")
+    def __init__(self, *arguments: str, **environment: str) -> None:
         self.began = time.monotonic()
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", "from varuna_capslog.cli import program; program()", *arguments],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", name: value, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+        self._said = os.memfd_create("output"), os.memfd_create("errors")
+        self.process = start_command(arguments, variables, *self._said, ROOT)
 
     def end(self, seconds: float = 240) -> tuple[int, str, str]:
         """Exit status, standard output, and the one sentence at the end of standard error."""
         try:
-            output, errors = self.process.communicate(timeout=seconds)
+            status = self.process.wait(seconds)
         finally:
             if self.process.poll() is None:
                 os.killpg(self.process.pid, signal.SIGKILL)
+        output, errors = (os.pread(file, 1 << 24, 0).decode() for file in self._said)
         assert not list(self.survivors()), "a process outlived its command"
         assert "Traceback" not in errors
         lines = [line for line in errors.splitlines() if line.startswith("capslog: ")]
-        return self.process.returncode, output, lines[-1] if lines else ""
+        return status, output, lines[-1] if lines else ""
 
     def survivors(self) -> Iterator[str]:
         for folder in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
-                if folder.name.isdigit() and self.mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
-                    yield folder.name
+                if folder.name.isdigit():
+                    state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+                    if int(session) == self.process.pid and state not in "ZX":
+                        yield folder.name
 
     def wait_for_step(self, run_dir: Path, step: int) -> None:
         while self.process.poll() is None and (not (last := lines(run_dir)) or max(last) < step):
@@ -99,7 +91,7 @@ def train(folder: Path, *overrides: str, **environment: str) -> Command:
     config = folder / "config.yaml"
     if not config.exists():
         config.write_text(yaml.safe_dump(CONFIG | {"run_dir": str(folder / "run")}))
-    return Command(folder, "train", str(config), *overrides, **environment)
+    return Command("train", str(config), *overrides, **environment)
 
 
 @pytest.fixture(scope="module")

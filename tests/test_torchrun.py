@@ -29,7 +29,7 @@ def test_two_nodes_train_as_one_command_does(tmp_path: Path) -> None:
     values = CONFIG | {"pipeline": {"devices": 2, "cuts": [0, 6]}, "run_dir": str(tmp_path / "one")}
     values["train"] = CONFIG["train"] | {"max_steps": 3}
     config.write_text(yaml.safe_dump(values))
-    status, _, sentence = Command(tmp_path, "train", str(config)).end()
+    status, _, sentence = Command("train", str(config)).end()
     assert status == 0, sentence
 
     # about one run in ten ends with torch's DistNetworkError when the agents part; the cause is not found, so the

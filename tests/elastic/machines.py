@@ -17,11 +17,15 @@ import torch
 
 from tests.elastic.live import Truth, truth_of
 from tests.engine import cases
+from tests.forks import Fork, start_command
 from varuna_capslog.base import files
 from varuna_capslog.config.reading import dump_config
 
 ROOT = Path(__file__).resolve().parents[2]
-CAPSLOG = (sys.executable, "-c", "from varuna_capslog.cli import program; program()")
+PROGRAM = (sys.executable, "-c", "from varuna_capslog.cli import program; program()")
+CAPSLOG = "capslog"
+"""Instead of `PROGRAM` in a command of `Machines.start` that may be a fork."""
+Process = subprocess.Popen[bytes] | Fork
 LONG = 100000
 """Steps of a run that somebody is to stop."""
 
@@ -53,15 +57,21 @@ class Machines:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.run_dir = folder / "run"
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[Process] = []
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    def start(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> Process:
         number = len(self.processes)
-        with open(self.folder / f"machine-{number}.log", "wb") as log:
+        variables = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **(environment or {})}
+        process: Process
+        with open(self.folder / f"machine-{number}.log", "ab") as log:
+            if command[0] == CAPSLOG:
+                process = start_command(command[1:], variables, log.fileno(), log.fileno(), ROOT)
+                self.processes.append(process)
+                return process
             process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env={**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **(environment or {})},
+                env=variables,
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
@@ -104,13 +114,13 @@ class Machines:
             assert time.monotonic() < until, f"waited in vain for {what}:\n{self.said()}"
             time.sleep(0.02)
 
-    def kill(self, process: subprocess.Popen[bytes]) -> None:
+    def kill(self, process: Process) -> None:
         """All of the machine at once."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(20)
 
-    def end(self, process: subprocess.Popen[bytes], seconds: float = 60.0) -> int:
+    def end(self, process: Process, seconds: float = 60.0) -> int:
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:

@@ -6,25 +6,15 @@ Each case runs a module-level function on `world_size` of the workers, connected
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.forks import prepared_context
+
 __all__ = ["WorkerPool"]
-
-_IMPORTED_ONCE = [
-    "torch",
-    "torchvision",
-    "varuna_capslog.engine.pipeline",
-    "detr_pipeline.task",
-    "torch._dynamo",
-    "transformers.models.rt_detr.modeling_rt_detr",  # skipped where transformers is not installed
-]
-"""By the process that workers are forked from: seconds that each of them would spend again."""
-
 
 def _serve(pipe: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -55,8 +45,7 @@ class WorkerPool:
         import torch.distributed as dist
 
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_IMPORTED_ONCE)
+        self._context = prepared_context()
         self._workers: list[tuple[Any, Connection]] = []
         self._generation = 0
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.elastic.machines import CAPSLOG, Machines, free_port, write_config
+from tests.elastic.machines import CAPSLOG, PROGRAM, Machines, free_port, write_config
 from tests.elastic.member.test_held_state import leave
 from tests.secret import SECRET
 from tests.waiting import wait_until
@@ -36,7 +36,7 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
 
 def test_a_machine_is_lost_whole_and_another_of_its_name_joins(tmp_path, machines):
     config, address = write_config(tmp_path), f"127.0.0.1:{free_port()}"
-    common = [*CAPSLOG, "host", str(config), "--nnodes", "2", "--nproc", "1"]
+    common = [CAPSLOG, "host", str(config), "--nnodes", "2", "--nproc", "1"]
     # the order does not matter: b waits for the store
     b = machines.start([*common, "--name", "b", "--store", address])
     a = machines.start([*common, "--name", "a", "--serve", address])
@@ -57,8 +57,8 @@ def test_a_machine_is_lost_whole_and_another_of_its_name_joins(tmp_path, machine
 
 def test_a_run_that_waits_can_be_stopped_and_one_whose_disk_is_full_ends_with_one_sentence(tmp_path, machines):
     config = write_config(tmp_path, min_devices=2)
-    train = [*CAPSLOG, "train", str(config)]
-    one = machines.start(train)
+    train = ["train", str(config)]
+    one = machines.start([CAPSLOG, *train])
     machines.wait_for_steps(3)
     os.kill(files.read_json(machines.run_dir / "workers/" / f"{socket.gethostname()}-2.json")["pid"], signal.SIGKILL)
     machines.wait_for(lambda: machines.events("waiting"), "a run that waits")
@@ -72,7 +72,7 @@ def test_a_run_that_waits_can_be_stopped_and_one_whose_disk_is_full_ends_with_on
     # no file may grow beyond 32 KiB, as if the disk were full
     with open(machines.run_dir / "metrics.jsonl", "a") as file:
         file.write("\n" * (32 * 1024 - file.tell() - 700))
-    limited = ["bash", "-c", 'ulimit -f 32; exec "$@"', "train", *train]
+    limited = ["bash", "-c", 'ulimit -f 32; exec "$@"', "train", *PROGRAM, *train]
     assert machines.end(machines.start(limited), 90) == 2, machines.said()
     said = machines.text(1)
     assert len(re.findall("File too large; free space", said)) == 1, said

@@ -21,6 +21,8 @@ from varuna_capslog.start.given_plan import given_plan, with_given_plan
 from varuna_capslog.start.prepare import _same, prepare_run
 from varuna_capslog.training.constants import check_continues, run_constants
 
+pytestmark = pytest.mark.usefixtures("forked_servers")
+
 RECOMPUTED = [[0, 3, "recompute"], [3, 8, "recompute"], [8, 11, "recompute"]]
 REPLICATED_MIDDLE: dict[str, Any] = {
     "format": "varuna-capslog/plan/2",

@@ -15,6 +15,8 @@ from varuna_capslog.profiling.rehearsal import rehearse_plan
 from varuna_capslog.start.given_plan import with_given_plan
 from varuna_capslog.start.prepare import plan_run, prepare_run, profile_run
 
+pytestmark = pytest.mark.usefixtures("forked_servers")
+
 JOINT = ("pipeline.planner=joint", "pipeline.devices=3", "profile.source=estimated")
 
 

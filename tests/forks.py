@@ -1,0 +1,173 @@
+"""Processes of tests as forks of one that has imported torch and the package: each of them would spend seconds on that.
+
+The forked process is what a started one would be: it has its own session, the given variables, folder and descriptors.
+Some tests start theirs as users do (`test_cli.py`, `test_torchrun.py`, `elastic/test_launchers.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, BinaryIO
+
+import pytest
+
+from varuna_capslog.base import fork_server, forking
+
+_IMPORTED_ONCE = [
+    "torch",
+    "scipy.optimize",
+    "torchvision",
+    "varuna_capslog.engine.pipeline",
+    "varuna_capslog.training.run",
+    "varuna_capslog.start.prepare",
+    "varuna_capslog.elastic.member.run",
+    "detr_pipeline.task",
+    "torch._dynamo",
+    "torch._subclasses.fake_tensor",
+    "transformers.models.rt_detr.modeling_rt_detr",  # skipped where transformers is not installed
+]
+
+
+def prepared_context() -> Any:
+    """Of `multiprocessing`; its processes are forks of one that has imported what takes seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED_ONCE)
+    return context
+
+
+class Fork:
+    """What `subprocess.Popen` would be, of a fork that calls "module:function" and ends with what that returns.
+
+    Args:
+        function: called with `arguments`.
+        environment: all its variables.
+        descriptors: those of this process that it has, by the number that it has them under.
+        stdin, stdout: this process's ends of pipes to it, for who expects a `Popen`.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        arguments: Sequence[Any],
+        environment: Mapping[str, str],
+        descriptors: Mapping[int, int],
+        folder: str | os.PathLike[str] = ".",
+        stdin: BinaryIO | None = None,
+        stdout: BinaryIO | None = None,
+    ) -> None:
+        given = {number: Connection(os.dup(source)) for number, source in descriptors.items()}
+        self._process = prepared_context().Process(
+            target=_act, args=(function, arguments, dict(environment), given, os.path.abspath(folder))
+        )
+        self._process.start()
+        for copy in given.values():
+            copy.close()
+        self.pid: int = self._process.pid
+        self._looking = threading.Lock()
+        self.stdin, self.stdout = stdin, stdout
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    def poll(self) -> int | None:
+        with self._looking:  # the status can be read once
+            code: int | None = self._process.exitcode
+        return code
+
+    def wait(self, timeout: float | None = None) -> int:
+        until = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if until is not None and time.monotonic() > until:
+                raise subprocess.TimeoutExpired("a fork", timeout or 0.0)
+            time.sleep(0.005)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def start_command(
+    arguments: Sequence[str], environment: Mapping[str, str], output: int, errors: int, folder: str | os.PathLike[str]
+) -> Fork:
+    """`capslog ARGUMENTS...`, whose fork server is a fork of it."""
+    with open(os.devnull, "rb") as nothing:
+        descriptors = {0: nothing.fileno(), 1: output, 2: errors}
+        return Fork(f"{__name__}:_command", (list(arguments),), environment, descriptors, folder)
+
+
+@pytest.fixture
+def forked_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork servers of commands that run in this process are forks themselves."""
+    monkeypatch.setattr(fork_server, "subprocess", _with_popen(_fork_server_of))
+
+
+def _fork_server_of(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    stdin: int,
+    stdout: int,
+    stderr: BinaryIO,
+    preexec_fn: Callable[[], None],
+    pass_fds: Sequence[int],
+) -> Fork:
+    (orders, order), (reports, report) = os.pipe(), os.pipe()
+    descriptors = {0: orders, 1: report, 2: stderr.fileno(), **{one: one for one in pass_fds}}
+    pipes = open(order, "wb"), open(reports, "rb")  # noqa: SIM115
+    fork = Fork(f"{forking.__name__}:main", (list(command[3:]),), env, descriptors, ".", *pipes)
+    os.close(orders)
+    os.close(report)
+    return fork
+
+
+def _with_popen(start: Callable[..., Any]) -> Any:
+    return types.SimpleNamespace(**(vars(subprocess) | {"Popen": start}))
+
+
+# -- in the fork
+
+
+def _act(
+    function: str, arguments: Sequence[Any], environment: Mapping[str, str], given: dict[int, Connection], folder: str
+) -> None:
+    os.setsid()
+    # first out of the way of one another
+    copies = {number: fcntl.fcntl(one.fileno(), fcntl.F_DUPFD_CLOEXEC, max(given) + 1) for number, one in given.items()}
+    for one in given.values():
+        one.close()
+    for number, copy in copies.items():
+        os.dup2(copy, number)
+        os.close(copy)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.path[:0] = [folder, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    module, _, name = function.partition(":")
+    sys.exit(getattr(importlib.import_module(module), name)(*arguments))
+
+
+def _command(arguments: list[str]) -> int:
+    from varuna_capslog import cli
+
+    start = fork_server._started_as_fork if forking.may_fork() else subprocess.Popen
+    fork_server.subprocess = _with_popen(start)
+    return cli._run(arguments)
