@@ -35,7 +35,7 @@ from varuna_capslog.profiling.rehearsal import rehearse_layout
 from varuna_capslog.profiling.trim import MEASURED_RANK
 from varuna_capslog.schedules import RunShape
 
-SIZE, MICROBATCHES, CUTS = 16, 4, (0, 2, 4, 6)
+SIZE, MICROBATCHES, CUTS = 8, 4, (0, 2, 4, 6)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ def trim_all(
     """Trimmed runs, one after the other; and the most parameter bytes that were real at a time (`Watching` layers)."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
+    gc.freeze()  # `Watching` looks at what is made from here on, not at half a million objects of modules
     chain = skeleton(workload)
     inputs = workload.profile_inputs(size)
     specs = ShapeTable(chain).boundaries(inputs)
@@ -53,6 +55,7 @@ def trim_all(
             found.append(measure_run(chain, run, conditions, workload.loss, communicator, CPU))
         else:
             play_neighbours(chain, run, conditions, communicator)
+    gc.unfreeze()
     return found, Watching.seen
 
 

