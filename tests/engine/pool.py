@@ -16,11 +16,8 @@ from typing import Any
 __all__ = ["WorkerPool"]
 
 _IMPORTED_ONCE = [
-    "torch",
-    "torchvision",
-    "varuna_capslog.engine.pipeline",
-    "detr_pipeline.task",
-    "torch._dynamo",
+    "tests.engine.warm",
+    "tests.engine.detr",
     "transformers.models.rt_detr.modeling_rt_detr",  # skipped where transformers is not installed
 ]
 """By the process that workers are forked from: seconds that each of them would spend again."""

@@ -18,7 +18,7 @@ from tests.memory.machine import Model, profile_of
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.options import EngineOptions
-from varuna_capslog.engine.pipeline import PipelineEngine
+from varuna_capslog.engine.pipeline import PipelineEngine, Ready
 from varuna_capslog.engine.step import Verdict
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.search import plan
@@ -230,7 +230,8 @@ def step_in_parts(communicator: Communicator, layout: Cuts, ballots: list[bytes]
     """
     chain, options = models.build_chain(), EngineOptions(**(cases.SETTINGS | {"clip_norm": 0.5}))
     placed = layout_for(layout, len(chain), options.num_blocks)
-    engine = PipelineEngine(chain, models.loss, placed, options, communicator, torch.device("cpu"))
+    ready = Ready(cases.shapes_of())
+    engine = PipelineEngine(chain, models.loss, placed, options, communicator, torch.device("cpu"), ready)
     tensors = [t for layer in engine.layers for t in (*layer.parameters.values(), *layer.buffers.values())]
     untouched, verdicts = [], []
     for step in (1, 2):
