@@ -26,16 +26,12 @@ import pytest
 from varuna_capslog.base import fork_server, forking
 
 _IMPORTED_ONCE = [
-    "torch",
+    "tests.engine.warm",
+    "tests.engine.detr",
     "scipy.optimize",
-    "torchvision",
-    "varuna_capslog.engine.pipeline",
     "varuna_capslog.training.run",
     "varuna_capslog.start.prepare",
     "varuna_capslog.elastic.member.run",
-    "detr_pipeline.task",
-    "torch._dynamo",
-    "torch._subclasses.fake_tensor",
     "transformers.models.rt_detr.modeling_rt_detr",  # skipped where transformers is not installed
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import os
 import random
 import time
@@ -28,6 +29,7 @@ from varuna_capslog.engine.probe import PeakProbe
 from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.engine.step import Verdict, train_step
 from varuna_capslog.model.chain import Chain, Layer, LayerFactory
+from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.rig import nccl_manners
@@ -38,6 +40,22 @@ from varuna_capslog.training.run import Run
 
 SECOND = datetime.timedelta(seconds=1)
 SETTINGS: dict[str, Any] = {"num_microbatches": 4, "num_blocks": 2, "seed": 7, "recipe": Recipe(LearningRate(1e-3))}
+
+
+def _built(made: str, dtype: torch.dtype, dropout: float) -> Chain:
+    graph = models.GRAPHS.get(made)
+    chain: Chain = (graph.build_chain if graph else getattr(models, made))(dtype=dtype, dropout=dropout)
+    return chain
+
+
+def shapes_of(made: str = "build_chain", dtype: torch.dtype = torch.float32, precision: str = "float32") -> ShapeTable:
+    """The shapes of a chain, which a process traces once: a trace takes longer than a step."""
+    return _shapes_of("build_chain" if made.startswith("factory_chain") else made, dtype, precision)
+
+
+@functools.cache
+def _shapes_of(made: str, dtype: torch.dtype, precision: str) -> ShapeTable:
+    return ShapeTable(_built(made, dtype, 0.1), "cpu", precision)
 
 
 def train(
@@ -60,13 +78,12 @@ def train(
         copies: how those to and from the host tier go; see `copying`.
     """
     model: Any = models.GRAPHS.get(made, models)
-    chain = getattr(model, "build_chain" if made in models.GRAPHS else made)(
-        dtype=dtype, dropout=0.0 if twist == "even" else 0.1
-    )
+    chain = _built(made, dtype, 0.0 if twist == "even" else 0.1)
     settings = EngineOptions(**(SETTINGS | options))
     placed = layout_for(layout, len(chain), settings.num_blocks)
     tier = None if copies is None else copying(copies, settings)
-    engine = PipelineEngine(chain, model.loss, placed, settings, communicator, torch.device("cpu"), Ready(tier=tier))
+    ready = Ready(shapes_of(made, dtype, settings.precision), tier=tier)
+    engine = PipelineEngine(chain, model.loss, placed, settings, communicator, torch.device("cpu"), ready)
     first: dict[str, Tensor] = {}
     results = []
 
@@ -173,7 +190,7 @@ def refuse_a_step(communicator: Communicator, layout: Cuts, poison: str) -> str:
     chain = models.build_chain()
     settings = EngineOptions(**SETTINGS)
     placed = layout_for(layout, len(chain), settings.num_blocks)
-    engine = PipelineEngine(chain, models.loss, placed, settings, communicator, torch.device("cpu"))
+    engine = PipelineEngine(chain, models.loss, placed, settings, communicator, torch.device("cpu"), Ready(shapes_of()))
     minibatch, inputs = models.make_minibatch(4, 1)
     train_step(engine, 1, minibatch, inputs.__getitem__)
     before = [tensor.clone() for tensor in _tensors(engine)]
@@ -240,7 +257,9 @@ def train_run(
                     begun.__exit__(None, None, None)
 
     def build(parts: EngineParts) -> PipelineEngine:
-        return Starved(parts.chain, parts.loss, parts.layout, parts.options, parts.communicator, parts.device)
+        made = config.model.get("graph") or config.model.get("chain", "build_chain")
+        ready = Ready(shapes_of(made, precision=parts.options.precision))
+        return Starved(parts.chain, parts.loss, parts.layout, parts.options, parts.communicator, parts.device, ready)
 
     run = Run(
         config,

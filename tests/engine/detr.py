@@ -6,6 +6,7 @@ ours, and therefore has neither dropout nor noise.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import seed_layer
 from varuna_capslog.engine.options import EngineOptions
-from varuna_capslog.engine.pipeline import PipelineEngine
+from varuna_capslog.engine.pipeline import PipelineEngine, Ready
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, TensorSpec
+from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch, Workload, load_workload
 from varuna_capslog.training.boundaries import verify_copies
 
@@ -143,12 +145,33 @@ def plain(name: str, seed: int) -> tuple[float, dict[str, Tensor]]:
     return total, {name: p.grad for name, p in chain.named_parameters().items() if p.grad is not None}
 
 
-def step(communicator: Communicator, name: str, layout: Cuts, options: dict[str, Any]) -> dict[str, Any]:
-    """One step on the pipeline; gradients before clipping, and the weights after it."""
+Shapes = dict[tuple[tuple[str, TensorSpec], ...], list[dict[str, TensorSpec]]]
+"""The specs of all cuts, by those of a microbatch."""
+
+
+class Traced(ShapeTable):
+    """What another process has traced, which takes several times as long as the step."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        self._shapes = shapes
+
+    def boundaries(self, inputs: Mapping[str, TensorSpec]) -> list[dict[str, TensorSpec]]:
+        return self._shapes[tuple(sorted(inputs.items()))]
+
+
+def step(
+    communicator: Communicator, name: str, layout: Cuts, options: dict[str, Any], shapes: Shapes | None = None
+) -> dict[str, Any]:
+    """One step on the pipeline; gradients before clipping, and the weights after it; the shapes that it met.
+
+    Args:
+        shapes: None: they are traced.
+    """
     workload, chain = build(name)
     settings = EngineOptions(**({"num_microbatches": 4, "num_blocks": 2, "seed": 7, "clip_norm": 0.1} | options))
     placed = layout_for(layout, len(chain), settings.num_blocks)
-    engine = PipelineEngine(chain, workload.loss, placed, settings, communicator, torch.device("cpu"))
+    ready = Ready(None if shapes is None else Traced(shapes))
+    engine = PipelineEngine(chain, workload.loss, placed, settings, communicator, torch.device("cpu"), ready)
     batch, inputs = minibatch(name)
     gradients: dict[str, Tensor] = {}
 
@@ -160,4 +183,5 @@ def step(communicator: Communicator, name: str, layout: Cuts, options: dict[str,
     result = train_step(engine, 1, batch, inputs.__getitem__, before_commit=keep)
     verify_copies(engine)
     state = {f"{layer.name}.{n}": p.detach().clone() for layer in engine.layers for n, p in layer.parameters.items()}
-    return {"loss": result.parts["loss"], "gradients": gradients, "state": state}
+    met: Shapes = {tuple(sorted(inputs.items())): engine.table.boundaries(inputs) for inputs in batch.inputs}
+    return {"loss": result.parts["loss"], "gradients": gradients, "state": state, "shapes": met}

@@ -16,6 +16,7 @@ from tests.forks import prepared_context
 
 __all__ = ["WorkerPool"]
 
+
 def _serve(pipe: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch

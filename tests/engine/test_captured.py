@@ -17,7 +17,7 @@ from tests.model.capture.test_by_shape import SIZES, Fixed
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.options import EngineOptions
-from varuna_capslog.engine.pipeline import PipelineEngine
+from varuna_capslog.engine.pipeline import PipelineEngine, Ready
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.capture import Kept, OneOf, Varying
 from varuna_capslog.model.chain import Chain, TensorSpec
@@ -81,14 +81,15 @@ def captured(name: str, folder: Path, writes: bool = False) -> Chain:
 
 def steps(communicator: Communicator, name: str, folder: Path, cuts: tuple[int, ...]) -> list[dict[str, Any]]:
     """A step for each size, the second microbatch of the next size: the loss, and this rank's gradients by address."""
-    found, sizes = [], SHAPES[name]
+    found, sizes, ready = [], SHAPES[name], Ready()
     for number in range(len(sizes)):
         chain = captured(name, folder)
         inputs = [inputs_of(sizes[(number + index) % len(sizes)], index) for index in range(2)]
         specs = [{key: TensorSpec.of(tensor) for key, tensor in values.items()} for values in inputs]
         batch = Minibatch(specs, [None] * 2, {"microbatches": 2.0}, [[0], [1]])
         layout, options = Layout.pipelines(cuts, len(chain)), EngineOptions(2, seed=1)
-        engine = PipelineEngine(chain, loss, layout, options, communicator, torch.device("cpu"))
+        engine = PipelineEngine(chain, loss, layout, options, communicator, torch.device("cpu"), ready)
+        ready = Ready(engine.table)  # a size is traced once
         gradients: dict[str, Tensor] = {}
 
         def keep(engine: PipelineEngine = engine, gradients: dict[str, Tensor] = gradients) -> None:

@@ -6,11 +6,11 @@ from multiprocessing import forkserver
 
 import pytest
 
-from tests.engine.pool import WorkerPool
+from tests.forks import prepared_context
 
 
 @pytest.fixture(scope="session")
 def imported_once() -> None:
     """A server for the processes that has imported what an optimizer does, which takes each of them two seconds."""
-    WorkerPool()
+    prepared_context()
     forkserver.ensure_running()

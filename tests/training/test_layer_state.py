@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine import models
+from tests.engine import cases, models
 from tests.engine.layouts import Cuts, layout_for
 from tests.engine.pool import WorkerPool
 from varuna_capslog.base.errors import CapslogError
@@ -57,7 +57,7 @@ def make_engine(
     alone = communicator or Communicator(0, 1, 0, datetime.timedelta(0))
     chain = chain or models.build_chain()
     placed = layout_for(layout, len(chain), OPTIONS.num_blocks)
-    return PipelineEngine(chain, models.loss, placed, OPTIONS, alone, CPU, Ready(layers=layers))
+    return PipelineEngine(chain, models.loss, placed, OPTIONS, alone, CPU, Ready(cases.shapes_of(), layers))
 
 
 def train(engine: PipelineEngine, *steps: int) -> None:

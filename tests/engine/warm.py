@@ -1,0 +1,15 @@
+"""What the process that the pool forks its workers from does once: a first trace takes seconds."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from tests.engine import cases, models
+
+torch.set_num_threads(1)
+with contextlib.suppress(Exception):  # what fails here fails in a worker again, which tells it
+    for step in (1, 2):
+        for values in models.make_minibatch(4, step)[0].inputs:
+            cases.shapes_of().boundaries(values)
