@@ -13,16 +13,17 @@ from varuna_capslog.rig.search.past import Past
 from varuna_capslog.rig.search.places import make_job
 
 _TWO: dict[str, Any] = {"members": 2, "processes": 2, "job": make_job(2)}
+_ALONE: dict[str, Any] = _TWO | {"steps": 1, "job": make_job(2, 0), "redundancy": 0}
 
 SCENARIOS: Mapping[str, Mapping[str, Any]] = {
     "crash": {"faults": 1, "kinds": ("crash",), "steps": 1},
-    "async": {"faults": 1, "kinds": ("crash",), "steps": 1, "job": make_job(3, sync=False)},
+    "async": {"faults": 1, "kinds": ("crash",)} | _TWO | {"job": make_job(2, sync=False)},
     "2 crashes of 2": {"faults": 2, "kinds": ("crash",)} | _TWO,
-    "hang": {"faults": 1, "kinds": ("hang",)} | _TWO,
+    "hang": {"faults": 1, "kinds": ("hang",), "steps": 1} | _TWO,
     "cut": {"faults": 1, "kinds": ("cut",), "steps": 1} | _TWO,
-    "stale": {"faults": 2, "kinds": ("crash", "hang"), "once": True, "stale": True} | _TWO | {"steps": 1},
+    "stale": {"faults": 2, "kinds": ("crash", "hang"), "once": True, "stale": True} | _ALONE,
     "leave": {"faults": 0, "leaves": 1, "steps": 1},
-    "leave with shadows": {"faults": 0, "leaves": 1, "job": make_job(3, shadows=True)},
+    "leave with shadows": {"faults": 0, "leaves": 1} | _TWO | {"job": make_job(2, shadows=True)},
     "late": {"faults": 0, "late": 1} | _TWO,
     "damage": {"faults": 1, "kinds": ("damage",), "leaves": 1} | _TWO | {"job": make_job(2, 0, shadows=True)},
 }
