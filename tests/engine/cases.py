@@ -48,6 +48,9 @@ def _built(made: str, dtype: torch.dtype, dropout: float) -> Chain:
     return chain
 
 
+TINY = "tests.engine.workload:workload"
+
+
 def shapes_of(made: str = "build_chain", dtype: torch.dtype = torch.float32, precision: str = "float32") -> ShapeTable:
     """The shapes of a chain, which a process traces once: a trace takes longer than a step."""
     return _shapes_of("build_chain" if made.startswith("factory_chain") else made, dtype, precision)
@@ -221,7 +224,7 @@ def run_config(run_dir: str, **sections: Any) -> Config:
         "evaluate_every": None,
         "seed": 3,
     }
-    values: dict[str, Any] = {"workload": "tests.engine.workload:workload", "run_dir": run_dir, "device": "cpu"}
+    values: dict[str, Any] = {"workload": TINY, "run_dir": run_dir, "device": "cpu"}
     values |= {"train": train | sections.pop("train", {})} | sections
     return Config.model_validate(values)
 
@@ -258,7 +261,8 @@ def train_run(
 
     def build(parts: EngineParts) -> PipelineEngine:
         made = config.model.get("graph") or config.model.get("chain", "build_chain")
-        ready = Ready(shapes_of(made, precision=parts.options.precision))
+        table = shapes_of(made, precision=parts.options.precision) if config.workload == TINY else None
+        ready = Ready(table)
         return Starved(parts.chain, parts.loss, parts.layout, parts.options, parts.communicator, parts.device, ready)
 
     run = Run(

@@ -62,10 +62,12 @@ def test_stages_of_several_microbatches_and_direct_routes(grains: tuple[int, ...
 
 @pytest.mark.parametrize(
     ("case", "grains"),  # every grain with both of all the others
-    zip(
-        itertools.product([(0, 1, 2), (0, 1, 0)], [False, True], [False, True]),
-        itertools.cycle([(1, 2, 2), (2, 4, 1), (4, 1, 2)]),
-        strict=False,
+    list(
+        zip(
+            itertools.product([(0, 1, 2), (0, 1, 0)], [False, True], [False, True]),
+            itertools.cycle([(1, 2, 2), (2, 4, 1), (4, 1, 2)]),
+            strict=False,
+        )
     ),
 )
 def test_stages_of_several_microbatches_are_what_the_fold_says(
