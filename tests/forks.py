@@ -143,6 +143,7 @@ def _act(
     function: str, arguments: Sequence[Any], environment: Mapping[str, str], given: dict[int, Connection], folder: str
 ) -> None:
     os.setsid()
+    forking.renew_threads()
     # first out of the way of one another
     copies = {number: fcntl.fcntl(one.fileno(), fcntl.F_DUPFD_CLOEXEC, max(given) + 1) for number, one in given.items()}
     for one in given.values():

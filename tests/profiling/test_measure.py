@@ -135,6 +135,8 @@ def test_a_run_that_fails_says_why() -> None:
 
 
 LOCAL = """
+import threading
+from multiprocessing import forkserver
 from tests.profiling.workloads import Equal
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.measure import profile_workload
@@ -144,11 +146,19 @@ def local():
         pass
     return Local(length=2, width=16)
 
-print(len(profile_workload(local(), RunConditions(microbatch_size=2)).observations))
+def measured(workload):
+    return profile_workload(workload, RunConditions(microbatch_size=2)).column("isolated_bytes")
+
+assert measured(local()) == measured(Equal(length=2, width=16))
+assert forkserver._forkserver._forkserver_pid is None, "a process with one thread needs no server that imports torch"
+thread = threading.Thread(target=threading.Event().wait, daemon=True)
+thread.start()
+assert measured(local()) == measured(Equal(length=2, width=16))
+assert forkserver._forkserver._forkserver_pid is not None, "a thread would be missing in a fork"
 """
 
 
-def test_a_workload_that_no_process_can_be_sent_is_measured_too() -> None:
+def test_a_workload_that_no_process_can_be_sent_is_measured_as_others_are() -> None:
     """As typed into an interpreter, whose classes have no file.
 
     In a process of its own: torch refuses gradients to forks of one that ever ran a backward on fake tensors, and the
@@ -156,7 +166,7 @@ def test_a_workload_that_no_process_can_be_sent_is_measured_too() -> None:
     """
     root = Path(__file__).parents[2]
     found = subprocess.run([sys.executable, "-c", LOCAL], cwd=root, capture_output=True, text=True, timeout=120)
-    assert found.stdout.split() == ["3"], found.stderr
+    assert found.returncode == 0, found.stderr
 
 
 def test_cuda_that_is_not_there_is_refused() -> None:
@@ -216,7 +226,7 @@ def test_no_process_outlives_an_interrupted_profile(tmp_path: Path, number: sign
     )
     assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)] == [b"0\n", b"1\n"]
-    assert len(marked(marker)) >= 4  # itself, the server, a worker and its neighbour
+    assert len(marked(marker)) >= 3  # itself, a worker and its neighbour
     if number == signal.SIGINT:
         os.killpg(process.pid, number)  # as the terminal does
     else:

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.processes import die_with_parent, signal_group
 
-__all__ = ["PRELOADED", "Order", "answer", "main", "may_fork"]
+__all__ = ["PRELOADED", "Order", "answer", "main", "may_fork", "renew_threads"]
 
 PRELOADED = ("torch", "scipy.optimize")
 """What workers need and what takes long to import; scipy alone cost a recovered run 0.2 s at its first loss."""
@@ -80,6 +80,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
     return 0
+
+
+def renew_threads() -> None:
+    """The first thing in a fork, before it has another thread. Where torch has had a thread pool, it makes a new one
+    when it is first asked for it, and two threads that ask at once abort the process ("Invalid thread pool!").
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(torch.get_num_threads())
 
 
 def _preload(entry: str, modules: Sequence[str]) -> None:
@@ -167,6 +176,7 @@ def _become(
     try:
         if prepare is not None:
             prepare()
+        renew_threads()
         _settle(order, private)
         module, _, function = order.get("entry", entry).partition(":")
         status = int(getattr(importlib.import_module(module), function)(order["arguments"]) or 0)

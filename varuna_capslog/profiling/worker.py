@@ -12,6 +12,7 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ import torch
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.failures import signal_name
+from varuna_capslog.base.forking import may_fork, renew_threads
 from varuna_capslog.base.processes import killed_with
 from varuna_capslog.engine.communicator import PeerLost, connect
 from varuna_capslog.engine.meeting.local_store import local_store
@@ -217,7 +219,9 @@ class WorkerGroup:
 
 
 def _process_context(source: Callable[[], Workload], preload: Sequence[str]) -> Any:
-    """How to start processes: from a clean server that has imported torch once, or else from this process."""
+    """How to start processes: from this one, as long as a fork loses nothing of it, or else from a clean server that
+    imports torch once more, which takes seconds.
+    """
     try:
         pickle.dumps(source)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -226,6 +230,8 @@ def _process_context(source: Callable[[], Workload], preload: Sequence[str]) -> 
                 f"the workload cannot be sent to other processes ({error}), and CUDA is in use in this one: define "
                 "the model at the top level of a module"
             ) from error
+        return multiprocessing.get_context("fork")
+    if sys.platform == "linux" and may_fork():  # elsewhere nobody tells of threads that are not Python's
         return multiprocessing.get_context("fork")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, *preload])
@@ -283,6 +289,7 @@ def _work(
 def _neighbour(tasks: Connection, foreign: Sequence[Connection], role: Role) -> None:
     """What plays stages around a worker's runs; `foreign` are ends of pipes that it must not keep open."""
     belong_to_parent()
+    renew_threads()
     for connection in foreign:
         connection.close()
     try:
