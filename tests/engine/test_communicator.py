@@ -32,7 +32,8 @@ def talk(communicator: Communicator) -> list[Any]:
     slots = torch.zeros(world, dtype=torch.float64)
     slots[rank] = rank + 0.5
     neighbours = dict.fromkeys([(rank + 1) % world, (rank - 1) % world], SPEC)
-    theirs = communicator.exchange(torch.full((4,), float(rank)), neighbours, neighbours, 7, torch.device("cpu"))
+    given = dict.fromkeys(neighbours, torch.full((4,), float(rank)))
+    theirs = communicator.exchange(given, neighbours, 7, torch.device("cpu"))
     return [
         communicator.sum_(slots).tolist(),
         communicator.gather(("rank", rank)),

@@ -362,23 +362,19 @@ class Communicator:
                     return future.result()
 
     def exchange(
-        self,
-        tensor: Tensor | None,
-        to: Iterable[int],
-        wanted: Mapping[int, TensorSpec],
-        tag: int,
-        device: torch.device,
+        self, given: Mapping[int, Tensor], wanted: Mapping[int, TensorSpec], tag: int, device: torch.device
     ) -> dict[int, Tensor]:
-        """Sends a tensor (None: nothing) to some ranks and receives one from others; never to or from this rank itself.
+        """Sends tensors to some ranks and receives one from each of others; never to or from this rank itself.
 
         Args:
+            given: rank -> what it gets.
             wanted: rank -> the spec of what it sends.
 
         Returns:
             The received tensors by rank, on `device`.
         """
         receives = {peer: self.receive(spec, peer, tag, device) for peer, spec in wanted.items()}
-        sends = [self.send(tensor, peer, tag) for peer in to] if tensor is not None else []
+        sends = [self.send(tensor, peer, tag) for peer, tensor in given.items()]
         theirs = {peer: receive.wait() for peer, receive in receives.items()}
         for send in sends:
             send.wait()

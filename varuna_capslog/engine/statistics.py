@@ -194,7 +194,9 @@ class StatisticsBook:
         flat = torch.cat([tensor.reshape(-1) for microbatch in order for tensor in mine[microbatch]])
         wanted = {peer: TensorSpec((sum(sizes) * len(theirs),), flat.dtype) for peer, theirs in others.items()}
         found = {}
-        for peer, values in self._communicator.exchange(flat, others, wanted, _TAG + index, flat.device).items():
+        for peer, values in self._communicator.exchange(
+            dict.fromkeys(others, flat), wanted, _TAG + index, flat.device
+        ).items():
             pieces = iter(values.split(sizes * len(others[peer])))
             for microbatch in others[peer]:
                 found[microbatch] = [next(pieces).reshape(shape) for shape in shapes]

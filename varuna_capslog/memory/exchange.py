@@ -1,13 +1,14 @@
 """The bytes of gradients while a rank exchanges them at the end of a step, on top of what is resident.
 
 The engine adds the blocks of a layer that several ranks hold, and the uses of a parameter that several layers share, in
-one order everywhere (`engine/holders/gradients`): for that the others' sums are there together for a while. `fold` asks
-for the most.
+one order everywhere (`engine/holders/gradients`): for that the others' blocks of a slice, or their uses, are there
+together for a while. `fold` asks for the most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 from varuna_capslog.memory.range_bytes import RangeBytes
 
@@ -25,27 +26,19 @@ def exchange(ranges: RangeBytes, rank: int, holders: Holders) -> int:
     kept = {layer: len(holders[layer][rank]) if layer in several else 1 for layer in layers}
     most = waiting = sum(kept[layer] * size[layer] for layer in layers)
     for layer in several:
-        others = [len(blocks) for peer, blocks in holders[layer].items() if peer != rank]
-        most = max(most, waiting + _copies(kept[layer], others) * size[layer])
+        most = max(most, waiting + _beside(holders[layer], rank, size[layer]))
         waiting -= (kept[layer] - 1) * size[layer]
-    if layers and layers[-1] in several:
-        # the blocks of the last layer are let go when all is done
-        waiting += (sum(map(len, holders[layers[-1]].values())) - 1) * size[layers[-1]]
     return max([most, *(waiting + more for more in _uses(ranges, rank, holders))])
 
 
-def _copies(own: int, others: Sequence[int]) -> int:
-    """The most sums of one layer's gradients that are there beside its own blocks while all holders exchange theirs.
+def _beside(ranks: Mapping[int, Sequence[int]], rank: int, size: int) -> int:
+    """The most bytes beside this rank's own blocks of a layer of `size` bytes while all its holders add their slices.
 
-    In each turn every holder sends a block, packed into one tensor of its own; the last turn's is there until the next
-    is packed, and what was received stays.
+    First every block is packed, by way of a copy of its own; the packed ones then take the place of the blocks.
     """
-    most = 0
-    for turn in range(max(own, *others)):
-        before, after = (sum(min(count, turns) for count in others) for turns in (turn, turn + 1))
-        packing = (turn < own) * (1 + (turn > 0))
-        most = max(most, before + packing, after + (turn < own))
-    return most
+    own, blocks = len(ranks[rank]), sum(map(len, ranks.values()))
+    part = math.ceil(size / len(ranks))
+    return max((own + 1) * size, (blocks - own + 1) * part)
 
 
 def _uses(ranges: RangeBytes, rank: int, holders: Holders) -> list[int]:

@@ -2,7 +2,8 @@
 
 Engine rule 1: block v sums its microbatches in order; the blocks are added in index order; the uses of a shared
 parameter are added in layer order. Neither the cut list nor the number of replicas changes an addition, so nothing here
-is a ring.
+is a ring: of a layer that several ranks hold, each of them gets all blocks of one slice, adds these in order, and tells
+the others the sum.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.holders.slices import Slices
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.model.chain import Chain, TensorSpec
@@ -21,6 +23,7 @@ from varuna_capslog.model.chain import Chain, TensorSpec
 __all__ = ["GradientBook"]
 
 _BLOCK_TAG = 1 << 28
+_SUM_TAG = 7 << 27
 _SHARED_TAG = 1 << 29
 
 
@@ -80,10 +83,9 @@ class GradientBook:
         for layer in self._layers:
             blocks, self._blocks[layer.index] = self._blocks[layer.index], {}
             if len(self._owned[layer.index]) > 1:
-                self._collect_blocks(layer, blocks)
-            total: dict[str, Tensor] = {}
-            for block in sorted(blocks):
-                _add_block(total, blocks[block])
+                total = self._added_by_all(layer, blocks)
+            else:
+                total = next(iter(blocks.values()), {})
             for name, gradient in total.items():
                 layer.parameters[name].grad = gradient
         self._add_uses()
@@ -112,21 +114,29 @@ class GradientBook:
         for blocks in self._blocks.values():
             blocks.clear()
 
-    def _collect_blocks(self, layer: EngineLayer, blocks: dict[int, dict[str, Tensor]]) -> None:
-        """Adds the blocks of the layer's other holders to those of this rank."""
+    def _added_by_all(self, layer: EngineLayer, blocks: dict[int, dict[str, Tensor]]) -> dict[str, Tensor]:
+        """The sum of all blocks of a layer that several ranks hold; empties `blocks`, which are those of this rank."""
         trainable = {name: p for name, p in layer.parameters.items() if p.requires_grad}
         if not trainable:
-            return
-        size = sum(parameter.numel() for parameter in trainable.values()) + len(trainable)
-        spec = TensorSpec((size,), next(iter(trainable.values())).dtype)
-        rank, tag = self._communicator.rank, _BLOCK_TAG + layer.index
-        owned = dict(self._owned[layer.index])
-        mine = owned.pop(rank)
-        for turn in range(max(len(mine), *map(len, owned.values()))):
-            packed = _pack(blocks[mine[turn]], trainable) if turn < len(mine) else None
-            wanted = {peer: spec for peer, theirs in owned.items() if turn < len(theirs)}
-            for peer, flat in self._communicator.exchange(packed, owned, wanted, tag, layer.device).items():
-                blocks[owned[peer][turn]] = _unpack(flat, trainable)
+            return {}
+        owned, rank = self._owned[layer.index], self._communicator.rank
+        ranks = sorted(owned)
+        here, peers = ranks.index(rank), [peer for peer in ranks if peer != rank]
+        sliced = Slices(trainable, len(ranks))
+        mine = sliced.pack(blocks)
+        given = {peer: mine[ranks.index(peer)] for peer in peers}
+        wanted = {peer: TensorSpec((len(owned[peer]), *mine.shape[2:]), mine.dtype) for peer in peers}
+        arrived = self._communicator.exchange(given, wanted, _BLOCK_TAG + layer.index, layer.device)
+        del given
+        arrived[rank] = mine[here]
+        rows = {block: row for peer, slices in arrived.items() for block, row in zip(owned[peer], slices, strict=True)}
+        del mine, arrived
+        part, present = sliced.add([rows[block] for block in sorted(rows)], here)
+        del rows
+        specs = dict.fromkeys(peers, TensorSpec(tuple(part.shape), part.dtype))
+        parts = self._communicator.exchange(dict.fromkeys(peers, part), specs, _SUM_TAG + layer.index, layer.device)
+        parts[rank] = part
+        return sliced.unpack(torch.cat([parts[one] for one in ranks]), present)
 
     def _add_uses(self) -> None:
         """Shared parameters: every owner adds all uses in layer order."""
@@ -154,7 +164,8 @@ class GradientBook:
         }
         found: dict[int, Tensor | None] = {}
         tag = _SHARED_TAG + shared.number
-        arrived = self._communicator.exchange(packed, shared.receivers, specs, tag, template.device)
+        given = dict.fromkeys(shared.receivers, packed)
+        arrived = self._communicator.exchange(given, specs, tag, template.device)
         for peer, flat in arrived.items():
             theirs = _unpack(flat, {str(index): template for index in shared.held[peer]})
             found.update({index: theirs.get(str(index)) for index, source in shared.sources.items() if source == peer})

@@ -89,10 +89,10 @@ class SharedUpdates:
             device = row.parameters[0].device
             if here == row.keeper:
                 flat = torch.cat([_bits(parameter) for parameter in row.parameters])
-                self._communicator.exchange(flat, row.takers, {}, _TAG + row.layer, device)
+                self._communicator.exchange(dict.fromkeys(row.takers, flat), {}, _TAG + row.layer, device)
                 continue
             spec = TensorSpec((row.bytes,), torch.uint8)
-            found = self._communicator.exchange(None, (), {row.keeper: spec}, _TAG + row.layer, device)[row.keeper]
+            found = self._communicator.exchange({}, {row.keeper: spec}, _TAG + row.layer, device)[row.keeper]
             at = 0
             for parameter in row.parameters:
                 value = found[at : at + parameter.nbytes].view(parameter.dtype).reshape(parameter.shape)

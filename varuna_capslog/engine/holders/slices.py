@@ -1,0 +1,106 @@
+"""The gradients of one layer as one flat tensor, of which each rank that holds the layer adds one slice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.engine.host.offload import laid_out
+from varuna_capslog.model.chain import TensorSpec
+
+__all__ = ["Slices"]
+
+
+class Slices:
+    """How the gradients of these parameters are cut.
+
+    Args:
+        parameters: by name; those that want a gradient.
+        count: of the slices, which are equally long; the last ones may end in padding.
+
+    A slice of a block travels as a row: its elements, and behind them, per parameter, 1 if the block has its gradient,
+    else 0.
+
+    Raises:
+        CapslogError: parameters of several dtypes.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], count: int) -> None:
+        dtypes = {str(parameter.dtype) for parameter in parameters.values()}
+        if len(dtypes) > 1:
+            raise CapslogError(
+                f"several ranks hold a layer whose parameters are {' and '.join(sorted(dtypes))}; give all parameters "
+                "of a layer one dtype, or set pipeline.replicas=1"
+            )
+        self._parameters, self._count = dict(parameters), count
+        self._size = sum(parameter.numel() for parameter in parameters.values())
+        self._width = math.ceil(self._size / count)
+
+    def pack(self, blocks: dict[int, dict[str, Tensor]]) -> Tensor:
+        """[slices, blocks, row], of blocks in rising order; empties `blocks`."""
+        first = next(iter(self._parameters.values()))
+        rows = first.new_empty(self._count, len(blocks), self._width + len(self._parameters))
+        for place, block in enumerate(sorted(blocks)):
+            gradients = blocks.pop(block)
+            flat = self._flat(gradients)
+            rows[:, place, : self._width] = flat.view(self._count, self._width)
+            rows[:, place, self._width :] = flat.new_tensor([float(name in gradients) for name in self._parameters])
+        return rows
+
+    def add(self, rows: Sequence[Tensor], place: int) -> tuple[Tensor, list[str]]:
+        """The sum of one slice over all blocks, in their order, and the names of the parameters that have a gradient.
+
+        A gradient that a block lacks is not added as zeros: -0.0 would become 0.0.
+        """
+        flags = torch.stack([row[self._width :] for row in rows]).bool().tolist()
+        present = [name for name, *found in zip(self._parameters, *flags, strict=True) if any(found)]
+        if all(one == flags[0] for one in flags):
+            total = rows[0][: self._width].clone()
+            for row in rows[1:]:
+                total.add_(row[: self._width])
+            return total, present
+        total = torch.zeros_like(rows[0][: self._width])
+        end = 0
+        for number, parameter in enumerate(self._parameters.values()):
+            begin, end = end, end + parameter.numel()
+            low, high = (min(max(at - place * self._width, 0), self._width) for at in (begin, end))
+            parts = [row[low:high] for row, there in zip(rows, flags, strict=True) if there[number]]
+            for one, part in enumerate(parts):
+                total[low:high] = part if one == 0 else total[low:high] + part
+        return total, present
+
+    def unpack(self, flat: Tensor, present: Sequence[str]) -> dict[str, Tensor]:
+        """The gradients by name, each in the layout of its parameter: parts of `flat`, which is all slices together."""
+        found, at = {}, 0
+        for name, parameter in self._parameters.items():
+            if name in present:
+                found[name] = flat.as_strided(parameter.shape, _dense(parameter), at)
+            at += parameter.numel()
+        return found
+
+    def _flat(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        parts = []
+        for name, parameter in self._parameters.items():
+            if name in gradients:
+                own = laid_out(gradients[name], _dense(parameter))
+                parts.append(own.as_strided((own.numel(),), (1,)))
+            else:
+                parts.append(parameter.new_zeros(parameter.numel()))
+        parts.append(parts[0].new_zeros(self._count * self._width - self._size))
+        return torch.cat(parts)
+
+
+def _dense(parameter: nn.Parameter) -> tuple[int, ...]:
+    """The strides of a gradient of this parameter: its own, or the usual ones where it leaves gaps in its memory."""
+    order = sorted(range(parameter.dim()), key=lambda axis: (parameter.stride(axis), parameter.size(axis)))
+    expected, strides = 1, [0] * parameter.dim()
+    for axis in order:
+        strides[axis] = expected
+        expected *= max(parameter.size(axis), 1)
+    if all(parameter.size(axis) <= 1 or parameter.stride(axis) == strides[axis] for axis in order):
+        return tuple(parameter.stride())
+    return TensorSpec(tuple(parameter.shape)).stride
