@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -55,17 +57,40 @@ def test_a_tensor_that_passes_by_separates_the_graphs_and_gets_the_sum_of_its_gr
         torch.testing.assert_close(layer.parameters["weight"].grad, expected[f"{layer.name}.weight"])
 
 
+class Both(torch.autograd.Function):
+    """Twice the same; its gradient is that of the second."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        return x * 1, x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Tensor | None:
+        assert gradients[0] is None
+        return gradients[1]
+
+
 def test_a_gradient_takes_the_layout_of_its_tensor() -> None:
     """A permuted gradient would choose other kernels than the contiguous one that a cut delivers, and so other bits."""
-    seen = []
+
+    def layout_of_its_gradient(written: Tensor, before: Tensor, kept: bool) -> tuple[int, ...]:
+        seen = []
+        before.register_hook(lambda gradient: seen.append(gradient.stride()))
+        if kept:
+            keep_layout(written)
+        (written.t() * torch.randn(4, 3)).sum().backward()
+        return seen[0]
+
     leaf = torch.randn(3, 4, requires_grad=True)
-    written = leaf * 2
-    keep_layout(written)
-    written.register_hook(lambda gradient: seen.append(gradient.stride()))
-    (written.t() * torch.randn(4, 3)).sum().backward()
-    assert seen == [(4, 1)]
-    seen.clear()
-    written = leaf * 2
-    written.register_hook(lambda gradient: seen.append(gradient.stride()))
-    (written.t() * torch.randn(4, 3)).sum().backward()
-    assert seen == [(1, 3)]
+    for kept, stride in ((True, (4, 1)), (False, (1, 3))):
+        before = leaf * 1
+        assert layout_of_its_gradient(before * 2, before, kept) == stride
+        before = leaf * 1
+        written = Both.apply(before)[1]
+        assert layout_of_its_gradient(written, before, kept) == stride, "two outputs of one operation"
+    own = torch.randn(3, 4, requires_grad=True)
+    keep_layout(own)
+    (own.t() * torch.randn(4, 3)).sum().backward()
+    assert own.grad is not None
+    assert own.grad.stride() == (4, 1), "a layer may hand on a leaf"

@@ -36,8 +36,8 @@ def test_modules_that_run_in_another_order_than_they_were_made() -> None:
     for microbatch in range(2):
         x = torch.randn(5, 4, generator=torch.Generator().manual_seed(microbatch))
         plain(x)
-        layer.forward({"x": x}, (0, 1, microbatch), graph=True, record=True)
-        layer.forward({"x": x}, (0, 1, microbatch), graph=True, record=False)  # a recomputation
+        layer.forward({"x": x}, microbatch, 0, graph=True, record=True)
+        layer.forward({"x": x}, microbatch, 0, graph=True, record=False)  # a recomputation
     layer.statistics.commit(layer.statistics.take())
     for name, value in plain.named_buffers():
         torch.testing.assert_close(dict(module.named_buffers())[name], value, msg=name)
@@ -46,4 +46,4 @@ def test_modules_that_run_in_another_order_than_they_were_made() -> None:
 def test_modules_that_run_unequally_often_are_refused() -> None:
     layer = EngineLayer(0, Layer("block", ShortcutFirst(2)), torch.device("cpu"), "float32", {})
     with pytest.raises(CapslogError, match=r"ran \[1, 2\] times in one forward"):
-        layer.forward({"x": torch.ones(5, 4)}, (0, 1, 0), graph=True, record=True)
+        layer.forward({"x": torch.ones(5, 4)}, 0, 0, graph=True, record=True)

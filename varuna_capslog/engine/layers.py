@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.seeds import mix
+from varuna_capslog.base.seeds import mix, stirred
 from varuna_capslog.engine.halves import WeightHalf, input_half
 from varuna_capslog.engine.host.offload import GradientBox, laid_out
 from varuna_capslog.engine.routes import Gradients
@@ -85,9 +85,19 @@ class LayerGraph:
 
 def keep_layout(tensor: Tensor) -> None:
     """Gives the tensor's gradient the tensor's own layout, as it would have if it crossed a cut there."""
-    stride = tensor.stride()
-    # None is cheaper than the gradient itself
-    tensor.register_hook(lambda gradient: None if gradient.stride() == stride else laid_out(gradient, stride))
+    stride, node, place = tensor.stride(), tensor.grad_fn, tensor.output_nr
+    if node is None:  # the layer handed on a leaf
+        tensor.register_hook(lambda gradient: laid_out(gradient, stride))
+        return
+
+    def lay_out(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+        gradient = gradients[place]
+        if gradient is None or gradient.stride() == stride:
+            return None  # cheaper than the gradients themselves
+        return (*gradients[:place], laid_out(gradient, stride), *gradients[place + 1 :])
+
+    # cheaper than a hook of the tensor
+    node.register_prehook(lay_out)
 
 
 def seed_layer(device: torch.device, seed: int, step: int, microbatch: int, layer: int) -> None:
@@ -96,7 +106,10 @@ def seed_layer(device: torch.device, seed: int, step: int, microbatch: int, laye
     Random numbers depend on what is computed, never on where or when: dropout is the same under any cut list, schedule,
     recomputation or number of replicas.
     """
-    value = mix(seed, step, microbatch, layer)
+    _seed(device, mix(seed, step, microbatch, layer))
+
+
+def _seed(device: torch.device, value: int) -> None:
     # not torch.manual_seed: it also visits every other device and, before CUDA starts, records a stack trace
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(value)
@@ -127,7 +140,7 @@ class EngineLayer:
         self.statistics = RunningStatistics(layer.module)
         self.compiled: Callable[..., Any] | None = None
         self._precision = precision
-        self._stateless = False
+        self._stateless = self._plain = False
 
     def reset(self) -> None:
         """Forgets the step it was in: gradients and statistics."""
@@ -151,23 +164,25 @@ class EngineLayer:
         return persistent_buffers(self.layer.module, self.parameters)
 
     def forward(
-        self, values: Mapping[str, Tensor], key: tuple[int, int, int], graph: bool, record: bool
+        self, values: Mapping[str, Tensor], microbatch: int, seeds: int, graph: bool, record: bool
     ) -> dict[str, Tensor]:
         """Runs the layer; returns what it writes.
 
         Args:
             values: at least the tensors it reads; where `compiles`, with a gradient wherever their specs want one, also
                 without a graph.
-            key: (run seed, step, microbatch) of the random numbers.
+            seeds: `seeds.begun` with (run seed, step, microbatch), for the random numbers.
             graph: keep the autograd graph.
             record: count running statistics (False in a recomputation).
         """
-        seed_layer(self.device, *key, self.index)
+        _seed(self.device, stirred(seeds, self.index) >> 1)
+        if self._plain and self.compiled is None and torch.is_grad_enabled() is graph:
+            return self.layer.run(values)  # what is below, where it would do nothing else
         versions = None
         if not self._stateless:
             versions = {name: tensor._version for name, tensor in self.layer.module.named_buffers()}
         if self.statistics:
-            self.statistics.begin(key[2] if record else None)
+            self.statistics.begin(microbatch if record else None)
         try:
             compiles = self.compiles
             with torch.set_grad_enabled(graph or compiles), autocast_context(self.device.type, self._precision):
@@ -175,7 +190,7 @@ class EngineLayer:
         finally:
             self.statistics.end()
         if self.statistics and record:
-            self.statistics.arrange(key[2])
+            self.statistics.arrange(microbatch)
         if compiles and not graph:
             written = {name: tensor.detach() for name, tensor in written.items()}
         if versions is not None:
@@ -192,6 +207,7 @@ class EngineLayer:
                     "a parameter"
                 )
         self._stateless = True
+        self._plain = self._precision == "float32" and not self.statistics
 
 
 def persistent_buffers(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

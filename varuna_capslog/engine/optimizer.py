@@ -119,9 +119,8 @@ class StageOptimizer:
 
     def _step_those_with_gradients(self, step: int, scale: float) -> None:
         trained = [parameter for parameter in self.parameters.values() if parameter.grad is not None]
-        if scale != 1.0:
-            for parameter in trained:
-                parameter.grad.mul_(scale)  # type: ignore[union-attr]
+        if scale != 1.0 and trained:
+            torch._foreach_mul_([parameter.grad for parameter in trained if parameter.grad is not None], scale)
         if self._recipe.ema is not None:
             for parameter in trained:
                 if parameter not in self._averages:

@@ -11,8 +11,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from varuna_capslog.base.seeds import begun
 from varuna_capslog.engine.host.offload import OffloadedCall, OffloadedTensor, entered
 from varuna_capslog.engine.layers import EngineLayer, LayerGraph, keep_layout
 from varuna_capslog.engine.routes import Ports, Reach
@@ -94,7 +96,8 @@ class StageSegment:
         written = [chain.written(layer.index) for layer in layers]
         here = {*enters, *(value for values in written for value in values)}
         self._outputs = tuple(value for value in sorted(alive[-1]) if value in here)
-        self._works = []
+        self._works: list[_Work] = []
+        self._decided: tuple[Mapping[Value, TensorSpec], list[bool]] = {}, []
         for place, layer in enumerate(layers):
             before, after = alive[place], alive[place + 1]
             # a graph ends where the segment ends
@@ -146,38 +149,45 @@ class StageSegment:
         # The callers' frames last as long as this one; a frozen first layer's input would too.
         values.clear()
         open_graph: LayerGraph | None = None
-        key = (*context.key, context.index)
-        for layer, read, writes, handed_on, beside, dead in self._works:
-            if graph and open_graph is None:
-                open_graph = LayerGraph(layer.index)
-                reads = self._enter(open_graph, read, context, live, call)
-            else:
-                reads = {value.name: live[value] for value in read}
-            if layer.compiles and not graph:
-                wants = {value.name: context.specs[value].requires_grad for value in read}
-                reads = {name: tensor.detach().requires_grad_(wants[name]) for name, tensor in reads.items()}
-            if call is None:
-                found = layer.forward(reads, key, graph, record)
-            else:
-                with _taken(call, layer):
-                    found = layer.forward(reads, key, graph, record)
-            del reads
-            written = {writes[name]: tensor for name, tensor in found.items()}
-            del found
-            if open_graph is not None:
-                if any(context.specs[value].requires_grad for value in beside):
-                    written = open_graph.close(written)
-                    state.graphs.append(open_graph)
-                    open_graph = None
+        seeds, specs = begun(*context.key, context.index), context.specs
+        with torch.set_grad_enabled(graph):
+            for (layer, read, writes, handed_on, _, dead), ends in zip(self._works, self._ends(specs), strict=True):
+                if graph and open_graph is None:
+                    open_graph = LayerGraph(layer.index)
+                    reads = self._enter(open_graph, read, context, live, call)
                 else:
-                    for value in handed_on:
-                        if written[value].requires_grad:
-                            keep_layout(written[value])
-            live.update(written)
-            del written
-            for value in dead:
-                live.pop(value, None)
+                    reads = {value.name: live[value] for value in read}
+                if layer.compiles and not graph:
+                    wants = {value.name: specs[value].requires_grad for value in read}
+                    reads = {name: tensor.detach().requires_grad_(wants[name]) for name, tensor in reads.items()}
+                if call is None:
+                    found = layer.forward(reads, context.index, seeds, graph, record)
+                else:
+                    with _taken(call, layer):
+                        found = layer.forward(reads, context.index, seeds, graph, record)
+                del reads
+                written = {writes[name]: tensor for name, tensor in found.items()}
+                del found
+                if open_graph is not None:
+                    if ends:
+                        written = open_graph.close(written)
+                        state.graphs.append(open_graph)
+                        open_graph = None
+                    else:
+                        for value in handed_on:
+                            if written[value].requires_grad:
+                                keep_layout(written[value])
+                live.update(written)
+                del written
+                for value in dead:
+                    live.pop(value, None)
         return live
+
+    def _ends(self, specs: Mapping[Value, TensorSpec]) -> list[bool]:
+        """Of each layer, whether a graph ends behind it: where something besides wants a gradient, too."""
+        if self._decided[0] is not specs:
+            self._decided = specs, [any(specs[value].requires_grad for value in work.beside) for work in self._works]
+        return self._decided[1]
 
     def _enter(
         self,

@@ -85,7 +85,7 @@ class LayerCompiler:
         """A forward and a backward on zeros, which leave no trace; torch compiles either when it first runs."""
         values = {name: spec.zeros(layer.device).requires_grad_(spec.requires_grad) for name, spec in reads.items()}
         try:
-            written = layer.forward(values, (0, 0, 0), graph=True, record=False)
+            written = layer.forward(values, 0, 0, graph=True, record=False)
             found = [one for one in written.values() if one.requires_grad]
             wanted = [one for one in (*values.values(), *layer.parameters.values()) if one.requires_grad]
             if found and wanted:
