@@ -135,7 +135,7 @@ class Live:
 
     def __enter__(self) -> Live:
         from varuna_capslog.elastic.host.host import Host, HostOptions
-        from varuna_capslog.start.elastic_host import _MODULES, starting_point
+        from varuna_capslog.start.elastic_host import member_modules, starting_point
         from varuna_capslog.start.prepare import prepare_run
 
         prepare_run(self.config, show=False)
@@ -153,7 +153,7 @@ class Live:
                 settings=self.config.elastic,
                 say=self.said.append,
                 sources=(),
-                modules=(*_MODULES, self.config.workload.partition(":")[0]),
+                modules=member_modules(self.config),
             )
         )
         self._thread = threading.Thread(target=self._run, daemon=True)

@@ -44,7 +44,7 @@ def main() -> None:
     given = parser.parse_args()
     from varuna_capslog.elastic.host.host import Host, HostOptions
     from varuna_capslog.elastic.host.workers import member_server
-    from varuna_capslog.start.elastic_host import _MODULES, starting_point, wait_for_store
+    from varuna_capslog.start.elastic_host import member_modules, starting_point, wait_for_store
 
     config = settings(given.folder, given.devices, given.replicas, given.seconds, given.steps)
     address = f"127.0.0.1:{given.port}"
@@ -56,7 +56,7 @@ def main() -> None:
         "settings": config.elastic,
         "say": lambda line: print(line, flush=True),
         "sources": (),
-        "modules": (*_MODULES, "ours"),
+        "modules": member_modules(config),
         "hosts": given.devices * given.replicas,
     }
     # as `capslog host` does: what workers import is imported while this machine plans, or waits for the one that does

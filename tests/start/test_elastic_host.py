@@ -41,6 +41,8 @@ def test_a_machine_is_lost_whole_and_another_of_its_name_joins(tmp_path, machine
     b = machines.start([*common, "--name", "b", "--store", address])
     a = machines.start([*common, "--name", "a", "--serve", address])
     machines.wait_for_members("a-1", "b-1")
+    (begun,) = machines.events("start")
+    assert len(begun["members"]) == 2, "one has trained alone while the other loaded"
     machines.wait_for_steps(3)
     machines.kill(b)
     machines.wait_for_members("a-1")

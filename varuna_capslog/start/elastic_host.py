@@ -27,7 +27,7 @@ from varuna_capslog.elastic.member.start_up import Beginning
 from varuna_capslog.elastic.store.opening import StoreGone, StoreRefuses, open_store
 from varuna_capslog.membership.generation import Stamp
 from varuna_capslog.plans.plan import latest_plan
-from varuna_capslog.start.preloading import SCRIPT_MODULES, TRAINING_MODULES
+from varuna_capslog.start.preloading import SCRIPT_MODULES, training_modules
 from varuna_capslog.start.resuming import newest_checkpoint, newest_states, take_held
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ __all__ = [
     "check_elastic",
     "join_run",
     "join_script",
+    "member_modules",
     "run_here",
     "run_script",
     "server_of",
@@ -46,7 +47,6 @@ __all__ = [
 ]
 
 _LOOK_SECONDS = 0.5
-_MODULES = (*TRAINING_MODULES, "varuna_capslog.elastic.member.runtime", "varuna_capslog.elastic.member.pipeline_work")
 _SCRIPT_CALL = "script.json"
 """The file in the folder of a script's run that holds what its workers are called with."""
 
@@ -144,13 +144,19 @@ def server_of(config: Config) -> ForkServer:
     return member_server(options.entry, options.modules, options.environment)
 
 
+def member_modules(config: Config) -> tuple[str, ...]:
+    """What the members of this run import, for `HostOptions.modules`."""
+    own = ("varuna_capslog.elastic.member.runtime", "varuna_capslog.elastic.member.pipeline_work")
+    return *training_modules(config), *own
+
+
 def _of_config(options: HostOptions, config: Config) -> HostOptions:
     return dataclasses.replace(
         options,
         entry="varuna_capslog.start.member_worker:main",
         settings=config.elastic,
         environment={"OMP_NUM_THREADS": str(config.train.threads)},
-        modules=(*_MODULES, config.workload.partition(":")[0]),
+        modules=member_modules(config),
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from varuna_capslog.elastic.host.options import HostOptions
-from varuna_capslog.start.preloading import TRAINING_MODULES
+from varuna_capslog.start.preloading import training_modules
 from varuna_capslog.start.prepare import check_names, prepare_run
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def worker_starter(config: Config, *flags: str) -> Forks:
     return Forks(
         "varuna_capslog.start.worker:forked",
         [str(config.run_dir), *flags],
-        (*TRAINING_MODULES, "varuna_capslog.training.run", config.workload.partition(":")[0]),
+        (*training_modules(config), "varuna_capslog.training.run"),
         {"OMP_NUM_THREADS": str(config.train.threads)},
     )
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from varuna_capslog.base.fork_server import PRELOADED
 
-__all__ = ["SCRIPT_MODULES", "TRAINING_MODULES"]
+if TYPE_CHECKING:
+    from varuna_capslog.config.settings import Config
+
+__all__ = ["SCRIPT_MODULES", "training_modules"]
 
 SCRIPT_MODULES = (
     *PRELOADED,
@@ -13,5 +18,8 @@ SCRIPT_MODULES = (
 )
 """Of a script's run."""
 
-TRAINING_MODULES = (*SCRIPT_MODULES, "torch.utils.tensorboard", "rich.progress")
-"""Of a run that a config describes."""
+
+def training_modules(config: Config) -> tuple[str, ...]:
+    """Of a run that a config describes."""
+    loggers = ["torch.utils.tensorboard"] if "tensorboard" in config.train.loggers else []
+    return *SCRIPT_MODULES, *loggers, "rich.progress", config.workload.partition(":")[0]

@@ -159,25 +159,41 @@ class Runtime:
         self.append(entries.FinishedEntry(self.state.at.step, stopped=True, failure=failure))
 
     def _catch_up(self) -> None:
-        """Reads the log up to now; earlier entries need no answer from this member."""
+        """Reads the log up to now; earlier entries need no answer from this member.
+
+        Where the run only begins, it waits for the first generation, which a host founds once all that begin together
+        are here: a member that asks earlier founds one of itself alone. Where none comes in time, it does ask.
+        """
         self._store.append(entries.HelloEntry(self.me, self._start.host).to_json())
+        answer = f"the store's log does not answer {self.me} within {self._timeouts.peer:g} s"
         until = time.monotonic() + self._timeouts.peer
         while True:
             try:
                 kind, what = self.inbox.events.get(timeout=max(0.0, until - time.monotonic()))
             except queue.Empty:
-                raise StoreGone(f"the store's log does not answer {self.me} within {self._timeouts.peer:g} s") from None
-            if kind == "mail":
-                self._incoming.add(what)
-            elif kind == "store lost":
-                raise StoreGone(str(what))
-            elif kind == "log":
+                raise StoreGone(answer) from None
+            if kind == "log":
                 until = time.monotonic() + self._timeouts.peer  # a long log may take longer than any one answer
-                match self._note(what):
-                    case entries.FinishedEntry(step):
-                        self._end = End(step, False, True)
-                    case entries.HelloEntry(self.me):
-                        return
+            entry = self._heard_outside(kind, what)
+            if self._end is not None or entry == entries.HelloEntry(self.me, self._start.host):
+                break
+        until = time.monotonic() + self._timeouts.change
+        while self._end is None and self.roster.generation.number == 0 and time.monotonic() < until:
+            with contextlib.suppress(queue.Empty):
+                self._heard_outside(*self.inbox.events.get(timeout=max(0.0, until - time.monotonic())))
+
+    def _heard_outside(self, kind: str, what: Any) -> entries.Entry | None:
+        """Something happened before this member has asked to take part; returns the log's entry if it was one."""
+        if kind == "mail":
+            self._incoming.add(what)
+        elif kind == "store lost":
+            raise StoreGone(str(what))
+        elif kind == "log":
+            entry = self._note(what)
+            if isinstance(entry, entries.FinishedEntry):
+                self._end = End(entry.step, False, True)
+            return entry
+        return None
 
     def _listen(self) -> None:
         """Waits for something to happen, at most until the present time limit."""
