@@ -29,8 +29,8 @@ from varuna_capslog.base.processes import die_with_parent, signal_group
 
 __all__ = ["PRELOADED", "Order", "answer", "main", "may_fork", "renew_threads"]
 
-PRELOADED = ("torch", "scipy.optimize")
-"""What workers need and what takes long to import; scipy alone cost a recovered run 0.2 s at its first loss."""
+PRELOADED = ("torch",)
+"""What all workers need and what takes long to import; a workload's package names more (`PRELOADED` in it)."""
 
 Order = dict[str, Any]
 """{"member", "environment", "log", "arguments"}: the name, variables on top of the fork server's own, the file for
