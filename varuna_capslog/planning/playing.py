@@ -258,8 +258,9 @@ def _known_bytes(sizes: Mapping[Edge, int | None], link: Link, notes: list[str])
 
 
 def _exchange_seconds(profile: Profile, stages: Sequence[PlanStage], link: Link, notes: list[str]) -> float:
-    """The slowest stage's time to send its gradients to all other stages that hold some of its layers; and after the
-    update, layer by layer, for values that go to replicas which keep no moments of them (`engine/holders`).
+    """The slowest stage's time to send its gradients to all other stages that hold some of its layers, as if each of n
+    got all of them once (the engine sends (own blocks + 1) / n of that, `engine/holders`); and after the update,
+    layer by layer, for values that go to replicas which keep no moments of them.
     """
     holders = Counter(layer for stage in stages for layer in stage.numbers)
     if max(holders.values()) == 1:
