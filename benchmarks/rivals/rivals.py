@@ -393,7 +393,7 @@ def _rounds(given: argparse.Namespace) -> None:
     steps = _order(given.steps)
     alone = _one_device(steps)
     chosen = [contender for contender in CONTENDERS if not given.only or contender.name in given.only]
-    for number in range(given.rounds):
+    for number in range(given.first, given.rounds):
         draw = random.Random(number)
         victims = [draw.randrange(1, WORKERS) for _ in setting.faults]
         for contender in chosen:
@@ -417,6 +417,7 @@ def _rounds(given: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--first", type=int, default=0, help="the round to begin with, of those that --rounds counts")
     parser.add_argument("--only", action="append", help="the names of contenders; may be given several times")
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--faults", type=int, nargs="*", default=[22, 53], help="steps after which a machine is lost")
