@@ -59,7 +59,8 @@ def measure(megabytes: int, blocks: int, changes: int, kills: int, steps: int, s
         except (TimeoutError, RuntimeError, CapslogError) as error:  # what was measured up to here is told
             ended_early = str(error)[:500]
         marks = live.marks()
-        morphs = {event["generation"]: event for event in live.events() if event["kind"] == "morph"}
+        # the run's files count the generations that trained from 0
+        morphs = {event["generation"] + 1: event for event in live.events() if event["kind"] == "morph"}
     found_pauses = {pause.generation: pause for pause in pauses(marks)}
     ends = step_ends(marks)
     begun = {number: min(last for _, last in rows.values()) for number, rows in ends.items()}
