@@ -35,7 +35,7 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
 
 
 def test_a_machine_is_lost_whole_and_another_of_its_name_joins(tmp_path, machines):
-    config, address = write_config(tmp_path), f"127.0.0.1:{free_port()}"
+    config, address = write_config(tmp_path, patience_seconds=5.0), f"127.0.0.1:{free_port()}"
     common = [CAPSLOG, "host", str(config), "--nnodes", "2", "--nproc", "1"]
     # the order does not matter: b waits for the store
     b = machines.start([*common, "--name", "b", "--store", address])
