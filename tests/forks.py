@@ -31,7 +31,7 @@ _IMPORTED_ONCE = [
     "scipy.optimize",
     "varuna_capslog.training.run",
     "varuna_capslog.start.prepare",
-    "varuna_capslog.elastic.member.run",
+    "varuna_capslog.elastic.member.pipeline_work",
     "transformers.models.rt_detr.modeling_rt_detr",  # skipped where transformers is not installed
 ]
 
@@ -74,10 +74,6 @@ class Fork:
         self._looking = threading.Lock()
         self.stdin, self.stdout = stdin, stdout
 
-    @property
-    def returncode(self) -> int | None:
-        return self.poll()
-
     def poll(self) -> int | None:
         with self._looking:  # the status can be read once
             code: int | None = self._process.exitcode
@@ -114,19 +110,12 @@ def forked_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_server, "subprocess", _with_popen(_fork_server_of))
 
 
-def _fork_server_of(
-    command: Sequence[str],
-    env: Mapping[str, str],
-    stdin: int,
-    stdout: int,
-    stderr: BinaryIO,
-    preexec_fn: Callable[[], None],
-    pass_fds: Sequence[int],
-) -> Fork:
+def _fork_server_of(command: Sequence[str], **given: Any) -> Fork:
+    """given: what `ForkServer` gives `subprocess.Popen`."""
     (orders, order), (reports, report) = os.pipe(), os.pipe()
-    descriptors = {0: orders, 1: report, 2: stderr.fileno(), **{one: one for one in pass_fds}}
+    descriptors = {0: orders, 1: report, 2: given["stderr"].fileno(), **{one: one for one in given["pass_fds"]}}
     pipes = open(order, "wb"), open(reports, "rb")  # noqa: SIM115
-    fork = Fork(f"{forking.__name__}:main", (list(command[3:]),), env, descriptors, ".", *pipes)
+    fork = Fork(f"{forking.__name__}:main", (list(command[3:]),), given["env"], descriptors, ".", *pipes)
     os.close(orders)
     os.close(report)
     return fork

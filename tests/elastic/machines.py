@@ -66,17 +66,16 @@ class Machines:
         with open(self.folder / f"machine-{number}.log", "ab") as log:
             if command[0] == CAPSLOG:
                 process = start_command(command[1:], variables, log.fileno(), log.fileno(), ROOT)
-                self.processes.append(process)
-                return process
-            process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=variables,
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            else:
+                process = subprocess.Popen(
+                    command,
+                    cwd=ROOT,
+                    env=variables,
+                    stdout=log,
+                    stderr=log,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
         self.processes.append(process)
         return process
 

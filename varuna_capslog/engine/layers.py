@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.seeds import mix, stirred
+from varuna_capslog.base.seeds import mix
 from varuna_capslog.engine.halves import WeightHalf, input_half
 from varuna_capslog.engine.host.offload import GradientBox, laid_out
 from varuna_capslog.engine.routes import Gradients
@@ -171,11 +171,11 @@ class EngineLayer:
         Args:
             values: at least the tensors it reads; where `compiles`, with a gradient wherever their specs want one, also
                 without a graph.
-            seeds: `seeds.begun` with (run seed, step, microbatch), for the random numbers.
+            seeds: `seeds.mixed` of (run seed, step, microbatch), for the random numbers.
             graph: keep the autograd graph.
             record: count running statistics (False in a recomputation).
         """
-        _seed(self.device, stirred(seeds, self.index) >> 1)
+        _seed(self.device, mix(self.index, after=seeds))
         if self._plain and self.compiled is None and torch.is_grad_enabled() is graph:
             return self.layer.run(values)  # what is below, where it would do nothing else
         versions = None

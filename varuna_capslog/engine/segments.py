@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from varuna_capslog.base.seeds import begun
+from varuna_capslog.base.seeds import mixed
 from varuna_capslog.engine.host.offload import OffloadedCall, OffloadedTensor, entered
 from varuna_capslog.engine.layers import EngineLayer, LayerGraph, keep_layout
 from varuna_capslog.engine.routes import Ports, Reach
@@ -149,7 +149,7 @@ class StageSegment:
         # The callers' frames last as long as this one; a frozen first layer's input would too.
         values.clear()
         open_graph: LayerGraph | None = None
-        seeds, specs = begun(*context.key, context.index), context.specs
+        seeds, specs = mixed(*context.key, context.index), context.specs
         with torch.set_grad_enabled(graph):
             for (layer, read, writes, handed_on, _, dead), ends in zip(self._works, self._ends(specs), strict=True):
                 if graph and open_graph is None:

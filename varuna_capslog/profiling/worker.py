@@ -222,6 +222,8 @@ def _process_context(source: Callable[[], Workload], preload: Sequence[str]) -> 
     """How to start processes: from this one, as long as a fork loses nothing of it, or else from a clean server that
     imports torch once more, which takes seconds.
     """
+    if sys.platform == "linux" and may_fork():  # elsewhere nobody tells of threads that are not Python's
+        return multiprocessing.get_context("fork")
     try:
         pickle.dumps(source)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -230,8 +232,6 @@ def _process_context(source: Callable[[], Workload], preload: Sequence[str]) -> 
                 f"the workload cannot be sent to other processes ({error}), and CUDA is in use in this one: define "
                 "the model at the top level of a module"
             ) from error
-        return multiprocessing.get_context("fork")
-    if sys.platform == "linux" and may_fork():  # elsewhere nobody tells of threads that are not Python's
         return multiprocessing.get_context("fork")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, *preload])

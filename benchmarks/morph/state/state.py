@@ -84,7 +84,6 @@ def measure(megabytes: int, blocks: int, changes: int, kills: int, steps: int, s
             [event["moved_bytes"] for event in morphs.values() if any("lost" in why for why in event["why"])]
         ),
         "transfer_ms": quantiles([event["transfer_seconds"] for event in morphs.values()]),
-        "why": sorted({why.split(" ")[-1] for event in morphs.values() for why in event["why"]}),
     }
 
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.host.offload import laid_out
-from varuna_capslog.model.chain import TensorSpec
 
 __all__ = ["Slices"]
 
@@ -95,12 +94,5 @@ class Slices:
 
 
 def _dense(parameter: nn.Parameter) -> tuple[int, ...]:
-    """The strides of a gradient of this parameter: its own, or the usual ones where it leaves gaps in its memory."""
-    order = sorted(range(parameter.dim()), key=lambda axis: (parameter.stride(axis), parameter.size(axis)))
-    expected, strides = 1, [0] * parameter.dim()
-    for axis in order:
-        strides[axis] = expected
-        expected *= max(parameter.size(axis), 1)
-    if all(parameter.size(axis) <= 1 or parameter.stride(axis) == strides[axis] for axis in order):
-        return tuple(parameter.stride())
-    return TensorSpec(tuple(parameter.shape)).stride
+    """The strides of a gradient of this parameter: its own, or those without the gaps that it leaves in its memory."""
+    return torch.empty_like(parameter, device="meta").stride()
