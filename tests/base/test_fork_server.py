@@ -204,6 +204,11 @@ def test_a_function_is_called_in_a_fork_and_its_value_or_error_comes_back(tmp_pa
     assert told.empty(), "who waits for workers was told of a call"
 
 
+def test_garbage_is_collected_in_forks_but_not_among_what_was_imported(fork_server):
+    assert fork_server.call("gc:isenabled")
+    assert fork_server.call("gc:get_freeze_count") > 1000
+
+
 def test_ctrl_c_ends_a_call_and_its_process_and_workers_can_be_forked_as_before(tmp_path, fork_server, told):
     told.next("ready")
     file = tmp_path / "pid"

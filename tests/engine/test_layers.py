@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from varuna_capslog.engine.layers import keep_layout, take_layers
 from varuna_capslog.engine.routes import Reach
+from varuna_capslog.engine.segments import SegmentState
 from varuna_capslog.engine.stage import MicrobatchContext, Stage
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec, Value
 
@@ -57,6 +59,26 @@ def test_a_tensor_that_passes_by_separates_the_graphs_and_gets_the_sum_of_its_gr
         torch.testing.assert_close(layer.parameters["weight"].grad, expected[f"{layer.name}.weight"])
 
 
+def test_where_graphs_end_is_what_the_specs_of_the_call_say() -> None:
+    """What passes by wants a gradient in some calls only."""
+    layers = [
+        Layer("first", Scale(), ("x",), ("memory",)),
+        Layer("second", Scale(), ("memory",), ("x",)),
+        Layer("third", Scale(), ("x", "memory"), ("x",)),
+    ]
+    _, stage, context = graphs_kept(Chain(layers))
+    (segment,) = stage.segments
+    for wanted, count in ((True, 3), (False, 1), (True, 3)):
+        specs = {
+            value: TensorSpec((3, 4), requires_grad=value.writer >= 0 and (wanted or value.name != "memory"))
+            for value in context.specs
+        }
+        state = SegmentState()
+        values = {Value("x", -1): torch.ones(3, 4)}
+        segment.run(dataclasses.replace(context, specs=specs), values, state, graph=True, record=False)
+        assert len(state.graphs) == count
+
+
 class Both(torch.autograd.Function):
     """Twice the same; its gradient is that of the second."""
 
@@ -94,3 +116,11 @@ def test_a_gradient_takes_the_layout_of_its_tensor() -> None:
     (own.t() * torch.randn(4, 3)).sum().backward()
     assert own.grad is not None
     assert own.grad.stride() == (4, 1), "a layer may hand on a leaf"
+
+
+def test_a_layer_keeps_a_graph_only_where_it_is_asked_to() -> None:
+    chain = Chain([Layer("only", Scale(), ("x",), ("x",))], inputs=("x",), outputs=("x",))
+    (layer,) = take_layers(chain, [0], torch.device("cpu"))
+    for graph in (True, False, True, False):  # the first forward looks at more than the later ones
+        found = layer.forward({"x": torch.randn(3, 4)}, 0, 0, graph, record=False)["x"]
+        assert found.requires_grad is graph

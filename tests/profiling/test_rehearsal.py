@@ -332,12 +332,14 @@ def test_the_exchange_of_gradients_can_be_the_peak(tied: bool) -> None:
     conditions = RunConditions(microbatch_size=1)
     estimator = StageEstimator(workload, conditions)
     last = rectangle(1, len(estimator.chain), 1)
-    for first, second in (((0, 2, 3), (1,)), ((0,), (1, 2, 3)), ((0, 1), (2, 3))):
-        layout = Layout((rectangle(0, 1, 0, first), last, rectangle(0, 1, 2, second)), 4)
-        rows = schedule_of("varuna", layout.graph(4), True)
+    # of many blocks, those that come from the others
+    for first, second in (((0, 2, 3), (1,)), ((0,), (1, 2, 3)), ((0, 1), (2, 3)), ((0,), tuple(range(1, 8)))):
+        count = len(first) + len(second)
+        layout = Layout((rectangle(0, 1, 0, first), last, rectangle(0, 1, 2, second)), count)
+        rows = schedule_of("varuna", layout.graph(count), True)
         stages = [PlanStage(((one.first, one.end),), (one.rank,), one.blocks, memory=None) for one in layout.stages]
-        found = fold(estimate_of(tied), stages, Units(4, 1, 4), rows, RunShape(4, num_blocks=4))
-        rehearsed = rehearse_layout(estimator, layout, EngineOptions(4, num_blocks=4, clip_norm=1.0))
+        found = fold(estimate_of(tied), stages, Units(count, 1, count), rows, RunShape(count, num_blocks=count))
+        rehearsed = rehearse_layout(estimator, layout, EngineOptions(count, num_blocks=count, clip_norm=1.0))
         for rank, (ours, real) in enumerate(zip(found, rehearsed, strict=True)):
             assert ours.peak_bytes == pytest.approx(real.peak_bytes, rel=0.005), (rank, first)
         for rank in (0, 2):
