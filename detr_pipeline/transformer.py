@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from detr_pipeline.splits import split_decoder, split_encoder
 from varuna_capslog.variants.attention import AttentionCore, EagerAttention, SdpaAttention
 
 if TYPE_CHECKING:
     from detr_pipeline.config import ModelConfig
+    from varuna_capslog.model.splitting.splitter import Splitter
 
 __all__ = [
     "Attention",
@@ -103,7 +105,36 @@ class Attention(nn.Module):
         return self.out_proj(self.core(q, k, v, padding).transpose(1, 2).flatten(2))
 
 
-class _FeedForward(nn.Module):
+def _attend_map(attention: Attention, memory: Tensor, valid: Tensor, rows: tuple[int, int] | None = None) -> Tensor:
+    """[B, h, w, C]: attention of a map to itself, of some rows (first, end) of it, or all."""
+    _, height, width, channels = memory.shape
+    x = memory.flatten(1, 2)
+    placed = x + sine_positions(valid, height, width, channels).flatten(1, 2)
+    queries = placed if rows is None else placed[:, rows[0] * width : rows[1] * width]
+    attended = attention(queries, placed, x, padding_mask(valid, height, width))
+    return attended.unflatten(1, (-1, width))
+
+
+def _attend_queries(attention: Attention, x: Tensor, query: Tensor) -> Tensor:
+    """[B, Q, C]: attention of the object queries to each other."""
+    placed = x + query
+    return attention(placed, placed, x)
+
+
+def _attend_last_queries(attention: Attention, hidden: Tensor, query: Tensor) -> Tensor:
+    """`_attend_queries` of the last of the hidden states."""
+    return _attend_queries(attention, hidden[-1], query)
+
+
+def _attend_memory(attention: Attention, x: Tensor, memory: Tensor, valid: Tensor, query: Tensor) -> Tensor:
+    """[B, Q, C]: attention of the object queries to a map."""
+    _, height, width, channels = memory.shape
+    seen = memory.flatten(1, 2)
+    keys = seen + sine_positions(valid, height, width, channels).flatten(1, 2)
+    return attention(x + query, keys, seen, padding_mask(valid, height, width))
+
+
+class FeedForwardLayer(nn.Module):
     """What encoder and decoder layers have in common: the two linear maps between normalisations."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -115,7 +146,7 @@ class _FeedForward(nn.Module):
         nn.init.xavier_uniform_(self.linear2.weight)
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        """[B, T, C] to [B, T, C], dropped out twice."""
+        """[..., C] to [..., C], dropped out twice."""
         return self.dropout(self.linear2(self.dropout(F.relu(self.linear1(x)))))
 
 
@@ -123,8 +154,14 @@ def _attention(config: ModelConfig) -> Attention:
     return Attention(config.hidden_dim, config.attention_heads, config.dropout, config.attention)
 
 
-class EncoderLayer(_FeedForward):
-    """Called with memory [B, h, w, C] and the valid rows and columns [B, 2]; returns the next memory."""
+class EncoderLayer(FeedForwardLayer):
+    """Called with memory [B, h, w, C] and the valid rows and columns [B, 2]; returns the next memory.
+
+    Attributes:
+        rows: (n, parts): it computes the n-th share of the rows alone, from all of them; None: all rows.
+    """
+
+    rows: tuple[int, int] | None = None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -133,16 +170,20 @@ class EncoderLayer(_FeedForward):
         self.norm2 = nn.LayerNorm(config.hidden_dim)
 
     def forward(self, memory: Tensor, valid: Tensor) -> Tensor:
-        _, height, width, channels = memory.shape
-        x = memory.flatten(1, 2)
-        placed = x + sine_positions(valid, height, width, channels).flatten(1, 2)
-        attended = self.self_attn(placed, placed, x, padding_mask(valid, height, width))
-        x = self.norm1(x + self.dropout(attended))
-        x = self.norm2(x + self.feed_forward(x))
-        return x.unflatten(1, (height, width))
+        own, rows = memory, None
+        if self.rows is not None:
+            part, parts = self.rows
+            rows = memory.shape[1] * part // parts, memory.shape[1] * (part + 1) // parts
+            own = memory[:, rows[0] : rows[1]]
+        x = self.norm1(own + self.dropout(_attend_map(self.self_attn, memory, valid, rows)))
+        return self.norm2(x + self.feed_forward(x))
+
+    def split(self, into: Splitter) -> None:
+        """Its parts; see `splits`."""
+        split_encoder(self, into, _attend_map)
 
 
-class DecoderLayer(_FeedForward):
+class DecoderLayer(FeedForwardLayer):
     """Called with hidden [K, B, Q, C], memory [B, h, w, C], valid [B, 2] and the query embedding [Q, C].
 
     Hidden holds what the K decoder layers before gave, not normalised; the last entry is the input. Returns it with
@@ -164,14 +205,17 @@ class DecoderLayer(_FeedForward):
 
     def decode(self, x: Tensor, memory: Tensor, valid: Tensor, query: Tensor) -> Tensor:
         """[B, Q, C] to [B, Q, C]."""
-        _, height, width, channels = memory.shape
-        seen = memory.flatten(1, 2)
-        placed = x + query
-        x = self.norm1(x + self.dropout(self.self_attn(placed, placed, x)))
-        keys = seen + sine_positions(valid, height, width, channels).flatten(1, 2)
-        attended = self.multihead_attn(x + query, keys, seen, padding_mask(valid, height, width))
-        x = self.norm2(x + self.dropout(attended))
+        x = self.norm1(x + self.dropout(_attend_queries(self.self_attn, x, query)))
+        x = self.norm2(x + self.dropout(_attend_memory(self.multihead_attn, x, memory, valid, query)))
         return self.norm3(x + self.feed_forward(x))
+
+    def split(self, into: Splitter) -> None:
+        """Its parts; see `splits`."""
+        split_decoder(self, into, (_attend_last_queries, _attend_memory), *self._around())
+
+    def _around(self) -> tuple[nn.Module | None, nn.Module | None]:
+        """What a split layer runs before and behind the decoding itself."""
+        return None, None
 
 
 class _BoxHead(nn.Module):
@@ -225,6 +269,9 @@ class PredictingDecoderLayer(DecoderLayer):
         predictions = (torch.cat((logits, more_logits)), torch.cat((boxes, more_boxes)))
         return predictions if self.last else (hidden, *predictions)
 
+    def _around(self) -> tuple[nn.Module | None, nn.Module | None]:
+        return None, _Predicting(self.heads)
+
 
 class FirstDecoderLayer(DecoderLayer):
     """Called with memory and valid; returns hidden [1, B, Q, C] and the query embedding [Q, C].
@@ -244,3 +291,30 @@ class FirstDecoderLayer(DecoderLayer):
         start = torch.zeros_like(query).expand(memory.shape[0], -1, -1)
         hidden = self.decode(start, memory, valid, query)[None]
         return (hidden, query) if self.heads is None else (hidden, query, *self.heads(hidden))
+
+    def _around(self) -> tuple[nn.Module | None, nn.Module | None]:
+        return _Beginning(self.query_embed), self.heads
+
+
+class _Beginning(nn.Module):
+    """Called with memory; returns zeros [1, B, Q, C] and the query embedding [Q, C]."""
+
+    def __init__(self, query_embed: nn.Embedding) -> None:
+        super().__init__()
+        self.query_embed = query_embed
+
+    def forward(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        weight = self.query_embed.weight
+        return weight.new_zeros(1, memory.shape[0], *weight.shape), weight.view_as(weight)
+
+
+class _Predicting(nn.Module):
+    """Called with hidden and the predictions so far; returns these with its own appended."""
+
+    def __init__(self, heads: Heads) -> None:
+        super().__init__()
+        self.heads = heads
+
+    def forward(self, hidden: Tensor, logits: Tensor, boxes: Tensor) -> tuple[Tensor, Tensor]:
+        more_logits, more_boxes = self.heads(hidden)
+        return torch.cat((logits, more_logits)), torch.cat((boxes, more_boxes))

@@ -37,6 +37,7 @@ from varuna_capslog.schedules import SCHEDULES
 
 KEEPS = {"schedule": "1f1b", "recompute": False}
 EDGES = {name: graph.build_chain().edges for name, graph in models.GRAPHS.items()}
+EDGES |= {name: detr.build(name)[1].edges for name in detr.MODELS if name.startswith("split")}
 LENGTHS = {"tiny": 11, **{name: len(detr.build(name)[1]) for name in detr.MODELS}}
 LENGTHS |= {name: len(graph.build_chain()) for name, graph in models.GRAPHS.items()}
 UNITS = {"tiny": (4, 2), **dict.fromkeys(detr.MODELS, (4, 2)), **dict.fromkeys(models.GRAPHS, (8, 2))}
@@ -97,14 +98,17 @@ def plain(model: str) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in chain.named_parameters().items() if p.grad is not None}
 
 
-def run(pool: WorkerPool, model: str, layout: Layout | Cuts, options: dict[str, Any]) -> list[dict[str, Any]]:
+def run(
+    pool: WorkerPool, model: str, layout: Layout | Cuts, options: dict[str, Any], shapes: detr.Shapes | None = None
+) -> list[dict[str, Any]]:
+    """shapes: that a DETR's cuts have; None: they are traced, which takes longer than the step."""
     if model == "tiny":
         return pool.run(cases.train, layout.world_size, layout, options, 2, torch.float32, None, "reordered")
     if model in models.GRAPHS:
         even = "even" if isinstance(layout, Layout) and any(stage.grain > 1 for stage in layout.stages) else None
         options = options | {"num_microbatches": UNITS[model][0]}
         return pool.run(cases.train, layout.world_size, layout, options, 2, torch.float32, even, "reordered", model)
-    return pool.run(detr.step, layout.world_size, model, layout, options)
+    return pool.run(detr.step, layout.world_size, model, layout, options, shapes)
 
 
 def main() -> None:
@@ -112,9 +116,10 @@ def main() -> None:
     parser.add_argument("--plans", type=int, default=300)
     parser.add_argument("--ranks", type=int, default=8, help="most ranks of a plan")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", action="append", help="draw for this model alone; may be given several times")
     arguments = parser.parse_args()
     pool, draw, began = WorkerPool(), random.Random(arguments.seed), time.perf_counter()
-    names = ["tiny", "tiny", *detr.MODELS, *models.GRAPHS, *models.GRAPHS]
+    names = arguments.only or ["tiny", "tiny", *detr.MODELS, *models.GRAPHS, *models.GRAPHS]
     oracles: dict[object, dict[str, Any]] = {}
     shapes = ("several stages on a rank", "several ways", "a rank on several ways", "direct", "pieces", "grains")
     counts = dict.fromkeys(("plans", *shapes, "recompute", "offload", "differ"), 0)
@@ -130,7 +135,7 @@ def main() -> None:
                 if key not in oracles:
                     oracles[key] = run(pool, model, alone, KEEPS | {"num_blocks": blocks})[0]
                 wrong = differences(
-                    run(pool, model, layout, {"schedule": schedule, "num_blocks": blocks}),
+                    run(pool, model, layout, {"schedule": schedule, "num_blocks": blocks}, oracles[key].get("shapes")),
                     oracles[key],
                 )
                 grains = any(stage.grain > 1 for stage in layout.stages)

@@ -1,4 +1,4 @@
-"""DETR's step on pipelines equals the unsplit model's: dilated, heads shared by three stages, trainable BatchNorm.
+"""DETR's step on pipelines equals the uncut model's: dilated, heads shared by three stages, trainable BatchNorm, split.
 RT-DETR's equals that of transformers."""
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ CASES = {
     "chunked attention, recomputed": ("chunked attention", Cuts((0, 7), (0, 1)), "1f1b", True),
     "shared heads on four": ("shared heads", Cuts((0, 8, 9, 10), (0, 1, 2, 3)), "varuna", True),
     "shared heads, two replicas": ("shared heads", Cuts((0, 7, 9), (0, 1, 2), 2), "gpipe", False),
+    "split by rows and heads": ("split, shared heads", Cuts((0, 7, 9, 16, 33), (0, 1, 2, 3, 0)), "1f1b", True),
     "rt-detr on four": ("rt-detr", Cuts((0, 5, 12, 15), (0, 1, 2, 3)), "1f1b", True),
     "rt-detr, two replicas": ("rt-detr", Cuts((0, 9, 16), (0, 1, 2), 2), "varuna", True),
     "batch norm on eight": ("batch norm", Cuts((0, 1, 2, 4, 6, 8, 10, 11), tuple(range(8))), "1f1b", True),

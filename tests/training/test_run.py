@@ -14,8 +14,9 @@ from tests.engine.pool import WorkerPool
 from tests.engine.workload import TinyWorkload
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.training.checkpoint import best_checkpoint, latest_checkpoint, load_chain, open_checkpoint, prune
+from varuna_capslog.training.checkpoint import best_checkpoint, latest_checkpoint, open_checkpoint, prune
 from varuna_capslog.training.run_setup import initialise
+from varuna_capslog.training.stored_layers import load_chain
 
 TWO, THREE = (0, 6), (0, 3, 8)
 

@@ -27,6 +27,7 @@ from varuna_capslog.training import checkpoint, layer_state
 from varuna_capslog.training.checkpoint import latest_checkpoint, open_checkpoint
 from varuna_capslog.training.loop import TrainingLoop
 from varuna_capslog.training.saving import Saving
+from varuna_capslog.training.stored_layers import from_checkpoint
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {"checkpoint_every": 2, "max_steps": 9, "evaluate_every": None}
@@ -72,7 +73,7 @@ def digests_on_disk(loop: TrainingLoop, step: int) -> dict[str, bytes]:
     found = open_checkpoint(loop.setup.checkpoints / f"step-{step:08d}")
     chain = loop.setup.chain
     names = [layer.name for layer in chain.layers]
-    states = {name: checkpoint.from_checkpoint(found, chain, index) for index, name in enumerate(names)}
+    states = {name: from_checkpoint(found, chain, index) for index, name in enumerate(names)}
     return {name: layer_state.digest(state) for name, state in states.items()}
 
 

@@ -65,7 +65,8 @@ def draw_predictions(config: Config, images: Sequence[Path], out: Path) -> list[
 
 def _trained(config: Config, workload: Workload) -> Chain:
     """The chain with the weights of the best checkpoint."""
-    from varuna_capslog.training.checkpoint import best_checkpoint, load_chain
+    from varuna_capslog.training.checkpoint import best_checkpoint
+    from varuna_capslog.training.stored_layers import load_chain
 
     checkpoint = best_checkpoint(config.run_dir / "checkpoints")
     chain = workload.chosen_chain()

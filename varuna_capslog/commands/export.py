@@ -130,7 +130,8 @@ def _write_weights(run_dir: Path, path: Path, form: str) -> None:
     """Raises CapslogError where `run_dir` is no run's folder, or has no checkpoint."""
     from varuna_capslog.base import fields
     from varuna_capslog.model.workload import load_workload
-    from varuna_capslog.training.checkpoint import best_checkpoint, load_chain
+    from varuna_capslog.training.checkpoint import best_checkpoint
+    from varuna_capslog.training.stored_layers import load_chain
     from varuna_capslog.training.weights import FORMS, write_weights
 
     fields.refuse_unknown([form], list(FORMS), "form of weights")

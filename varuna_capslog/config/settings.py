@@ -279,9 +279,13 @@ class Config(Section):
     """Pattern of layers' names -> how these layers are computed: eager, sdpa, chunked, split-keys, channels-last,
     bfloat16, or a way of your own (docs/your-model.md). Where several patterns match a layer, the last one counts."""
 
+    splits: dict[str, str] = Field(default_factory=dict)
+    """Pattern of layers' names -> tensor-N or sequence-N: these layers are split into N parts, layers themselves, which
+    may run on different ranks (docs/splits.md). Needs numerics close or loose."""
+
     numerics: Literal["same", "close", "loose"] = "same"
-    """How far variants may be from the layers as the model's own keys have them: same bits, close (1e-5) or loose
-    (1e-2)."""
+    """How far variants and splits may be from the layers as the model's own keys have them: same bits, close (1e-5) or
+    loose (1e-2)."""
 
     run_dir: Path = Path("runs/run")
     """Folder of everything the run writes; by default runs/ and the config file's name."""

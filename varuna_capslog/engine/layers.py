@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -264,9 +264,7 @@ def take_layers(
                 device
             )  # not called for a module that is there: torch would replace the fake tensors of an estimate
         module.train()
-        taken.append(
-            EngineLayer(index, Layer(layer.name, module, layer.reads, layer.writes), device, precision, shared)
-        )
+        taken.append(EngineLayer(index, replace(layer, module=module), device, precision, shared))
     return taken
 
 

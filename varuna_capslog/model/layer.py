@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.splitting.pieces import PartOf
 
 __all__ = ["Layer"]
 
@@ -23,12 +24,14 @@ class Layer:
             `writes`.
         reads: names of the tensors that it takes.
         writes: names of the tensors that it returns; a name that existed before is replaced.
+        part: what it is a part of, where a layer was split (`splitting.splitter`).
     """
 
     name: str
     module: nn.Module
     reads: tuple[str, ...] = ("x",)
     writes: tuple[str, ...] = ("x",)
+    part: PartOf | None = None
 
     def __call__(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Runs the layer on its part of `values`; returns what it writes."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from varuna_capslog.base.errors import CapslogError, ConfigError
 from varuna_capslog.base.functions import call_function
 from varuna_capslog.model.chain import Chain, TensorSpec
+from varuna_capslog.model.splitting.chains import split_chain
 from varuna_capslog.variants.registry import apply_variants
 
 if TYPE_CHECKING:
@@ -127,17 +128,21 @@ class Workload(ABC):
     name: str = "model"
     variants: Mapping[str, str] = MappingProxyType({})
     """Pattern of layers' names -> the variant that computes them, as the config has it (`load_workload`)."""
+    splits: Mapping[str, str] = MappingProxyType({})
+    """Pattern of layers' names -> how they are split into parts, as the config has it (`load_workload`)."""
     numerics: str = "same"
-    """The weakest numerical class that those variants may have."""
+    """The weakest numerical class that those variants and splits may have."""
 
     def chosen_chain(self, evaluates: bool = True) -> Chain:
         """The chain that a run trains: that of `build_chain`, or of `build_training_chain` where it never evaluates,
-        its layers computed as `variants` say.
+        its layers split as `splits` say, and these computed as `variants` say.
 
         Raises:
-            CapslogError: a variant that is unknown, not allowed or without a layer; what the builder raises.
+            CapslogError: a split or variant that is unknown, not allowed or without a layer; what the builder raises.
         """
         chain = self.build_chain() if evaluates else self.build_training_chain()
+        if self.splits:
+            chain = split_chain(chain, self.splits, self.numerics)
         if self.variants and chain.factories is not None:
             raise CapslogError(
                 f"variants is {dict(self.variants)}, but the layers of {chain.name!r} are built by factories, which no "
@@ -252,9 +257,9 @@ def load_workload(config: Config) -> Workload:
 
 
 def _with_variants(workload: Workload, config: Config) -> Workload:
-    """The workload, or where the config chooses variants a copy of it that knows them."""
-    if not config.variants:
+    """The workload, or where the config chooses variants or splits a copy of it that knows them."""
+    if not (config.variants or config.splits):
         return workload
     workload = copy.copy(workload)
-    workload.variants, workload.numerics = config.variants, config.numerics
+    workload.variants, workload.splits, workload.numerics = config.variants, config.splits, config.numerics
     return workload

@@ -209,11 +209,12 @@ def stage_graph(
 
 
 def check_runnable(stages: Sequence[PlanStage]) -> None:
-    """Raises CapslogError for what schedules and the engine do not know yet: splits."""
+    """Raises CapslogError for what schedules and the engine do not know: one stage on several ranks."""
     for number, stage in enumerate(stages):
         if stage.parallel["kind"] != "none":
             raise CapslogError(
-                f"stages[{number}].parallel is {dict(stage.parallel)}; splits of a stage over ranks are not run yet"
+                f"stages[{number}].parallel is {dict(stage.parallel)}; a stage runs on one rank: split its layers "
+                "with the config's key splits, whose parts are layers that stages of several ranks may hold"
             )
 
 

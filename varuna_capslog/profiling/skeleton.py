@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def skeleton(workload: Workload, evaluates: bool = False) -> Chain:
 
 
 def _with_modules(chain: Chain, modules: Sequence[nn.Module]) -> Chain:
-    layers = [Layer(old.name, new, old.reads, old.writes) for old, new in zip(chain.layers, modules, strict=True)]
+    layers = [replace(old, module=new) for old, new in zip(chain.layers, modules, strict=True)]
     return Chain(layers, chain.inputs, chain.outputs, chain.name)
 
 

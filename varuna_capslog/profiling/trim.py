@@ -13,7 +13,7 @@ import datetime
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -147,7 +147,7 @@ def trimmed_chain(chain: Chain, run: TrimmedRun, real: bool) -> Chain:
     memo = real_tensors(layers, None if real else abroad)
     held = [memo[id(_parameter_of(chain, use.uses[0]))] for use in foreign]
     modules = copy.deepcopy([layer.module for layer in layers], memo)
-    built = [Layer(old.name, new, old.reads, old.writes) for old, new in zip(layers, modules, strict=True)]
+    built = [replace(old, module=new) for old, new in zip(layers, modules, strict=True)]
     enters, leaves = chain.crossing(run.first), chain.crossing(run.end)
     if run.has_upstream:
         built.insert(0, Layer("dummy.before", _HandOn([] if run.has_downstream else held), enters, enters))

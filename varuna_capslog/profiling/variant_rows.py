@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from varuna_capslog.model.chain import Chain, Layer
+from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.signature import layer_signature
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiles.variants import PLAIN, text_of, variant_pairs
@@ -75,7 +75,7 @@ def _rewritten(
 
 def _with_modules(chain: Chain, modules: Mapping[int, nn.Module]) -> Chain:
     layers = [
-        Layer(layer.name, modules.get(number, layer.module), layer.reads, layer.writes)
+        dataclasses.replace(layer, module=modules.get(number, layer.module))
         for number, layer in enumerate(chain.layers)
     ]
     return Chain(layers, chain.inputs, chain.outputs, chain.name)

@@ -19,6 +19,8 @@ from torch.nn import functional as F
 from varuna_capslog.config.reading import section
 from varuna_capslog.config.settings import Config, Section
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
+from varuna_capslog.model.splitting.modules import linear_rows
+from varuna_capslog.model.splitting.splitter import Splitter, share_of
 from varuna_capslog.model.workload import DataSource, Minibatch, Workload
 from varuna_capslog.start.given_plan import load_run_config
 
@@ -93,6 +95,48 @@ class _ToyBlock(nn.Module):
             time.sleep(self.seconds)
         found = x + self.dropout(F.gelu(self.norm(self.linear(x))))
         return found if context is None else found + 0.5 * context
+
+    def split(self, into: Splitter) -> None:
+        """By columns, with the running statistics of each."""
+        columns = [into.value(f"columns.{part}") for part in range(into.degree)]
+        for part, name in enumerate(columns):
+            into.add(f"columns.{part}", _Columns(self, into, part), into.reads[:1], [name])
+        into.add("join", _JoinedColumns(len(into.reads)), [*into.reads, *columns], into.writes)
+
+
+class _Columns(nn.Module):
+    """Some columns of what a block adds to its input."""
+
+    def __init__(self, whole: _ToyBlock, into: Splitter, part: int) -> None:
+        super().__init__()
+        own = share_of(whole.linear.out_features, part, into.degree, "columns")
+        self.linear = linear_rows(into, whole.linear, part)
+        self.norm, self.dropout = into.sharing(whole.norm), nn.Dropout(whole.dropout.p)
+        self.norm.num_features = own[1] - own[0]
+        self.norm.weight, self.norm.bias = into.cut(whole.norm.weight, 0, [own]), into.cut(whole.norm.bias, 0, [own])
+        for name in ("running_mean", "running_var"):
+            setattr(self.norm, name, into.cut_buffer(getattr(whole.norm, name), 0, [own]))
+        self.seconds = whole.seconds / into.degree
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.seconds:
+            time.sleep(self.seconds)
+        return self.dropout(F.gelu(self.norm(self.linear(x))))
+
+
+class _JoinedColumns(nn.Module):
+    """Called with what the block reads, and with the columns.
+
+    read: how many tensors the block reads, with or without a context.
+    """
+
+    def __init__(self, read: int) -> None:
+        super().__init__()
+        self.read = read
+
+    def forward(self, x: Tensor, *tensors: Tensor) -> Tensor:
+        found = x + torch.cat(tensors[self.read - 1 :], -1)
+        return found if self.read == 1 else found + 0.5 * tensors[0]
 
 
 class _SideStem(_Stem):

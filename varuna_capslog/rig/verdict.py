@@ -15,9 +15,10 @@ from varuna_capslog.config.settings import Config
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.rig.judge import Segment, Truth, judge
 from varuna_capslog.start.prepare import prepare_run
-from varuna_capslog.training.checkpoint import from_checkpoint, open_checkpoint
+from varuna_capslog.training.checkpoint import open_checkpoint
 from varuna_capslog.training.layer_state import digest
 from varuna_capslog.training.run_setup import build_chain, last_step
+from varuna_capslog.training.stored_layers import from_checkpoint
 
 __all__ = ["breaches_of", "truth_of", "weights_of_run"]
 

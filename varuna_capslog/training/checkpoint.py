@@ -1,4 +1,4 @@
-"""Checkpoints on disk, addressed by layer and parameter name, so that any of them loads under any plan.
+"""Checkpoints on disk as folders of files; `stored_layers` puts the layers into them and takes them out.
 
 A checkpoint is a folder `step-XXXXXXXX` with one file per layer and a manifest of sizes and digests. It is written
 beside its place and renamed when everything is on disk: a crash or a full disk leaves the previous one as it was.
@@ -6,13 +6,12 @@ beside its place and renamed when everything is on disk: a crash or a full disk 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import pickle
 import shutil
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,25 +21,17 @@ from torch import Tensor
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.engine.layers import EngineLayer
-from varuna_capslog.engine.optimizer import StageOptimizer
 from varuna_capslog.engine.recipe import AVERAGE
-from varuna_capslog.model.chain import Chain
-from varuna_capslog.training.layer_state import LayerState, flatten, install, model_state, plain_number
 
 __all__ = [
     "Checkpoint",
     "digest_of",
     "entry_of",
-    "from_checkpoint",
     "latest_checkpoint",
-    "load_chain",
-    "load_layers",
     "open_checkpoint",
     "prune",
     "publish",
     "read_file",
-    "to_checkpoint",
     "write_synced",
     "write_whole",
 ]
@@ -209,150 +200,3 @@ def prune(folder: Path, keep: int, spare: Iterable[int] = ()) -> None:
             shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob(".partial-*"):
         shutil.rmtree(path, ignore_errors=True)
-
-
-# -- layers -----------------------------------------------------------------------------------------------------------
-
-
-def from_checkpoint(checkpoint: Checkpoint, chain: Chain, index: int) -> LayerState:
-    """A layer's state from disk, on the CPU; shared parameters come from their first layer's file.
-
-    Raises:
-        CapslogError: the checkpoint is damaged or of another model.
-    """
-
-    def mismatch(address: str, value: Tensor | None, wanted: Tensor) -> CapslogError:
-        found = "nothing" if value is None else f"shape {list(value.shape)}"
-        return CapslogError(
-            f"{checkpoint.path}: {address!r} has shape {list(wanted.shape)} in the model, {found} there; it was "
-            "written for another model"
-        )
-
-    name, shared = chain.layers[index].name, chain.shared_names(index)
-    return _state_of(checkpoint, name, model_state(chain, index), shared, mismatch)
-
-
-def _state_of(
-    checkpoint: Checkpoint,
-    layer: str,
-    targets: Mapping[str, Tensor],
-    shared: Mapping[str, str],
-    mismatch: Callable[[str, Tensor | None, Tensor], CapslogError],
-) -> LayerState:
-    """What a checkpoint has for a layer.
-
-    Args:
-        targets: a state of the layer, whose parameters and buffers are looked up.
-        shared: name inside the layer -> address, of its shared parameters.
-        mismatch: the error for (address, its value or None, the tensor that it should fill).
-    """
-    read: dict[str, dict[str, Any]] = {}
-
-    def part(owner: str, kind: str) -> Mapping[str, Any]:
-        if owner not in read:
-            read[owner] = checkpoint.layer(owner)
-        found: Mapping[str, Any] = read[owner][kind]
-        return found
-
-    state: LayerState = {}
-    for key, tensor in targets.items():
-        kind, name = key.split("/", 1)
-        address, owner, inner = f"{layer}.{name}", layer, name
-        if kind == "parameters":
-            address = shared.get(name, address)
-            owner, inner = _split_address(address, layer, name, checkpoint)
-        value = part(owner, kind).get(inner)
-        if value is None or value.shape != tensor.shape:
-            raise mismatch(address, value, tensor)
-        state[key] = value
-        if kind == "parameters":
-            state |= flatten({}, {}, {name: part(owner, "optimizer").get(inner, {})})
-    return state
-
-
-def _split_address(address: str, layer: str, name: str, checkpoint: Checkpoint) -> tuple[str, str]:
-    """The layer in whose file a checkpoint keeps a parameter, and its name there.
-
-    Args:
-        address: of the parameter.
-        layer, name: a layer that uses it, and its name there.
-
-    Raises:
-        CapslogError: it is not shared there.
-    """
-    if address == f"{layer}.{name}":
-        return layer, name
-    uses = checkpoint.manifest["shared"].get(address)
-    if uses is None:
-        raise CapslogError(
-            f"{checkpoint.path}: parameter {address!r} is not shared there; it was written for another model"
-        )
-    first, inner = uses[0]
-    return list(checkpoint.manifest["layers"])[first], inner
-
-
-def to_checkpoint(state: Mapping[str, Tensor], chain: Chain, index: int, copy: bool = False) -> dict[str, Any]:
-    """What a checkpoint's file of this layer holds: {"parameters", "buffers", "optimizer"}, on the CPU.
-
-    Args:
-        copy: of tensors on the CPU too, which are otherwise those of `state`.
-    """
-
-    def host(tensor: Tensor) -> Tensor:
-        return tensor.detach().to("cpu", copy=copy)
-
-    layer, shared = chain.layers[index], chain.shared_names(index)
-    parameters: dict[str, Tensor] = {}
-    buffers: dict[str, Tensor] = {}
-    moments: dict[str, dict[str, Any]] = {}
-    for key, tensor in state.items():
-        kind, name = key.split("/", 1)
-        if kind == "buffers":
-            buffers[name] = host(tensor)
-            continue
-        name, _, moment = name.partition("/")
-        if shared.get(name, f"{layer.name}.{name}") != f"{layer.name}.{name}":
-            continue  # it belongs to an earlier layer
-        if kind == "parameters":
-            parameters[name] = host(tensor)
-        else:
-            kept = moments.setdefault(name, {})
-            kept[moment] = host(tensor) if kind == "optimizer" else plain_number(tensor)
-    return {"parameters": parameters, "buffers": buffers, "optimizer": moments}
-
-
-def load_layers(checkpoint: Checkpoint, layers: Sequence[EngineLayer], optimizer: StageOptimizer) -> None:
-    """Loads these layers' parameters, buffers and moments.
-
-    Raises:
-        CapslogError: a layer or parameter is missing or has another shape (both are named).
-    """
-
-    mismatch = functools.partial(_mismatch, checkpoint.path)
-    for layer in layers:
-        targets = flatten(layer.parameters, layer.buffers, {})
-        install(layer, optimizer, _state_of(checkpoint, layer.name, targets, layer.shared, mismatch))
-
-
-def load_chain(checkpoint: Checkpoint, chain: Chain) -> None:
-    """Loads a whole chain's weights, see `Checkpoint.weights`, on one device (prediction, export)."""
-    chain.fill()
-    for layer in chain.layers:
-        weights = checkpoint.weights(layer.name)
-        targets: dict[str, Tensor] = dict(layer.module.named_parameters()) | dict(layer.module.named_buffers())
-        for name, value in weights.items():
-            if name not in targets:
-                raise CapslogError(f"{checkpoint.path}: the model's layer {layer.name!r} has no parameter {name!r}")
-            if value.shape != targets[name].shape:
-                raise _mismatch(checkpoint.path, f"{layer.name}.{name}", value, targets[name])
-            with torch.no_grad():
-                targets[name].copy_(value)
-
-
-def _mismatch(where: Path, address: str, value: Tensor | None, target: Tensor) -> CapslogError:
-    if value is None:
-        return CapslogError(f"{where}: has no {address!r}; it was written for another model")
-    return CapslogError(
-        f"{where}: {address!r} has shape {list(value.shape)}, the model wants {list(target.shape)}; use init_from "
-        "with init_skip to leave it out"
-    )

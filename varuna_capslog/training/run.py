@@ -24,10 +24,11 @@ from varuna_capslog.engine.pipeline import build
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.plans.parts import grains_of
 from varuna_capslog.plans.plan import Plan
-from varuna_capslog.training.checkpoint import Checkpoint, latest_checkpoint, load_layers, open_checkpoint
+from varuna_capslog.training.checkpoint import Checkpoint, latest_checkpoint, open_checkpoint
 from varuna_capslog.training.constants import check_continues, check_folder
 from varuna_capslog.training.loop import TrainingLoop
 from varuna_capslog.training.run_setup import check_plan, set_up_run
+from varuna_capslog.training.stored_layers import load_layers
 
 __all__ = ["Run", "RunEnd"]
 
@@ -135,7 +136,8 @@ class Run:
 
     def take_weights(self, checkpoint: Checkpoint) -> None:
         """Loads this rank's layers and their moments, whatever the cuts it was written under."""
-        self.communicator.together(lambda: load_layers(checkpoint, self.engine.layers, self.engine.optimizer))
+        engine = self.engine
+        self.communicator.together(lambda: load_layers(checkpoint, engine.chain, engine.layers, engine.optimizer))
 
     # -- the run -----------------------------------------------------------------------------------------------------
 

@@ -21,11 +21,13 @@ from varuna_capslog.engine.learning_rate import LearningRate
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.model.chain import Chain
+from varuna_capslog.model.splitting.pieces import of_parts
 from varuna_capslog.model.workload import DataSource, Workload
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training.checkpoint import open_checkpoint
 from varuna_capslog.training.feed import Feed
 from varuna_capslog.training.loggers import check_loggers
+from varuna_capslog.training.resplit import read_for
 
 __all__ = ["RunSetup", "build_chain", "check_plan", "initialise", "last_step", "set_up_run"]
 
@@ -141,8 +143,9 @@ def check_plan(setup: RunSetup, plan: Plan) -> None:
     setup.options.recipe.check({address: parameter.dim() for address, parameter in parameters.items()})
 
 
-def read_weights(path: Path, workload: Workload) -> tuple[dict[str, Tensor], list[str]]:
-    """{address: tensor} of a checkpoint, a run folder (its newest one) or a foreign file; and what was skipped.
+def read_weights(path: Path, workload: Workload, chain: Chain) -> tuple[dict[str, Tensor], list[str]]:
+    """{address in the chain: tensor} of a checkpoint, a run folder (its newest one) or a foreign file; and what was
+    skipped.
 
     Raises:
         CapslogError: no such file, or nothing that can be read.
@@ -150,14 +153,15 @@ def read_weights(path: Path, workload: Workload) -> tuple[dict[str, Tensor], lis
     if not path.exists():
         raise CapslogError(f"init_from={str(path)!r} does not exist; give a checkpoint folder or a weights file")
     if path.is_file():
-        return workload.import_weights(path)
+        found, skipped = workload.import_weights(path)
+        return of_parts(found, chain.layers), skipped
     folder = path
     if (path / "checkpoints").is_dir():
         steps = sorted((path / "checkpoints").glob("step-*"))
         if not steps:
             raise CapslogError(f"init_from={str(path)!r} is a run without a checkpoint; give another")
         folder = steps[-1]
-    checkpoint = open_checkpoint(folder)
+    checkpoint = read_for(open_checkpoint(folder), chain)
     weights: dict[str, Tensor] = {}
     for layer in checkpoint.manifest["layers"]:
         weights |= {f"{layer}.{name}": tensor for name, tensor in checkpoint.weights(layer, mapped=True).items()}
@@ -173,7 +177,7 @@ def initialise(chain: Chain, workload: Workload, path: Path, skip: Sequence[str]
     Raises:
         CapslogError: a shape that does not match and is not skipped, or a file that shares no name with the model.
     """
-    weights, skipped = read_weights(path, workload)
+    weights, skipped = read_weights(path, workload, chain)
     taken: dict[str, Tensor] = {}
     for address, target in chain.named_tensors().items():
         value = weights.pop(address, None)

@@ -21,6 +21,7 @@ from varuna_capslog.engine.interface import Engine
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.training import checkpoint
 from varuna_capslog.training.layer_state import capture
+from varuna_capslog.training.stored_layers import manifest_of_layers, to_checkpoint
 
 __all__ = ["Saving"]
 
@@ -126,7 +127,7 @@ class Saving:
     def _state(self, layer: EngineLayer, copy: bool) -> dict[str, Any]:
         engine = self._engine
         live = capture(layer, engine.optimizer, copy=False)
-        return checkpoint.to_checkpoint(live, engine.chain, layer.index, copy)
+        return to_checkpoint(live, engine.chain, layer.index, copy)
 
     def _written(self) -> _Written:
         if self._writing is not None:
@@ -156,7 +157,7 @@ class Saving:
                 "step": self.step,
                 "generation": self._generation,
                 "time": wall_seconds(),
-                "shared": {use.name: [[index, name] for index, name in use.uses] for use in chain.shared},
+                **manifest_of_layers(chain),
                 **self._extra,
                 "layers": {layer.name: entries[layer.name] for layer in chain.layers},
             },

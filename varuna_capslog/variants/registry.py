@@ -22,7 +22,16 @@ from varuna_capslog.variants.attention import ChunkedAttention, EagerAttention, 
 from varuna_capslog.variants.captured import attention_everywhere
 from varuna_capslog.variants.wrapped import in_bfloat16, in_channels_last
 
-__all__ = ["NUMERICS", "TOLERANCES", "Variant", "apply_variants", "known_variants", "matched", "register"]
+__all__ = [
+    "NUMERICS",
+    "TOLERANCES",
+    "Variant",
+    "apply_variants",
+    "known_variants",
+    "layers_meant",
+    "matched",
+    "register",
+]
 
 NUMERICS = {"same": "the same bits", "close": "results within 1e-5", "loose": "results within 1e-2"}
 """Numerical classes, the strictest first, and what each promises against the layer as configured."""
@@ -113,15 +122,27 @@ def matched(names: Sequence[str], choices: Mapping[str, str]) -> dict[int, str]:
     fields.refuse_unknown(list(choices.values()), list(known_variants()), "variant")
     wanted: dict[int, str] = {}
     for pattern, name in choices.items():
-        matching = [number for number, layer in enumerate(names) if _is_meant(pattern, number, layer)]
-        if not matching:
-            families = {layer.rpartition(".")[0] + ".*" for layer in names if "." in layer}
-            near = difflib.get_close_matches(pattern, [*names, *sorted(families)], n=1)
-            some = ", ".join(names[:: max(1, len(names) // 4)])
-            advice = f"did you mean {near[0]!r}?" if near else f"the layers are called {some}"
-            raise CapslogError(f"variants has the pattern {pattern!r}, which matches no layer; {advice}")
-        wanted |= dict.fromkeys(matching, name)
+        wanted |= dict.fromkeys(layers_meant(names, pattern, "variants"), name)
     return dict(sorted(wanted.items()))
+
+
+def layers_meant(names: Sequence[str], pattern: str, key: str) -> list[int]:
+    """The numbers of the layers that a pattern matches; see `matched`.
+
+    Args:
+        key: of the config, for the error.
+
+    Raises:
+        CapslogError: none; it says the nearest name.
+    """
+    matching = [number for number, layer in enumerate(names) if _is_meant(pattern, number, layer)]
+    if not matching:
+        families = {layer.rpartition(".")[0] + ".*" for layer in names if "." in layer}
+        near = difflib.get_close_matches(pattern, [*names, *sorted(families)], n=1)
+        some = ", ".join(names[:: max(1, len(names) // 4)])
+        advice = f"did you mean {near[0]!r}?" if near else f"the layers are called {some}"
+        raise CapslogError(f"{key} has the pattern {pattern!r}, which matches no layer; {advice}")
+    return matching
 
 
 def _is_meant(pattern: str, number: int, name: str) -> bool:

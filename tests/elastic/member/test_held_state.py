@@ -13,7 +13,8 @@ from varuna_capslog.base.supervisor import Supervisor
 from varuna_capslog.elastic.member.held_state import recover, write_held
 from varuna_capslog.membership.generation import Generation, Stamp
 from varuna_capslog.training import layer_state
-from varuna_capslog.training.checkpoint import from_checkpoint, latest_checkpoint
+from varuna_capslog.training.checkpoint import latest_checkpoint
+from varuna_capslog.training.stored_layers import from_checkpoint
 
 CHAIN = models.build_chain()
 RECORD = Generation(2, ("a",), checkpoint=Stamp(0, 0))

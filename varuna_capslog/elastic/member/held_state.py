@@ -17,15 +17,9 @@ from varuna_capslog.base import files
 from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.membership.generation import Generation, Stamp
 from varuna_capslog.model.chain import Chain
-from varuna_capslog.training.checkpoint import (
-    FORMAT,
-    entry_of,
-    latest_checkpoint,
-    publish,
-    to_checkpoint,
-    write_whole,
-)
+from varuna_capslog.training.checkpoint import FORMAT, entry_of, latest_checkpoint, publish, write_whole
 from varuna_capslog.training.layer_state import LayerState
+from varuna_capslog.training.stored_layers import manifest_of_layers, to_checkpoint
 
 __all__ = ["recover", "take_newest", "write_boundaries", "write_held"]
 
@@ -100,9 +94,8 @@ def write_held(
             write_whole(place / file, to_checkpoint(state, chain, index))
             files.write_json(place / f"{file}.json", {"file": file, **entry_of(place / file)})
 
-    shared = {use.name: [[index, name] for index, name in use.uses] for use in chain.shared}
     names = [layer.name for layer in chain.layers]
-    manifest = {"model": chain.name, "shared": shared, "generation": generation, **extra, "layers": names}
+    manifest = {"model": chain.name, **manifest_of_layers(chain), "generation": generation, **extra, "layers": names}
     write_boundaries(run_dir, held, record, {"manifest": manifest}, write)
 
 

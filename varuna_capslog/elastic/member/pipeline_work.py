@@ -47,10 +47,11 @@ from varuna_capslog.plans.plan import Plan, latest_plan, plan_path, write_plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.training import layer_state
-from varuna_capslog.training.checkpoint import from_checkpoint, open_checkpoint
+from varuna_capslog.training.checkpoint import open_checkpoint
 from varuna_capslog.training.constants import run_constants
 from varuna_capslog.training.loop import TrainingLoop
 from varuna_capslog.training.run_setup import build_chain, check_plan, set_up_run
+from varuna_capslog.training.stored_layers import from_checkpoint
 
 __all__ = ["PipelineRun", "PipelineWork"]
 

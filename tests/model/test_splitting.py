@@ -1,0 +1,194 @@
+"""Layers split into parts: they compute what the whole layer computes, and hold each of its elements once."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.detr.tiny import tiny_chain
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.chain import Chain, Layer
+from varuna_capslog.model.factories import LayerFactory
+from varuna_capslog.model.splitting.chains import split_chain
+from varuna_capslog.model.splitting.modules import linear_rows
+from varuna_capslog.model.splitting.pieces import TensorPiece, of_parts, parts_from_json, put_together, split_table
+from varuna_capslog.model.splitting.splitter import Splitter
+
+TENSOR = {"encoder.*": "tensor-4", "decoder.*": "tensor-2"}
+
+
+@functools.cache
+def _transformer(changes: tuple[tuple[str, Any], ...]) -> Chain:
+    chain = tiny_chain(**dict(changes))
+    first = next(index for index, layer in enumerate(chain.layers) if layer.name == "encoder.0")
+    return Chain(chain.layers[first:], ("memory", "valid"), chain.outputs)
+
+
+def built(splits: Mapping[str, str], loud: float = 1.0, **changes: Any) -> Chain:
+    """The transformer of a DETR in float64. loud: factor of what queries and keys are made with, whose square the
+    logits grow by.
+    """
+    chain = copy.deepcopy(_transformer(tuple(sorted(changes.items()))))
+    for layer in chain.layers:
+        layer.module.double()
+        for name, parameter in layer.module.named_parameters():
+            if "in_proj_weight" in name:
+                with torch.no_grad():
+                    parameter[: 2 * parameter.shape[1]] *= loud
+    return split_chain(chain, splits, "close") if splits else chain
+
+
+def whole(chain: Chain, tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Tensors of a chain's layers by the addresses that they have in the whole layers."""
+    table, found = split_table(chain.layers), {}
+    for layer in chain.layers:
+        if layer.part is None:
+            found |= {f"{layer.name}.{name}": tensor for name, tensor in tensors[layer.name].items()}
+    for name, rows in table.items():
+        parts = [(pieces, tensors[part]) for part, pieces in parts_from_json(rows).items()]
+        found |= {f"{name}.{own}": tensor for own, tensor in put_together(parts).items()}
+    return found
+
+
+def results(chain: Chain) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Outputs, and gradients by their addresses in the whole layers."""
+    generator = torch.Generator().manual_seed(1)
+    memory = torch.randn(2, 5, 7, 32, generator=generator, dtype=torch.float64)
+    outputs = chain.run({"memory": memory, "valid": torch.tensor([[5, 4], [3, 7]])})
+    sum((one * torch.linspace(-1, 1, one.numel()).view_as(one)).sum() for one in outputs.values()).backward()  # type: ignore[union-attr]
+    gradients = {
+        layer.name: {name: one.grad for name, one in layer.module.named_parameters() if one.grad is not None}
+        for layer in chain.layers
+    }
+    return outputs, whole(chain, gradients)
+
+
+@functools.cache
+def expected(loud: float, heads: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    return results(built({}, loud, heads=heads, attention="eager"))
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Any:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize(
+    ("splits", "changes"),
+    [
+        (TENSOR, {}),
+        (TENSOR, {"heads": "every_decoder"}),
+        ({"encoder.*": "sequence-2"}, {"attention": "sdpa"}),
+        ({"encoder.0": "sequence-3", "encoder.1": "tensor-2"}, {}),
+        ({"encoder.*": "sequence-8"}, {}),  # of 5 rows: three parts have none; the last rows of an image are padding
+        (TENSOR, {"loud": 100.0}),
+        ({"encoder.*": "sequence-2"}, {"loud": 100.0}),  # logits of 1e4
+    ],
+)
+def test_parts_compute_what_the_whole_layer_computes(splits: dict[str, str], changes: dict[str, Any]) -> None:
+    given: dict[str, Any] = {"heads": "last", "attention": "eager", "loud": 1.0} | changes
+    outputs, gradients = results(built(splits, **given))
+    plain, their_gradients = expected(given["loud"], given["heads"])
+    assert max(float((outputs[name] - plain[name]).detach().abs().max()) for name in plain) < 1e-12
+    assert gradients.keys() == their_gradients.keys()
+    for name, gradient in their_gradients.items():
+        scale = max(float(gradient.abs().max()), 1e-3)
+        assert float((gradients[name] - gradient).abs().max()) / scale < 1e-12 * given["loud"], name
+
+
+@pytest.mark.parametrize("splits", [TENSOR, {"encoder.*": "sequence-2"}])
+def test_parts_begin_with_the_weights_of_the_whole_layer(splits: dict[str, str]) -> None:
+    chain, plain = built(splits, heads="every_decoder"), built({}, heads="every_decoder")
+    held = {layer.name: dict(layer.module.named_parameters()) for layer in chain.layers}
+    found, known = whole(chain, held), plain.named_parameters()
+    assert found.keys() >= known.keys()
+    assert all(torch.equal(found[name], known[name]) for name in known)
+    assert chain.num_parameters() == plain.num_parameters()
+    given = of_parts({name: one.detach() for name, one in known.items()}, chain.layers)
+    assert all(torch.equal(given[name], one) for name, one in chain.named_parameters().items())
+
+
+def test_a_piece_takes_and_puts_its_elements_of_any_dimension() -> None:
+    tensor = torch.arange(24.0).view(2, 12)
+    piece = TensorPiece("weight", 12, 1, ((2, 4), (8, 11)))
+    assert TensorPiece.from_json(piece.to_json()) == piece
+    part = piece.of(tensor)
+    assert part.tolist() == tensor[:, [2, 3, 8, 9, 10]].tolist()
+    target = torch.zeros(2, 12)
+    piece.put(part, target)
+    assert torch.equal(target, tensor * (target != 0))
+    assert (target != 0).sum() == 10
+    assert piece.shape_of_whole(part.shape) == [2, 12]
+
+
+class _Own(nn.Linear):
+    """A layer of a user's; `wrong` names the mistake in how it is split."""
+
+    wrong = ""
+
+    def split(self, into: Splitter) -> None:
+        for part in range(1 if self.wrong == "half" else into.degree):
+            share = linear_rows(into, self, part)
+            if self.wrong == "foreign":
+                share.weight = nn.Parameter(share.weight.detach().clone())
+            into.add(str(part), share, into.reads, [into.value(str(part))])
+
+
+def own(wrong: str = "") -> Chain:
+    layer = _Own(4, 4)
+    layer.wrong = wrong
+    return Chain([Layer("first", nn.Linear(4, 4)), Layer("own", layer), Layer("last", nn.Linear(4, 4))])
+
+
+def tied() -> Chain:
+    chain = own()
+    chain.layers[2].module.weight = chain.layers[1].module.weight
+    return chain
+
+
+@pytest.mark.parametrize(
+    ("chain", "splits", "numerics", "sentence"),
+    [
+        (own, {"own": "tensor"}, "close", r"splits\['own'\] is 'tensor'; write tensor-N or sequence-N"),
+        (own, {"own": "tensor-1"}, "close", r"is 'tensor-1'; .* at least 2"),
+        (own, {"own": "ring-2"}, "close", r"is 'ring-2'; write tensor-N"),
+        (
+            own,
+            {"onw": "tensor-2"},
+            "close",
+            r"splits has the pattern 'onw', which matches no layer; did you mean 'own'",
+        ),
+        (own, {"first": "tensor-2"}, "close", r"none of these layers can be split .* no method split"),
+        (own, {"own": "tensor-2"}, "same", r"numerics=same allows the same bits only; set numerics=close"),
+        (own, {"own": "tensor-3"}, "close", r"'own' cannot be split by tensor-3: its 4 columns cannot be shared out"),
+        (functools.partial(own, "half"), {"own": "tensor-2"}, "close", r"parts .* do not hold all of its 'weight'"),
+        (functools.partial(own, "foreign"), {"own": "tensor-2"}, "close", r"'weight' that the layer has not"),
+        (tied, {"own": "tensor-2"}, "close", r"would cut 'weight', which other layers use as 'own.weight'"),
+        (tiny_chain, {"decoder.*": "sequence-2"}, "close", r"few positions, its object queries; take tensor-2"),
+        (tiny_chain, {"encoder.1": "tensor-3"}, "close", r"its 4 heads cannot be shared out equally among 3 parts"),
+    ],
+)
+def test_one_sentence_per_mistake(chain: Any, splits: dict[str, str], numerics: str, sentence: str) -> None:
+    with pytest.raises(CapslogError, match=sentence):
+        split_chain(chain(), splits, numerics)
+
+
+def test_layers_of_factories_are_not_split() -> None:
+    chain = Chain.from_factories([LayerFactory("own", functools.partial(_Own, 4, 4))], seed=0)
+    with pytest.raises(CapslogError, match="built by factories, which cannot be split; give the model as modules"):
+        split_chain(chain, {"own": "tensor-2"}, "close")
+
+
+def test_layers_that_cannot_be_split_stay_whole() -> None:
+    chain = split_chain(own(), {"*": "tensor-2"}, "close")
+    assert [layer.name for layer in chain.layers][:1] == ["first"]
+    assert [layer.name for layer in chain.layers if layer.part] == ["own.0", "own.1"]

@@ -1,0 +1,166 @@
+"""A checkpoint gives the same weights and moments to whatever parts the layers are split into, and to whole layers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.detr.tiny import tiny_chain
+from varuna_capslog.base import files
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.chain import Chain
+from varuna_capslog.model.splitting.chains import split_chain
+from varuna_capslog.model.splitting.pieces import TensorPiece, parts_from_json, put_together, split_table
+from varuna_capslog.model.workload import load_workload
+from varuna_capslog.rig.toy import toy_config
+from varuna_capslog.training.checkpoint import FORMAT, Checkpoint, entry_of, open_checkpoint, write_whole
+from varuna_capslog.training.layer_state import LayerState, model_state
+from varuna_capslog.training.run_setup import initialise
+from varuna_capslog.training.stored_layers import from_checkpoint, load_chain, manifest_of_layers, to_checkpoint
+
+HEADS = {"encoder.*": "tensor-2", "decoder.*": "tensor-4"}
+ROWS = {"encoder.*": "sequence-3"}
+WAYS = [{}, HEADS, ROWS]
+
+
+@functools.cache
+def _transformer() -> Chain:
+    """Of a DETR whose decoder layers share their heads."""
+    chain = tiny_chain(heads="every_decoder")
+    first = next(index for index, layer in enumerate(chain.layers) if layer.name == "encoder.0")
+    return Chain(chain.layers[first:], ("memory", "valid"), chain.outputs)
+
+
+def transformer(splits: Mapping[str, str]) -> Chain:
+    chain = copy.deepcopy(_transformer())
+    return split_chain(chain, splits, "close") if splits else chain
+
+
+def written(folder: Path, chain: Chain) -> Checkpoint:
+    """A checkpoint of the chain as it is, with drawn moments."""
+    folder.mkdir()
+    entries: dict[str, object] = {}
+    drawn: dict[str, Tensor] = {}
+    for index, layer in enumerate(chain.layers):
+        state: LayerState = model_state(chain, index)
+        for name, parameter in layer.module.named_parameters():
+            address = chain.shared_names(index).get(name, f"{layer.name}.{name}")
+            state[f"optimizer/{name}/exp_avg"] = drawn.setdefault(address, torch.randn_like(parameter))
+            state[f"optimizer/{name}/step"] = torch.tensor(3.0)
+            state[f"number/{name}/rate"] = torch.tensor(0.5, dtype=torch.float64)
+        file = f"layer-{index:04d}.pt"
+        write_whole(folder / file, to_checkpoint(state, chain, index))
+        entries[layer.name] = {"file": file, **entry_of(folder / file)}
+    manifest = {"format": FORMAT, "step": 3, "model": chain.name, **manifest_of_layers(chain), "layers": entries}
+    files.write_json(folder / "manifest.json", manifest)
+    return open_checkpoint(folder)
+
+
+def whole_states(states: Mapping[str, LayerState], chain: Chain) -> dict[str, Tensor]:
+    """Every tensor of the states by its key in the whole layers, put together from the parts of the chain."""
+    found = {}
+    table = split_table(chain.layers)
+    for layer in chain.layers:
+        if layer.part is None:
+            found |= {f"{layer.name}/{key}": tensor for key, tensor in states[layer.name].items()}
+    for whole, rows in table.items():
+        parts = [(pieces, states[part]) for part, pieces in parts_from_json(rows).items()]
+        for kind in ("parameters", "buffers", "optimizer", "number"):
+            keyed = [(_by_key(pieces, state, kind), state) for pieces, state in parts]
+            found |= {f"{whole}/{key}": tensor for key, tensor in put_together(keyed).items()}
+    return found
+
+
+def _by_key(pieces: Mapping[str, TensorPiece], state: LayerState, kind: str) -> dict[str, TensorPiece]:
+    """The keys of one kind in a part's state, each with where it belongs in the whole layer's."""
+    found = {}
+    for key, tensor in state.items():
+        name, _, rest = key.removeprefix(f"{kind}/").partition("/")
+        if key.startswith(f"{kind}/"):
+            piece = pieces[name]
+            own = f"{kind}/{piece.name}" + (f"/{rest}" if rest else "")
+            found[key] = TensorPiece(own, piece.size, piece.dim, piece.ranges if tensor.dim() else ())
+    return found
+
+
+@pytest.mark.parametrize("target", WAYS)
+@pytest.mark.parametrize("source", WAYS)
+def test_any_parts_read_what_any_parts_wrote(tmp_path: Path, source: dict[str, str], target: dict[str, str]) -> None:
+    torch.manual_seed(5)
+    chain = transformer(source)
+    with torch.no_grad():
+        for parameter in chain.named_parameters().values():
+            parameter.normal_()
+    checkpoint = written(tmp_path / "step-00000003", chain)
+    own = {layer.name: from_checkpoint(checkpoint, chain, index) for index, layer in enumerate(chain.layers)}
+    other = transformer(target)
+    theirs = {layer.name: from_checkpoint(checkpoint, other, index) for index, layer in enumerate(other.layers)}
+    expected, found = whole_states(own, chain), whole_states(theirs, other)
+    assert found.keys() == expected.keys()
+    assert not [key for key, tensor in expected.items() if not torch.equal(tensor, found[key])]
+    for index, layer in enumerate(other.layers):
+        assert theirs[layer.name].keys() >= model_state(other, index).keys()
+    # and for prediction, on one device
+    load_chain(checkpoint, other)
+    states = {layer.name: model_state(other, index) for index, layer in enumerate(other.layers)}
+    weights = whole_states(states, other)
+    assert not [key for key, tensor in weights.items() if not torch.equal(tensor, expected[key])]
+
+
+def test_running_statistics_of_parts_come_together(tmp_path: Path) -> None:
+    def chain(splits: str) -> Chain:
+        config = toy_config(
+            tmp_path / "toy",
+            ["model.blocks=2", *([f"splits={{'block.*': {splits}}}"] if splits else []), "numerics=close"],
+        )
+        torch.manual_seed(1)
+        return load_workload(config).chosen_chain()
+
+    whole = chain("")
+    for layer in whole.layers:
+        for buffer in layer.module.buffers():
+            buffer.copy_(torch.rand_like(buffer.float()) * 9)
+    checkpoint = written(tmp_path / "one", whole)
+    halves, quarters = chain("tensor-2"), chain("tensor-4")
+    load_chain(checkpoint, halves)
+    load_chain(written(tmp_path / "two", halves), quarters)
+    back = chain("")
+    load_chain(written(tmp_path / "three", quarters), back)
+    known = whole.named_tensors()
+    assert not [address for address, tensor in back.named_tensors().items() if not torch.equal(tensor, known[address])]
+
+
+@pytest.mark.parametrize("target", [HEADS, ROWS])
+def test_parts_begin_from_a_run_of_whole_layers(tmp_path: Path, target: dict[str, str]) -> None:
+    source = transformer({})
+    with torch.no_grad():
+        for parameter in source.named_parameters().values():
+            parameter.normal_()
+    written(tmp_path / "step-00000003", source)
+    chain = transformer(target)
+    workload = load_workload(toy_config(tmp_path / "toy", []))  # is asked for files of other programs alone
+    assert initialise(chain, workload, tmp_path / "step-00000003", []) == []
+    states = {layer.name: model_state(chain, index) for index, layer in enumerate(chain.layers)}
+    expected = {layer.name: model_state(source, index) for index, layer in enumerate(source.layers)}
+    found, known = whole_states(states, chain), whole_states(expected, source)
+    assert not [key for key, tensor in known.items() if not torch.equal(tensor, found[key])]
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_the_name_that_it_lacks(tmp_path: Path) -> None:
+    chain = transformer(HEADS)
+    checkpoint = written(tmp_path / "step-00000003", chain)
+    torch.manual_seed(0)
+    wider = tiny_chain(feedforward=64)
+    with pytest.raises(CapslogError, match=r"has no layer 'backbone\.stem'; it was written for another model"):
+        from_checkpoint(checkpoint, wider, 0)
+    first = next(index for index, layer in enumerate(wider.layers) if layer.name == "encoder.0")
+    with pytest.raises(
+        CapslogError, match=r"'encoder\.0\.linear1\.weight' has shape \[48, 32\], the model wants \[64, 32\]"
+    ):
+        from_checkpoint(checkpoint, wider, first)

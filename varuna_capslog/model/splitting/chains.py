@@ -1,0 +1,60 @@
+"""The layers of a chain split as a config says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.chain import Chain, Layer
+from varuna_capslog.model.splitting.splitter import KINDS, split_layer, wanted_split
+from varuna_capslog.variants.registry import NUMERICS, layers_meant
+
+__all__ = ["split_chain"]
+
+
+def split_chain(chain: Chain, splits: Mapping[str, str], numerics: str = "same") -> Chain:
+    """The chain with some of its layers split into parts; what is not meant by `splits` stays as it is.
+
+    Args:
+        splits: pattern of layers' names -> kind and number of parts, such as tensor-2 or sequence-4. Where several
+            match a layer, the last one counts.
+        numerics: the weakest numerical class that is allowed; parts add up in another order, so that results are
+            `close` to those of the whole layer.
+
+    Raises:
+        CapslogError: no such split, a pattern that matches no layer or none that can be split, a layer that cannot be
+            split in this way, layers of factories, or `numerics` allows no other bits.
+    """
+    if chain.factories is not None:
+        raise CapslogError(
+            f"splits is {dict(splits)}, but the layers of {chain.name!r} are built by factories, which cannot be "
+            "split; give the model as modules"
+        )
+    if numerics == "same":
+        raise CapslogError(
+            f"splits is {dict(splits)}, whose parts add up in another order ({NUMERICS['close']}), but numerics=same "
+            f"allows {NUMERICS['same']} only; set numerics=close"
+        )
+    names = [layer.name for layer in chain.layers]
+    wanted: dict[int, tuple[str, str]] = {}
+    for pattern, text in splits.items():
+        wanted_split(text, f"splits[{pattern!r}]")
+        wanted |= dict.fromkeys(layers_meant(names, pattern, "splits"), (pattern, text))
+    layers: list[Layer] = []
+    unsplit = set(splits)
+    for index, layer in enumerate(chain.layers):
+        parts = None
+        if index in wanted:
+            pattern, text = wanted[index]
+            kind, degree = wanted_split(text, f"splits[{pattern!r}]")
+            parts = split_layer(layer, kind, degree, chain.shared_names(index))
+            if parts is not None:
+                unsplit.discard(pattern)
+        layers += [layer] if parts is None else parts
+    for pattern in splits:
+        if pattern in unsplit:
+            raise CapslogError(
+                f"splits gives {pattern!r} the split {splits[pattern]!r}, but none of these layers can be split into "
+                f"{' or '.join(KINDS.values())}; their modules have no method split (docs/your-model.md)"
+            )
+    return Chain(layers, chain.inputs, chain.outputs, chain.name)

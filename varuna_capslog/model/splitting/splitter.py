@@ -1,0 +1,185 @@
+"""Splitting one layer of a chain into parts, which are layers of the chain themselves.
+
+A part holds some heads of an attention, some columns of a feed-forward, or some of the positions; a last part puts the
+results together, in the order of the parts. So everything that knows chains knows split layers: profiles have a row for
+every part, planners place parts on ranks like all layers (on one rank, one after the other, or side by side on
+several), and results do not depend on where they run. What crosses from part to part is sent like any other tensor.
+
+A module can be split if it has a method `split(splitter)`, which adds the parts.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.layer import Layer
+from varuna_capslog.model.splitting.pieces import PartOf, TensorPiece
+
+__all__ = ["KINDS", "Splitter", "share_of", "split_layer", "wanted_split"]
+
+Module = TypeVar("Module", bound=nn.Module)
+
+KINDS = {"tensor": "heads and columns", "sequence": "positions"}
+"""Kinds of splits, and what their parts share out."""
+
+
+def wanted_split(text: str, where: str) -> tuple[str, int]:
+    """Kind and degree of a split as configs write it, such as tensor-4.
+
+    Raises:
+        CapslogError: no such split; `where` says where it was written.
+    """
+    found = re.fullmatch(r"([a-z]+)-(\d+)", text)
+    if found is None or found[1] not in KINDS or int(found[2]) < 2:
+        raise CapslogError(
+            f"{where} is {text!r}; write tensor-N or sequence-N with the number of parts, at least 2, such as tensor-2"
+        )
+    return found[1], int(found[2])
+
+
+def share_of(count: int, part: int, degree: int, what: str) -> tuple[int, int]:
+    """(first, end) of one of equal shares.
+
+    Args:
+        what: is shared out, as in "heads", for the error.
+
+    Raises:
+        CapslogError: the shares are not equal.
+    """
+    if count % degree:
+        raise CapslogError(f"its {count} {what} cannot be shared out equally among {degree} parts")
+    size = count // degree
+    return part * size, (part + 1) * size
+
+
+class Splitter:
+    """Collects the parts of one layer.
+
+    Attributes:
+        kind, degree: of the split, as in `tensor-4`.
+        reads, writes: names of the tensors that the whole layer reads and writes.
+    """
+
+    def __init__(self, layer: Layer, kind: str, degree: int) -> None:
+        self.kind, self.degree = kind, degree
+        self.reads, self.writes = layer.reads, layer.writes
+        self._layer = layer
+        self._names: dict[int, str] = {}
+        for name, tensor in (*layer.module.named_parameters(), *layer.module.named_buffers()):
+            self._names.setdefault(id(tensor), name)
+        self._pieces: dict[int, TensorPiece] = {}
+        self._kept: list[Tensor] = []
+        self._layers: list[Layer] = []
+
+    def value(self, name: str) -> str:
+        """The name of a tensor that passes between parts of this layer only."""
+        return f"{self._layer.name}.{name}"
+
+    def cut(self, parameter: Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> nn.Parameter:
+        """A parameter of a part: the elements of these ranges of one dimension of a parameter of the whole layer."""
+        own = nn.Parameter(self.cut_buffer(parameter, dim, ranges), requires_grad=parameter.requires_grad)
+        self._known(own, self._piece(parameter, dim, ranges))
+        return own
+
+    def cut_buffer(self, buffer: Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> Tensor:
+        """As `cut`, of a buffer."""
+        piece = self._piece(buffer, dim, ranges)
+        return self._known(piece.of(buffer.detach()).clone(), piece)
+
+    def sharing(self, module: Module) -> Module:
+        """A copy of the layer, or of a module in it, with the very parameters of the original, and its own buffers."""
+        share = copy.deepcopy(module, {id(one): one for one in module.parameters()})
+        for buffer, own in zip(module.buffers(), share.buffers(), strict=True):
+            self._known(own, TensorPiece(self._names[id(buffer)]))
+        return share
+
+    def _piece(self, tensor: Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> TensorPiece:
+        return TensorPiece(self._names[id(tensor)], tensor.shape[dim], dim, tuple(ranges))
+
+    def _known(self, tensor: Tensor, piece: TensorPiece) -> Tensor:
+        self._pieces[id(tensor)] = piece
+        self._kept.append(tensor)  # so that no other tensor gets its identity
+        return tensor
+
+    def add(self, name: str, module: nn.Module, reads: Sequence[str], writes: Sequence[str]) -> None:
+        """Adds a part.
+
+        Args:
+            name: unique among the parts.
+            module: its parameters and buffers are those of the whole layer, or from `cut`, `cut_buffer` or `sharing`.
+            reads, writes: as of any layer; see `value`.
+        """
+        pieces = {}
+        tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        for own, tensor in tensors:
+            piece = self._pieces.get(id(tensor))
+            if piece is None and id(tensor) in self._names:
+                piece = TensorPiece(self._names[id(tensor)])
+            if piece is None:
+                raise CapslogError(
+                    f"part {name!r} of layer {self._layer.name!r} has a tensor {own!r} that the layer has not; take "
+                    "it from the layer, whole or with Splitter.cut"
+                )
+            pieces[own] = piece
+        part = PartOf(self._layer.name, pieces)
+        self._layers.append(Layer(f"{self._layer.name}.{name}", module, tuple(reads), tuple(writes), part))
+
+    def layers(self) -> list[Layer]:
+        """The parts, in order.
+
+        Raises:
+            CapslogError: they lack a tensor of the whole layer, or some of its elements.
+        """
+        held: dict[str, list[TensorPiece]] = {}
+        for layer in self._layers:
+            for piece in layer.part.pieces.values() if layer.part else ():
+                held.setdefault(piece.name, []).append(piece)
+        for name, tensor in (*self._layer.module.named_parameters(), *self._layer.module.named_buffers()):
+            pieces = held.get(name, [])
+            found = sorted({one for piece in pieces for one in piece.ranges})
+            reached = 0
+            for first, end in found:
+                reached = max(reached, end) if first <= reached else reached
+            whole = pieces and (any(not piece.ranges for piece in pieces) or reached == tensor.shape[pieces[0].dim])
+            if not whole:
+                raise CapslogError(
+                    f"the parts of layer {self._layer.name!r} do not hold all of its {name!r}; every element must be "
+                    "in one of them"
+                )
+        return self._layers
+
+
+def split_layer(layer: Layer, kind: str, degree: int, shared: Mapping[str, str]) -> list[Layer] | None:
+    """The parts of a layer; None where its module cannot be split.
+
+    Args:
+        shared: name inside the layer -> address, of the parameters that other layers use too.
+
+    Raises:
+        CapslogError: it cannot be split in this way, or a parameter would be cut that other layers use whole.
+    """
+    split = getattr(layer.module, "split", None)
+    if split is None:
+        return None
+    splitter = Splitter(layer, kind, degree)
+    try:
+        with torch.no_grad():
+            split(splitter)
+    except CapslogError as error:
+        raise CapslogError(f"layer {layer.name!r} cannot be split by {kind}-{degree}: {error}") from error
+    parts = splitter.layers()
+    for part in parts:
+        for piece in part.part.pieces.values() if part.part else ():
+            if piece.ranges and piece.name in shared:
+                raise CapslogError(
+                    f"layer {layer.name!r} cannot be split by {kind}-{degree}: it would cut {piece.name!r}, which "
+                    f"other layers use as {shared[piece.name]!r}; split other layers, or by sequence-{degree}"
+                )
+    return parts
