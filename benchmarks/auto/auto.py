@@ -87,9 +87,8 @@ def main() -> None:
         winners[found.planner] += 1
         proven += bool(found.proven)
         over_bound.append(step / (found.bound_seconds or math.nan))
-        budget = next(
-            (row.step_seconds for row in rows if row.planner == "budget" and row.plan and row.plan.fits), None
-        )
+        (own,) = (row for row in rows if row.planner == "budget")
+        budget = own.step_seconds if own.plan is not None and own.plan.fits else None
         for row in rows:
             if row.planner == "mcap-bo":
                 continue
@@ -97,8 +96,9 @@ def main() -> None:
                 without[row.planner] += 1
                 continue
             gains[row.planner].append(row.step_seconds / step)
-            of_budget[row.planner].append(row.step_seconds / (budget or math.inf))
-            budget_lost[row.planner] += (budget or math.inf) > row.step_seconds * (1 + 1e-9)
+            budget_lost[row.planner] += budget is None or budget > row.step_seconds * (1 + 1e-9)
+            if budget is not None:
+                of_budget[row.planner].append(row.step_seconds / budget)
             if step > row.step_seconds * (1 + 1e-9):
                 lost[row.planner] += 1
                 print(f"graph {number}: {row.planner} {row.step_seconds} is faster than {step}")
@@ -108,10 +108,8 @@ def main() -> None:
     print("| planner | fits | auto slower | budget slower | step / auto's step, geometric mean | largest | ", end="")
     print("step / budget's step, geometric mean | smallest |\n|---|---|---|---|---|---|---|---|")
     for name, ratios in sorted(gains.items(), key=lambda pair: _mean(pair[1])):
-        row = (
-            f"| {name} | {len(ratios)} | {lost[name]} | {budget_lost[name]} | {_mean(ratios):.3f} | {max(ratios):.2f} "
-        )
-        print(f"{row}| {_mean(of_budget[name]):.3f} | {min(of_budget[name]):.3f} |")
+        print(f"| {name} | {len(ratios)} | {lost[name]} | {budget_lost[name]} | {_mean(ratios):.3f} ", end="")
+        print(f"| {max(ratios):.2f} | {_mean(of_budget[name]):.3f} | {min(of_budget[name]):.3f} |")
     if given.o is not None:
         write_json(given.o, {"gains": gains, "winners": winners, "without": without})
 
