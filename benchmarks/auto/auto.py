@@ -71,7 +71,8 @@ def main() -> None:
     given = parser.parse_args()
     dice = random.Random(given.seed)
     gains: dict[str, list[float]] = defaultdict(list)
-    lost, without = Counter[str](), Counter[str]()
+    of_budget: dict[str, list[float]] = defaultdict(list)
+    lost, without, budget_lost = Counter[str](), Counter[str](), Counter[str]()
     winners, proven, nothing = Counter[str | None](), 0, 0
     over_bound: list[float] = []
     for number in range(given.graphs):
@@ -86,6 +87,8 @@ def main() -> None:
         winners[found.planner] += 1
         proven += bool(found.proven)
         over_bound.append(step / (found.bound_seconds or math.nan))
+        (own,) = (row for row in rows if row.planner == "budget")
+        budget = own.step_seconds if own.plan is not None and own.plan.fits else None
         for row in rows:
             if row.planner == "mcap-bo":
                 continue
@@ -93,15 +96,20 @@ def main() -> None:
                 without[row.planner] += 1
                 continue
             gains[row.planner].append(row.step_seconds / step)
+            budget_lost[row.planner] += budget is None or budget > row.step_seconds * (1 + 1e-9)
+            if budget is not None:
+                of_budget[row.planner].append(row.step_seconds / budget)
             if step > row.step_seconds * (1 + 1e-9):
                 lost[row.planner] += 1
                 print(f"graph {number}: {row.planner} {row.step_seconds} is faster than {step}")
     fitted = given.graphs - nothing
     print(f"{given.graphs} graphs: something fits on {fitted}; proven {proven}; step / bound {_mean(over_bound):.3f}")
     print(f"taken from: {dict(winners.most_common())}")
-    print("| planner | fits | auto slower | step / auto's step, geometric mean | largest |\n|---|---|---|---|---|")
+    print("| planner | fits | auto slower | budget slower | step / auto's step, geometric mean | largest | ", end="")
+    print("step / budget's step, geometric mean | smallest |\n|---|---|---|---|---|---|---|---|")
     for name, ratios in sorted(gains.items(), key=lambda pair: _mean(pair[1])):
-        print(f"| {name} | {len(ratios)} | {lost[name]} | {_mean(ratios):.3f} | {max(ratios):.2f} |")
+        print(f"| {name} | {len(ratios)} | {lost[name]} | {budget_lost[name]} | {_mean(ratios):.3f} ", end="")
+        print(f"| {max(ratios):.2f} | {_mean(of_budget[name]):.3f} | {min(of_budget[name]):.3f} |")
     if given.o is not None:
         write_json(given.o, {"gains": gains, "winners": winners, "without": without})
 

@@ -221,6 +221,7 @@ def test_a_run_that_has_grown_is_evaluated_and_reported_by_its_last_plan(
     assert json.loads(capsys.readouterr().out) == scores
 
 
+AUTO = 200_000
 BUDGET = 126_000
 """Bytes: one device holds the tiny model with its snapshot only where two layers run again."""
 
@@ -266,6 +267,36 @@ def test_four_devices_become_one_by_kills_and_four_again_without_waiting(
         assert one.planner == "budget"
         assert one.fits
         assert (one.peak_bytes or BUDGET) < BUDGET, "snapshots lie beside it"
+
+
+def test_planner_auto_chooses_anew_at_a_kill_and_the_record_carries_it(
+    cradle: Cradle, truth: Truth, tmp_path: Path
+) -> None:
+    """Three members, two after a kill, three again: the same bits, by plans that no other member has searched."""
+    pipeline = {"cuts": None, "planner": "auto", "schedule": "auto", "capacity": AUTO}
+    config = config_of(tmp_path, 3, pipeline=pipeline, profile={"source": "estimated"})
+    waits = [Fault(who, "compute", "wait", at, who) for who, at in (("m0", 4), ("m1", 9))]
+    live = Live(cradle, config, faults=waits)
+    live.when("m0")
+    live.signal("m0", signal.SIGKILL)
+    live.when("m1")
+    live.until_asked(live.join())
+    live.go("m1")
+    outcome = live.finish()
+    assert outcome.status == {"m0": -9, "m1": 0, "m2": 0, "m3": 0}, describe(outcome)
+    check(outcome, truth)
+    assert "waiting" not in outcome.kinds(), describe(outcome)
+    records = [entry["record"] for entry in live.log if entry["kind"] == "generation"]
+    carried = [None if one.get("plan") is None else Plan.from_json(one["plan"]) for one in records]
+    assert [len(one["members"]) for one in records] == [3, 2, 3]
+    assert carried[0] is None, "the run began with the plan of its folder"
+    forms = [read_plan(path) for path in sorted(tmp_path.glob("plan-*.json"))]
+    assert [one.stages for one in forms[1:]] == [one.stages for one in carried[1:] if one is not None]
+    for one in forms:
+        assert one.fits
+        assert (one.peak_bytes or AUTO) < AUTO, "snapshots and copies lie beside it"
+        assert one.units.blocks == 2
+    assert any(pipelines_of(one) is None and one.actions is not None for one in forms), "replicas of single stages"
 
 
 def test_a_member_that_becomes_slow_is_given_fewer_layers_with_the_same_bits(cradle: Cradle, tmp_path: Path) -> None:

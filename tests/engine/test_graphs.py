@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,17 @@ from tests.engine import cases, models
 from tests.engine.compare import differences, gradient_error, merged
 from tests.engine.layouts import Cuts, random_layout, with_intervals
 from tests.engine.pool import WorkerPool
+from varuna_capslog.config.reading import load_config
 from varuna_capslog.engine import routes
-from varuna_capslog.engine.layout import Layout
+from varuna_capslog.engine.layout import Layout, layout_of
 from varuna_capslog.model.chain import Value
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.ranks import fold_plan
 from varuna_capslog.plans.parts import PlanStage
+from varuna_capslog.profiling.rehearsal import rehearse_plan
+from varuna_capslog.schedules import RunShape
+from varuna_capslog.start.choices import with_choices_of
+from varuna_capslog.start.prepare import plan_run, profile_run
 
 TOWERS = Layout(
     (
@@ -78,6 +86,27 @@ def test_any_stages_of_a_graph_give_the_bits_of_one_rank(pool: WorkerPool, name:
     chain, dice = models.GRAPHS[name].build_chain(), random.Random(seed)
     layout = with_intervals(random_layout(seed, len(chain), 2, 5, chain.edges), seed)
     check(pool, name, layout, schedule=dice.choice(["1f1b", "1f1b-star", "zb-h1", "varuna"]))
+
+
+def test_a_plan_of_budget_with_branches_replicas_and_intervals_gives_the_bits_of_one_rank(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    """And the bytes of the fold are those of each rank's own program."""
+    text = "workload: tests.engine.workload:workload\ntrain: {minibatch_size: 8, microbatch_size: 2}\n"
+    (tmp_path / "config.yaml").write_text(text)
+    words = ["device=cpu", "model.graph=towers", "profile.source=estimated", "train.accumulation_blocks=4"]
+    words += ["pipeline.devices=4", "pipeline.capacity=20KiB"]
+    config = load_config(tmp_path / "config.yaml", words)
+    profile = profile_run(config, show=False)
+    plan = plan_run(config, profile, Link(1e9))
+    assert (plan.planner, plan.routes, plan.fits) == ("budget", "direct", True)
+    assert any(stage.memory for stage in plan.stages)
+    assert any(stage.blocks is not None for stage in plan.stages)
+    assert any(len(stage.layers) > 1 for stage in plan.stages)
+    own = with_choices_of(config, plan)
+    folds = fold_plan(profile, plan, RunShape.of_config(own))
+    assert [one.peak_bytes for one in folds] == pytest.approx(rehearse_plan(own, plan), rel=0.01)
+    check(pool, "towers", layout_of(plan, own), schedule="1f1b", actions=plan.actions)
 
 
 def test_a_parameter_that_the_loss_does_not_reach_has_no_gradient(pool: WorkerPool) -> None:

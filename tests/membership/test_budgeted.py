@@ -1,4 +1,4 @@
-"""Planner `budget` at a change: what it proposes keeps to the devices with all that protection takes."""
+"""Planners `budget` and `auto` at a change: what it proposes keeps to the devices with all that protection takes."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.redundancy import reserves
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.layerwise import judged_layerwise_plan
+from varuna_capslog.planning.playing import with_step_seconds
 from varuna_capslog.planning.ranks import fold_plan
 from varuna_capslog.planning.verdict import HostMemory
 from varuna_capslog.plans.plan import Plan
@@ -203,6 +204,43 @@ def test_neighbours_are_one_less_one_more_and_ever_fewer() -> None:
     together = list(neighbours(seats_of([7, 7], host="h")))
     assert [seat.host for seat in together[1]] == ["h"] * 3
     assert len({seat.host for seat in next(iter(list(neighbours(seats_of([7, 7])))[1:]))}) == 3
+
+
+def test_auto_proposes_the_fastest_of_budget_joint_and_unequal_replicas_that_keep_to_the_devices() -> None:
+    """What one member proposes is what all others run; what it has searched ahead, they need not search again."""
+    run, others, forms = RunShape(8, "auto", microbatch_size=1, num_blocks=4), list[float](), set[bool]()
+    for seed, count, part in ((1, 3, 0.9), (3, 2, 0.7), (3, 3, 2.0)):
+        profile = timed(random.Random(seed), 5)
+        placer, heirs = (placer_of(profile, 3_000, planner="auto", run=run) for _ in range(2))
+        seats = seats_of([int(part * kept_peak(profile, 3_000))] * count)
+        found = placer.propose(seats)
+        assert found is not None
+        assert found.step_seconds is not None
+        carried = Plan.from_json(json.loads(json.dumps(found.to_json())))
+        layout = heirs(seats, carried)
+        assert isinstance(layout, MemberLayout)
+        assert layout == placer(seats, found)
+        assert max(most_of(profile, found, layout, placer, seats)) <= seats[0].capacity
+        assert (found.units.blocks, found.units.per_step) == (4, 8)
+        assert not any(stage.moments for stage in found.stages), "a member that is lost would take them along"
+        for name in ("budget", "joint"):
+            other = placer_of(profile, 3_000, planner=name, run=run).propose(seats)
+            if other is not None and other.schedule is not None:
+                step = with_step_seconds(profile, other, run.settled()).step_seconds
+                assert step is not None
+                others.append(found.step_seconds / step)
+        forms.add(len({len(path) for path in found.paths()}) == 1 and found.actions is not None)
+    for entry in placer.look_ahead(seats):
+        heirs.learn(json.loads(json.dumps(entry)))
+    found = heirs.propose(seats[1:])
+    assert found is not None
+    assert found == placer.propose(seats[1:])
+    assert heirs.budgeted is not None
+    assert heirs.budgeted.taken() == [], "it was all known"
+    assert len(others) > 4
+    assert max(others) <= 1 + 1e-9
+    assert min(others) < 0.99
+    assert forms == {True, False}, "replicas of single stages, too"
 
 
 def test_another_planner_proposes_nothing_of_this() -> None:

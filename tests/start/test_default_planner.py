@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 
 from tests.planning.test_layerwise import profile_on
-from tests.planning.test_simulation import towers_profile
 from varuna_capslog.base.machine_memory import granted_bytes
 from varuna_capslog.config.reading import section
 from varuna_capslog.config.settings import Config
-from varuna_capslog.profiles.record import Profile, TensorRecord
+from varuna_capslog.profiles.record import Profile
 from varuna_capslog.start.default_planner import (
     default_planner,
-    side_by_side_notes,
     with_default_capacity,
     with_planner_for,
 )
@@ -77,16 +75,3 @@ def test_budget_keeps_to_the_machine_where_no_capacity_is_given() -> None:
     assert with_default_capacity(config_of(pipeline={"cuts": [0, 1]})).pipeline.capacity is None
     gpu = {"profile": {"device": "cuda:t4", "source": "estimated"}}
     assert with_default_capacity(config_of(**gpu)).pipeline.capacity == config_of(**gpu).pipeline.capacity
-
-
-def test_branches_are_worth_a_word_where_they_hold_much_of_the_work() -> None:
-    """The longest way through the two towers takes 15 of 18 s; a line has no second way."""
-    towers = towers_profile()
-    (note,) = side_by_side_notes(towers, 2)
-    assert "takes 83% of its seconds" in note
-    assert plan_of_profile(towers, 2).notes[0] == note
-    assert not plan_of_profile(towers, 2, planner="throughput").notes
-    assert not side_by_side_notes(towers, 1)
-    assert not side_by_side_notes(PROFILE, 2)
-    line = tuple(TensorRecord(f"t{at}", 8, True, at, (at + 1,)) for at in range(PROFILE.num_layers))
-    assert not side_by_side_notes(dataclasses.replace(PROFILE, tensors=line), 2)

@@ -66,7 +66,8 @@ class Pipeline(Section):
     gpipe-size; budget, dawnpiper or vpipe, which also choose layers that run again or are offloaded; pipedream, piper,
     graphpipe or capture, which give stages replicas (docs/planners.md); madpipe, which may give a rank several stages;
     or joint, which shares all devices out among pipelines of any length and cuts, as many as
-    train.accumulation_blocks allow; or auto, which asks all of them and takes the fastest plan that fits. default:
+    train.accumulation_blocks allow; or auto, which asks all of them and takes the fastest plan that fits (in an elastic
+    run budget, joint and throughput, anew at every change). default:
     budget where it can plan the run and neither recompute nor stage_inputs is given, else exact."""
 
     cuts: list[Annotated[int, Field(ge=0)]] | None = None

@@ -7,6 +7,7 @@ rank keeps for others, lie beside training and count against its device. Pure; n
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -14,10 +15,12 @@ from typing import Any
 from varuna_capslog.membership.candidates import Candidates
 from varuna_capslog.membership.recovery import Seat, speeds_of
 from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.planners import BUDGET
+from varuna_capslog.planners import AUTOMATIC, BUDGET
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.layerwise import least_seconds
 from varuna_capslog.planning.placed.equal_pipelines import equal_pipelines_plan
+from varuna_capslog.planning.placed.graphs import faster_plan
+from varuna_capslog.planning.playing import even_share_seconds, with_step_seconds
 from varuna_capslog.planning.ranks import judged, with_stage_bytes
 from varuna_capslog.planning.verdict import HostMemory
 from varuna_capslog.plans.parts import PlanRank
@@ -25,6 +28,7 @@ from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.beside import with_beside
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
+from varuna_capslog.schedules.shape import AUTO_SCHEDULE
 
 __all__ = ["Budgeted", "neighbours"]
 
@@ -41,7 +45,12 @@ class Budgeted:
         beside: bytes on the device beside training, per layer that a rank owns.
         tier, link: as in `equal_pipelines_plan`.
         limit_seconds: when to end a search; None: when all is searched.
+
+    Attributes:
+        graphs: a single pipeline may have branches and replicas of single stages instead.
     """
+
+    graphs = False
 
     def __init__(
         self,
@@ -64,9 +73,12 @@ class Budgeted:
     ) -> Budgeted | None:
         """None where the run's planner is another one, or the profile does not tell seconds and bytes of the run."""
         profile, beside = candidates.profile, candidates.beside
-        if candidates.planner != BUDGET or profile is None or not (candidates.described and candidates.timed):
+        ours = candidates.planner in (BUDGET, AUTOMATIC) and candidates.described and candidates.timed
+        if not ours or profile is None:
             return None
-        return cls(profile, run, beside or [0] * profile.num_layers, tier, link, limit_seconds)
+        found = cls(profile, run, beside or [0] * profile.num_layers, tier, link, limit_seconds)
+        found.graphs = candidates.planner == AUTOMATIC
+        return found
 
     def plan(self, seats: Sequence[Seat], copies: Sequence[int] = (), replicas: int = 1) -> Plan:
         """The plan of so many equal pipelines for the devices of these seats, by rank; where none fits, the one that
@@ -95,6 +107,8 @@ class Budgeted:
     def least_seconds(self, devices: int, replicas: int) -> float:
         """No plan of so many equal pipelines on these devices has a shorter step, whatever their memory."""
         key = min(devices // replicas, self._profile.num_layers), replicas
+        if self.graphs and replicas == 1:
+            return even_share_seconds(self._profile, self._run.microbatches, key[0])
         if key not in self._least:
             share = self._run if replicas == 1 else self._run.share(replicas)
             self._least[key] = least_seconds(self._profile, key[0], share, self._link)
@@ -113,6 +127,10 @@ class Budgeted:
         bare = dataclasses.replace(plan, ranks=limits, fits=None, shortfall=None, notes=())
         verdict = judged(self._held, bare, self._run.settled(), tier=self._tier)
         return None if verdict.fits else "; ".join(verdict.notes)
+
+    def step_seconds(self, plan: Plan) -> float | None:
+        """The step of any plan as it is played; None where it cannot be."""
+        return with_step_seconds(self._profile, plan, self._run.settled(), self._link).step_seconds
 
     def taken(self) -> list[Any]:
         """What was searched since the last call, for `learn` of other members; JSON values."""
@@ -138,7 +156,12 @@ class Budgeted:
         of_rank = zip_longest(limits, speeds[: len(own)])
         devices = [PlanRank(capacity_bytes=size, speed=speed) for size, speed in of_rank]
         held, limit = self._held, self._limit_seconds
+        begun = time.perf_counter()
         found = equal_pipelines_plan(held, replicas, devices, self._run, self._link, self._tier, limit)
+        if self.graphs and replicas == 1 and not speeds and self._run.schedule == AUTO_SCHEDULE:
+            usable = [size for size in limits if size is not None] or None
+            until = None if limit is None else begun + limit
+            found = faster_plan(held, found, len(own), usable, self._run, self._link, until, "run")
         run = dataclasses.replace(self._run, schedule=found.schedule or self._run.schedule)
         verdict = judged(self._held, found, run, tier=self._tier)
         bare = dataclasses.replace(

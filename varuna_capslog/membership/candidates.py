@@ -18,7 +18,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import AUTO, MEMORY_MODELS, NEVER, StageCosts, resolve
 from varuna_capslog.memory.costs import RangeCosts, raised
 from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.planners import BUDGET, JOINT, PLANNER_NAMES, PLANNERS
+from varuna_capslog.planners import AUTOMATIC, BUDGET, JOINT, PLANNER_NAMES, PLANNERS
 from varuna_capslog.planners.exact import exact_cuts, fewest_devices
 from varuna_capslog.planners.pipelines import waiting_blocks
 from varuna_capslog.planners.seconds import LayerSeconds, Link, step_player
@@ -36,7 +36,7 @@ Speeds = tuple[float, ...] | None
 _SLOW = ("mcap-bf", "mcap-bo")
 """Planners that take seconds or more; `exact` finds what the first of them finds."""
 
-BY_TIME = ("throughput", BUDGET, JOINT)
+BY_TIME = ("throughput", BUDGET, JOINT, AUTOMATIC)
 """Planners that look at seconds, and at capacities."""
 
 _NARROW = 32
@@ -84,7 +84,8 @@ class Candidates:
         profile: of the chain; None: `layer_bytes` are the layers' weights, and neither bytes nor seconds are predicted.
         layer_bytes: state of each layer.
         run: the whole step, over all replicas, which divide its blocks.
-        planner, memory: as in `search.plan`; with `joint` and `budget` equal pipelines are cut as `throughput` does.
+        planner, memory: as in `search.plan`; with `joint`, `budget` and `auto` equal pipelines are cut as `throughput`
+            does.
         beside: bytes on the device beside training, per layer that a rank owns; default none.
         link: between ranks, in a pipeline and across; by default transfers take no time.
 
@@ -107,7 +108,7 @@ class Candidates:
 
     def __post_init__(self) -> None:
         self.num_layers = len(self.layer_bytes)
-        fields.refuse_unknown([self.planner], [*PLANNER_NAMES, BUDGET, JOINT], "planner")
+        fields.refuse_unknown([self.planner], [*PLANNER_NAMES, BUDGET, JOINT, AUTOMATIC], "planner")
         if self.planner in _SLOW:
             raise CapslogError(
                 f"planner {self.planner!r} weighs cut lists one by one, which takes too long while a run stands still; "

@@ -37,6 +37,8 @@ from varuna_capslog.schedules import Edge, RunShape
 
 __all__ = ["Placer"]
 
+_Weighed = tuple[int, float, Plan]
+"""Host losses from which the copies of a plan do not protect, seconds of its step, and itself."""
 _ROUNDS = 3
 """Searches for a plan that leaves the copies of its own stages room, at most."""
 
@@ -44,11 +46,11 @@ _ROUNDS = 3
 class Placer:
     """Places layers and copies on any number of devices.
 
-    Seats are the ranks of a plan, in order. With the planner `joint` its plan is taken where there is one. What planner
-    `budget` finds is proposed by one member (`propose`), and taken from the record by all. Otherwise
-    the quickest of `Candidates` that fits is taken; without seconds one pipeline of as many stages as possible. Of
-    equal pipelines replica r's device d is seat `r * devices + d`; the last ones beyond these are idle and may keep
-    copies.
+    Seats are the ranks of a plan, in order. With the planner `joint` its plan is taken where there is one. What
+    planners `budget` and `auto` find is proposed by one member (`propose`), and taken from the record by all.
+    Otherwise the quickest of `Candidates` that fits is taken; without seconds one pipeline of as many stages as
+    possible. Of equal pipelines replica r's device d is seat `r * devices + d`; the last ones beyond these are idle
+    and may keep copies.
 
     Args:
         candidates: every pipeline that could be; its `beside` counts the snapshots.
@@ -60,7 +62,7 @@ class Placer:
             fits them. It need not be what a planner would choose.
         tier: where the host tier's bytes lie.
         edges: of the chain's graph, by which members are neighbours under direct routes.
-        budgeted: plans of planner `budget`, where that is the run's.
+        budgeted: plans of planner `budget`, where that or `auto` is the run's.
 
     Attributes:
         proposes: plans are searched that two machines might not find alike.
@@ -141,7 +143,8 @@ class Placer:
             return self._layout(given, choice, seats, limits)
         least, lost = self._protection(seats, limits)
         kinds = tuple((seat.capacity, seat.speed) for seat in seats)
-        joint = None if self._fleets is None else self._fleets.plan(kinds)
+        # with planner `auto` who proposes weighs joint plans as well
+        joint = None if self._fleets is None or self.budgeted is not None else self._fleets.plan(kinds)
         shared = None if joint is None else self._choice_of(joint)
         if joint is not None and shared is not None and lost(shared) <= least:
             return self._layout(joint, shared, seats, limits)
@@ -210,11 +213,11 @@ class Placer:
         usable = _Limits(seats, self.candidates).usable(replicas, stages)
         return list(self.candidates.candidate(replicas, stages, usable).cuts)
 
-    # -- planner budget
+    # -- planners budget and auto
 
     def _proposed(self, seats: Sequence[Seat]) -> Plan | None:
-        """The run's own plan, else the quickest of planner `budget`'s and of equal pipelines, of those whose copies
-        protect best; None where nothing fits.
+        """The run's own plan, else the quickest of planner `budget`'s, with `auto` of joint ones, and of equal
+        pipelines, of those whose copies protect best; None where nothing fits.
         """
         assert self.budgeted is not None
         limits = _Limits(seats, self.candidates)
@@ -227,7 +230,7 @@ class Placer:
         def loss(one: Candidate) -> int:
             return lost(Choice.of_candidate(one, size))
 
-        found: tuple[int, float, Plan] | None = None
+        found: _Weighed | None = None
         for replicas in self.budgeted.replicas(len(seats)):
             bound_of = self.budgeted.least_seconds
             if found is not None and found[0] <= least and found[1] <= bound_of(len(seats), replicas) * (1 + SAME):
@@ -237,6 +240,7 @@ class Placer:
                 weight = lost(self._choice_of(plan)), plan.step_seconds
                 if found is None or weight < found[:2]:
                     found = *weight, plan
+        found = self._or_joint(seats, lost, found)
         equal = self.candidates.quickest(len(seats), limits.usable, limits.speeds, rank=loss, best_rank=least)
         if equal is None or self._lack(pipelines := self.pipelines(equal.cuts, equal.replicas), seats):
             return None if found is None else found[2]
@@ -244,6 +248,22 @@ class Placer:
         if found is not None and found[:2] <= (loss(equal), seconds):
             return found[2]
         return dataclasses.replace(pipelines, step_seconds=seconds)
+
+    def _or_joint(
+        self, seats: Sequence[Seat], lost: Callable[[Choice], int], found: _Weighed | None
+    ) -> _Weighed | None:
+        """What was found, or pipelines of unequal length, where planner `auto` asks for them and they are better."""
+        if self._fleets is None or self.budgeted is None:
+            return found
+        joint = self._fleets.plan(tuple((seat.capacity, seat.speed) for seat in seats))
+        if joint is None or self._lack(joint, seats) is not None:
+            return found
+        if (seconds := self.budgeted.step_seconds(joint)) is None:
+            return found
+        weight = lost(self._choice_of(joint)), seconds
+        if found is not None and found[:2] <= weight:
+            return found
+        return *weight, dataclasses.replace(joint, step_seconds=seconds)
 
     def _lack(self, plan: Plan, seats: Sequence[Seat]) -> str | None:
         """Where planner `budget` is the run's: what equal pipelines lack by the fold, which judges that planner's."""

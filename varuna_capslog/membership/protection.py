@@ -15,6 +15,7 @@ from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.redundancy import Reserve, reserves
 from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.planners import AUTOMATIC
 from varuna_capslog.planning.verdict import MemoryVerdict, capacities_of_devices, judge_ranks
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
@@ -55,17 +56,23 @@ def describe_reserves(found: Mapping[Member, Reserve]) -> str:
 
 def budget_with_reserves(config: Config, profile: Profile) -> Plan | None:
     """Before a run: the plan of planner `budget` for the config's pipelines on equal hosts, in which protection has
-    room; None where nothing limits it, or what protection takes is not known.
+    room; None where nothing limits it, or what protection takes is not known. With planner `auto` the plan that a
+    member would propose for these hosts, also where nothing limits it.
 
     Raises CapslogError as `Placer`.
     """
     limits, sizes = capacities_of_devices(config.pipeline.capacity, config.pipeline.devices), state_bytes(profile)
-    if limits is None or sizes is None:
+    proposed = config.pipeline.planner == AUTOMATIC
+    if sizes is None or (limits is None and not proposed):
         return None
+    limits = limits or [0] * config.pipeline.devices
     placer = Placer.of_config(config, profile, *sizes, edges=profile.known_edges or ())
     every = limits * config.pipeline.replicas
     seats = [Seat(f"rank {rank}", f"host {rank}", size) for rank, size in enumerate(every)]
-    return None if placer.budgeted is None else placer.budget_plan(seats, config.pipeline.replicas)
+    if placer.budgeted is None:
+        return None
+    found = placer.propose(seats) if proposed else None
+    return found or placer.budget_plan(seats, config.pipeline.replicas)
 
 
 def with_reserves(config: Config, profile: Profile, plan: Plan, find: Callable[..., Plan]) -> tuple[Plan, list[int]]:

@@ -16,7 +16,8 @@ from varuna_capslog.planners import BUDGET, EVERY_PLANNER, JOINT, MADPIPE, with_
 from varuna_capslog.planners.joint import Device
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.comparison import BY_NAME_ONLY
-from varuna_capslog.planning.layerwise import judged_layerwise_plan
+from varuna_capslog.planning.layerwise import budget_plan, check_memory, judged_whole
+from varuna_capslog.planning.placed.graphs import asked_for_stages
 from varuna_capslog.planning.playing import SAME, even_share_seconds, with_step_seconds
 from varuna_capslog.planning.ranks import folded
 from varuna_capslog.planning.search import joint_plan
@@ -28,7 +29,7 @@ from varuna_capslog.schedules import RunShape
 
 __all__ = ["ASKED", "automatic_plan"]
 
-_LAST = (BUDGET, "dawnpiper", "vpipe", MADPIPE, "graphpipe", JOINT, "mcap-bf", "piper")
+_LAST = (BUDGET, "pipedream", "dawnpiper", "vpipe", MADPIPE, "graphpipe", JOINT, "mcap-bf", "piper")
 """Those that search longer, in the order in which they are asked."""
 
 ASKED = (*(name for name in EVERY_PLANNER if name not in (*BY_NAME_ONLY, *_LAST)), *_LAST)
@@ -59,10 +60,13 @@ def automatic_plan(
     begun = time.perf_counter()
     shape, found = with_microbatches(run, devices), _Answers(capacity is None)
     bound = even_share_seconds(profile, shape.microbatches, devices)
+    weighed = {"pipedream", asked_for_stages(profile, devices)}  # by `budget` itself, if it has an answer
     for name in ASKED:
         left = None if limit_seconds is None else limit_seconds - (time.perf_counter() - begun)
         if found.fastest is not None and left is not None and left <= 0:
             found.late.append(name)
+            continue
+        if BUDGET in found.plans and name in weighed:
             continue
         try:
             answer = _answer(name, profile, devices, memory, capacity, shape, link, left)
@@ -101,7 +105,11 @@ def _answer(
     """The plan of one planner; left: seconds that its search may still take."""
     if name == BUDGET:
         limit = None if left is None else max(left, 1e-3)
-        return judged_layerwise_plan(profile, devices, name, memory, capacity, run, link, limit)
+        check_memory(name, memory)
+        # the plan decides how many blocks a step has, whatever the exchange of gradients costs
+        return judged_whole(
+            profile, budget_plan(profile, devices, capacity, run, link, None, limit, "any"), devices, run
+        )
     if name != JOINT:
         return folded(profile, search(profile, devices, name, memory, capacity, run, link), memory, run.settled())
     limits = capacities_of_devices(capacity, devices)

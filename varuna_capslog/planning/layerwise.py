@@ -15,11 +15,12 @@ from varuna_capslog.config.defaults import STAGES_PER_RANK
 from varuna_capslog.memory import AUTO, resolve
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.memory.inflight import RANKS
-from varuna_capslog.planners import LAYERWISE, with_microbatches
+from varuna_capslog.planners import BUDGET, LAYERWISE, with_microbatches
 from varuna_capslog.planners.exact import fewest_devices
 from varuna_capslog.planners.layerwise import Layerwise, StageChoice
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.fastest import SCHEDULES_TRIED, PlanOf, fastest_plan, schedule_bound
+from varuna_capslog.planning.placed.graphs import faster_plan
 from varuna_capslog.planning.playing import with_step_seconds
 from varuna_capslog.planning.ranks import judged, with_stage_bytes
 from varuna_capslog.planning.verdict import HostMemory, capacities_of_devices, check_devices, judge_ranks, usable_bytes
@@ -31,7 +32,15 @@ from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.schedules.shape import AUTO_SCHEDULE
 
-__all__ = ["check_memory", "judged_layerwise_plan", "layerwise_plan", "least_seconds", "saying_what_fits"]
+__all__ = [
+    "budget_plan",
+    "check_memory",
+    "judged_layerwise_plan",
+    "judged_whole",
+    "layerwise_plan",
+    "least_seconds",
+    "saying_what_fits",
+]
 
 
 def layerwise_plan(
@@ -112,6 +121,29 @@ def layerwise_plan(
     return dataclasses.replace(found, search_seconds=time.perf_counter() - begun)
 
 
+def budget_plan(
+    profile: Profile,
+    devices: int,
+    capacity: int | Sequence[int] | None,
+    run: RunShape,
+    link: Link | None = None,
+    tier: HostMemory | None = None,
+    limit_seconds: float | None = None,
+    blocks: str = "priced",
+) -> Plan:
+    """The plan of planner `budget` for devices that no other pipeline uses, not judged yet: where nobody has chosen the
+    schedule, of one line of stages or of stages with branches and replicas.
+
+    The arguments are those of `layerwise_plan`, and of `faster_plan`.
+    """
+    begun = time.perf_counter()
+    found = layerwise_plan(profile, devices, BUDGET, capacity, run, link, tier, limit_seconds)
+    if run.schedule == AUTO_SCHEDULE:
+        until = None if limit_seconds is None else begun + limit_seconds
+        found = faster_plan(profile, found, devices, capacity, run, link, until, blocks)
+    return dataclasses.replace(found, search_seconds=time.perf_counter() - begun)
+
+
 def _schedules(run: RunShape, link: Link | None) -> tuple[str, ...]:
     """That of a run, or what `budget` chooses from."""
     if run.schedule != AUTO_SCHEDULE:
@@ -182,7 +214,15 @@ def judged_layerwise_plan(
     memory: "auto" or "ranks". Raises CapslogError for any other, as these plans have no bytes by it.
     """
     check_memory(planner, memory)
-    found = layerwise_plan(profile, devices, planner, capacity, run, link, None, limit_seconds)
+    if planner == BUDGET:
+        found = budget_plan(profile, devices, capacity, run, link, None, limit_seconds)
+    else:
+        found = layerwise_plan(profile, devices, planner, capacity, run, link)
+    return judged_whole(profile, found, devices, run)
+
+
+def judged_whole(profile: Profile, found: Plan, devices: int, run: RunShape) -> Plan:
+    """A plan for all devices, and whether it fits; run: without the schedule that the plan has chosen."""
     run = dataclasses.replace(run, schedule=found.schedule or run.schedule)
     return saying_what_fits(profile, with_stage_bytes(judged(profile, found, with_microbatches(run, devices))), run)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.config.settings import Config
 from varuna_capslog.planners import BUDGET
-from varuna_capslog.planning.layerwise import judged_layerwise_plan
+from varuna_capslog.planning.layerwise import budget_plan, check_memory, judged_whole, layerwise_plan
 from varuna_capslog.planning.variant_search import VariantChoice, choose_variants
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.variants import alternatives_of
@@ -92,17 +92,16 @@ def _without(profile: Profile, refused: Mapping[int, Sequence[str]]) -> Profile:
 def _searched(config: Config, profile: Profile, link: Link | None) -> VariantChoice:
     pipeline, run = config.pipeline, RunShape.of_config(config).share(config.pipeline.replicas)
 
+    alone = pipeline.replicas == 1 and not config.elastic.enabled
+    limit, where = pipeline.search_seconds, configured_link(config, link)
+    check_memory(BUDGET, pipeline.memory)
+
     def plan_of(one: Profile) -> Plan:
-        return judged_layerwise_plan(
-            one,
-            pipeline.devices,
-            BUDGET,
-            pipeline.memory,
-            pipeline.capacity,
-            run,
-            configured_link(config, link),
-            pipeline.search_seconds,
-        )
+        if alone:
+            found = budget_plan(one, pipeline.devices, pipeline.capacity, run, where, None, limit)
+        else:
+            found = layerwise_plan(one, pipeline.devices, BUDGET, pipeline.capacity, run, where, None, limit)
+        return judged_whole(one, found, pipeline.devices, run)
 
     return choose_variants(profile, pipeline.devices, run.microbatches, plan_of)
 

@@ -19,10 +19,7 @@ from varuna_capslog.schedules import DEFAULT_RUN, RunShape
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
 
-__all__ = ["default_planner", "side_by_side_notes", "with_default_capacity", "with_defaults", "with_planner_for"]
-
-_BRANCHES = 0.9
-"""The longest way through a model takes less than this part of its seconds where branches are worth a word."""
+__all__ = ["default_planner", "with_default_capacity", "with_defaults", "with_planner_for"]
 
 
 def default_planner(profile: Profile, memory: str) -> str:
@@ -34,24 +31,6 @@ def default_planner(profile: Profile, memory: str) -> str:
     except CapslogError:
         return defaults.SMALLEST
     return defaults.FASTEST
-
-
-def side_by_side_notes(profile: Profile, devices: int) -> tuple[str, ...]:
-    """A sentence where the layers of a model stand side by side, which a line of stages does one after the other."""
-    if not profile.timed or not profile.tensors or devices == 1:
-        return ()
-    pairs = zip(profile.column("forward_seconds"), profile.column("backward_seconds"), strict=True)
-    own = [float(forward + backward) for forward, backward in pairs]
-    way = list(own)  # the longest one that ends with each layer
-    for writer, reader in profile.edges:
-        way[reader] = max(way[reader], way[writer] + own[reader])
-    part = max(way) / sum(own) if any(own) else 1.0
-    if part > _BRANCHES:
-        return ()
-    return (
-        f"the longest way through this model's layers takes {part:.0%} of its seconds: --planner auto "
-        "(pipeline.planner=auto) also weighs plans whose branches run side by side",
-    )
 
 
 def with_defaults(config: Config, profile: Profile | None) -> Config:

@@ -11,7 +11,7 @@ from varuna_capslog.config.settings import Config
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import BUDGET, LAYERWISE
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.layerwise import check_memory, layerwise_plan
+from varuna_capslog.planning.layerwise import budget_plan, check_memory, layerwise_plan
 from varuna_capslog.planning.placed.equal_pipelines import equal_pipelines_plan, lacking
 from varuna_capslog.planning.verdict import HostMemory, capacities_of_devices
 from varuna_capslog.planning.wider import LOOPED
@@ -19,9 +19,9 @@ from varuna_capslog.plans.parts import PlanRank
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
-from varuna_capslog.schedules.shape import AUTO_SCHEDULE
+from varuna_capslog.start.choices import with_choices_of
 
-__all__ = ["asks_layerwise", "check_layerwise", "configured_link", "plan_layerwise", "with_schedule_of"]
+__all__ = ["asks_layerwise", "check_layerwise", "configured_link", "plan_layerwise"]
 
 _SEARCHES = 3
 """Each for devices of less memory than the one before."""
@@ -71,14 +71,6 @@ def configured_link(config: Config, link: Link | None) -> Link:
     return replace(link, **{name: given for name, given in found.items() if getattr(link, name) is None})
 
 
-def with_schedule_of(config: Config, plan: Plan) -> Config:
-    """The config with the schedule that the plan has chosen; the same config where it had one itself."""
-    if config.pipeline.schedule != AUTO_SCHEDULE or plan.schedule is None:
-        return config
-    pipeline = config.pipeline.model_copy(update={"schedule": plan.schedule})
-    return config.model_copy(update={"pipeline": pipeline})
-
-
 def plan_layerwise(config: Config, profile: Profile, link: Link, judge: Callable[[Plan, Config], Plan]) -> Plan:
     """The planner's plan, judged; in an elastic run with a capacity, one in which protection has room.
 
@@ -86,7 +78,7 @@ def plan_layerwise(config: Config, profile: Profile, link: Link, judge: Callable
     that have so much less; the first plan is the answer where none of these fits.
 
     Args:
-        judge: a plan, and the config with its schedule, -> whether it fits, by more than the search knows.
+        judge: a plan, and the config with what it has chosen, -> whether it fits, by more than the search knows.
     """
     limits = capacities_of_devices(config.pipeline.capacity, config.pipeline.devices)
     first, less = None, config
@@ -96,7 +88,7 @@ def plan_layerwise(config: Config, profile: Profile, link: Link, judge: Callable
             sizes = limits * config.pipeline.replicas
             ranks = [replace(one, capacity_bytes=size) for one, size in zip(found.ranks, sizes, strict=True)]
             found = replace(found, ranks=tuple(ranks))
-        plan = judge(found, with_schedule_of(config, found))
+        plan = judge(found, with_choices_of(config, found))
         first = first or plan
         if plan.fits is not False:
             return plan
@@ -125,4 +117,6 @@ def _searched(config: Config, profile: Profile, link: Link) -> Plan:
         one = [PlanRank(capacity_bytes=limits[at] if limits else None) for at in range(pipeline.devices)]
         shares, every = not config.elastic.enabled, one * pipeline.replicas
         return equal_pipelines_plan(profile, pipeline.replicas, every, run, link, tier, limit, shares)
+    if name == BUDGET and not config.elastic.enabled:
+        return budget_plan(profile, pipeline.devices, pipeline.capacity, run, link, tier, limit)
     return layerwise_plan(profile, pipeline.devices, name, pipeline.capacity, run, link, tier, limit)

@@ -19,7 +19,7 @@ from varuna_capslog.planning.search import plan as search
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import SCHEDULES, RunShape
-from varuna_capslog.start.default_planner import default_planner, side_by_side_notes
+from varuna_capslog.start.default_planner import default_planner
 
 __all__ = ["microbatches_of", "plan_of_profile", "run_of_profile"]
 
@@ -70,9 +70,8 @@ def plan_of_profile(
     notes: tuple[str, ...] = ()
     if planner is None or planner == defaults.PLANNER:
         planner = default_planner(profile, memory)
-        notes = side_by_side_notes(profile, devices)
         if planner == defaults.SMALLEST and not is_for_inference(profile) and memory == defaults.MEMORY:
-            notes = (*notes, _WITHOUT_TIME)
+            notes = (_WITHOUT_TIME,)
     if planner == defaults.ALL:
         found = automatic_plan(profile, devices, memory, capacity, run, link, limit_seconds)
     elif planner == defaults.FASTEST:

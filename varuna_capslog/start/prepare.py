@@ -35,14 +35,14 @@ from varuna_capslog.profiles.record import write_profile
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.start import ENGINES
 from varuna_capslog.start.checked_variants import naming_variants
-from varuna_capslog.start.default_planner import side_by_side_notes, with_defaults
+from varuna_capslog.start.choices import with_choices_of
+from varuna_capslog.start.default_planner import with_defaults
 from varuna_capslog.start.given_plan import given_plan
 from varuna_capslog.start.layerwise_start import (
     asks_layerwise,
     check_layerwise,
     configured_link,
     plan_layerwise,
-    with_schedule_of,
 )
 from varuna_capslog.start.replicated_start import (
     asks_automatic,
@@ -51,7 +51,6 @@ from varuna_capslog.start.replicated_start import (
     check_replicated,
     plan_automatic,
     plan_replicated,
-    with_units_of,
 )
 from varuna_capslog.training.constants import check_folder
 
@@ -90,7 +89,7 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
     plan = dataclasses.replace(plan, notes=(*plan.notes, *said))
     check_folder(config, plan.model, grains_of(plan.stages))
     # the plans of an elastic run may each have another schedule
-    settled = config if config.elastic.enabled else with_units_of(with_schedule_of(config, plan), plan)
+    settled = config if config.elastic.enabled else with_choices_of(config, plan)
     files.write_text(config.run_dir / "config.yaml", dump_config(settled))
     if profile is not None:
         write_profile(config.run_dir / "profile.json", profile)
@@ -174,11 +173,7 @@ def plan_run(config: Config, profile: Profile | None, link: Link | None = None, 
     several stages per device. `memo` is that of the estimate, where the profile is one.
     """
     config = with_defaults(config, profile)
-    plan = naming_variants(config, _plan(config, profile, _checked_plan(config), link, memo))
-    pipeline = config.pipeline
-    one_line = pipeline.planner_is_default and pipeline.replicas == 1 and not config.elastic.enabled
-    notes = side_by_side_notes(profile, pipeline.devices) if profile is not None and one_line else ()
-    return dataclasses.replace(plan, notes=(*plan.notes, *notes))
+    return naming_variants(config, _plan(config, profile, _checked_plan(config), link, memo))
 
 
 def _plan(
@@ -216,7 +211,7 @@ def _plan(
         plan, config = plan_automatic(config, profile, link, lambda one, own: _judged(one, own, profile, memo))
     elif asks_replicated(config):
         plan = plan_replicated(config, profile, link)
-        plan = _judged(plan, with_units_of(config, plan), profile, memo)
+        plan = _judged(plan, with_choices_of(config, plan), profile, memo)
     elif pipeline.planner == JOINT and cuts is None:
         from varuna_capslog.start.joint_start import plan_devices
 
@@ -257,7 +252,7 @@ def _needs_profile(config: Config, given: Plan | None) -> bool:
     if given is not None:
         limited = any(one.capacity_bytes is not None for one in given.ranks)
         limited |= pipeline.host_capacity is not None and any(stage.offloads for stage in given.stages)
-        return limited or (config.elastic.enabled and pipeline.planner in ("throughput", BUDGET, JOINT))
+        return limited or (config.elastic.enabled and pipeline.planner in ("throughput", BUDGET, JOINT, AUTOMATIC))
     return pipeline.cuts is None or pipeline.capacity is not None or RunShape.of_config(config).limits_by_plan
 
 

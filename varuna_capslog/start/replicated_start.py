@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Config
-from varuna_capslog.planners import AUTOMATIC, BALANCED, LAYERWISE, WHOLE_RUN
+from varuna_capslog.planners import AUTOMATIC, BALANCED, BUDGET, LAYERWISE, WHOLE_RUN
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.automatic import automatic_plan
+from varuna_capslog.planning.layerwise import layerwise_plan
 from varuna_capslog.planning.placed import check_ranks_memory, placed_plan
 from varuna_capslog.planning.ranks import with_stage_bytes
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
+from varuna_capslog.start.choices import with_choices_of
 
 __all__ = [
+    "ELASTIC",
     "asks_automatic",
     "asks_replicated",
     "check_automatic",
     "check_replicated",
     "plan_automatic",
     "plan_replicated",
-    "with_units_of",
 ]
+
+ELASTIC = (
+    "planner auto of an elastic run compares what is searched anew at every change: plans of budget, also with "
+    "branches and replicas, of joint, and of throughput in equal pipelines"
+)
+"""What a plan of such a run says."""
 
 
 def asks_replicated(config: Config) -> bool:
@@ -41,11 +50,6 @@ def asks_automatic(config: Config) -> bool:
 def check_automatic(config: Config) -> None:
     """Raises CapslogError for a run in which planners cannot be compared, by the key that says so."""
     pipeline = config.pipeline
-    if pipeline.planner == AUTOMATIC and config.elastic.enabled:
-        raise CapslogError(
-            f"pipeline.planner={AUTOMATIC} does not go with elastic.enabled=true: which planner is fastest is not "
-            "searched anew at a change; choose planner budget, throughput or joint"
-        )
     if not asks_automatic(config):
         return
     _refuse(config)
@@ -85,8 +89,8 @@ def _refuse(config: Config) -> None:
             "it says itself how many stages a rank has; set 1",
         ),
         "elastic.enabled=true": (
-            config.elastic.enabled,
-            "after a membership change pipelines of equal stages are searched; choose planner throughput or joint",
+            config.elastic.enabled and pipeline.planner != AUTOMATIC,
+            "it is not asked anew after a membership change; choose planner budget, joint or auto",
         ),
     }
     for key, (wrong, why) in rules.items():
@@ -112,18 +116,25 @@ def plan_automatic(
     """
     pipeline, run = config.pipeline, RunShape.of_config(config)
     limit = pipeline.search_seconds
+    if config.elastic.enabled:
+        return _plan_elastic(config, profile, judge), config
     plan = automatic_plan(profile, pipeline.devices, pipeline.memory, pipeline.capacity, run, link, limit)
-    config = with_units_of(config, plan)
+    config = with_choices_of(config, plan)
     if not plan.short and (judged := judge(plan, config)).fits is not None:
         plan = with_stage_bytes(judged) if plan.planner in LAYERWISE else judged
     return plan, config
 
 
-def with_units_of(config: Config, plan: Plan) -> Config:
-    """The config with the accumulation blocks and the schedule of the plan, where a planner has chosen these."""
-    if not (asks_replicated(config) or asks_automatic(config)):
-        return config
-    found = {"schedule": plan.schedule} | ({"recompute": False} if plan.planner in WHOLE_RUN else {})
-    train = config.train.model_copy(update={"accumulation_blocks": plan.units.blocks or config.num_blocks})
-    pipeline = config.pipeline.model_copy(update=found)
-    return config.model_copy(update={"train": train, "pipeline": pipeline})
+def _plan_elastic(config: Config, profile: Profile, judge: Callable[[Plan, Config], Plan]) -> Plan:
+    """What the members of an elastic run would choose for its devices, judged. The run keeps the config's own
+    constants, and every generation its plan's.
+    """
+    from varuna_capslog.membership.protection import budget_with_reserves
+
+    pipeline, run = config.pipeline, RunShape.of_config(config)
+    found = budget_with_reserves(config, profile)
+    if found is None:  # says what the profile lacks, or what protection takes is not known
+        found = layerwise_plan(profile, pipeline.devices, BUDGET, pipeline.capacity, run)
+    found = dataclasses.replace(found, fits=None, shortfall=None, notes=())
+    plan = with_stage_bytes(judge(found, with_choices_of(config, found)))
+    return dataclasses.replace(plan, notes=(*plan.notes, ELASTIC))

@@ -24,9 +24,10 @@ from varuna_capslog.planners.replicas import (
     check_tensors,
 )
 from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.placed.intervals import PlacedIntervals
 from varuna_capslog.planning.placed.shared_moments import with_shared_moments
 from varuna_capslog.planning.playing import SAME, even_share_seconds, with_step_seconds
-from varuna_capslog.planning.ranks import judged
+from varuna_capslog.planning.ranks import Known, judged
 from varuna_capslog.planning.verdict import capacities_of_devices, usable_bytes
 from varuna_capslog.plans.parts import PlanRank, PlanStage, Units, ranges_of
 from varuna_capslog.plans.plan import Plan
@@ -34,7 +35,7 @@ from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.schedules.in_flight import table_3_2
 
-__all__ = ["plan_of_stages", "replicated_plan", "stage_limits"]
+__all__ = ["StagesPlayed", "frame_of", "plan_of_stages", "replicated_plan", "stage_limits", "with_lists"]
 
 
 def replicated_plan(
@@ -72,8 +73,7 @@ def replicated_plan(
         answers = REPLICATED[planner](unlimited)[:1]
     line = profile.edges == [(layer, layer + 1) for layer in range(profile.num_layers - 1)]
     routes = "relay" if line or planner not in NEEDS_TENSORS else "direct"
-    capacities = tuple(PlanRank(capacity_bytes=size) for size in limits) if limits else (PlanRank(),) * devices
-    search = _Played(profile, shape, link, capacities, planner, routes, costs)
+    search = StagesPlayed(profile, shape, link, frame_of(profile, shape, limits, devices, planner, routes), costs)
     if planner in COMPARES_PEAKS and not profile.observations:
         answers = answers[:1]
     for stages in sorted(answers, key=search.bound):
@@ -86,7 +86,7 @@ def replicated_plan(
 
 
 @dataclass(frozen=True)
-class _PlayedPlan:
+class PlayedPlan:
     """A plan, what it lacks (0: it fits, as far as is known), its step, and its peak where that is compared."""
 
     lack: int
@@ -94,38 +94,55 @@ class _PlayedPlan:
     plan: Plan
     peak: int = 0
 
-    def beats(self, other: _PlayedPlan) -> bool:
+    def beats(self, other: PlayedPlan) -> bool:
         """Whether it lacks less, or has a smaller peak, or is faster."""
         own = (self.lack, self.peak, self.step * (1 + SAME))
         return own < (other.lack, other.peak, other.step)
 
 
-class _Played:
-    """The best of the plans that were weighed."""
+def frame_of(
+    profile: Profile, run: RunShape, limits: Sequence[int] | None, devices: int, planner: str, routes: str
+) -> Plan:
+    """A plan in whose place stages come; limits: bytes of each device, None: no limit."""
+    return Plan(
+        profile.num_layers,
+        (PlanStage(((0, profile.num_layers),), (0,)),),
+        Units(run.microbatches, run.microbatch_size, 1),
+        run.schedule,
+        routes=routes,
+        ranks=tuple(PlanRank(capacity_bytes=size) for size in limits) if limits else (PlanRank(),) * devices,
+        planner=planner,
+        model=profile.model,
+        profile_digest=profile.digest,
+    )
+
+
+class StagesPlayed:
+    """The best of the plans that were weighed.
+
+    frame: of `frame_of`. intervals: of stages that do not fit as they are; None: such stages do not fit. may_share:
+    replicas share the optimizer's moments where nothing fits otherwise.
+    """
 
     def __init__(
         self,
         profile: Profile,
         run: RunShape,
         link: Link | None,
-        ranks: tuple[PlanRank, ...],
-        planner: str,
-        routes: str,
+        frame: Plan,
         costs: GraphCosts,
+        intervals: PlacedIntervals | None = None,
+        may_share: bool = True,
     ) -> None:
         self.profile, self.run, self.link, self.costs = profile, run, link, costs
-        self.frame = Plan(
-            profile.num_layers,
-            (PlanStage(((0, profile.num_layers),), (0,)),),
-            Units(run.microbatches, run.microbatch_size, 1),
-            run.schedule,
-            routes=routes,
-            ranks=ranks,
-            planner=planner,
-            model=profile.model,
-            profile_digest=profile.digest,
-        )
-        self.best: _PlayedPlan | None = None
+        self.frame, self._intervals, self._may_share = frame, intervals, may_share
+        self._known = Known()
+        self.best: PlayedPlan | None = None
+
+    def beat(self, plan: Plan) -> None:
+        """Only what is faster than this plan is taken, if it has a step."""
+        if plan.step_seconds is not None:
+            self.best = PlayedPlan(0, plan.step_seconds, plan)
 
     def bound(self, stages: Sequence[ReplicatedStage], routes: str = "direct") -> float:
         """Seconds of a step below which no plan of these stages is: those of some device, and of one microbatch on its
@@ -153,18 +170,22 @@ class _Played:
         counts = [one for one in range(most, every + 1) if every % one == 0] if most > 1 else [1]
         counts = [self.costs.blocks] if self.costs.blocks else counts
         limited = self.costs.usable is not None or self.by_peak
-        for blocks in counts[::-1] if limited else dict.fromkeys((counts[-1], counts[0])):
-            fits = False
+        rising = limited and self._intervals is not None  # what does not fit with few blocks does not with more
+        tried = counts[:: 1 if rising else -1] if limited else list(dict.fromkeys((counts[-1], counts[0])))
+        for blocks in tried:
+            fits = lacks = False
             for routes in self.routes_of(stages):
                 if fits and self.best is not None and self.bound(stages, routes) >= self.best.step * (1 - SAME):
                     continue
                 frame = dataclasses.replace(self.frame, routes=routes)
                 one = self._weighed(plan_of_stages(frame, stages, blocks, self.profile.known_edges))
-                fits |= not one.lack
+                if one is None:
+                    continue
+                fits, lacks = fits or not one.lack, lacks or one.lack > 0
                 if self.best is None or one.beats(self.best):
                     self.best = one
-            if limited and fits and not self.by_peak:
-                return  # fewer blocks fit as well, and are not faster
+            if limited and (lacks and not fits if rising else fits and not self.by_peak):
+                return  # where they fall: fewer blocks fit as well, and are not faster
 
     @property
     def by_peak(self) -> bool:
@@ -175,23 +196,38 @@ class _Played:
         """Those to try: a line of ranges may also relay, which sends gradients of several readers together."""
         own = self.frame.routes
         line = [layer for one in stages for layer in one.layers] == list(range(self.costs.num_layers))
-        return (own, "relay") if own == "direct" and line and self.frame.planner == "graphpipe" else (own,)
+        return (own, "relay") if own == "direct" and line and self.frame.planner != "piper" else (own,)
 
-    def _weighed(self, plan: Plan) -> _PlayedPlan:
-        lack = peak = 0
+    def _weighed(self, plan: Plan) -> PlayedPlan | None:
+        """The plan with what it lacks, played; None where it is no better than the best, whatever it holds."""
+        first, played = plan, self._played(plan)
+        best, lack, peak = self.best, 0, 0
+        if best is not None and not best.lack and not self.by_peak and not played.beats(best):
+            return None
         told = bool(self.profile.observations)  # without them the fold has no bytes
         if told and (self.costs.usable is not None or self.by_peak):
-            verdict = judged(self.profile, plan, self.run)
+            verdict = self._judged(plan)
             lack = _lack(verdict)
-            shared = with_shared_moments(self.profile, plan) if lack else None
-            if shared is not None and _lack(less := judged(self.profile, shared, self.run)) < lack:
+            shared = with_shared_moments(self.profile, plan) if lack and self._may_share else None
+            if shared is not None and _lack(less := self._judged(shared)) < lack:
                 note = "replicas share the optimizer's moments (stages[].moments), which do not fit otherwise"
                 verdict, plan = less, dataclasses.replace(shared, notes=(*shared.notes, note))
                 lack = _lack(less)
+            if lack and self._intervals is not None:
+                treated = self._intervals.treated(plan, verdict, self._judged, with_lists)
+                plan, lack = (plan, lack) if treated is None else (treated, 0)
             peak = (verdict.peak_bytes or 0) if self.by_peak else 0
+        if plan is first:
+            return PlayedPlan(lack, played.step, played.plan, peak)
+        return self._played(plan, lack, peak)
+
+    def _played(self, plan: Plan, lack: int = 0, peak: int = 0) -> PlayedPlan:
         played = with_step_seconds(self.profile, plan, self.run, self.link)
         assert played.step_seconds is not None, "the profile has seconds, and tensors where they are needed"
-        return _PlayedPlan(lack, played.step_seconds, played, peak)
+        return PlayedPlan(lack, played.step_seconds, played, peak)
+
+    def _judged(self, plan: Plan) -> Plan:
+        return judged(self.profile, plan, self.run, known=self._known)
 
     def answer(self) -> Plan:
         """The best plan; that of `graphpipe` says a bound."""
@@ -228,16 +264,23 @@ def plan_of_stages(
         for number in range(one.replicas):
             served = None if one.replicas == 1 else tuple(range(number, blocks, one.replicas))
             pieces = tuple(ranges_of(one.layers))
-            rows.append(PlanStage(pieces, (rank,), served, in_flight=limit))
+            rows.append(PlanStage(pieces, (rank,), served, in_flight=limit, memory=()))
             rank += 1
-    ranks, actions = frame.ranks or (PlanRank(),) * rank, None
-    if rank > len(stages):
-        actions = tuple(_one_by_one(number, one, units) for number, one in enumerate(rows))
-    return dataclasses.replace(frame, stages=tuple(rows), units=units, ranks=ranks, actions=actions)
+    ranks = frame.ranks or (PlanRank(),) * rank
+    return with_lists(dataclasses.replace(frame, stages=tuple(rows), units=units, ranks=ranks))
+
+
+def with_lists(plan: Plan) -> Plan:
+    """The plan with the list of every stage where some have replicas; those of its schedule where none have."""
+    if all(stage.blocks is None for stage in plan.stages):
+        return dataclasses.replace(plan, actions=None)
+    rows = (_one_by_one(number, one, plan.units) for number, one in enumerate(plan.stages))
+    return dataclasses.replace(plan, actions=tuple(rows))
 
 
 def _one_by_one(number: int, stage: PlanStage, units: Units) -> tuple[str, ...]:
     """The list of a stage under 1F1B: as many forwards as it may have in flight, then a backward and a forward in turn.
+    What runs again does so directly before its backward.
 
     Schedules are made as if all calls took equally long; those of replicas take longer, by as much as there are more.
     """
@@ -245,7 +288,9 @@ def _one_by_one(number: int, stage: PlanStage, units: Units) -> tuple[str, ...]:
     calls = (blocks or 1) * units.of_block
     ahead = min(stage.in_flight or calls, calls)
     names = [f"{number}F{call}" for call in range(ahead)]
+    again = ahead > 1 and any(one.recomputes for one in stage.memory or ())
     for call in range(calls):
+        names += [f"{number}R{call}"] if again else []
         names.append(f"{number}B{call}")
         names += [f"{number}F{call + ahead}"] if call + ahead < calls else []
     return tuple(names)

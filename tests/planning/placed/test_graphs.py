@@ -1,0 +1,113 @@
+"""Planner `budget` beyond one line of stages: branches and replicas, with memory intervals where these are needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+
+from tests.memory.machine import Model, profile_of
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.layerwise import budget_plan, layerwise_plan
+from varuna_capslog.planning.placed.graphs import faster_plan
+from varuna_capslog.planning.ranks import fold_plan
+from varuna_capslog.planning.search import plan
+from varuna_capslog.planning.simulation import simulate_plan
+from varuna_capslog.profiles.record import Profile, TensorRecord
+from varuna_capslog.schedules import RunShape
+
+RUN = RunShape(8, "auto")
+TOWERS = [(0, 1), (1, 2), (2, 6), (3, 4), (4, 5), (5, 6)]
+KEEPING = ("graphpipe", "pipedream")
+LINE = [(at, at + 1) for at in range(6)]
+
+
+def drawn(dice: random.Random, edges: Sequence[tuple[int, int]]) -> Profile:
+    """A model of seven layers with all runs, the seconds of each, and the graph of the layers."""
+    found = profile_of(Model.random(dice, 7, True, 1000), "cuda")
+    readers = defaultdict[int, set[int]](set, {6: {7}})
+    for one, other in edges:
+        readers[one].add(other)
+    rows = []
+    for row in found.layers:
+        took = dice.uniform(0.5, 1.0)
+        weights = (row.static_bytes or 0) // 4
+        rows.append(dataclasses.replace(row, forward_seconds=took, backward_seconds=2 * took, parameter_bytes=weights))
+    size = rows[0].boundary_bytes or 1
+    tensors = tuple(TensorRecord(f"t{at}", size, True, at, tuple(sorted(readers[at]))) for at in range(7))
+    return dataclasses.replace(found, layers=tuple(rows), tensors=tensors)
+
+
+def test_what_is_taken_fits_is_faster_than_a_line_and_never_slower_than_planners_that_keep_everything() -> None:
+    """Of models with two towers and of lines, with less and less room; every step is simulated anew, all bytes folded.
+    Where nobody says what messages cost there are branches alone.
+    """
+    forms = set()
+    for seed, edges, devices, priced in ((0, TOWERS, 3, False), (0, TOWERS, 4, True), (1, LINE, 4, True)):
+        dice = random.Random(seed)
+        profile = drawn(dice, edges)
+        link = Link(10 ** dice.uniform(5, 6.5) if priced else None)
+        first = budget_plan(profile, devices, None, RUN, link)
+        free = max(one.peak_bytes for one in fold_plan(profile, first, RUN))
+        for part in (None, 0.95, 0.8):
+            capacity = None if part is None else int(part * free)
+            found = plan(profile, devices, "budget", capacity=capacity, run=RUN, link=link)
+            line = layerwise_plan(profile, devices, "budget", capacity, RUN, link)
+            if not found.fits:
+                assert line.step_seconds is None
+                continue
+            step = simulate_plan(profile, found, run=RUN.settled(), link=link).step_seconds
+            assert step == found.step_seconds
+            assert found.planner == "budget"
+            if capacity is not None:
+                folds = fold_plan(profile, found, dataclasses.replace(RUN, schedule=found.schedule))
+                assert max(one.peak_bytes for one in folds) <= capacity
+            kept = dataclasses.replace(RUN, schedule="1f1b")
+            others = [plan(profile, devices, name, capacity=capacity, run=kept, link=link) for name in KEEPING * priced]
+            steps = [one.step_seconds for one in (line, *others) if one.fits is not False and one.step_seconds]
+            assert all(step <= other * (1 + 1e-9) for other in steps)
+            assert found.bound_seconds is not None
+            if found.search_space == f"any stages on {devices} devices":
+                assert found.bound_seconds <= min(steps)
+                assert found.proven == (step <= found.bound_seconds * (1 + 1e-9))
+                treated = any(stage.memory for stage in found.stages)
+                forms.add((found.routes, found.actions is not None, treated))
+    assert {("direct", False, True), ("relay", True, True)} <= forms, "intervals with branches, and with replicas"
+    assert {treated for *_, treated in forms} == {True, False}
+
+
+def test_replicas_need_the_price_of_messages_and_several_blocks_and_members_that_stay() -> None:
+    profile, link = drawn(random.Random(1), LINE), Link(1e7)
+    free = budget_plan(profile, 3, None, RUN, link)
+    assert (free.units.blocks, free.actions is not None) == (8, True)
+    unpriced = budget_plan(profile, 3, None, RUN)
+    assert unpriced.units.blocks == 1
+    assert all(stage.blocks is None for stage in unpriced.stages)
+    assert budget_plan(profile, 3, None, RUN, None, None, None, "any").units.blocks == 8
+    given = dataclasses.replace(RUN, num_blocks=4)
+    assert budget_plan(profile, 3, None, given, link).units.blocks == 4
+    assert budget_plan(profile, 3, None, given, None, None, None, "run").units.blocks == 4
+    assert budget_plan(profile, 3, None, RUN, link, None, None, "run").units.blocks == 1
+    chosen = dataclasses.replace(RUN, schedule="1f1b")
+    assert budget_plan(profile, 3, None, chosen, link).units.blocks == 1
+    unknown = budget_plan(profile, 3, None, dataclasses.replace(RUN, num_microbatches=None), link)
+    assert unknown.units.per_step is None
+    assert unknown.actions is None
+
+
+def test_branches_keep_the_blocks_of_the_run_and_lines_are_left_as_they_are() -> None:
+    """Without the price of messages: stages of branches have no replicas, whatever the blocks."""
+    profile, given = drawn(random.Random(0), TOWERS), dataclasses.replace(RUN, num_blocks=2)
+    free = layerwise_plan(profile, 3, "budget", None, given)
+    capacity = int(0.8 * max(one.peak_bytes for one in fold_plan(profile, free, given)))
+    found = budget_plan(profile, 3, capacity, given)
+    assert (found.routes, found.units.blocks, found.actions) == ("direct", 2, None)
+    profile = drawn(random.Random(5), LINE)
+    line = layerwise_plan(profile, 4, "budget", None, given)
+    assert faster_plan(profile, line, 4, None, given) is line
+    priced = Link(1e7)
+    line = layerwise_plan(profile, 4, "budget", None, given, priced)
+    assert faster_plan(profile, line, 4, None, given, priced) is not line
+    assert faster_plan(profile, line, 4, None, given, priced, time.perf_counter()) is line, "there is no time left"
