@@ -22,7 +22,16 @@ from varuna_capslog.variants.attention import ChunkedAttention, EagerAttention, 
 from varuna_capslog.variants.captured import attention_everywhere
 from varuna_capslog.variants.wrapped import in_bfloat16, in_channels_last
 
-__all__ = ["NUMERICS", "TOLERANCES", "Variant", "apply_variants", "known_variants", "matched", "register"]
+__all__ = [
+    "NUMERICS",
+    "TOLERANCES",
+    "Variant",
+    "apply_variants",
+    "known_variants",
+    "matched",
+    "register",
+    "variant_named",
+]
 
 NUMERICS = {"same": "the same bits", "close": "results within 1e-5", "loose": "results within 1e-2"}
 """Numerical classes, the strictest first, and what each promises against the layer as configured."""
@@ -97,6 +106,13 @@ def known_variants() -> Mapping[str, Variant]:
     """All variants by name, those of entry points included."""
     _load_entry_points()
     return dict(_registered)
+
+
+def variant_named(name: str) -> Variant:
+    """Raises CapslogError for a name that this process does not know."""
+    known = known_variants()
+    fields.refuse_unknown([name], list(known), "variant")
+    return known[name]
 
 
 def matched(names: Sequence[str], choices: Mapping[str, str]) -> dict[int, str]:
