@@ -47,10 +47,13 @@ MODELS: dict[str, dict[str, Any]] = {
 SIZES = ((64, 96), (96, 64), (64, 96), (80, 64))
 
 
-MODELS["chunked attention"] = SMALL | {"backbone": "resnet18", "last_layer": "layer3", "freeze": "none"}
+MODELS["variants"] = SMALL | {"backbone": "resnet18", "last_layer": "layer3", "freeze": "none"}
 MODELS["rt-detr"] = tiny.MODEL | {"architecture": tiny.ARCHITECTURE | tiny.QUIET}
 SECTIONS: dict[str, dict[str, Any]] = {
-    "chunked attention": {"variants": {"*coder.*": "chunked"}, "numerics": "close"},
+    "variants": {
+        "variants": {"*coder.*": "chunked", "*layer*": "channels-last", "*stem": "channels-last"},
+        "numerics": "close",
+    },
     "rt-detr": {"workload": "detr_pipeline.rt_detr:workload", "data": {"augment": {"stretch": [64, 64]}}},
 }
 

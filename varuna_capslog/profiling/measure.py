@@ -39,7 +39,7 @@ from varuna_capslog.profiling.launches import (
 )
 from varuna_capslog.profiling.skeleton import skeleton
 from varuna_capslog.profiling.trim import TrimmedRun
-from varuna_capslog.profiling.variant_rows import VariantRun, variant_runs
+from varuna_capslog.profiling.variant_rows import VariantRun, joined_variants, variant_runs
 from varuna_capslog.profiling.worker import FreeBytes, Given, Task, Workers
 
 __all__ = ["profile_config", "profile_workload"]
@@ -140,7 +140,7 @@ def _profile(
     clock = LaunchTimes()
     described = _describe(workload, chain, conditions, launch)
     if others:
-        described["variants"] = _digests(workload, others)
+        described |= {"variants": _digests(workload, others), **joined_variants(others)}
 
     def measured() -> Profile:
         with failures_named([layer.name for layer in chain.layers]):

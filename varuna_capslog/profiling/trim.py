@@ -45,6 +45,7 @@ from varuna_capslog.profiling.skeleton import real_tensors
 from varuna_capslog.profiling.weighing import ActionProbe, ActionWeights, HalfWeights, Halves, Left
 from varuna_capslog.schedules import Schedule, to_strings
 from varuna_capslog.variants.registry import variant_named
+from varuna_capslog.variants.wrapped import leave_layouts
 
 __all__ = [
     "HALVED_MICROBATCHES",
@@ -157,9 +158,13 @@ def trimmed_chain(chain: Chain, run: TrimmedRun, real: bool) -> Chain:
     memo = real_tensors(layers, None if real else abroad)
     held = [memo[id(_parameter_of(chain, use.uses[0]))] for use in foreign]
     modules = copy.deepcopy([layer.module for layer in layers], memo)
-    for module, name in zip(modules, run.variants, strict=False):
-        if name != PLAIN:
-            variant_named(name).rewrite(module)
+    if run.variants:
+        for module, name in zip(modules, run.variants, strict=True):
+            if name != PLAIN:
+                variant_named(name).rewrite(module)
+        whole = [*(old.module for old in chain.layers[: run.first]), *modules]
+        whole += [old.module for old in chain.layers[run.end :]]
+        leave_layouts(whole, [old.writes for old in chain.layers], chain.readers)
     built = [Layer(old.name, new, old.reads, old.writes) for old, new in zip(layers, modules, strict=True)]
     enters, leaves = chain.crossing(run.first), chain.crossing(run.end)
     if run.has_upstream:

@@ -16,12 +16,14 @@ from torch import nn
 
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.signature import layer_signature
+from varuna_capslog.profiles.conditions import JOINED
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiles.variants import PLAIN, text_of, variant_pairs
 from varuna_capslog.profiling.estimate import StageEstimator, key_of_range, row_of
 from varuna_capslog.variants.registry import NUMERICS, Variant, known_variants
+from varuna_capslog.variants.wrapped import leave_layouts
 
-__all__ = ["VariantRun", "allowed_variants", "variant_runs", "with_variant_rows"]
+__all__ = ["VariantRun", "allowed_variants", "joined_variants", "variant_runs", "with_variant_rows"]
 
 
 def allowed_variants(numerics: str) -> list[Variant]:
@@ -77,16 +79,23 @@ def variant_runs(chain: Chain, numerics: str) -> list[VariantRun]:
     return found
 
 
+def joined_variants(runs: Sequence[VariantRun]) -> dict[str, list[str]]:
+    """What the conditions of a profile with rows of these runs say of variants that spare neighbours a conversion."""
+    names = {name for run in runs for name in run.names if name != PLAIN and known_variants()[name].joined}
+    return {JOINED: sorted(names)} if names else {}
+
+
 def with_variant_rows(profile: Profile, estimator: StageEstimator, numerics: str) -> Profile:
     """An estimated profile with rows of all `variant_runs`.
 
     profile: of the estimator's workload.
     """
-    rows = []
-    for run in variant_runs(estimator.chain, numerics):
+    rows, runs = [], variant_runs(estimator.chain, numerics)
+    for run in runs:
         row = row_of(estimator.of_chain(run.chain), run.first, run.end)
         rows.append(dataclasses.replace(row, variant=text_of(run.names)))
-    return dataclasses.replace(profile, observations=(*profile.observations, *rows))
+    conditions = {**profile.conditions, **joined_variants(runs)}
+    return dataclasses.replace(profile, observations=(*profile.observations, *rows), conditions=conditions)
 
 
 def _rewritten(chain: Chain, variants: Sequence[Variant]) -> dict[tuple[int, str], nn.Module]:
@@ -109,8 +118,17 @@ def _rewritten(chain: Chain, variants: Sequence[Variant]) -> dict[tuple[int, str
 
 
 def _with_modules(chain: Chain, modules: Mapping[int, nn.Module]) -> Chain:
+    own = {number: _copy(module) for number, module in modules.items()}  # what it leaves is of this chain alone
     layers = [
-        Layer(layer.name, modules.get(number, layer.module), layer.reads, layer.writes)
+        Layer(layer.name, own.get(number, layer.module), layer.reads, layer.writes)
         for number, layer in enumerate(chain.layers)
     ]
+    leave_layouts([layer.module for layer in layers], [layer.writes for layer in layers], chain.readers)
     return Chain(layers, chain.inputs, chain.outputs, chain.name)
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    """A module of the same class that holds the same things; `copy.copy` makes a plain graph of a rewritten one."""
+    found = object.__new__(type(module))
+    found.__dict__.update(module.__dict__)
+    return found

@@ -50,12 +50,14 @@ class Variant:
         rewrite: changes a layer's module in place; returns how many parts it changed, and None where the layer has
             nothing that the variant is for.
         searched: planners may choose it, which takes runs of every layer that it is for; else a config alone.
+        joined: between neighbours that have it a conversion falls away, so that together they take less than alone.
     """
 
     name: str
     numerics: str
     rewrite: Callable[[nn.Module], int | None]
     searched: bool = True
+    joined: bool = False
 
     def __post_init__(self) -> None:
         fields.text(self.name, "name of a variant")
@@ -75,7 +77,7 @@ _registered: dict[str, Variant] = {
         name: Variant(name, "close", functools.partial(attention_everywhere, kind=kind), name != "split-keys")
         for name, kind in _ATTENTION.items()
     },
-    "channels-last": Variant("channels-last", "close", in_channels_last),
+    "channels-last": Variant("channels-last", "close", in_channels_last, joined=True),
     "bfloat16": Variant("bfloat16", "loose", in_bfloat16),
 }
 
