@@ -65,7 +65,8 @@ def _wrap(layer: nn.Module, kind: Any) -> int:
 
 def in_channels_last(layer: nn.Module) -> int | None:
     """Convolutions of images work on [B, H, W, C] in memory, as many kernels want it; None without such ones."""
-    return _wrap(layer, _ChannelsLast) if any(isinstance(one, nn.Conv2d) for one in layer.modules()) else None
+    kinds = nn.Conv2d, nn.ConvTranspose2d
+    return _wrap(layer, _ChannelsLast) if any(isinstance(one, kinds) for one in layer.modules()) else None
 
 
 def leave_layouts(
