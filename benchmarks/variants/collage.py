@@ -89,7 +89,7 @@ def config_of(name: str) -> Config:
         "numerics": "close",
     }
     if name == "detr":
-        values |= {"workload": "detr_pipeline:workload", "model": DETR, "profile": {"image_size": 256}}
+        values |= {"workload": "detr_pipeline:workload", "model": DETR, "profile": {"image_size": [256, 256]}}
     else:
         values |= {
             "workload": "varuna_capslog.model_workload:workload",
