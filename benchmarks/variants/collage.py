@@ -3,14 +3,19 @@
     python -m benchmarks.variants.collage --model gpt2
     python -m benchmarks.variants.collage            # all five, some minutes
 
-Every candidate is measured whole, forward and backward of one microbatch on one thread, interleaved.
+Choices are those of `capslog variants`. The table then measures every candidate anew, layer after layer and whole, as
+processor time of a forward and a backward of one microbatch on one thread, so that other work on the machine counts
+less; all candidates take their turn in every round.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import os
 import statistics
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,6 +23,8 @@ from torch import Tensor, nn
 
 from varuna_capslog.config.reading import section
 from varuna_capslog.config.settings import Config
+from varuna_capslog.model.workload import load_workload
+from varuna_capslog.profiling.trim import dummy_inputs
 from varuna_capslog.start.collage_start import Collaged, collage
 
 __all__ = ["bert", "dcgan", "gpt2", "resnext50"]
@@ -98,20 +105,65 @@ def config_of(name: str) -> Config:
     return section(Config, values, "")
 
 
-def show(name: str, found: Collaged) -> None:
+class Timed:
+    """A model whose layers are computed by one choice."""
+
+    def __init__(self, config: Config, chosen: Mapping[int, str]) -> None:
+        workload = copy.copy(load_workload(config))
+        workload.variants, workload.numerics = {f"#{layer}": name for layer, name in chosen.items()}, "close"
+        torch.manual_seed(0)
+        self._chain = workload.chosen_chain()
+        specs = workload.profile_inputs(config.train.microbatch_size)
+        self._inputs = {name: dummy_inputs({name: spec})[name] for name, spec in specs.items()}
+
+    def whole(self) -> float:
+        """Seconds of all layers, one after the other in one graph."""
+        begun, values = time.process_time(), dict(self._inputs)
+        for layer in self._chain.layers:
+            values |= layer.run(values)
+        _backward([values[name] for name in self._chain.outputs])
+        return time.process_time() - begun
+
+    def alone(self) -> float:
+        """The sum of the seconds of each layer in a graph of its own."""
+        values, total = dict(self._inputs), 0.0
+        for layer in self._chain.layers:
+            given = {name: values[name].detach().requires_grad_(values[name].requires_grad) for name in layer.reads}
+            begun = time.process_time()
+            written = layer.run(given)
+            _backward(list(written.values()))
+            total += time.process_time() - begun
+            values |= written
+        return total
+
+
+def _backward(outputs: list[Tensor]) -> None:
+    ends = [one for one in outputs if one.requires_grad]
+    torch.autograd.backward(ends, [torch.ones_like(one) for one in ends])
+
+
+def show(name: str, config: Config, found: Collaged, rounds: int) -> None:
     """Its rows of the table."""
-    plain, best = found.candidates[0], found.best
-    for one in found.candidates:
-        whole = statistics.median(one.measured_seconds)
-        ratios = [a / b for a, b in zip(one.measured_seconds, plain.measured_seconds, strict=True)]
+    timed = [Timed(config, one.chosen) for one in found.candidates]
+    whole: list[list[float]] = [[] for _ in timed]
+    alone: list[list[float]] = [[] for _ in timed]
+    for number in range(rounds + 1):
+        for at in sorted(range(len(timed)), key=lambda at: (at + number) % len(timed)):
+            seconds = timed[at].alone(), timed[at].whole()
+            if number:  # the first round warms up
+                alone[at].append(seconds[0])
+                whole[at].append(seconds[1])
+    for at, one in enumerate(found.candidates):
+        ratios = [a / b for a, b in zip(whole[at], whole[0], strict=True)]
+        parts = [a / b for a, b in zip(whole[at], alone[at], strict=True)]
         cells = (
             name,
-            f"**{one.name}**" if one is best else one.name,
+            f"**{one.name}**" if one is found.best else one.name,
             f"{len(one.chosen)} of {found.profile.num_layers}",
-            f"{1e3 * one.predicted_seconds:.1f}",
-            f"{1e3 * whole:.1f}",
-            f"{whole / one.predicted_seconds:.2f}",
-            f"{one.ratio(plain):.3f} ({min(ratios):.2f}..{max(ratios):.2f})",
+            f"{1e3 * statistics.median(alone[at]):.1f}",
+            f"{1e3 * statistics.median(whole[at]):.1f}",
+            f"{statistics.median(parts):.2f}",
+            f"{statistics.median(ratios):.3f} ({min(ratios):.2f}..{max(ratios):.2f})",
         )
         print(f"| {' | '.join(cells)} |", flush=True)
 
@@ -123,11 +175,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--generations", type=int, default=3)
     given = parser.parse_args()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    torch.set_num_threads(1)
     print(f"| {' | '.join(HEADINGS)} |\n|{'---|' * len(HEADINGS)}")
     for name in [given.model] if given.model else MODELS:
         begun = time.perf_counter()
-        found = collage(config_of(name), given.rounds, given.generations)
-        show(name, found)
+        config = config_of(name)
+        found = collage(config, given.rounds, given.generations)
+        show(name, config, found, given.rounds)
         runs = found.profile.conditions["profiling"]["stage_runs"]
         print(f"{name}: {runs} runs of layers and pairs; {time.perf_counter() - begun:.0f} s in all", flush=True)
 
