@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from tests.planning.test_variant_search import random_variants
-from varuna_capslog.planners.collage import Bits, Pattern, evolved, patterns_of, placed, seconds_under
+from varuna_capslog.planners.collage import Bits, LayerPattern, evolved, patterns_of, placed, seconds_under
 
 
-def covers(left: frozenset[int], patterns: Sequence[Pattern]) -> Iterator[tuple[Pattern, ...]]:
+def covers(left: frozenset[int], patterns: Sequence[LayerPattern]) -> Iterator[tuple[LayerPattern, ...]]:
     """Every cover of these layers."""
     if not left:
         yield ()
@@ -28,12 +28,12 @@ def test_no_cover_of_a_random_graph_is_cheaper(seed: int) -> None:
     draw = random.Random(seed)
     size = draw.randrange(2, 8)
     edges = [(a, b) for b in range(1, size) for a in draw.sample(range(b), min(b, draw.randrange(3)))]
-    patterns = [Pattern(frozenset([at]), name, draw.randrange(1, 20)) for at in range(size) for name in "ab"]
+    patterns = [LayerPattern(frozenset([at]), name, draw.randrange(1, 20)) for at in range(size) for name in "ab"]
     for _ in range(10):
         first = draw.randrange(size)
         layers = {first, *(reader for writer, reader in edges if writer == first and draw.random() < 0.7)}
         layers |= {reader for writer, reader in edges if writer in layers and draw.random() < 0.4}
-        patterns.append(Pattern(frozenset(layers), "c", draw.randrange(1, 15 * len(layers))))
+        patterns.append(LayerPattern(frozenset(layers), "c", draw.randrange(1, 15 * len(layers))))
     switch = draw.choice([0, 0, 3])
     found = placed(size, edges, patterns, switch)
     assert sorted(layer for one in found.patterns for layer in one.layers) == list(range(size))

@@ -17,7 +17,7 @@ from varuna_capslog.cli import program
 from varuna_capslog.config.reading import Config, dump_config, load_config
 from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.start import collage_start
-from varuna_capslog.start.collage_start import Candidate, Collaged, _Log, collage
+from varuna_capslog.start.collage_start import Collaged, MeasuredChoice, _Log, collage
 from varuna_capslog.variants import registry
 from varuna_capslog.variants.registry import known_variants
 
@@ -89,7 +89,7 @@ def test_nothing_is_measured_twice() -> None:
 
 def test_a_gain_within_two_hundredths_is_none() -> None:
     profile = Profile((LayerProfile("layer", 1),))
-    plain = Candidate("as configured", {}, 1.0, (1.0, 2.0, 1.0))
+    plain = MeasuredChoice("as configured", {}, 1.0, (1.0, 2.0, 1.0))
     for seconds, best in (((0.99, 1.98, 0.5), "as configured"), ((0.97, 1.9, 1.5), "sdpa")):
-        found = Collaged((plain, Candidate("sdpa", {0: "sdpa"}, 1.0, seconds)), profile)
+        found = Collaged((plain, MeasuredChoice("sdpa", {0: "sdpa"}, 1.0, seconds)), profile)
         assert found.best.name == best

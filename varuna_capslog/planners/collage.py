@@ -16,13 +16,13 @@ from varuna_capslog.profiles.conditions import JOINED
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiles.variants import PLAIN, alternatives_of, under
 
-__all__ = ["Pattern", "Placement", "evolved", "patterns_of", "placed", "seconds_under"]
+__all__ = ["LayerPattern", "Placement", "evolved", "patterns_of", "placed", "seconds_under"]
 
 Bits = tuple[bool, ...]
 
 
 @dataclass(frozen=True)
-class Pattern:
+class LayerPattern:
     """Layers that one backend computes together, and the seconds of a forward and a backward."""
 
     layers: frozenset[int]
@@ -34,7 +34,7 @@ class Pattern:
 class Placement:
     """A cover of all layers by patterns, and the sum of what they cost."""
 
-    patterns: tuple[Pattern, ...]
+    patterns: tuple[LayerPattern, ...]
     seconds: float
 
     @property
@@ -50,9 +50,9 @@ def seconds_under(profile: Profile, chosen: Mapping[int, str]) -> list[float]:
     return [(one.forward_seconds or 0.0) + (one.backward_seconds or 0.0) for one in layers]
 
 
-def patterns_of(profile: Profile) -> list[Pattern]:
+def patterns_of(profile: Profile) -> list[LayerPattern]:
     """Every layer in every way that the profile has rows of, and every run of neighbours in one joined variant."""
-    found = [Pattern(frozenset([at]), PLAIN, one) for at, one in enumerate(seconds_under(profile, {}))]
+    found = [LayerPattern(frozenset([at]), PLAIN, one) for at, one in enumerate(seconds_under(profile, {}))]
     own, joined = alternatives_of(profile), profile.conditions.get(JOINED, ())
     for name in dict.fromkeys(name for names in own.values() for name in names):
         for first in (layer for layer, names in own.items() if name in names):
@@ -61,14 +61,14 @@ def patterns_of(profile: Profile) -> list[Pattern]:
                 run.append(run[-1] + 1)
             costs = seconds_under(profile, dict.fromkeys(run, name))
             found += [
-                Pattern(frozenset(run[:size]), name, sum(costs[first : first + size]))
+                LayerPattern(frozenset(run[:size]), name, sum(costs[first : first + size]))
                 for size in range(1, len(run) + 1)
             ]
     return found
 
 
 def placed(
-    num_layers: int, edges: Sequence[tuple[int, int]], patterns: Sequence[Pattern], switch_seconds: float = 0.0
+    num_layers: int, edges: Sequence[tuple[int, int]], patterns: Sequence[LayerPattern], switch_seconds: float = 0.0
 ) -> Placement:
     """The cheapest cover (Alg. 1). Every layer must have a pattern of its own.
 
@@ -90,7 +90,7 @@ def placed(
         depth[reader] = max(depth[reader], depth[writer] + 1)
     order = sorted(range(num_layers), key=lambda layer: (depth[layer], layer))
     rank = {layer: place for place, layer in enumerate(order)}
-    rooted: dict[int, list[Pattern]] = {layer: [] for layer in range(num_layers)}
+    rooted: dict[int, list[LayerPattern]] = {layer: [] for layer in range(num_layers)}
     for pattern in patterns:
         rooted[min(pattern.layers, key=rank.__getitem__)].append(pattern)
     with_writer = {reader for _, reader in edges}
@@ -98,7 +98,7 @@ def placed(
     heapq.heapify(queue)
     added = set(queue)
     # covered layers -> what they cost, and the pattern that came last
-    best: dict[frozenset[int], tuple[float, frozenset[int], Pattern | None]] = {}
+    best: dict[frozenset[int], tuple[float, frozenset[int], LayerPattern | None]] = {}
     best[frozenset()] = (0.0, frozenset(), None)
     before: set[int] = set()
     while queue:
@@ -119,7 +119,7 @@ def placed(
                     best[together] = (total, covered, pattern)
         before.add(root)
     covered = frozenset(range(num_layers))
-    seconds, found = best[covered][0], list[Pattern]()
+    seconds, found = best[covered][0], list[LayerPattern]()
     while covered:
         _, covered, last = best[covered]
         assert last is not None

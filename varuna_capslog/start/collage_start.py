@@ -25,7 +25,7 @@ from varuna_capslog.profiling.measure import profile_config
 from varuna_capslog.profiling.variant_check import check_variants, plain_chain
 from varuna_capslog.profiling.whole import WholeRuns
 
-__all__ = ["Candidate", "Collaged", "collage"]
+__all__ = ["Collaged", "MeasuredChoice", "collage"]
 
 LEAST_GAIN = 0.02
 """What a choice must gain over the layers as configured, measured whole, to be worth other results."""
@@ -34,7 +34,7 @@ Choice = Mapping[int, str]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class MeasuredChoice:
     """One choice.
 
     Attributes:
@@ -49,7 +49,7 @@ class Candidate:
     predicted_seconds: float
     measured_seconds: tuple[float, ...]
 
-    def ratio(self, plain: Candidate) -> float:
+    def ratio(self, plain: MeasuredChoice) -> float:
         """Median over rounds of its seconds by those of the layers as configured."""
         pairs = zip(self.measured_seconds, plain.measured_seconds, strict=True)
         return statistics.median(one / other for one, other in pairs)
@@ -59,11 +59,11 @@ class Candidate:
 class Collaged:
     """What was found: all candidates, the first as configured, and the best one."""
 
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[MeasuredChoice, ...]
     profile: Profile = field(repr=False)
 
     @property
-    def best(self) -> Candidate:
+    def best(self) -> MeasuredChoice:
         """The fastest one, measured whole; as configured where none gains 2 %."""
         plain = self.candidates[0]
         found = min(self.candidates, key=lambda one: one.ratio(plain))
@@ -107,7 +107,7 @@ def collage(
             choices[f"level 2, {name}"] = second
         measured = whole.seconds(list(choices.values()), rounds)
     found = [
-        Candidate(name, chosen, sum(seconds_under(profile, chosen)), tuple(seconds))
+        MeasuredChoice(name, chosen, sum(seconds_under(profile, chosen)), tuple(seconds))
         for (name, chosen), seconds in zip(choices.items(), measured, strict=True)
     ]
     return Collaged(tuple(found), profile)
