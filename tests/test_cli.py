@@ -62,7 +62,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     measure = types.ModuleType("varuna_capslog.profiling.measure")
-    measure.profile_config = lambda config, workers, progress: Profile.from_json(PROFILE)  # type: ignore[attr-defined]
+    measure.profile_config = lambda config, workers, progress, variants: Profile.from_json(PROFILE)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "varuna_capslog.profiling.measure", measure)
     return config
 
@@ -173,7 +173,7 @@ def test_plan_of_an_ordinary_module_needs_no_config(toy, tmp_path, monkeypatch, 
     """What is measured is the module's own chain, with the flags' microbatch and devices."""
     seen = []
 
-    def profile_config(config, workers, progress):
+    def profile_config(config, workers, progress, variants):
         from varuna_capslog.model.workload import load_workload
 
         seen.append((config.train.microbatch_size, len(load_workload(config).build_chain())))
@@ -208,7 +208,7 @@ def test_profile_shows_what_layers_read_from_where_they_are_no_plain_chain(toy, 
     ]
     branched = Profile.from_json(PROFILE | {"format": "varuna-capslog/profile/2", "tensors": tensors})
     measure = sys.modules["varuna_capslog.profiling.measure"]
-    monkeypatch.setattr(measure, "profile_config", lambda config, workers, progress: branched)
+    monkeypatch.setattr(measure, "profile_config", lambda config, workers, progress, variants: branched)
     assert run("profile", toy) == 0
     table = [[cell.strip() for cell in line.split("│")] for line in capsys.readouterr().out.splitlines()]
     found = {cells[2]: cells[-2] for cells in table if len(cells) > 3}

@@ -26,6 +26,7 @@ from varuna_capslog.commands.results import evaluate, predict, report
 from varuna_capslog.commands.script import script
 from varuna_capslog.commands.simulate import simulate
 from varuna_capslog.commands.train import host, morph, notice, train
+from varuna_capslog.commands.variants import variants
 
 __all__ = ["app", "main", "program"]
 
@@ -38,7 +39,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 # in the order of `capslog --help`, which is that in which a new user needs them
-for _command in (init, profile, plan, compare, simulate, export, train, host):
+for _command in (init, profile, variants, plan, compare, simulate, export, train, host):
     app.command()(_command)
 # what follows FILE is its own
 app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(script)

@@ -121,7 +121,7 @@ def test_a_config_is_profiled_and_planned_first(
     import types
 
     measure = types.ModuleType("varuna_capslog.profiling.measure")
-    measure.profile_config = lambda config, workers, progress: read_profile(profile)  # type: ignore[attr-defined]
+    measure.profile_config = lambda config, workers, progress, variants: read_profile(profile)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "varuna_capslog.profiling.measure", measure)
     config = tmp_path / "run.yaml"
     config.write_text("workload: a:b\ntrain: {minibatch_size: 8, microbatch_size: 2}\n")

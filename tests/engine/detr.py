@@ -47,12 +47,15 @@ MODELS: dict[str, dict[str, Any]] = {
 SIZES = ((64, 96), (96, 64), (64, 96), (80, 64))
 
 
-MODELS["chunked attention"] = SMALL | {"backbone": "resnet18", "last_layer": "layer3", "freeze": "none"}
-MODELS["split"] = MODELS["chunked attention"]
+MODELS["variants"] = SMALL | {"backbone": "resnet18", "last_layer": "layer3", "freeze": "none"}
+MODELS["split"] = MODELS["variants"]
 MODELS["split, shared heads"] = MODELS["shared heads"]
 MODELS["rt-detr"] = tiny.MODEL | {"architecture": tiny.ARCHITECTURE | tiny.QUIET}
 SECTIONS: dict[str, dict[str, Any]] = {
-    "chunked attention": {"variants": {"*coder.*": "chunked"}, "numerics": "close"},
+    "variants": {
+        "variants": {"*coder.*": "chunked", "*layer*": "channels-last", "*stem": "channels-last"},
+        "numerics": "close",
+    },
     "split": {"splits": {"encoder.*": "tensor-2", "decoder.1": "tensor-4"}, "numerics": "close"},
     "split, shared heads": {"splits": {"encoder.*": "sequence-3", "decoder.*": "tensor-2"}, "numerics": "close"},
     "rt-detr": {"workload": "detr_pipeline.rt_detr:workload", "data": {"augment": {"stretch": [64, 64]}}},

@@ -24,7 +24,7 @@ def oracle(model: str) -> tuple[float, dict[str, torch.Tensor]]:
 CASES = {
     "dilated on four": ("dilated", Cuts((0, 4, 16, 21), (0, 1, 2, 3)), "varuna", True),
     "dilated, frozen stage first": ("dilated", Cuts((0, 1, 9), (0, 1, 2)), "1f1b", False),
-    "chunked attention, recomputed": ("chunked attention", Cuts((0, 7), (0, 1)), "1f1b", True),
+    "variants, recomputed": ("variants", Cuts((0, 3, 7), (0, 1, 2)), "1f1b", True),
     "shared heads on four": ("shared heads", Cuts((0, 8, 9, 10), (0, 1, 2, 3)), "varuna", True),
     "shared heads, two replicas": ("shared heads", Cuts((0, 7, 9), (0, 1, 2), 2), "gpipe", False),
     "split by rows and heads": ("split, shared heads", Cuts((0, 7, 9, 16, 33), (0, 1, 2, 3, 0)), "1f1b", True),

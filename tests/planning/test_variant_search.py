@@ -174,3 +174,31 @@ def test_no_choice_is_left_out_before_one_fits() -> None:
 
     found = choose_variants(profile, 2, 4, only_longest)
     assert (found.plan.fits, found.weighed, asked[-1]) == (True, len(every), longest)
+
+
+def test_what_neighbours_spare_each_other_is_a_part_of_their_seconds() -> None:
+    """A layout that costs a layer alone more than it gains: two such neighbours convert nothing between them."""
+    profile = random_variants(random.Random(2), 3, [1, 1, 0])
+    plain = {row.layers: row for row in profile.observations if row.variant is None}
+    spared, rows = 10 * UNIT, []
+    for row in profile.observations:
+        like, size = plain[row.layers], row.layers[1] - row.layers[0]
+        changes = (row.variant or "").split(",").count("v0")
+        # alone a unit slower in either direction; any pair takes a unit less than its layers alone
+        more = (changes - (size == 2)) * UNIT
+        forward = (like.forward_seconds or 0.0) + size * spared + more - (spared if changes == 2 else 0.0)
+        rows.append(replace(row, forward_seconds=forward, backward_seconds=(like.backward_seconds or 0.0) + more))
+    joined = replace(profile, observations=tuple(rows), conditions={**profile.conditions, "joined_variants": ["v0"]})
+    run = RunShape(4, "1f1b", num_blocks=1)
+
+    def total(one: Profile) -> float:
+        return sum((layer.forward_seconds or 0) + (layer.backward_seconds or 0) for layer in one.layers)
+
+    expected = {(): 0.0, (0,): 2.0, (1,): 2.0, (0, 1): 4.0 - 10.0}
+    for chosen, units in expected.items():
+        gain = total(under(joined, dict.fromkeys(chosen, "v0"))) - total(under(joined, {}))
+        assert gain == pytest.approx(units * UNIT, abs=1e-12)
+    found = choose_variants(joined, 1, 4, lambda one: plan_of(one, 1, run, 1 << 40))
+    assert found.chosen == {0: "v0", 1: "v0"}
+    apart = replace(joined, conditions=profile.conditions)
+    assert choose_variants(apart, 1, 4, lambda one: plan_of(one, 1, run, 1 << 40)).chosen == {}

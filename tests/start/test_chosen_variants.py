@@ -12,6 +12,11 @@ from varuna_capslog.config.reading import Config, dump_config, load_config, sect
 from varuna_capslog.engine.layout import layout_of
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.plans.plan import latest_plan, write_plan
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.profiles.variants import alternatives_of
+from varuna_capslog.profiling.conditions import RunConditions
+from varuna_capslog.profiling.measure import profile_workload
+from varuna_capslog.start import prepare
 from varuna_capslog.start.given_plan import load_run_config
 from varuna_capslog.start.prepare import estimate_memo, prepare_run, profile_and_variants
 from varuna_capslog.variants import registry
@@ -33,13 +38,13 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", {name: known[name] for name in ("eager", "sdpa")})
 
 
-def config_of(folder: Path, numerics: str, capacity: str | None = "1MiB") -> Config:
+def config_of(folder: Path, numerics: str, capacity: str | None = "1MiB", source: str = "estimated") -> Config:
     """By default the maps of eager attention do not fit, which no speed of the machine changes."""
     values = {
         "workload": "tests.start.attending:workload",
         "train": {"minibatch_size": 4, "microbatch_size": 1},
         "pipeline": {"planner": "budget", "devices": 2, "schedule": "1f1b", "capacity": capacity},
-        "profile": {"source": "estimated"},
+        "profile": {"source": source},
         "run_dir": str(folder / "run"),
         "device": "cpu",
         "numerics": numerics,
@@ -78,6 +83,27 @@ def test_the_planner_chooses_and_the_run_keeps_its_choice(tmp_path: Path, few: N
     (tmp_path / "run" / "config.yaml").write_text(dump_config(written))
     again = prepare_run(config_of(tmp_path, "close", None), show=False)
     assert {f"#{layer}": name for layer, name in again.variants.items()} == written.variants
+
+
+def test_the_planner_chooses_by_a_measured_profile(tmp_path: Path, few: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It chose by estimates alone, and said so."""
+    asked = list[tuple[str | None, int]]()
+
+    def measured(config: Config, show: bool, memo: None, variants: str | None = None) -> Profile:
+        asked.append((variants, len(config.variants)))
+        conditions = RunConditions(recompute=False)
+        return profile_workload(load_workload(config), conditions, variants=variants)
+
+    monkeypatch.setattr(prepare, "profile_run", measured)
+    told = list[str]()
+    chosen, profile = profile_and_variants(
+        config_of(tmp_path, "close", source="measured"), False, None, say=told.append
+    )
+    assert chosen.variants == {"#1": "sdpa", "#2": "sdpa"}
+    assert "sdpa for 2 of 4 layers (block.0 to block.1); it fits, and without them" in told[0]
+    # the predictions of the plan come from runs that did not decide the choice
+    assert asked == [("close", 0), (None, 2)]
+    assert alternatives_of(profile) == {}
 
 
 def test_the_default_chooses_nothing(tmp_path: Path, few: None) -> None:

@@ -96,3 +96,15 @@ def test_another_softmax_stays() -> None:
     example = {name: torch.randn(1, 2, 3, 4, requires_grad=True) for name in "qkv"}
     exported = torch.export.export(Other(), (), example).module()
     assert known_variants()["sdpa"].rewrite(exported) is None
+
+
+def test_attention_of_a_model_that_was_captured_for_training_alone() -> None:
+    """Profilers capture no more than that, and found no attention there: dropout has no module then."""
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.BertConfig(num_hidden_layers=2, attn_implementation="eager", **sizes)
+    torch.manual_seed(0)
+    model, ids = transformers.BertForMaskedLM(config), torch.randint(0, 32, (2, 12))
+    chain = Chain.from_module(model, None, {"input_ids": ids}, evaluates=False)
+    other = copy.deepcopy(chain.layers[with_attention(chain)].module)
+    assert known_variants()["sdpa"].rewrite(other) == 1
+    assert [one.rate for one in other.modules() if isinstance(one, AttentionCore)] == [0.1]

@@ -65,3 +65,16 @@ def test_what_differs_is_named_with_its_part_of_the_largest_value(
     found = compared(wrong)
     assert least <= found.part <= most
     assert found.what == what
+
+
+def test_a_layer_whose_output_lies_otherwise_in_memory_is_the_same() -> None:
+    """Gradients were drawn in the order of each output's memory, so that right layers were refused."""
+
+    class Turned(nn.Conv2d):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).contiguous(memory_format=torch.channels_last)
+
+    plain = nn.Conv2d(3, 4, 3)
+    other = Turned(3, 4, 3)
+    other.load_state_dict(plain.state_dict())
+    assert difference(plain, other, [torch.randn(2, 3, 8, 8, requires_grad=True)]).part == 0

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from varuna_capslog.variants.check import difference
 from varuna_capslog.variants.registry import TOLERANCES, known_variants
+from varuna_capslog.variants.wrapped import leave_layouts
 
 
 class _Layer(nn.Module):
@@ -50,3 +51,28 @@ def test_it_is_near_the_plain_layer(name: str) -> None:
 def test_layers_without_a_place_for_it_stay() -> None:
     assert known_variants()["channels-last"].rewrite(nn.Linear(2, 2)) is None
     assert known_variants()["bfloat16"].rewrite(nn.LayerNorm(2)) is None
+
+
+def test_between_neighbours_with_channels_last_nothing_is_converted() -> None:
+    """Layers read x and write x and a second tensor; the second layer's x is read by the loss too."""
+    torch.manual_seed(0)
+    apart = [_Layer() for _ in range(3)]
+    for layer in apart:
+        known_variants()["channels-last"].rewrite(layer)
+    together = copy.deepcopy(apart)
+    writes = [("x", "y")] * 3
+    readers = {("x", 0): (1,), ("x", 1): (2, 3), ("x", 2): (3,), ("y", 2): (3,)}
+    leave_layouts(together, writes, readers)
+    found = []
+    for layers in (apart, together):
+        x, formats = torch.rand(2, 8, 9, 7, generator=torch.Generator().manual_seed(1)), []
+        for layer in layers:
+            x, y = layer(x, torch.tensor(2.0))
+            formats.append(x.is_contiguous(memory_format=torch.channels_last))
+        found.append((formats, x, y))
+    assert [formats for formats, _, _ in found] == [[False] * 3, [True, False, False]]
+    assert torch.equal(found[0][1], found[1][1])
+    assert torch.equal(found[0][2], found[1][2])
+    # a plain reader gets what it always got
+    leave_layouts([together[0], nn.Identity(), together[2]], writes, readers)
+    assert together[0](torch.rand(2, 8, 9, 7), torch.tensor(2.0))[0].is_contiguous()

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.conditions import JOINED
 from varuna_capslog.profiles.record import Observation, Profile
 from varuna_capslog.profiles.variants import PLAIN, alternatives_of, under
 
@@ -98,8 +99,11 @@ class _VariantSearch:
         return min(self._plans, key=lambda choice: self._plans[choice][0])
 
     def _bound(self, choice: _Choice) -> float:
-        rows = [self._rows[layer, name] for layer, name in enumerate(choice)]
-        return self._share * sum((row.forward_seconds or 0.0) + (row.backward_seconds or 0.0) for row in rows)
+        layers = self._under(choice).layers
+        return self._share * sum((layer.forward_seconds or 0.0) + (layer.backward_seconds or 0.0) for layer in layers)
+
+    def _under(self, choice: _Choice) -> Profile:
+        return under(self._profile, {layer: name for layer, name in enumerate(choice) if name != PLAIN})
 
     def _weigh(self, choice: _Choice) -> None:
         """Plans for a choice, unless no plan of it can be better than the best one."""
@@ -109,7 +113,7 @@ class _VariantSearch:
             lack, step = self._plans[self._best][0][:2]
             if not lack and self._bound(choice) >= step:
                 return
-        plan = self._plan_of(under(self._profile, {n: name for n, name in enumerate(choice) if name != PLAIN}))
+        plan = self._plan_of(self._under(choice))
         lack = float(plan.shortfall.bytes) if plan.shortfall is not None else float(plan.fits is False)
         step = math.inf if plan.step_seconds is None else plan.step_seconds
         changed = float(sum(name != PLAIN for name in choice))
@@ -151,13 +155,16 @@ class _VariantSearch:
         return sum(float(getattr(self._rows[layer, name], size) or 0) for layer in layers)
 
     def _undominated(self, layers: Sequence[int]) -> list[str]:
-        """The variants of a family for which no other one is as good in every number; of equal ones the first."""
-        names = self._names[layers[0]]
+        """The variants of a family for which no other one is as good in every number; of equal ones the first. One
+        that takes less beside itself than alone is no worse for its numbers alone.
+        """
+        names, joined = self._names[layers[0]], self._profile.conditions.get(JOINED, ())
         numbers = {name: [x for layer in layers for x in _numbers(self._rows[layer, name])] for name in names}
         return [
             name
             for place, name in enumerate(names)
-            if not any(
+            if name in joined
+            or not any(
                 all(a <= b for a, b in zip(numbers[other], numbers[name], strict=True))
                 and (numbers[other] != numbers[name] or number < place)
                 for number, other in enumerate(names)

@@ -14,7 +14,7 @@ from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.schedules.shape import STAGE_INPUTS
 
-__all__ = ["CACHE_BYTES", "PURPOSE", "UPDATE_RATE", "checked"]
+__all__ = ["CACHE_BYTES", "JOINED", "PURPOSE", "UPDATE_RATE", "checked"]
 
 UPDATE_RATE = "update_seconds_per_parameter_byte"
 """Where a profile's conditions say what norm, clipping and optimizer cost: seconds per byte of parameters."""
@@ -23,6 +23,9 @@ PURPOSE = "purpose"
 """Where a profile of forwards alone says "inference"; profiles of training say nothing."""
 CACHE_BYTES = "cache_bytes_of_a_sequence"
 """Where a profile for inference says what each layer keeps of keys and values, per sequence."""
+
+JOINED = "joined_variants"
+"""Where a profile names the variants whose neighbours do not convert what they hand to each other."""
 
 _MOST = 100
 """More than any allocator reserves beyond what it hands out or an optimizer keeps, and what products of bytes stay
@@ -82,6 +85,7 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "device": fields.text,
     "headroom": _headroom,
     "limits": _texts,
+    JOINED: _texts,
     "microbatch_size": partial(fields.whole, minimum=1),
     "optimizer_copies": _copies,
     "recompute": fields.boolean,

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.profiles.conditions import JOINED
 from varuna_capslog.profiles.record import Observation, Profile, layers_of_runs
 from varuna_capslog.profiles.runs import stage_runs
 
@@ -68,7 +69,45 @@ def under(profile: Profile, chosen: Mapping[int, str]) -> Profile:
                 "same numerics"
             )
         found.append(dataclasses.replace(wanted, variant=None))
+    found = _with_savings(profile, chosen, rows, found)
     names, sizes = [layer.name for layer in profile.layers], [layer.parameter_bytes for layer in profile.layers]
     known = [size for size in sizes if size is not None]
     layers = layers_of_runs(names, found, known if len(known) == len(sizes) else None)
     return dataclasses.replace(profile, layers=layers, observations=tuple(found))
+
+
+_Rows = Mapping[tuple[tuple[int, int], str | None], Observation]
+
+
+def _with_savings(
+    profile: Profile, chosen: Mapping[int, str], rows: _Rows, found: Sequence[Observation]
+) -> list[Observation]:
+    """The rows of a choice with the seconds of each layer behind one of the same joined variant: what the pair takes
+    less than both alone, beyond what a plain pair takes less, is a conversion that the layer is spared.
+    """
+    joined, less = profile.conditions.get(JOINED, ()), dict[int, tuple[float, float]]()
+    for layer in range(1, profile.num_layers):
+        name = chosen.get(layer)
+        if name is not None and name in joined and chosen.get(layer - 1) == name:
+            spared, usual = _spared(rows, layer, name), _spared(rows, layer, PLAIN)
+            less[layer] = spared[0] - usual[0], spared[1] - usual[1]
+    return [
+        dataclasses.replace(
+            row,
+            forward_seconds=max(0.0, (row.forward_seconds or 0.0) - less[row.layers[0]][0]),
+            backward_seconds=max(0.0, (row.backward_seconds or 0.0) - less[row.layers[0]][1]),
+        )
+        if row.layers[1] - row.layers[0] == 1 and row.layers[0] in less
+        else row
+        for row in found
+    ]
+
+
+def _spared(rows: _Rows, layer: int, name: str) -> tuple[float, float]:
+    """Forward and backward seconds that this layer and the one before take less together than alone."""
+    alone = text_of([name])
+    parts = rows[(layer - 1, layer), alone], rows[(layer, layer + 1), alone]
+    pair = rows[(layer - 1, layer + 1), text_of([name, name])]
+    forward = sum(row.forward_seconds or 0.0 for row in parts) - (pair.forward_seconds or 0.0)
+    backward = sum(row.backward_seconds or 0.0 for row in parts) - (pair.backward_seconds or 0.0)
+    return forward, backward

@@ -63,14 +63,18 @@ class BoundTable:
         self._precision, self._blocks, self._recipe = precision, blocks, recipe or Recipe()
         self._traced: dict[object, int] = {}
 
-    def bound_bytes(self, first: int, end: int) -> int:
-        """Most bytes that the run of layers [first, end) takes on its device (on the CPU: its neighbours included)."""
+    def bound_bytes(self, first: int, end: int, chain: Chain | None = None) -> int:
+        """Most bytes that the run of layers [first, end) takes on its device (on the CPU: its neighbours included).
+
+        chain: another one, whose layers hand on the same tensors.
+        """
+        layers = (chain or self._chain).layers
         on_cpu = self._device_type == "cpu"
         crossing = sum(spec.num_bytes for cut in (self._specs[first], self._specs[end]) for spec in cut.values())
         total = crossing * (_BOUNDARY_COPIES + (_NEIGHBOUR_COPIES if on_cpu else 0))
         total += 0 if on_cpu else _CUDA_CONTEXT_BYTES
         for index in range(first, end):
-            total += self._static(self._chain.layers[index]) + 2 * self._saved(index)
+            total += self._static(layers[index]) + 2 * self._saved(layers[index], self._specs[index])
         return total
 
     def _static(self, layer: Layer) -> int:
@@ -83,8 +87,7 @@ class BoundTable:
             largest = max(largest, size)
         return total + _LARGEST_COPIES * largest
 
-    def _saved(self, index: int) -> int:
-        layer, cut = self._chain.layers[index], self._specs[index]
+    def _saved(self, layer: Layer, cut: Mapping[str, TensorSpec]) -> int:
         read = tuple(cut[name] for name in layer.reads)
         key = (layer_signature(layer), read)
         if key not in self._traced:

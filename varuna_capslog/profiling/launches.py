@@ -37,6 +37,9 @@ __all__ = ["LaunchTimes", "devices_of", "failures_named", "in_capslog_order", "i
 
 _MESSAGE_SECONDS = 600.0
 
+RunKey = tuple[int, int, str | None]
+"""See `TrimmedRun.key`."""
+
 
 @dataclass
 class LaunchTimes:
@@ -84,12 +87,13 @@ def failures_named(names: Sequence[str]) -> Iterator[None]:
         where = "a profiling worker"
         if error.run is not None:
             where = f"the run of {_name((error.run.first, error.run.end), names)}"
+            where += "" if error.run.key[2] is None else f" as {error.run.key[2]}"
         raise CapslogError(f"{where} failed: {error}; nothing was kept of this profile") from error
 
 
 def in_one_launch(
     tasks: Sequence[Task], group: WorkerGroup, workers: Workers, clock: LaunchTimes, progress: Progress
-) -> dict[StageRun, Observation]:
+) -> dict[RunKey, Observation]:
     """Carry out trimmed runs on the workers there are, as many at once as fit into what is free before the first.
 
     Raises:
@@ -103,7 +107,7 @@ def in_one_launch(
         raise DoesNotFit(_refusal(too_big, max(left.values()), names))
     progress(0, len(tasks), "starting")
     waiting = list(tasks)
-    found: dict[StageRun, Observation] = {}
+    found: dict[RunKey, Observation] = {}
     begun: dict[int, float] = {}
     intervals: list[tuple[int, float, float]] = []
     while len(found) < len(tasks):
@@ -117,7 +121,7 @@ def in_one_launch(
         for worker, (run, bound), result in group.finished():
             intervals.append((worker, begun[worker], time.perf_counter()))
             left[devices[worker]] += bound
-            found[run.first, run.end] = result
+            found[run.key] = result
             progress(len(found), len(tasks), _name((run.first, run.end), names))
     clock.launches.append(intervals)
     return found
@@ -125,7 +129,7 @@ def in_one_launch(
 
 def in_capslog_order(
     tasks: Sequence[Task], workers: Workers, clock: LaunchTimes, progress: Progress
-) -> dict[StageRun, Observation]:
+) -> dict[RunKey, Observation]:
     """Carry out trimmed runs in the launches of CAPSlog, Sec. III-A, each with new processes.
 
     A GPU whose layers are trimmed away needs no process here, and a measured GPU whose neighbour is measured too gets
@@ -135,7 +139,7 @@ def in_capslog_order(
     """
     by_run = {(run.first, run.end): (run, bound) for run, bound in tasks}
     partitionings = capslog_partitionings(len(workers.names), len(workers.devices))
-    found: dict[StageRun, Observation] = {}
+    found: dict[RunKey, Observation] = {}
     progress(0, len(partitionings), "starting")
     for number, partitioning in enumerate(partitionings, start=1):
         with workers.group(len(partitioning.measured)) as group:

@@ -24,7 +24,8 @@ from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Workload, load_workload
 from varuna_capslog.profiles.record import Observation, Profile
-from varuna_capslog.profiles.runs import stage_runs
+from varuna_capslog.profiles.runs import StageRun, stage_runs
+from varuna_capslog.profiles.variants import text_of
 from varuna_capslog.profiling import admission, cache
 from varuna_capslog.profiling.admission import BoundTable
 from varuna_capslog.profiling.conditions import Progress, RunConditions, conditions_of_run, profile_of, shapes_of
@@ -38,13 +39,18 @@ from varuna_capslog.profiling.launches import (
 )
 from varuna_capslog.profiling.skeleton import skeleton
 from varuna_capslog.profiling.trim import TrimmedRun
-from varuna_capslog.profiling.worker import FreeBytes, Given, Workers
+from varuna_capslog.profiling.variant_rows import VariantRun, joined_variants, variant_runs
+from varuna_capslog.profiling.worker import FreeBytes, Given, Task, Workers
 
 __all__ = ["profile_config", "profile_workload"]
 
 
 def profile_config(
-    config: Config, workers: int | None = None, progress: Progress | None = None, use_cache: bool = True
+    config: Config,
+    workers: int | None = None,
+    progress: Progress | None = None,
+    use_cache: bool = True,
+    variants: str | None = None,
 ) -> Profile:
     """Profiles the model of a config under the conditions of its training run.
 
@@ -52,6 +58,9 @@ def profile_config(
         workers: processes that measure at the same time, each with a light companion; None: one per pipeline device,
             and always so many in the orders capslog and mcap, which launch pipelines.
         use_cache: take the profile of the same model and conditions that was measured before, and keep a new one.
+        variants: a numerical class: measure too what layers cost in other ways of this class or a stricter one. Such
+            runs that do the same work are carried out once, in one launch with those of the plain layers where the
+            order is packed, else in a launch behind theirs.
 
     Raises:
         DoesNotFit: a run needs more memory than there is.
@@ -67,7 +76,7 @@ def profile_config(
         progress,
         order=order,
     )
-    return _profile(workload, conditions, launch, use_cache)
+    return _profile(workload, conditions, launch, use_cache, variants)
 
 
 def profile_workload(
@@ -79,6 +88,7 @@ def profile_workload(
     order: str = "packed",
     progress: Progress | None = None,
     free_bytes: FreeBytes = admission.free_bytes,
+    variants: str | None = None,
 ) -> Profile:
     """Profiles a workload, also one that no config describes.
 
@@ -97,7 +107,7 @@ def profile_workload(
     conditions = conditions or RunConditions()
     conditions = replace(conditions, input=shapes_of(workload.profile_inputs(conditions.microbatch_size)))
     launch = _Launch(Given(workload), workers, threads, progress, free_bytes, order)
-    return _profile(workload, conditions, launch, use_cache=False)
+    return _profile(workload, conditions, launch, use_cache=False, variants=variants)
 
 
 ORDERS = ("packed", "capslog", "mcap")
@@ -115,7 +125,9 @@ class _Launch:
     order: str = "packed"
 
 
-def _profile(workload: Workload, conditions: RunConditions, launch: _Launch, use_cache: bool) -> Profile:
+def _profile(
+    workload: Workload, conditions: RunConditions, launch: _Launch, use_cache: bool, variants: str | None
+) -> Profile:
     if conditions.device == "cuda" and not torch.cuda.is_available():
         raise CapslogError(
             "the profile is for device cuda, but there is no CUDA device here; run it where there is one, or set "
@@ -124,61 +136,119 @@ def _profile(workload: Workload, conditions: RunConditions, launch: _Launch, use
     if launch.workers < 1:
         raise CapslogError(f"workers={launch.workers}; at least one process must measure")
     chain = skeleton(workload)
+    others = [] if variants is None or chain.factories is not None else variant_runs(chain, variants)
     clock = LaunchTimes()
     described = _describe(workload, chain, conditions, launch)
+    if others:
+        described |= {"variants": _digests(workload, others), **joined_variants(others)}
 
     def measured() -> Profile:
-        names = [layer.name for layer in chain.layers]
-        with failures_named(names):
-            rows, specs = _launched(workload, chain, conditions, launch, names, clock)
+        with failures_named([layer.name for layer in chain.layers]):
+            rows, more, specs = _Runs(workload, chain, conditions, launch, others).launched(clock)
         taken = {**described, "profiling": clock.report(launch.order, launch.workers)}
-        return profile_of(chain, rows, "measured", taken, launch.order == "mcap", specs)
+        profile = profile_of(chain, rows, "measured", taken, launch.order == "mcap", specs)
+        return replace(profile, observations=(*profile.observations, *more))
 
     return cache.kept(described, chain.name, measured) if use_cache else measured()
 
 
-def _launched(
-    workload: Workload,
-    chain: Chain,
-    conditions: RunConditions,
-    launch: _Launch,
-    names: Sequence[str],
-    clock: LaunchTimes,
-) -> tuple[list[Observation], Sequence[Mapping[str, TensorSpec]]]:
-    """Carries out the runs of one order: one row for each range of layers; and what crosses every cut."""
-    runs = stage_runs(len(chain))
-    count = min(launch.workers, len(runs)) if launch.order == "packed" else launch.workers
-    workers = Workers(
-        launch.source,
-        devices_of(conditions.device, count),
-        launch.threads,
-        _modules(workload, chain),
-        conditions,
-        launch.free_bytes,
-        names,
-    )
-    progress = launch.progress or (lambda done, total, text: None)
-    # in one launch the processes get ready while this one traces shapes
-    with workers.group(count) if launch.order == "packed" else nullcontext() as group:
-        specs = ShapeTable(chain, conditions.device, conditions.precision).boundaries(
-            workload.profile_inputs(conditions.microbatch_size)
+def _digests(workload: Workload, others: Sequence[VariantRun]) -> dict[str, str]:
+    """Name of every variant that the profile has rows of -> digest of a model with a layer computed so, since variants
+    may be anybody's code.
+    """
+    single = {run.names[0]: run.chain for run in others if len(run.names) == 1}
+    return {name: cache.model_digest(workload, chain) for name, chain in sorted(single.items())}
+
+
+_Rows = list[Observation]
+
+
+class _Runs:
+    """The runs of one profile, and how they are carried out.
+
+    others: those of layers that are computed in other ways.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        chain: Chain,
+        conditions: RunConditions,
+        launch: _Launch,
+        others: Sequence[VariantRun],
+    ) -> None:
+        self._chain, self._conditions, self._launch, self._others = chain, conditions, launch, others
+        self._inputs, self._goal = (
+            workload.profile_inputs(conditions.microbatch_size),
+            workload.profile_targets(conditions.microbatch_size),
         )
-        bounds = BoundTable(chain, specs, conditions.device, conditions.precision, conditions.blocks, conditions.recipe)
-        goal = workload.profile_targets(conditions.microbatch_size)
-        if launch.order == "mcap":
-            return list(in_mcap_order(specs, goal, bounds.bound_bytes, workers, clock, progress).values()), specs
-        tasks = []
-        for first, end in runs:
-            loss = goal if end == len(chain) else (None, {})
-            run = TrimmedRun(first, end, len(chain), tuple(specs[first : end + 1]), *loss)
-            tasks.append((run, bounds.bound_bytes(first, end)))
-        # the largest first, as Graham's rule wants it, with bytes for seconds
-        tasks.sort(key=lambda task: -task[1])
-        if group is None:
-            measured = in_capslog_order(tasks, workers, clock, progress)
-        else:
-            measured = in_one_launch(tasks, group, workers, clock, progress)
-    return [measured[run] for run in runs], specs
+        packed, size = launch.order == "packed", len(stage_runs(len(chain))) + len(others)
+        self._count = min(launch.workers, size) if packed else launch.workers
+        self._workers = Workers(
+            launch.source,
+            devices_of(conditions.device, self._count),
+            launch.threads,
+            _modules(workload, chain),
+            conditions,
+            launch.free_bytes,
+            [layer.name for layer in chain.layers],
+        )
+
+    def launched(self, clock: LaunchTimes) -> tuple[_Rows, _Rows, Sequence[Mapping[str, TensorSpec]]]:
+        """Carries them out: a row for each range of layers, those of the others, and what crosses every cut."""
+        launch, runs = self._launch, stage_runs(len(self._chain))
+        progress = launch.progress or (lambda done, total, text: None)
+        # in one launch the processes get ready while this one traces shapes
+        with self._workers.group(self._count) if launch.order == "packed" else nullcontext() as group:
+            specs = ShapeTable(self._chain, self._conditions.device, self._conditions.precision).boundaries(
+                self._inputs
+            )
+            bounds = BoundTable(
+                self._chain,
+                specs,
+                self._conditions.device,
+                self._conditions.precision,
+                self._conditions.blocks,
+                self._conditions.recipe,
+            )
+            plain = [self._task(bounds, specs, run) for run in runs]
+            work = [one.work(specs) for one in self._others]
+            first = dict(zip(reversed(work), reversed(self._others), strict=True))
+            more = [self._task(bounds, specs, (one.first, one.end), one) for one in first.values()]
+            if group is not None:
+                found = in_one_launch(_largest_first([*plain, *more]), group, self._workers, clock, progress)
+            elif launch.order == "mcap":
+                mine = in_mcap_order(specs, self._goal, bounds.bound_bytes, self._workers, clock, progress)
+                runs, found = list(mine), {(*run, None): row for run, row in mine.items()}
+            else:
+                found = in_capslog_order(_largest_first(plain), self._workers, clock, progress)
+        if more and group is None:
+            with self._workers.group(self._count) as group:
+                found |= in_one_launch(_largest_first(more), group, self._workers, clock, progress)
+        rows = []
+        for key, one in zip(work, self._others, strict=True):
+            alike = first[key]
+            row = found[alike.first, alike.end, text_of(alike.names)]
+            rows.append(replace(row, layers=(one.first, one.end), variant=text_of(one.names)))
+        return [found[(*run, None)] for run in runs], rows, specs
+
+    def _task(
+        self,
+        bounds: BoundTable,
+        specs: Sequence[Mapping[str, TensorSpec]],
+        run: StageRun,
+        other: VariantRun | None = None,
+    ) -> Task:
+        (first, end), size = run, len(self._chain)
+        targets, normalisers = self._goal if end == size else (None, {})
+        names, chain = ((), None) if other is None else (other.names, other.chain)
+        trimmed = TrimmedRun(first, end, size, tuple(specs[first : end + 1]), targets, normalisers, names)
+        return trimmed, bounds.bound_bytes(first, end, chain)
+
+
+def _largest_first(tasks: Sequence[Task]) -> list[Task]:
+    """As Graham's rule wants it, with bytes for seconds."""
+    return sorted(tasks, key=lambda task: -task[1])
 
 
 def _modules(workload: Workload, chain: Chain) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import datetime
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.profiles.record import Observation
+from varuna_capslog.profiles.variants import PLAIN, text_of
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.program import (
     HALVED_MICROBATCHES,
@@ -42,6 +44,8 @@ from varuna_capslog.profiling.program import (
 from varuna_capslog.profiling.skeleton import real_tensors
 from varuna_capslog.profiling.weighing import ActionProbe, ActionWeights, HalfWeights, Halves, Left
 from varuna_capslog.schedules import Schedule, to_strings
+from varuna_capslog.variants.registry import variant_named
+from varuna_capslog.variants.wrapped import leave_layouts
 
 __all__ = [
     "HALVED_MICROBATCHES",
@@ -71,6 +75,7 @@ class TrimmedRun:
     Attributes:
         specs: what crosses the cuts first .. end.
         targets, normalisers: for the loss, which is asked for where the run holds the last layer.
+        variants: how each of its layers is computed (`profiles/variants`); (): all as configured.
     """
 
     first: int
@@ -79,6 +84,12 @@ class TrimmedRun:
     specs: tuple[Mapping[str, TensorSpec], ...]
     targets: Any = None
     normalisers: Mapping[str, float] | None = None
+    variants: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> tuple[int, int, str | None]:
+        """First layer, end, and what a row of the run says of variants."""
+        return self.first, self.end, text_of(self.variants)
 
     @property
     def has_upstream(self) -> bool:
@@ -147,6 +158,13 @@ def trimmed_chain(chain: Chain, run: TrimmedRun, real: bool) -> Chain:
     memo = real_tensors(layers, None if real else abroad)
     held = [memo[id(_parameter_of(chain, use.uses[0]))] for use in foreign]
     modules = copy.deepcopy([layer.module for layer in layers], memo)
+    if run.variants:
+        for module, name in zip(modules, run.variants, strict=True):
+            if name != PLAIN:
+                variant_named(name).rewrite(module)
+        whole = [*(old.module for old in chain.layers[: run.first]), *modules]
+        whole += [old.module for old in chain.layers[run.end :]]
+        leave_layouts(whole, [old.writes for old in chain.layers], chain.readers)
     built = [replace(old, module=new) for old, new in zip(layers, modules, strict=True)]
     enters, leaves = chain.crossing(run.first), chain.crossing(run.end)
     if run.has_upstream:
@@ -322,7 +340,8 @@ def observe(
     seconds = (statistics.median(meter.seconds["forward"]), statistics.median(meter.seconds["backward"]))
     bytes_ = (probe.peak_bytes, meter.static_bytes, meter.saved_bytes)
     actions = weights.result(probe.end_bytes - meter.static_bytes, meter)
-    return conditions.row((run.first, run.end), (run.specs[0], run.specs[-1]), bytes_, seconds, actions)
+    row = conditions.row((run.first, run.end), (run.specs[0], run.specs[-1]), bytes_, seconds, actions)
+    return dataclasses.replace(row, variant=text_of(run.variants))
 
 
 def _observe_halves(engine: PipelineEngine, measured: MeasuredStage, minibatch: Minibatch, run: TrimmedRun) -> Halves:

@@ -1,7 +1,7 @@
-"""Rows of an estimated profile for every variant of every layer: the runs of each layer and each pair, computed so.
+"""The runs that tell what variants cost: of each layer in each way, and of every two neighbours in each two ways.
 
-`start/chosen_variants` calls this where a planner is to choose variants. The runs are those of `estimate`, of a chain
-in which one or two layers are rewritten; what they hand on is what the plain layers do.
+The runs are those of any profile, of a chain in which one or two layers are rewritten; what these hand on is what the
+plain layers do. `measure` carries them out beside those of the plain layers, and `with_variant_rows` estimates them.
 """
 
 from __future__ import annotations
@@ -9,18 +9,21 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from varuna_capslog.model.chain import Chain
+from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.signature import layer_signature
+from varuna_capslog.profiles.conditions import JOINED
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiles.variants import PLAIN, text_of, variant_pairs
-from varuna_capslog.profiling.estimate import StageEstimator, row_of
+from varuna_capslog.profiling.estimate import StageEstimator, key_of_range, row_of
 from varuna_capslog.variants.registry import NUMERICS, Variant, known_variants
+from varuna_capslog.variants.wrapped import leave_layouts
 
-__all__ = ["allowed_variants", "with_variant_rows"]
+__all__ = ["VariantRun", "allowed_variants", "joined_variants", "variant_runs", "with_variant_rows"]
 
 
 def allowed_variants(numerics: str) -> list[Variant]:
@@ -29,39 +32,80 @@ def allowed_variants(numerics: str) -> list[Variant]:
     return [one for one in known if one.searched and classes.index(one.numerics) <= classes.index(numerics)]
 
 
-def with_variant_rows(
-    profile: Profile, estimator: StageEstimator, numerics: str, refused: Mapping[int, Sequence[str]]
-) -> Profile:
-    """The profile with rows of every variant of an allowed class that changes a layer.
+@dataclass(frozen=True)
+class VariantRun:
+    """One or two layers, at least one of which is computed in another way.
+
+    Attributes:
+        first: the first layer.
+        names: how each is computed.
+        chain: the whole one, with these layers rewritten; it shares the other layers, and all parameters, with the
+            plain chain.
+    """
+
+    first: int
+    names: tuple[str, ...]
+    chain: Chain
+
+    @property
+    def end(self) -> int:
+        """The layer behind it."""
+        return self.first + len(self.names)
+
+    def work(self, specs: Sequence[Mapping[str, TensorSpec]]) -> object:
+        """Equal for runs that do the same work, which is done once.
+
+        specs: what crosses the cuts 0 .. L.
+        """
+        key = key_of_range(self.chain, self.first, self.end, specs[self.first : self.end + 1])
+        return key, self.first > 0, self.end < len(self.chain)
+
+
+def variant_runs(chain: Chain, numerics: str) -> list[VariantRun]:
+    """The runs of every variant of an allowed class that changes a layer.
 
     Args:
-        profile: of the estimator's workload.
+        chain: with the plain layers; not changed.
         numerics: the weakest class.
-        refused: layer -> variants that are left out, since they fail their check.
     """
-    chain = estimator.chain
-    rewritten = _rewritten(chain, allowed_variants(numerics), refused)
+    rewritten = _rewritten(chain, allowed_variants(numerics))
     alternatives: dict[int, list[str]] = {}
     for layer, name in rewritten:
         alternatives.setdefault(layer, []).append(name)
-    rows = []
+    found = []
     for first, names in variant_pairs(alternatives, len(chain)):
         modules = {first + place: rewritten[first + place, name] for place, name in enumerate(names) if name != PLAIN}
-        row = row_of(estimator.of_chain(_with_modules(chain, modules)), first, first + len(names))
-        rows.append(dataclasses.replace(row, variant=text_of(names)))
-    return dataclasses.replace(profile, observations=(*profile.observations, *rows))
+        found.append(VariantRun(first, names, _with_modules(chain, modules)))
+    return found
 
 
-def _rewritten(
-    chain: Chain, variants: Sequence[Variant], refused: Mapping[int, Sequence[str]]
-) -> dict[tuple[int, str], nn.Module]:
+def joined_variants(runs: Sequence[VariantRun]) -> dict[str, list[str]]:
+    """What the conditions of a profile with rows of these runs say of variants that spare neighbours a conversion."""
+    names = {name for run in runs for name in run.names if name != PLAIN and known_variants()[name].joined}
+    return {JOINED: sorted(names)} if names else {}
+
+
+def with_variant_rows(profile: Profile, estimator: StageEstimator, numerics: str) -> Profile:
+    """An estimated profile with rows of all `variant_runs`.
+
+    profile: of the estimator's workload.
+    """
+    rows, runs = [], variant_runs(estimator.chain, numerics)
+    for run in runs:
+        row = row_of(estimator.of_chain(run.chain), run.first, run.end)
+        rows.append(dataclasses.replace(row, variant=text_of(run.names)))
+    conditions = {**profile.conditions, **joined_variants(runs)}
+    return dataclasses.replace(profile, observations=(*profile.observations, *rows), conditions=conditions)
+
+
+def _rewritten(chain: Chain, variants: Sequence[Variant]) -> dict[tuple[int, str], nn.Module]:
     """(layer, variant) -> the layer's module as the variant has it, where it changes the layer."""
     found: dict[tuple[int, str], nn.Module] = {}
     hopeless: set[object] = set()
     for number, layer in enumerate(chain.layers):
         signature = layer_signature(layer)
         for variant in variants:
-            if variant.name in refused.get(number, ()) or (signature, variant.name) in hopeless:
+            if (signature, variant.name) in hopeless:
                 continue
             # the parameters stay the chain's own, so that what is shared stays shared
             held: dict[int, Any] = {id(one): one for one in (*layer.module.parameters(), *layer.module.buffers())}
@@ -74,8 +118,16 @@ def _rewritten(
 
 
 def _with_modules(chain: Chain, modules: Mapping[int, nn.Module]) -> Chain:
+    own = {number: _copy(module) for number, module in modules.items()}  # what it leaves is of this chain alone
     layers = [
-        dataclasses.replace(layer, module=modules.get(number, layer.module))
-        for number, layer in enumerate(chain.layers)
+        dataclasses.replace(layer, module=own.get(number, layer.module)) for number, layer in enumerate(chain.layers)
     ]
+    leave_layouts([layer.module for layer in layers], [layer.writes for layer in layers], chain.readers)
     return Chain(layers, chain.inputs, chain.outputs, chain.name)
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    """A module of the same class that holds the same things; `copy.copy` makes a plain graph of a rewritten one."""
+    found = object.__new__(type(module))
+    found.__dict__.update(module.__dict__)
+    return found

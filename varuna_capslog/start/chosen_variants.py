@@ -27,7 +27,15 @@ if TYPE_CHECKING:
     from varuna_capslog.profiles.record import Profile
     from varuna_capslog.profiling.estimate import Memo
 
-__all__ = ["with_chosen_variants"]
+__all__ = ["may_choose", "with_chosen_variants"]
+
+
+def may_choose(config: Config) -> bool:
+    """Whether a planner is to choose variants, as far as the config says: it allows some, names none, and has no other
+    planner than budget.
+    """
+    pipeline = config.pipeline
+    return not config.variants and config.numerics != "same" and pipeline.planner == BUDGET and asks_layerwise(config)
 
 
 def with_chosen_variants(
@@ -39,29 +47,25 @@ def with_chosen_variants(
     A variant that fails its check (`profiling/variant_check`) is left out, and the search goes on without it.
 
     Args:
-        profile: of the config.
-        memo: of the estimate that the profile is; None: it is measured, and nothing is chosen.
+        profile: of the config; a measured one has rows of variants.
+        memo: of the estimate that the profile is; None: it is measured.
         say: told what is chosen and why, or why nothing can be.
     """
-    if config.variants or config.numerics == "same":
+    if not may_choose(config):
         return config
     decided = with_defaults(config, profile)
-    if decided.pipeline.planner != BUDGET or not asks_layerwise(decided):
+    if not may_choose(decided):
         return config
-    if memo is None or not profile.timed:
-        say("variants are chosen by estimates alone: set profile.source=estimated, or name them in the config")
+    if not profile.timed:
+        say("variants are chosen by seconds, and the profile has none; name them in the config")
         return config
-    from varuna_capslog.profiling.estimate import StageEstimator
+    from varuna_capslog.model.workload import load_workload
     from varuna_capslog.profiling.variant_check import check_variants, plain_chain
-    from varuna_capslog.profiling.variant_rows import with_variant_rows
 
-    estimator, refused = StageEstimator.of_config(config, memo), dict[int, list[str]]()
-    if estimator.chain.factories is not None:
-        return config
-    full = with_variant_rows(profile, estimator, config.numerics, refused)
+    workload, refused = load_workload(config), dict[int, list[str]]()
+    full = profile if memo is None else _estimated(config, profile, memo)
     while alternatives_of(full):
         found = _searched(decided, full, link)
-        workload = estimator.workload
         checks = check_variants(
             plain_chain(workload), found.chosen, workload.profile_inputs(config.train.microbatch_size)
         )
@@ -76,6 +80,15 @@ def with_chosen_variants(
             return config.model_copy(update={"variants": chosen})
         full = _without(full, refused)
     return config
+
+
+def _estimated(config: Config, profile: Profile, memo: Memo) -> Profile:
+    """The profile with rows of variants; without any where the layers are those of factories."""
+    from varuna_capslog.profiling.estimate import StageEstimator
+    from varuna_capslog.profiling.variant_rows import with_variant_rows
+
+    estimator = StageEstimator.of_config(config, memo)
+    return profile if estimator.chain.factories is not None else with_variant_rows(profile, estimator, config.numerics)
 
 
 def _without(profile: Profile, refused: Mapping[int, Sequence[str]]) -> Profile:

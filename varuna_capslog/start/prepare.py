@@ -32,6 +32,7 @@ from varuna_capslog.plans.pipelines import stages_of_pipelines
 from varuna_capslog.plans.plan import Plan, latest_plan, plan_path, read_plan, write_plan
 from varuna_capslog.plans.rules import check_actions
 from varuna_capslog.profiles.record import write_profile
+from varuna_capslog.profiles.variants import under
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.start import ENGINES
 from varuna_capslog.start.checked_variants import naming_variants
@@ -120,13 +121,14 @@ def estimate_memo(config: Config) -> Memo | None:
     return Memo()
 
 
-def profile_run(config: Config, show: bool = True, memo: Memo | None = None) -> Profile:
+def profile_run(config: Config, show: bool = True, memo: Memo | None = None, variants: str | None = None) -> Profile:
     """The profile of the configured model: from the cache where it was made before, else by real runs, or estimated
     without a device where `profile.source` says so.
 
     Args:
         show: draw a progress bar.
         memo: see `estimate_memo`; given to `plan_run` too.
+        variants: of a measured profile; see `profiling/measure.profile_config`.
     """
     if config.profile.source == "estimated":
         from varuna_capslog.profiling.estimate import estimate_config
@@ -136,7 +138,8 @@ def profile_run(config: Config, show: bool = True, memo: Memo | None = None) -> 
     from varuna_capslog.profiling.measure import profile_config
 
     with _progress(show) as progress:
-        return profile_config(config, workers=min(config.world_size, os.cpu_count() or 1), progress=progress)
+        workers = min(config.world_size, os.cpu_count() or 1)
+        return profile_config(config, workers=workers, progress=progress, variants=variants)
 
 
 def profile_and_variants(
@@ -152,7 +155,7 @@ def profile_and_variants(
 
     say: told what is chosen, and what it gains.
     """
-    from varuna_capslog.start.chosen_variants import with_chosen_variants
+    from varuna_capslog.start.chosen_variants import may_choose, with_chosen_variants
 
     before = config.run_dir / "config.yaml"
     if config.resume != "never" and before.exists() and any((config.run_dir / "checkpoints").glob("step-*")):
@@ -160,9 +163,12 @@ def profile_and_variants(
         if kept.numerics == config.numerics and not config.variants:
             config = config.model_copy(update={"variants": kept.variants})
             return config, profile_run(config, show, memo)
-    profile = profile_run(config, show, memo)
+    measured = config.numerics if memo is None and may_choose(config) else None
+    profile = profile_run(config, show, memo, measured)
     chosen = with_chosen_variants(config, profile, memo, link, say)
-    return (config, profile) if chosen.variants == config.variants else (chosen, profile_run(chosen, show, memo))
+    if chosen.variants != config.variants:
+        return chosen, profile_run(chosen, show, memo)
+    return config, profile if measured is None else under(profile, {})
 
 
 def plan_run(config: Config, profile: Profile | None, link: Link | None = None, memo: Memo | None = None) -> Plan:

@@ -146,6 +146,9 @@ def _swaps_last(node: fx.Node) -> bool:
 
 def _dropout(module: fx.GraphModule, node: fx.Node) -> float | None:
     """The rate of a dropout; None where it is something else."""
+    if node.target is _ATEN.dropout.default:  # captured for training alone
+        rate, trains = node.args[1:3]
+        return float(rate) if trains else 0.0  # type: ignore[arg-type]
     if node.op != "call_module":
         return None
     child: Any = module.get_submodule(str(node.target))

@@ -94,7 +94,8 @@ def _results(layer: nn.Module, arguments: Sequence[Tensor], with_gradients: bool
         ends = [output for output in outputs if output.requires_grad]
         if with_gradients and ends and wanted:
             torch.manual_seed(1)
-            upper = [torch.randn_like(output) for output in ends]
+            # not randn_like, whose values follow the memory of the output
+            upper = [torch.randn(output.shape, dtype=output.dtype) for output in ends]
             gradients = torch.autograd.grad(ends, [one for _, one in wanted], upper, allow_unused=True)
             found += [(f"the gradient of {name}", one) for (name, _), one in zip(wanted, gradients, strict=True)]
     return found

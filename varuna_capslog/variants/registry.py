@@ -31,6 +31,7 @@ __all__ = [
     "layers_meant",
     "matched",
     "register",
+    "variant_named",
 ]
 
 NUMERICS = {"same": "the same bits", "close": "results within 1e-5", "loose": "results within 1e-2"}
@@ -50,12 +51,14 @@ class Variant:
         rewrite: changes a layer's module in place; returns how many parts it changed, and None where the layer has
             nothing that the variant is for.
         searched: planners may choose it, which takes runs of every layer that it is for; else a config alone.
+        joined: between neighbours that have it a conversion falls away, so that together they take less than alone.
     """
 
     name: str
     numerics: str
     rewrite: Callable[[nn.Module], int | None]
     searched: bool = True
+    joined: bool = False
 
     def __post_init__(self) -> None:
         fields.text(self.name, "name of a variant")
@@ -75,7 +78,7 @@ _registered: dict[str, Variant] = {
         name: Variant(name, "close", functools.partial(attention_everywhere, kind=kind), name != "split-keys")
         for name, kind in _ATTENTION.items()
     },
-    "channels-last": Variant("channels-last", "close", in_channels_last),
+    "channels-last": Variant("channels-last", "close", in_channels_last, joined=True),
     "bfloat16": Variant("bfloat16", "loose", in_bfloat16),
 }
 
@@ -106,6 +109,13 @@ def known_variants() -> Mapping[str, Variant]:
     """All variants by name, those of entry points included."""
     _load_entry_points()
     return dict(_registered)
+
+
+def variant_named(name: str) -> Variant:
+    """Raises CapslogError for a name that this process does not know."""
+    known = known_variants()
+    fields.refuse_unknown([name], list(known), "variant")
+    return known[name]
 
 
 def matched(names: Sequence[str], choices: Mapping[str, str]) -> dict[int, str]:

@@ -1,26 +1,34 @@
 """Whole layers that run in another memory format, or in another type, inside, and give what the plain layer gives.
 
 The layer's module keeps all that it holds; it gets a class whose `forward` runs the plain one in between. Conversions
-at its borders are a part of the layer, and so of its costs: neighbours see tensors as before.
+at its borders are a part of the layer, and so of its costs: neighbours see tensors as before. Between two layers with
+channels last there is none, once `leave_layouts` knows who reads what.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-__all__ = ["in_bfloat16", "in_channels_last"]
+__all__ = ["in_bfloat16", "in_channels_last", "leave_layouts"]
 
 
 class _ChannelsLast(nn.Module):
+    left: frozenset[int] = frozenset()
+    """Places of the outputs that only layers with channels last read: they stay as they are."""
+
     def forward(self, *tensors: Any) -> Any:
         found = super().forward(*(_laid_out(one, torch.channels_last) for one in tensors))
         if isinstance(found, Tensor):
-            return _laid_out(found, torch.contiguous_format)
-        return tuple(_laid_out(one, torch.contiguous_format) for one in found)
+            return self._handed_on(0, found)
+        return tuple(self._handed_on(place, one) for place, one in enumerate(found))
+
+    def _handed_on(self, place: int, tensor: Any) -> Any:
+        return _laid_out(tensor, torch.channels_last if place in self.left else torch.contiguous_format)
 
 
 def _laid_out(tensor: Any, memory_format: torch.memory_format) -> Any:
@@ -57,7 +65,28 @@ def _wrap(layer: nn.Module, kind: Any) -> int:
 
 def in_channels_last(layer: nn.Module) -> int | None:
     """Convolutions of images work on [B, H, W, C] in memory, as many kernels want it; None without such ones."""
-    return _wrap(layer, _ChannelsLast) if any(isinstance(one, nn.Conv2d) for one in layer.modules()) else None
+    kinds = nn.Conv2d, nn.ConvTranspose2d
+    return _wrap(layer, _ChannelsLast) if any(isinstance(one, kinds) for one in layer.modules()) else None
+
+
+def leave_layouts(
+    layers: Sequence[nn.Module],
+    writes: Sequence[Sequence[str]],
+    readers: Mapping[Any, Sequence[int]],
+) -> None:
+    """Takes the conversions out between layers of one chain that have channels last.
+
+    What a layer computes does not depend on it, nor does it on cuts, since a tensor keeps its layout over them.
+
+    Args:
+        layers: all of the chain, some of them rewritten.
+        writes: the names of what each writes, in order.
+        readers: (name, layer that writes it) -> the layers that read it, rising; the loss is the one behind the last.
+    """
+    inside = {number: layer for number, layer in enumerate(layers) if isinstance(layer, _ChannelsLast)}
+    for number, layer in inside.items():
+        read = [set(readers.get((name, number), ())) for name in writes[number]]
+        layer.left = frozenset(place for place, found in enumerate(read) if found and found <= inside.keys())
 
 
 def in_bfloat16(layer: nn.Module) -> int | None:

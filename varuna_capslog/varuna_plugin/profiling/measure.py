@@ -153,7 +153,7 @@ def _measured(
     )
     with failures_named(names), described.group(len(devices)) as group:
         found = in_one_launch(tasks, group, described, clock, progress or (lambda *_: None))
-    return [found[run] for run in runs]
+    return [found[(*run, None)] for run in runs]
 
 
 def _cut_specs(subject: Subject) -> list[dict[str, TensorSpec]]:
