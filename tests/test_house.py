@@ -79,6 +79,7 @@ WHOLE_RUNS = {
     "elastic/script/test_script.py",
     "elastic/test_launchers.py",
     "elastic/test_live.py",
+    "elastic/test_live_compiled.py",
     "elastic/test_live_hosts.py",
     "elastic/test_live_notices.py",
     "elastic/test_live_peaks.py",

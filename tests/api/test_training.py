@@ -192,7 +192,11 @@ def test_a_script_that_trains_while_it_is_imported_is_told_to_guard_the_call(own
             {},
             "holds several data sets .'train'.; give one",
         ),
-        (("own_of_api:model", "own_of_api:data"), {"val": {"a": torch.zeros(3)}}, r"such as dataset\['a'\]"),
+        (
+            ("own_of_api:model", "own_of_api:data"),
+            {"val": {"a": torch.zeros(3)}},
+            r"given as val .* such as splits\['a'\]",
+        ),
         (("own_of_api:model", DataLoader(["a", "b"])), {"loss": "mse"}, "DataLoader, whose order is its own"),
     ],
 )

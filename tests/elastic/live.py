@@ -50,6 +50,7 @@ _MODULES = (
     "rich.progress",
     "torch.utils.tensorboard",
     "tests.engine.workload",
+    "tests.elastic.backend",
 )
 
 

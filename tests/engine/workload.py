@@ -18,13 +18,16 @@ from varuna_capslog.model.workload import Minibatch, Workload
 
 
 class TinyData:
-    """Images whose size follows from their index; `poison` is an index whose targets are not finite.
+    """Images whose size follows from their index, or have all the one size `even`; `poison` is an index whose targets
+    are not finite.
 
     `pause` seconds make a minibatch, and so a step, as long as wished; they change no number.
     """
 
-    def __init__(self, count: int, poison: int | None = None, pause: float = 0.0) -> None:
-        self._count, self._poison, self._pause = count, poison, pause
+    def __init__(
+        self, count: int, poison: int | None = None, pause: float = 0.0, even: tuple[int, int] | None = None
+    ) -> None:
+        self._count, self._poison, self._pause, self._even = count, poison, pause, even
 
     def __len__(self) -> int:
         return self._count
@@ -33,7 +36,7 @@ class TinyData:
         time.sleep(self._pause)
         inputs, targets = [], []
         for group in groups:
-            height, width = 4 + 2 * (group[0] % 3), 6 + 2 * (group[0] % 2)
+            height, width = self._even or (4 + 2 * (group[0] % 3), 6 + 2 * (group[0] % 2))
             inputs.append(
                 {"x": TensorSpec((len(group), 3, height, width)), "sizes": TensorSpec((len(group), 2), torch.int64)}
             )
@@ -95,8 +98,8 @@ class MeanOutput:
 
 
 class TinyWorkload(Workload):
-    """Its keys: `model.chain` (a function of `models`), `model.dropout`, `data.samples`, `data.poison` and
-    `data.pause_seconds`.
+    """Its keys: `model.chain` (a function of `models`), `model.dropout`, `data.samples`, `data.poison`,
+    `data.pause_seconds` and `data.even`.
     """
 
     name = "tiny"
@@ -120,7 +123,7 @@ class TinyWorkload(Workload):
 
     def train_data(self) -> TinyData:
         data = self._config.data
-        return TinyData(data.get("samples", 24), data.get("poison"), data.get("pause_seconds", 0.0))
+        return TinyData(data.get("samples", 24), data.get("poison"), data.get("pause_seconds", 0.0), data.get("even"))
 
     def val_data(self) -> TinyData:
         return TinyData(7)

@@ -21,15 +21,15 @@ _SETTINGS = (str, bytes, list, tuple, Mapping)
 """What a value of the settings may be besides a number, and no data set is."""
 
 
-def refuse_splits(dataset: Any) -> None:
+def refuse_splits(dataset: Any, name: str = "dataset") -> None:
     """Raises CapslogError for a mapping that holds data sets, such as a `DatasetDict` of Hugging Face."""
     if not isinstance(dataset, Mapping):
         return
-    splits = [name for name, one in dataset.items() if not isinstance(one, _SETTINGS) and hasattr(one, "__getitem__")]
+    splits = [key for key, one in dataset.items() if not isinstance(one, _SETTINGS) and hasattr(one, "__getitem__")]
     if splits:
         raise CapslogError(
-            f"the {type(dataset).__name__} given as dataset holds several data sets "
-            f"({', '.join(map(repr, splits))}); give one of them as the dataset, such as dataset[{splits[0]!r}], and "
+            f"the {type(dataset).__name__} given as {name} holds several data sets "
+            f"({', '.join(map(repr, splits))}); give one of them as dataset, such as splits[{splits[0]!r}], and "
             "another one as val"
         )
 

@@ -131,7 +131,7 @@ def train(
             tell(f"note: {note}")
 
     refuse_splits(dataset)
-    refuse_splits(data.get("val"))
+    refuse_splits(data.get("val"), "val")
     if settings is None and isinstance(dataset, Mapping):
         dataset, settings = None, dataset
     settings = dict(settings or {})

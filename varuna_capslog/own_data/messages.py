@@ -1,4 +1,8 @@
-"""Any picklable value through a pipe; the bytes of its tensors and arrays go beside the pickle, uncopied."""
+"""Any picklable value through a pipe; the bytes of its tensors and arrays go beside the pickle, uncopied.
+
+The small ones of a message, such as labels and boxes of many images, share one block of memory; a large one has its
+own, so that who keeps some labels does not keep the images.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,10 @@ from torch import Tensor
 __all__ = ["receive", "send"]
 
 _HEAD = struct.Struct("<QQ")
-_SIZE = struct.Struct("<Q")
+_ALIGNMENT = 64
+"""Bytes; of each tensor in the block, as of memory that torch takes itself: some CPU kernels round by alignment."""
+_LARGE = 1 << 16
+"""Bytes from which on a tensor has memory of its own."""
 
 
 class _TensorPickler(pickle.Pickler):
@@ -38,23 +45,37 @@ def send(stream: BinaryIO, value: Any) -> None:
     text = io.BytesIO()
     _TensorPickler(text, protocol=5, buffer_callback=buffers.append).dump(value)
     parts = [buffer.raw() for buffer in buffers]
-    stream.write(_HEAD.pack(text.tell(), len(parts)) + b"".join(_SIZE.pack(part.nbytes) for part in parts))
-    stream.write(text.getvalue())
-    for part in parts:
+    sizes = struct.pack(f"<{len(parts)}Q", *(part.nbytes for part in parts))
+    stream.write(_HEAD.pack(text.tell(), len(parts)) + sizes + text.getvalue())
+    for part in sorted(parts, key=lambda part: part.nbytes >= _LARGE):
         stream.write(part)
+        if part.nbytes < _LARGE:
+            stream.write(bytes(_room(part.nbytes) - part.nbytes))
     stream.flush()
 
 
 def receive(stream: BinaryIO) -> Any:
     """Reads one value. Raises EOFError where the pipe was closed."""
     length, count = _HEAD.unpack(_whole(stream, _HEAD.size))
-    sizes = [_SIZE.unpack(_whole(stream, _SIZE.size))[0] for _ in range(count)]
+    sizes = struct.unpack(f"<{count}Q", _whole(stream, 8 * count))
     text = _whole(stream, length)
-    return pickle.loads(text, buffers=[_whole(stream, size) for size in sizes])
+    block, at, parts = _whole(stream, sum(_room(size) for size in sizes if size < _LARGE)), 0, []
+    for size in sizes:
+        if size < _LARGE:
+            parts.append(block[at : at + size])
+            at += _room(size)
+        else:
+            parts.append(_whole(stream, size))
+    return pickle.loads(text, buffers=parts)
+
+
+def _room(size: int) -> int:
+    """Bytes that a small tensor takes in the block."""
+    return size + -size % _ALIGNMENT
 
 
 def _whole(stream: BinaryIO, size: int) -> Any:
-    # torch's memory is aligned as that of a tensor that was made here; some CPU kernels round by alignment
+    # torch's memory, for its alignment
     data: Any = torch.empty(size, dtype=torch.uint8).numpy()
     done, view = 0, memoryview(data)
     while done < size:

@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
             last, count = len(self.chain) - 1, engine.options.num_microbatches
             if judged := engine.layout.microbatches_of(engine.rank, last, count):
                 samples = [sample for index in judged for sample in ids[index]]
-                os.write(file, (json.dumps([self.number, step, samples]) + "\n").encode())
+                os.write(file, (json.dumps([self._begun[0], step, samples]) + "\n").encode())
             return done
 
     return marked(arguments, Counted)
