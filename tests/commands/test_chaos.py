@@ -15,18 +15,18 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.cli import app
 from varuna_capslog.rig.namespaces import how_to_enter
 
-FAULTS = ("kill", "cut", "in-apply", "clock")
+FAULTS = ("kill", "cut", "in-apply", "clock", "memory")
 
 
-def test_a_run_on_two_machines_comes_through_a_kill_a_cut_a_loss_inside_apply_and_a_clock_that_jumps(tmp_path):
+def test_a_run_on_two_machines_comes_through_a_kill_a_cut_a_loss_inside_apply_a_lack_and_a_clock_that_jumps(tmp_path):
     results = tmp_path / "results.jsonl"
-    words = ["chaos", "--faults", "4", "--workers", "1", "--seed", "57", "--mean", "50ms", "--kinds", ",".join(FAULTS)]
+    words = ["chaos", "--faults", "5", "--workers", "1", "--seed", "282", "--mean", "50ms", "--kinds", ",".join(FAULTS)]
     folder = tmp_path / "run"
     done = CliRunner().invoke(app, [*words, "-o", str(folder), "--results", str(results), "--json"])
     assert done.exit_code == 0, done.output
     found = json.loads(results.read_text())
     assert json.loads(done.stdout) == found
-    assert (found["outcome"], found["breaches"], found["faults"]) == ("passed", [], 4)
+    assert (found["outcome"], found["breaches"], found["faults"]) == ("passed", [], 5)
     assert {row["kind"] for row in found["classes"]} == set(FAULTS)
     jumped = [json.loads(line)["time"] < time.time() - 3600 for line in (folder / "events.jsonl").open()]
     assert any(jumped), "the host went on with another time of day"

@@ -46,10 +46,11 @@ to leave. bulk: 2 or 3 killed at once. double: another one is killed up to 0.2 s
 is killed up to 0.2 s after another one's notice. join-kill: a worker is killed up to 0.2 s after a newcomer has asked.
 before-apply: killed or stopped between the vote and the step's becoming state. in-apply: inside that. in-step: while it
 computes or votes. in-change: killed or stopped at a point of the change that the loss of another one brought about.
-in-leave: the same for another one's notice. error, device, memory: a worker ends by an error of its program, of its
-device, or for want of memory, while it applies a step. host: a host's supervisor and with it all its workers are
-killed. freeze: all processes of a host stand still for up to 6 s. slow: the work of a worker takes five times as long
-for up to 5 s, to which a run with `elastic.rebalance` answers with other cuts. clock: the time of day of a host jumps
+in-leave: the same for another one's notice. error, device: a worker ends by an error of its program or of its device
+while it applies a step. memory: for want of memory before it computes one (where it lacks while a step is computed or
+applied, that step is made again). host: a host's supervisor and with it all its workers are killed. freeze: all
+processes of a host stand still for up to 6 s. slow: the work of a worker takes five times as long for up to 5 s, to
+which a run with `elastic.rebalance` answers with other cuts. clock: the time of day of a host jumps
 by up to twelve hours, forwards or backwards, and stays so.
 """
 

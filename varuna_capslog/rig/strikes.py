@@ -132,7 +132,9 @@ class Strikes:
         """An error in the member's program, of the kind that the class says."""
         do, cause = ("raise", "failed") if hit.kind == "error" else (hit.kind, hit.kind)
         hit.causes = {name: cause}
-        fired = self._fired(self._arm(faults.Fault(name, "applying", do)))
+        # a step that lacks memory where it is computed or applied is made again, and no member is lost
+        point = "compute" if hit.kind == "memory" else "applying"
+        fired = self._fired(self._arm(faults.Fault(name, point, do)))
         if fired is None:
             return None
         hit.time = fired
