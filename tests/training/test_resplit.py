@@ -21,12 +21,14 @@ from varuna_capslog.model.workload import load_workload
 from varuna_capslog.rig.toy import toy_config
 from varuna_capslog.training.checkpoint import FORMAT, Checkpoint, entry_of, open_checkpoint, write_whole
 from varuna_capslog.training.layer_state import LayerState, model_state
+from varuna_capslog.training.resplit import manifest_of_layers
 from varuna_capslog.training.run_setup import initialise
-from varuna_capslog.training.stored_layers import from_checkpoint, load_chain, manifest_of_layers, to_checkpoint
+from varuna_capslog.training.stored_layers import from_checkpoint, load_chain, to_checkpoint
 
 HEADS = {"encoder.*": "tensor-2", "decoder.*": "tensor-4"}
 ROWS = {"encoder.*": "sequence-3"}
 WAYS = [{}, HEADS, ROWS]
+Stored = tuple[Checkpoint, dict[str, Tensor]]
 
 
 @functools.cache
@@ -89,19 +91,25 @@ def _by_key(pieces: Mapping[str, TensorPiece], state: LayerState, kind: str) -> 
     return found
 
 
-@pytest.mark.parametrize("target", WAYS)
-@pytest.mark.parametrize("source", WAYS)
-def test_any_parts_read_what_any_parts_wrote(tmp_path: Path, source: dict[str, str], target: dict[str, str]) -> None:
+@pytest.fixture(scope="module", params=WAYS)
+def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Stored:
+    """A checkpoint of drawn weights in these parts, and all its states by their keys in the whole layers."""
     torch.manual_seed(5)
-    chain = transformer(source)
+    chain = transformer(request.param)
     with torch.no_grad():
         for parameter in chain.named_parameters().values():
             parameter.normal_()
-    checkpoint = written(tmp_path / "step-00000003", chain)
+    checkpoint = written(tmp_path_factory.mktemp("stored") / "step-00000003", chain)
     own = {layer.name: from_checkpoint(checkpoint, chain, index) for index, layer in enumerate(chain.layers)}
+    return checkpoint, whole_states(own, chain)
+
+
+@pytest.mark.parametrize("target", WAYS)
+def test_any_parts_read_what_any_parts_wrote(stored: Stored, target: dict[str, str]) -> None:
+    checkpoint, expected = stored
     other = transformer(target)
     theirs = {layer.name: from_checkpoint(checkpoint, other, index) for index, layer in enumerate(other.layers)}
-    expected, found = whole_states(own, chain), whole_states(theirs, other)
+    found = whole_states(theirs, other)
     assert found.keys() == expected.keys()
     assert not [key for key, tensor in expected.items() if not torch.equal(tensor, found[key])]
     for index, layer in enumerate(other.layers):
@@ -128,6 +136,7 @@ def test_running_statistics_of_parts_come_together(tmp_path: Path) -> None:
             buffer.copy_(torch.rand_like(buffer.float()) * 9)
     checkpoint = written(tmp_path / "one", whole)
     halves, quarters = chain("tensor-2"), chain("tensor-4")
+    assert [sum(layer.part is not None for layer in one.layers) for one in (whole, halves, quarters)] == [0, 6, 10]
     load_chain(checkpoint, halves)
     load_chain(written(tmp_path / "two", halves), quarters)
     back = chain("")
@@ -150,6 +159,20 @@ def test_parts_begin_from_a_run_of_whole_layers(tmp_path: Path, target: dict[str
     expected = {layer.name: model_state(source, index) for index, layer in enumerate(source.layers)}
     found, known = whole_states(states, chain), whole_states(expected, source)
     assert not [key for key, tensor in known.items() if not torch.equal(tensor, found[key])]
+
+
+def test_parts_begin_from_a_file_of_another_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, chain = transformer({}), transformer(HEADS)
+    weights = {address: torch.randn_like(one) for address, one in source.named_parameters().items()}
+    (tmp_path / "weights").touch()
+    workload = load_workload(toy_config(tmp_path / "toy", []))
+    monkeypatch.setattr(workload, "import_weights", lambda path: (weights, ["one that is not known"]), raising=True)
+    assert initialise(chain, workload, tmp_path / "weights", []) == ["one that is not known"]
+    states = {layer.name: model_state(chain, index) for index, layer in enumerate(chain.layers)}
+    found = whole_states(states, chain)
+    for address, value in weights.items():
+        layer = max((one.name for one in source.layers if address.startswith(f"{one.name}.")), key=len)
+        assert torch.equal(found[f"{layer}/parameters/{address.removeprefix(f'{layer}.')}"], value)
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_the_name_that_it_lacks(tmp_path: Path) -> None:
