@@ -249,6 +249,12 @@ class Heads(nn.Module):
         return self.class_embed(normed), self.bbox_embed(normed).to(hidden.dtype).sigmoid()
 
 
+def _with_predictions(heads: Heads, hidden: Tensor, logits: Tensor, boxes: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits and boxes with those that the heads make of hidden appended."""
+    more_logits, more_boxes = heads(hidden)
+    return torch.cat((logits, more_logits)), torch.cat((boxes, more_boxes))
+
+
 class PredictingDecoderLayer(DecoderLayer):
     """As `DecoderLayer`, and appends its predictions to those that come in; returns hidden, logits, boxes.
 
@@ -265,8 +271,7 @@ class PredictingDecoderLayer(DecoderLayer):
         self, hidden: Tensor, memory: Tensor, valid: Tensor, query: Tensor, logits: Tensor, boxes: Tensor
     ) -> tuple[Tensor, ...]:
         hidden = super().forward(hidden, memory, valid, query)
-        more_logits, more_boxes = self.heads(hidden)
-        predictions = (torch.cat((logits, more_logits)), torch.cat((boxes, more_boxes)))
+        predictions = _with_predictions(self.heads, hidden, logits, boxes)
         return predictions if self.last else (hidden, *predictions)
 
     def _around(self) -> tuple[nn.Module | None, nn.Module | None]:
@@ -316,5 +321,4 @@ class _Predicting(nn.Module):
         self.heads = heads
 
     def forward(self, hidden: Tensor, logits: Tensor, boxes: Tensor) -> tuple[Tensor, Tensor]:
-        more_logits, more_boxes = self.heads(hidden)
-        return torch.cat((logits, more_logits)), torch.cat((boxes, more_boxes))
+        return _with_predictions(self.heads, hidden, logits, boxes)

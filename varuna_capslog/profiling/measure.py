@@ -42,7 +42,7 @@ from varuna_capslog.profiling.trim import TrimmedRun
 from varuna_capslog.profiling.variant_rows import VariantRun, joined_variants, variant_runs
 from varuna_capslog.profiling.worker import FreeBytes, Given, Task, Workers
 
-__all__ = ["profile_config", "profile_workload"]
+__all__ = ["modules_of", "profile_config", "profile_workload"]
 
 
 def profile_config(
@@ -188,7 +188,7 @@ class _Runs:
             launch.source,
             devices_of(conditions.device, self._count),
             launch.threads,
-            _modules(workload, chain),
+            modules_of(workload, chain),
             conditions,
             launch.free_bytes,
             [layer.name for layer in chain.layers],
@@ -251,7 +251,7 @@ def _largest_first(tasks: Sequence[Task]) -> list[Task]:
     return sorted(tasks, key=lambda task: -task[1])
 
 
-def _modules(workload: Workload, chain: Chain) -> list[str]:
+def modules_of(workload: Workload, chain: Chain) -> list[str]:
     """Where the classes of a workload are defined: what every worker would have to import."""
     kinds = {type(workload), *(type(part) for layer in chain.layers for part in layer.module.modules())}
     return sorted({kind.__module__ for kind in kinds})

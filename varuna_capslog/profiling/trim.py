@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import datetime
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -341,7 +340,7 @@ def observe(
     bytes_ = (probe.peak_bytes, meter.static_bytes, meter.saved_bytes)
     actions = weights.result(probe.end_bytes - meter.static_bytes, meter)
     row = conditions.row((run.first, run.end), (run.specs[0], run.specs[-1]), bytes_, seconds, actions)
-    return dataclasses.replace(row, variant=text_of(run.variants))
+    return replace(row, variant=text_of(run.variants))
 
 
 def _observe_halves(engine: PipelineEngine, measured: MeasuredStage, minibatch: Minibatch, run: TrimmedRun) -> Halves:

@@ -15,6 +15,7 @@ from varuna_capslog.profiling import admission
 from varuna_capslog.profiling.admission import BoundTable
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.launches import LaunchTimes, devices_of, failures_named, in_one_launch
+from varuna_capslog.profiling.measure import modules_of
 from varuna_capslog.profiling.skeleton import skeleton
 from varuna_capslog.profiling.trim import TrimmedRun
 from varuna_capslog.profiling.worker import Workers
@@ -39,9 +40,7 @@ class WholeRuns:
         table = BoundTable(self._chain, self._specs, conditions.device, conditions.precision, conditions.blocks)
         self._bound = table.bound_bytes(0, len(self._chain))
         self._names = [layer.name for layer in self._chain.layers]
-        kinds = {type(part).__module__ for layer in self._chain.layers for part in layer.module.modules()}
-        devices = devices_of(conditions.device, 1)
-        modules = sorted(kinds)
+        devices, modules = devices_of(conditions.device, 1), modules_of(workload, self._chain)
         self._workers = Workers(source, devices, threads, modules, conditions, admission.free_bytes, self._names)
         self._group = self._workers.group(1)
 

@@ -13,12 +13,11 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.optimizer import StageOptimizer
 from varuna_capslog.model.chain import Chain
-from varuna_capslog.model.splitting.pieces import split_table
 from varuna_capslog.training.checkpoint import Checkpoint
 from varuna_capslog.training.layer_state import LayerState, flatten, install, model_state, plain_number
 from varuna_capslog.training.resplit import read_for
 
-__all__ = ["from_checkpoint", "load_chain", "load_layers", "manifest_of_layers", "to_checkpoint"]
+__all__ = ["from_checkpoint", "load_chain", "load_layers", "to_checkpoint"]
 
 
 def from_checkpoint(checkpoint: Checkpoint, chain: Chain, index: int) -> LayerState:
@@ -27,23 +26,12 @@ def from_checkpoint(checkpoint: Checkpoint, chain: Chain, index: int) -> LayerSt
     Raises:
         CapslogError: the checkpoint is damaged or of another model.
     """
-
-    layer = chain.layers[index]
-    return _state_of(read_for(checkpoint, chain), layer.name, model_state(chain, index), chain.shared_names(index))
+    return _state_of(read_for(checkpoint, chain), chain, index)
 
 
-def _state_of(
-    checkpoint: Checkpoint,
-    layer: str,
-    targets: Mapping[str, Tensor],
-    shared: Mapping[str, str],
-) -> LayerState:
-    """What a checkpoint has for a layer.
-
-    Args:
-        targets: a state of the layer, whose parameters and buffers are looked up.
-        shared: name inside the layer -> address, of its shared parameters.
-    """
+def _state_of(checkpoint: Checkpoint, chain: Chain, index: int) -> LayerState:
+    """As `from_checkpoint`; checkpoint: of `read_for`."""
+    layer, shared = chain.layers[index].name, chain.shared_names(index)
     read: dict[str, dict[str, Any]] = {}
 
     def part(owner: str, kind: str) -> Mapping[str, Any]:
@@ -53,7 +41,7 @@ def _state_of(
         return found
 
     state: LayerState = {}
-    for key, tensor in targets.items():
+    for key, tensor in model_state(chain, index).items():
         kind, name = key.split("/", 1)
         address, owner, inner = f"{layer}.{name}", layer, name
         if kind == "parameters":
@@ -87,13 +75,6 @@ def _split_address(address: str, layer: str, name: str, checkpoint: Checkpoint) 
         )
     first, inner = uses[0]
     return list(checkpoint.manifest["layers"])[first], inner
-
-
-def manifest_of_layers(chain: Chain) -> dict[str, Any]:
-    """What a manifest says of a chain beside the files of its layers: shared parameters, and layers that are parts."""
-    shared = {use.name: [[index, name] for index, name in use.uses] for use in chain.shared}
-    splits = split_table(chain.layers)
-    return {"shared": shared, **({"splits": splits} if splits else {})}
 
 
 def to_checkpoint(state: Mapping[str, Tensor], chain: Chain, index: int, copy: bool = False) -> dict[str, Any]:
@@ -132,8 +113,9 @@ def load_layers(checkpoint: Checkpoint, chain: Chain, layers: Sequence[EngineLay
     Raises:
         CapslogError: a layer or parameter is missing or has another shape (both are named).
     """
+    checkpoint = read_for(checkpoint, chain)
     for layer in layers:
-        install(layer, optimizer, from_checkpoint(checkpoint, chain, layer.index))
+        install(layer, optimizer, _state_of(checkpoint, chain, layer.index))
 
 
 def load_chain(checkpoint: Checkpoint, chain: Chain) -> None:

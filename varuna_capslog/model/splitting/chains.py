@@ -36,25 +36,22 @@ def split_chain(chain: Chain, splits: Mapping[str, str], numerics: str = "same")
             f"allows {NUMERICS['same']} only; set numerics=close"
         )
     names = [layer.name for layer in chain.layers]
-    wanted: dict[int, tuple[str, str]] = {}
+    wanted: dict[int, tuple[str, str, int]] = {}
     for pattern, text in splits.items():
-        wanted_split(text, f"splits[{pattern!r}]")
-        wanted |= dict.fromkeys(layers_meant(names, pattern, "splits"), (pattern, text))
+        meant = (pattern, *wanted_split(text, f"splits[{pattern!r}]"))
+        wanted |= dict.fromkeys(layers_meant(names, pattern, "splits"), meant)
     layers: list[Layer] = []
     unsplit = set(splits)
     for index, layer in enumerate(chain.layers):
-        parts = None
-        if index in wanted:
-            pattern, text = wanted[index]
-            kind, degree = wanted_split(text, f"splits[{pattern!r}]")
-            parts = split_layer(layer, kind, degree, chain.shared_names(index))
-            if parts is not None:
-                unsplit.discard(pattern)
-        layers += [layer] if parts is None else parts
+        pattern, kind, degree = wanted.get(index, ("", "", 0))
+        parts = split_layer(layer, kind, degree, chain.shared_names(index)) if pattern else None
+        layers += parts or [layer]
+        if parts:
+            unsplit.discard(pattern)
     for pattern in splits:
         if pattern in unsplit:
             raise CapslogError(
                 f"splits gives {pattern!r} the split {splits[pattern]!r}, but none of these layers can be split into "
-                f"{' or '.join(KINDS.values())}; their modules have no method split (docs/your-model.md)"
+                f"{' or '.join(KINDS.values())}; their modules have no method split (docs/splits.md)"
             )
     return Chain(layers, chain.inputs, chain.outputs, chain.name)

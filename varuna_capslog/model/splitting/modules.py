@@ -7,21 +7,13 @@ from torch import Tensor, nn
 
 from varuna_capslog.model.splitting.splitter import Splitter, share_of
 
-__all__ = ["JoinedPositions", "SumAndNorm", "added", "linear_columns", "linear_rows"]
-
-
-def added(parts: tuple[Tensor, ...], bias: Tensor | None) -> Tensor:
-    """The sum of what all parts gave, first part first, whatever ranks they run on; then the bias."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total if bias is None else total + bias
+__all__ = ["JoinedPositions", "SumAndNorm", "linear_columns", "linear_rows"]
 
 
 class SumAndNorm(nn.Module):
     """x + dropout(sum of the parts + bias), normalised: where the parts of one operation meet again.
 
-    Called with x and what each part gave, all of one shape.
+    Called with x and what each part gave, all of one shape; the first part counts first, whatever ranks they run on.
 
     Args:
         bias: of the operation, which the parts leave out.
@@ -33,7 +25,10 @@ class SumAndNorm(nn.Module):
         self.bias, self.dropout, self.norm = bias, dropout, norm
 
     def forward(self, x: Tensor, *parts: Tensor) -> Tensor:
-        x = x + self.dropout(added(parts, self.bias))
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        x = x + self.dropout(total if self.bias is None else total + self.bias)
         return x if self.norm is None else self.norm(x)
 
 

@@ -35,22 +35,29 @@ class TensorPiece:
     dim: int = 0
     ranges: tuple[tuple[int, int], ...] = ()
 
-    def of(self, whole: Tensor) -> Tensor:
-        """These elements of the whole tensor, or of one of its shape such as an optimizer's moment."""
-        if not self.ranges:
+    def of(self, whole: Any) -> Any:
+        """These elements of the whole tensor, or of one of its shape such as an optimizer's moment; numbers as they
+        are.
+        """
+        if not self._cuts(whole):
             return whole
         return torch.cat([whole.narrow(self.dim, first, end - first) for first, end in self.ranges], self.dim)
 
-    def put(self, part: Tensor, whole: Tensor) -> None:
-        """Writes these elements into the whole tensor."""
+    def put(self, part: Any, whole: Any) -> Any:
+        """The whole tensor with these elements of a part; whole: None where no part has been put into it yet."""
+        if not self._cuts(part):
+            return part if whole is None else whole
+        if whole is None:
+            whole = part.new_empty([self.size if at == self.dim else size for at, size in enumerate(part.shape)])
         at = 0
         for first, end in self.ranges:
             whole.narrow(self.dim, first, end - first).copy_(part.narrow(self.dim, at, end - first))
             at += end - first
+        return whole
 
-    def shape_of_whole(self, shape: Sequence[int]) -> list[int]:
-        """The whole tensor's shape, from that of these elements."""
-        return [self.size if self.ranges and at == self.dim else size for at, size in enumerate(shape)]
+    def _cuts(self, value: Any) -> bool:
+        """Whether a part has but some of the elements of such a value."""
+        return bool(self.ranges) and isinstance(value, Tensor) and value.dim() > 0
 
     def to_json(self) -> list[Any]:
         """[name, size, dim, ranges]."""
@@ -92,24 +99,17 @@ def parts_from_json(rows: Mapping[str, Mapping[str, Sequence[Any]]]) -> dict[str
     }
 
 
-def put_together(parts: Iterable[tuple[Mapping[str, TensorPiece], Mapping[str, Tensor]]]) -> dict[str, Tensor]:
-    """The whole layer's tensors by name.
+def put_together(parts: Iterable[tuple[Mapping[str, TensorPiece], Mapping[str, Any]]]) -> dict[str, Any]:
+    """The whole layer's tensors by name; numbers, such as that of an optimizer's step, are those of the first part.
 
     Args:
         parts: of each part its pieces and its tensors by name; a tensor that is missing is in another part.
     """
-    found: dict[str, Tensor] = {}
+    found: dict[str, Any] = {}
     for pieces, tensors in parts:
         for name, piece in pieces.items():
-            value = tensors.get(name)
-            if value is None:
-                continue
-            if not piece.ranges:
-                found.setdefault(piece.name, value)
-                continue
-            if piece.name not in found:
-                found[piece.name] = value.new_empty(piece.shape_of_whole(value.shape))
-            piece.put(value, found[piece.name])
+            if name in tensors:
+                found[piece.name] = piece.put(tensors[name], found.get(piece.name))
     return found
 
 
@@ -117,8 +117,10 @@ def of_parts(weights: Mapping[str, Tensor], layers: Iterable[Layer]) -> dict[str
     """The weights by their addresses `<layer>.<name>`, those of whole layers divided among their parts."""
     parts, divided = {}, set()
     for layer in layers:
-        for name, piece in layer.part.pieces.items() if layer.part else ():
-            whole = f"{layer.part.layer}.{piece.name}" if layer.part else ""
+        if layer.part is None:
+            continue
+        for name, piece in layer.part.pieces.items():
+            whole = f"{layer.part.layer}.{piece.name}"
             if whole in weights:
                 parts[f"{layer.name}.{name}"] = piece.of(weights[whole])
                 divided.add(whole)

@@ -25,6 +25,7 @@ from varuna_capslog.model.splitting.pieces import PartOf, TensorPiece
 __all__ = ["KINDS", "Splitter", "share_of", "split_layer", "wanted_split"]
 
 Module = TypeVar("Module", bound=nn.Module)
+Own = TypeVar("Own", bound=Tensor)
 
 KINDS = {"tensor": "heads and columns", "sequence": "positions"}
 """Kinds of splits, and what their parts share out."""
@@ -62,48 +63,58 @@ def share_of(count: int, part: int, degree: int, what: str) -> tuple[int, int]:
 class Splitter:
     """Collects the parts of one layer.
 
+    Args:
+        shared: name inside the layer -> address, of the parameters that other layers use too.
+
     Attributes:
         kind, degree: of the split, as in `tensor-4`.
         reads, writes: names of the tensors that the whole layer reads and writes.
     """
 
-    def __init__(self, layer: Layer, kind: str, degree: int) -> None:
+    def __init__(self, layer: Layer, kind: str, degree: int, shared: Mapping[str, str]) -> None:
         self.kind, self.degree = kind, degree
         self.reads, self.writes = layer.reads, layer.writes
-        self._layer = layer
-        self._names: dict[int, str] = {}
-        for name, tensor in (*layer.module.named_parameters(), *layer.module.named_buffers()):
-            self._names.setdefault(id(tensor), name)
-        self._pieces: dict[int, TensorPiece] = {}
+        self._layer, self._shared = layer, shared
+        tensors: dict[str, Tensor] = dict(layer.module.named_parameters()) | dict(layer.module.named_buffers())
+        self._pieces = {id(tensor): TensorPiece(name) for name, tensor in tensors.items()}
         self._kept: list[Tensor] = []
         self._layers: list[Layer] = []
+        self._held: dict[str, list[TensorPiece]] = {name: [] for name in tensors}
 
     def value(self, name: str) -> str:
         """The name of a tensor that passes between parts of this layer only."""
         return f"{self._layer.name}.{name}"
 
     def cut(self, parameter: Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> nn.Parameter:
-        """A parameter of a part: the elements of these ranges of one dimension of a parameter of the whole layer."""
-        own = nn.Parameter(self.cut_buffer(parameter, dim, ranges), requires_grad=parameter.requires_grad)
-        self._known(own, self._piece(parameter, dim, ranges))
-        return own
+        """A parameter of a part: the elements of these ranges of one dimension of a parameter of the whole layer.
+
+        Raises CapslogError for a parameter that other layers use whole.
+        """
+        piece = self._piece(parameter, dim, ranges)
+        return self._known(nn.Parameter(piece.of(parameter.detach()), requires_grad=parameter.requires_grad), piece)
 
     def cut_buffer(self, buffer: Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> Tensor:
         """As `cut`, of a buffer."""
         piece = self._piece(buffer, dim, ranges)
-        return self._known(piece.of(buffer.detach()).clone(), piece)
+        return self._known(piece.of(buffer.detach()), piece)
 
     def sharing(self, module: Module) -> Module:
         """A copy of the layer, or of a module in it, with the very parameters of the original, and its own buffers."""
         share = copy.deepcopy(module, {id(one): one for one in module.parameters()})
         for buffer, own in zip(module.buffers(), share.buffers(), strict=True):
-            self._known(own, TensorPiece(self._names[id(buffer)]))
+            self._known(own, self._pieces[id(buffer)])
         return share
 
     def _piece(self, tensor: Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> TensorPiece:
-        return TensorPiece(self._names[id(tensor)], tensor.shape[dim], dim, tuple(ranges))
+        name = self._pieces[id(tensor)].name
+        if name in self._shared:
+            raise CapslogError(
+                f"it would cut {name!r}, which other layers use as {self._shared[name]!r}; split other layers, or by "
+                f"sequence-{self.degree}"
+            )
+        return TensorPiece(name, tensor.shape[dim], dim, tuple(ranges))
 
-    def _known(self, tensor: Tensor, piece: TensorPiece) -> Tensor:
+    def _known(self, tensor: Own, piece: TensorPiece) -> Own:
         self._pieces[id(tensor)] = piece
         self._kept.append(tensor)  # so that no other tensor gets its identity
         return tensor
@@ -120,14 +131,13 @@ class Splitter:
         tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
         for own, tensor in tensors:
             piece = self._pieces.get(id(tensor))
-            if piece is None and id(tensor) in self._names:
-                piece = TensorPiece(self._names[id(tensor)])
             if piece is None:
                 raise CapslogError(
                     f"part {name!r} of layer {self._layer.name!r} has a tensor {own!r} that the layer has not; take "
                     "it from the layer, whole or with Splitter.cut"
                 )
             pieces[own] = piece
+            self._held[piece.name].append(piece)
         part = PartOf(self._layer.name, pieces)
         self._layers.append(Layer(f"{self._layer.name}.{name}", module, tuple(reads), tuple(writes), part))
 
@@ -137,18 +147,12 @@ class Splitter:
         Raises:
             CapslogError: they lack a tensor of the whole layer, or some of its elements.
         """
-        held: dict[str, list[TensorPiece]] = {}
-        for layer in self._layers:
-            for piece in layer.part.pieces.values() if layer.part else ():
-                held.setdefault(piece.name, []).append(piece)
-        for name, tensor in (*self._layer.module.named_parameters(), *self._layer.module.named_buffers()):
-            pieces = held.get(name, [])
+        for name, pieces in self._held.items():
             found = sorted({one for piece in pieces for one in piece.ranges})
             reached = 0
             for first, end in found:
                 reached = max(reached, end) if first <= reached else reached
-            whole = pieces and (any(not piece.ranges for piece in pieces) or reached == tensor.shape[pieces[0].dim])
-            if not whole:
+            if not pieces or (all(piece.ranges for piece in pieces) and reached < pieces[0].size):
                 raise CapslogError(
                     f"the parts of layer {self._layer.name!r} do not hold all of its {name!r}; every element must be "
                     "in one of them"
@@ -168,18 +172,10 @@ def split_layer(layer: Layer, kind: str, degree: int, shared: Mapping[str, str])
     split = getattr(layer.module, "split", None)
     if split is None:
         return None
-    splitter = Splitter(layer, kind, degree)
+    splitter = Splitter(layer, kind, degree, shared)
     try:
         with torch.no_grad():
             split(splitter)
     except CapslogError as error:
         raise CapslogError(f"layer {layer.name!r} cannot be split by {kind}-{degree}: {error}") from error
-    parts = splitter.layers()
-    for part in parts:
-        for piece in part.part.pieces.values() if part.part else ():
-            if piece.ranges and piece.name in shared:
-                raise CapslogError(
-                    f"layer {layer.name!r} cannot be split by {kind}-{degree}: it would cut {piece.name!r}, which "
-                    f"other layers use as {shared[piece.name]!r}; split other layers, or by sequence-{degree}"
-                )
-    return parts
+    return splitter.layers()
