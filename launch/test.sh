@@ -21,4 +21,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
 launch/install.sh all,test
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# hundreds of processes import the package, each of which would compile it first
+unset PYTHONDONTWRITEBYTECODE
+.venv/bin/python -m compileall -q -j 2 varuna_capslog detr_pipeline tests
 exec .venv/bin/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder "$@"
