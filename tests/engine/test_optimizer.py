@@ -17,6 +17,7 @@ from varuna_capslog.engine.optimizer import StageOptimizer
 from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.model.chain import Chain, Layer
 from varuna_capslog.training import layer_state
+from varuna_capslog.training.digests import digest
 
 CPU = torch.device("cpu")
 OPTIMIZERS = (
@@ -189,7 +190,7 @@ def test_moments_that_wait_in_the_host_tier_change_no_bit(recipe: Recipe) -> Non
         optimizer = StageOptimizer(layers, recipe, away, HostTier(CPU))
         advance(optimizer, layers, 1, 2, 3)
         states = [layer_state.capture(layer, optimizer, copy=False) for layer in layers]
-        found.append([layer_state.digest(state) for state in states])
+        found.append([digest(state) for state in states])
         assert all(key in states[0] for key in ("optimizer/weight/ema", "optimizer/bias/ema"))
     assert found[0] == found[1] == found[2]
 

@@ -25,6 +25,7 @@ from varuna_capslog.base.errors import DiskFailed
 from varuna_capslog.engine.communicator import connect_group
 from varuna_capslog.training import checkpoint, layer_state
 from varuna_capslog.training.checkpoint import latest_checkpoint, open_checkpoint
+from varuna_capslog.training.digests import digest
 from varuna_capslog.training.loop import TrainingLoop
 from varuna_capslog.training.saving import Saving
 from varuna_capslog.training.stored_layers import from_checkpoint
@@ -66,7 +67,7 @@ def written(loop: TrainingLoop) -> None:
 
 def digests(loop: TrainingLoop) -> dict[str, bytes]:
     optimizer = loop.running.optimizer
-    return {one.name: layer_state.digest(layer_state.capture(one, optimizer, False)) for one in loop.running.layers}
+    return {one.name: digest(layer_state.capture(one, optimizer, False)) for one in loop.running.layers}
 
 
 def digests_on_disk(loop: TrainingLoop, step: int) -> dict[str, bytes]:
@@ -74,7 +75,7 @@ def digests_on_disk(loop: TrainingLoop, step: int) -> dict[str, bytes]:
     chain = loop.setup.chain
     names = [layer.name for layer in chain.layers]
     states = {name: from_checkpoint(found, chain, index) for index, name in enumerate(names)}
-    return {name: layer_state.digest(state) for name, state in states.items()}
+    return {name: digest(state) for name, state in states.items()}
 
 
 def test_training_goes_on_while_the_state_of_the_boundary_is_written(tmp_path: Path, disk: Disk) -> None:

@@ -162,7 +162,7 @@ def judge_script(path: Path, arguments: Sequence[str], run_dir: Path) -> tuple[i
     """
     from varuna_capslog.elastic.script import TRUTH
     from varuna_capslog.elastic.script.work import read_state, saved_states
-    from varuna_capslog.training.layer_state import digest
+    from varuna_capslog.training.digests import digest
 
     rows, saved = files.read_jsonl(run_dir / "metrics.jsonl"), saved_states(run_dir)
     if not saved:

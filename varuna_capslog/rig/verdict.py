@@ -16,7 +16,7 @@ from varuna_capslog.model.workload import load_workload
 from varuna_capslog.rig.judge import Segment, Truth, judge
 from varuna_capslog.start.prepare import prepare_run
 from varuna_capslog.training.checkpoint import open_checkpoint
-from varuna_capslog.training.layer_state import digest
+from varuna_capslog.training.digests import digest
 from varuna_capslog.training.run_setup import build_chain, last_step
 from varuna_capslog.training.stored_layers import from_checkpoint
 

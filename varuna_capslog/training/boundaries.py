@@ -19,9 +19,9 @@ from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.plans.parts import grains_of
 from varuna_capslog.training.checkpoint import prune
 from varuna_capslog.training.constants import run_constants
+from varuna_capslog.training.digests import digest
 from varuna_capslog.training.feed import evaluation_groups
 from varuna_capslog.training.journal import Journal
-from varuna_capslog.training.layer_state import digest
 from varuna_capslog.training.run_setup import RunSetup
 from varuna_capslog.training.saving import Saving
 

@@ -12,7 +12,6 @@ again. `Follower` is the one of our engine's layers; the Varuna plugin has one f
 from __future__ import annotations
 
 import abc
-import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,7 +32,6 @@ __all__ = [
     "capture",
     "cloned",
     "copy_in",
-    "digest",
     "flatten",
     "gradient_size",
     "initial",
@@ -164,17 +162,6 @@ def model_state(chain: Chain, index: int) -> LayerState:
     module = chain.layers[index].module
     parameters = dict(module.named_parameters())
     return flatten(parameters, persistent_buffers(module, parameters), {})
-
-
-def digest(state: Mapping[str, Tensor]) -> bytes:
-    """16 bytes, equal for equal states: keys, dtypes, shapes and bits count; layout, device and order do not."""
-    total = hashlib.blake2b(digest_size=16)
-    for key in sorted(state):
-        tensor = state[key].detach()
-        total.update(f"{key} {tensor.dtype} {list(tensor.shape)};".encode())
-        if tensor.numel():
-            total.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return total.digest()
 
 
 def size_of(chain: Chain, index: int, recipe: Recipe) -> int:

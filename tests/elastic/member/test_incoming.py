@@ -17,7 +17,7 @@ from varuna_capslog.elastic.member.peers import PeerMessage
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.generation import Generation, Stamp
 from varuna_capslog.membership.state import Phase, Roles, State
-from varuna_capslog.training.layer_state import digest
+from varuna_capslog.training.digests import digest
 
 AT = Stamp(5, 1)
 WEIGHT = {"weight": torch.arange(3.0)}

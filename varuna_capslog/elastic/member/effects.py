@@ -21,7 +21,7 @@ from varuna_capslog.membership.entries import AskEntry, BrokenEntry
 from varuna_capslog.membership.generation import INITIAL, Generation, Member
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.state import Phase
-from varuna_capslog.training.layer_state import digest
+from varuna_capslog.training.digests import digest
 
 if TYPE_CHECKING:
     from varuna_capslog.elastic.member.runtime import Runtime

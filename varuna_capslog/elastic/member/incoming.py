@@ -18,7 +18,7 @@ from varuna_capslog.elastic.member.work import LayerState
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.generation import Stamp
 from varuna_capslog.membership.state import Phase, State
-from varuna_capslog.training.layer_state import digest
+from varuna_capslog.training.digests import digest
 
 __all__ = ["Incoming", "decode", "encode"]
 

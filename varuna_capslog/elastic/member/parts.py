@@ -19,7 +19,7 @@ from varuna_capslog.membership.generation import Generation, Member, MemberLayou
 from varuna_capslog.membership.recovery import Place, Seat
 from varuna_capslog.membership.state import Job
 from varuna_capslog.plans.plan import Plan
-from varuna_capslog.training.layer_state import digest
+from varuna_capslog.training.digests import digest
 
 __all__ = ["ChangeReport", "Parts", "reasons"]
 
