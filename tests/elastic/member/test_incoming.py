@@ -19,8 +19,8 @@ from varuna_capslog.membership.generation import Generation, Stamp
 from varuna_capslog.membership.state import Phase, Roles, State
 from varuna_capslog.training.digests import digest
 
-AT = Stamp(5, 1)
-WEIGHT = {"weight": torch.arange(3.0)}
+AT, BEFORE = Stamp(5, 1), Stamp(4, 1)
+WEIGHT, EARLIER = {"weight": torch.arange(3.0)}, {"weight": torch.ones(3)}
 STATE = State(
     "m0",
     "h0",
@@ -43,7 +43,9 @@ def parts() -> Any:
         sent=[],
         work=SimpleNamespace(note=lambda kind, **details: notes.append((kind, details))),
         holdings=SimpleNamespace(
-            take=lambda layer, stamp, state: taken.append((layer, stamp)), at=lambda *entry: WEIGHT
+            take=lambda layer, stamp, state: taken.append((layer, stamp)),
+            at=lambda layer, stamp: WEIGHT if stamp == AT else EARLIER,
+            copied=lambda layer, held: (BEFORE, EARLIER),
         ),
         probe=lambda point: None,
     )
@@ -85,14 +87,14 @@ def test_values_of_the_first_round_go_to_the_protocol_whatever_the_phase(parts: 
 
 
 def test_a_member_proves_the_layers_that_were_copied_ahead_and_hears_its_own_value(parts: Any) -> None:
-    held = frozenset((number, AT) for number in range(4))
+    held = frozenset((number, stamp) for number in range(4) for stamp in (BEFORE, AT))
     state = replace(STATE, phase=Phase.GATHER, held=held, roles=Roles(frozenset({0, 1}), shadows=frozenset({2})))
     parts.peers = SimpleNamespace(send=lambda target, kind, **header: parts.sent.append((target, kind, header)))
     training, loop = SimpleNamespace(sent_ahead=frozenset({1})), SimpleNamespace(state=state)
     effects = Effects(parts, SimpleNamespace(), training, loop)  # type: ignore[arg-type]
     (heard,) = effects.carry_out(m.Cast(2, 0, m.Contribution(held, "h0")))
-    proof = digest(WEIGHT).hex()
-    proofs = {m.Proof(1, AT, True, proof), m.Proof(2, AT, False, proof)}
+    now, earlier = digest(WEIGHT).hex(), digest(EARLIER).hex()
+    proofs = {m.Proof(1, AT, True, now), m.Proof(1, BEFORE, True, earlier), m.Proof(2, BEFORE, False, earlier)}
     assert heard == m.Heard(2, 0, "m0", m.Contribution(held, "h0", proofs=frozenset(proofs)))
     ((target, kind, header),) = parts.sent
     assert (target, kind) == ("m1", "value")

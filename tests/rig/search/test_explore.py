@@ -166,7 +166,7 @@ DAMAGE_AND_HICCUP = {"faults": 2, "kinds": ("damage", "hiccup"), "once": True, "
             True,
             (recovery, "_is_trusted", compares_at_one_boundary),
         ),
-        ("rule 10", DAMAGE, takes_what_arrives_damaged, True, None),
+        ("rule 10", DAMAGE | {"job": make_job(2, 0)}, takes_what_arrives_damaged, True, None),
     ],
     ids=[
         "the store does not compare",

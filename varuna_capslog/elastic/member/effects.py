@@ -140,15 +140,21 @@ class Effects:
         return (m.Heard(effect.generation, 0, self._parts.me, value),)
 
     def _proofs(self) -> frozenset[m.Proof]:
-        """Of the layers that moved ahead, as their owner or as holder of the copy."""
+        """Of the layers that moved ahead, as their owner or as holder of the copy. An owner proves both of its boundaries:
+        the one at which the copy is in memory is among them.
+        """
         state, holdings = self._loop.state, self._parts.holdings
-        layers = [(layer, True) for layer in state.roles.own & self._training.sent_ahead]
-        layers += [(layer, False) for layer in state.roles.shadows]
-        return frozenset(
-            m.Proof(layer, state.at, owner, digest(holdings.at(layer, state.at)).hex())
-            for layer, owner in layers
-            if (layer, state.at) in state.held
-        )
+        own = state.roles.own & self._training.sent_ahead
+        proofs = {
+            m.Proof(layer, stamp, True, digest(holdings.at(layer, stamp)).hex())
+            for layer, stamp in state.held
+            if layer in own
+        }
+        for layer in state.roles.shadows:
+            found = holdings.copied(layer, state.held)
+            if found is not None and (layer, found[0]) in state.held:
+                proofs.add(m.Proof(layer, found[0], False, digest(found[1]).hex()))
+        return frozenset(proofs)
 
     def _gathered(self, effect: m.Decided) -> None:
         """The first round is complete, and all participants decide the same."""

@@ -1,7 +1,8 @@
 """What one member has in memory of the training state: its own layers, earlier boundaries, copies that follow.
 
 The protocol says by layer and stamp what must be held. Own layers are live in the work, and the boundary before is kept
-aside. A copy lies in a follower that makes each step late: with the step's update it is two boundaries at once.
+aside. A copy lies in a follower that makes each step late: with the step's update it is two boundaries at once, also
+between two generations, so that a change of members costs it nothing where it stays what it is.
 """
 
 from __future__ import annotations
@@ -37,6 +38,16 @@ class Copy:
     stamp: Stamp
     due: Due | None = None
 
+    @property
+    def stands_at(self) -> Stamp:
+        """The boundary that is in memory."""
+        return self.stamp if self.due is None else self.due.before
+
+    @property
+    def stamps(self) -> set[Stamp]:
+        """All boundaries that it can give."""
+        return {self.stands_at, self.stamp}
+
 
 class Holdings:
     """The states of one member. Called by one thread.
@@ -70,18 +81,29 @@ class Holdings:
             return found
         if self.live == stamp and layer in self._own:
             return self._work.state(layer, copy=False)
-        copy = self.copies.get(layer)
-        if copy is not None and copy.due is not None and copy.due.before == stamp:
-            return copy.followed.state(copy=False)
-        if copy is not None and copy.stamp == stamp:
-            self._make_due(layer, copy)
+        for copy in (self.copies.get(layer), self._shelf.get(layer)):
+            if copy is None or stamp not in copy.stamps:
+                continue
+            if stamp != copy.stands_at:
+                self._make_due(layer, copy)
             return copy.followed.state(copy=False)
         raise KeyError((layer, stamp))
+
+    def copied(self, layer: int, held: Held) -> tuple[Stamp, LayerState] | None:
+        """A copy as it is in memory, where that boundary is held, so that it need not make its step; None: no copy."""
+        copy = self.copies.get(layer, self._shelf.get(layer))
+        if copy is None:
+            return None
+        if (layer, copy.stands_at) not in held:
+            self._make_due(layer, copy)
+        return copy.stands_at, copy.followed.state(copy=False)
 
     def everything(self, held: Held) -> dict[tuple[int, Stamp], LayerState]:
         """All that the protocol holds."""
         found = {}
-        for layer, stamp in sorted(held):
+        self._held = held
+        # the newest first: a copy that makes its step keeps what it was before, if that is held, too
+        for layer, stamp in sorted(held, key=lambda entry: entry[1], reverse=True):
             with contextlib.suppress(KeyError):  # a state that is missing must not keep the others from being written
                 found[(layer, stamp)] = self.at(layer, stamp)
         return found
@@ -101,6 +123,8 @@ class Holdings:
             state = self._kept.pop(entry)
             if entry[0] in self._own:  # its memory will hold the next boundary
                 self._spare[entry[0]] = state
+        for layer in [layer for layer, copy in self._shelf.items() if not self._wanted(layer, copy)]:
+            del self._shelf[layer]
 
     def adopt(self) -> None:
         """A newer generation: what was under way in the older one will not come."""
@@ -111,7 +135,7 @@ class Holdings:
     # -- from one generation to the next -------------------------------------------------------------------------------
 
     def shelve(self, held: Held) -> None:
-        """The generation has ended here: live layers and copies are put aside."""
+        """The generation has ended here: live layers and copies are put aside, copies as they are in memory."""
         if self.live is None:
             return
         for layer, state in self._work.shelve().items():
@@ -119,28 +143,42 @@ class Holdings:
             self._kept.setdefault((layer, self.live), state)
         self._held = held
         for layer, copy in self.copies.items():
-            self._make_due(layer, copy)
-            if (layer, copy.stamp) in held:
-                self._kept[(layer, copy.stamp)] = copy.followed.state(copy=False)
-        self._shelf, self.copies = self.copies, {}
+            if layer in self._shelf:
+                self._unshelve(layer)
+            self._shelf[layer] = copy
+        self.copies = {}
         self._own, self.live = frozenset(), None
         self._spare = {}
 
     def open(self, own: Collection[int], copies: Iterable[int], base: Stamp) -> None:
-        """The work has its layers; copies that are here are taken up again."""
+        """The work has its layers; copies that are here are taken up again. The shelf keeps the others while any
+        boundary of theirs is held.
+        """
         self.live, self._own = base, frozenset(own)
         for layer in own:
-            del self._kept[(layer, base)]
+            self._kept.pop((layer, base), None)
+            if layer in self._shelf and base in self._shelf[layer].stamps:
+                del self._shelf[layer]
         for layer in copies:
-            shelved, state = self._shelf.get(layer), self._kept.get((layer, base))
-            if state is None:
-                continue
-            if shelved is not None and shelved.stamp == base:
-                self.copies[layer] = shelved
-            else:
+            shelved, state = self._shelf.get(layer), self._kept.pop((layer, base), None)
+            if shelved is not None and base in shelved.stamps:
+                if base != shelved.stamp:  # the step after it was taken back
+                    shelved.stamp, shelved.due = base, None
+                self.copies[layer] = self._shelf.pop(layer)
+            elif state is not None:
                 self.follow(layer, base, state)
-            del self._kept[(layer, base)]
-        self._shelf = {}
+
+    def _unshelve(self, layer: int) -> None:
+        """A newer copy takes its place: what is held of the older one is kept without it."""
+        copy = self._shelf.pop(layer)
+        for stamp in sorted(copy.stamps, reverse=True):
+            if (layer, stamp) in self._held and (layer, stamp) not in self._kept:
+                if stamp != copy.stands_at:
+                    self._make_due(layer, copy)
+                self._kept.setdefault((layer, stamp), copy.followed.state(copy=False))
+
+    def _wanted(self, layer: int, copy: Copy) -> bool:
+        return any((layer, stamp) in self._held for stamp in copy.stamps)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 

@@ -257,19 +257,23 @@ class World:
         owners = frozenset(
             j for j, other in enumerate(self.states) if other.record == state.record and layer in other.roles.own
         )
-        self.truth.damaged |= {Damage(i, layer, state.at, owners)}
+        # what is in memory is the oldest boundary that it can give
+        self.truth.damaged |= {Damage(i, layer, stamp, owners) for one, stamp in state.held if one == layer}
 
     def proofs(self, i: int) -> frozenset[m.Proof]:
         """What a member tells of the copies made ahead, and of the layers that it trains, in a first round."""
         if not self.proves:
             return frozenset()
         state = self.states[i]
-        struck = {one.layer for one in self.truth.damaged if self._is_of(one, i, state.held) and one.stamp == state.at}
-        layers = [(layer, True) for layer in state.roles.own] + [(layer, False) for layer in state.roles.shadows]
+        struck = {(one.layer, one.stamp) for one in self.truth.damaged if one.holder == i}
+        oldest: dict[int, Stamp] = {}
+        for layer, stamp in state.held:
+            if layer in state.roles.shadows:
+                oldest[layer] = min(stamp, oldest.get(layer, stamp))
+        proved = [(layer, stamp, True) for layer, stamp in state.held if layer in state.roles.own]
         return frozenset(
-            m.Proof(layer, state.at, owner, f"damaged at {i}" if layer in struck else "sound")
-            for layer, owner in layers
-            if (layer, state.at) in state.held
+            m.Proof(layer, stamp, owner, f"damaged at {i}" if (layer, stamp) in struck else "sound")
+            for layer, stamp, owner in [*proved, *((layer, stamp, False) for layer, stamp in oldest.items())]
         )
 
     def _is_of(self, damage: Damage, i: int, held: Held) -> bool:

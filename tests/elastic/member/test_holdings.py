@@ -1,0 +1,179 @@
+"""What a member can give of the training state, whatever it has in memory: each boundary with the values it had."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from varuna_capslog.elastic.member.holdings import Holdings
+from varuna_capslog.elastic.member.work import LayerState
+from varuna_capslog.membership.generation import Stamp
+
+
+class Follower:
+    """A copy whose step adds the update; it counts its steps."""
+
+    def __init__(self, state: LayerState) -> None:
+        self.live = {name: tensor.clone() for name, tensor in state.items()}
+        self.steps = 0
+
+    def state(self, copy: bool) -> LayerState:
+        return {name: tensor.clone() if copy else tensor for name, tensor in self.live.items()}
+
+    def apply(self, update: Mapping[str, Tensor], step: int, scale: float) -> None:
+        self.live["w"].add_(update["w"], alpha=scale)
+        self.steps += 1
+
+
+class Work:
+    """Own layers whose step adds a number that depends on layer and step alone."""
+
+    def __init__(self) -> None:
+        self.own: dict[int, LayerState] = {}
+        self.followers: list[Follower] = []
+
+    def state(self, layer: int, copy: bool) -> LayerState:
+        return {name: tensor.clone() if copy else tensor for name, tensor in self.own[layer].items()}
+
+    def follow(self, layer: int, state: LayerState) -> Follower:
+        self.followers.append(Follower(state))
+        return self.followers[-1]
+
+    def shelve(self) -> Mapping[int, LayerState]:
+        own, self.own = self.own, {}
+        return own
+
+
+class Member:
+    """The calls that the runtime makes, in its order; every layer is checked at every boundary that is held."""
+
+    def __init__(self, own: set[int], copies: set[int]) -> None:
+        self.work, self.generation = Work(), 0
+        self.holdings = Holdings(self.work)  # type: ignore[arg-type]
+        self.at, self.own, self.copies = Stamp(0, 0), own, copies
+        self.truth = {(layer, self.at): float(layer) for layer in range(5)}
+        for layer in own | copies:
+            self.holdings.take(layer, self.at, self.state_at(layer))
+        self.held = frozenset((layer, self.at) for layer in own | copies)
+        self.install(own, copies)
+
+    def state_at(self, layer: int) -> LayerState:
+        """As another member sends it."""
+        return {"w": torch.full((3,), self.truth[layer, self.at], dtype=torch.float64)}
+
+    def update_of(self, layer: int, stamp: Stamp) -> dict[str, Tensor]:
+        """A step that is made again in a newer generation is another one."""
+        return {"w": torch.full((3,), 1000.0 * layer + 10 * stamp.step + stamp.generation, dtype=torch.float64)}
+
+    def install(self, own: set[int], copies: set[int]) -> None:
+        """A generation's layers, all of which are here."""
+        states = {layer: self.holdings.at(layer, self.at) for layer in sorted(own)}
+        self.work.own = {layer: {"w": state["w"].clone()} for layer, state in states.items()}
+        self.own, self.copies, self.generation = own, copies, self.generation + 1
+        self.holdings.open(own, copies, self.at)
+        self.holdings.forget(self.held)
+
+    def step(self) -> None:
+        """A step whose vote succeeds; the updates of the copies are here before it."""
+        before, after = self.at, Stamp(self.at.step + 1, self.generation)
+        step = after.step
+        for layer in range(5):
+            self.truth[layer, after] = self.truth[layer, before] + 0.5 * float(self.update_of(layer, after)["w"][0])
+        for layer in self.copies:
+            self.holdings.updates[(layer, step)] = self.update_of(layer, after)
+        self.holdings.advance(self.held, self.generation)
+        self.held |= {(layer, before) for layer in self.copies}
+        self.holdings.scales[step] = 0.5
+        self.at = after
+        kept = {entry for entry in self.held if entry[1] == before and entry[0] in self.own | self.copies}
+        self.held = frozenset(kept | {(layer, self.at) for layer in self.own | self.copies})
+        self.holdings.forget(self.held)
+        self.holdings.keep_before()
+        for layer in self.own:
+            self.work.own[layer]["w"].add_(self.update_of(layer, after)["w"], alpha=0.5)
+        self.holdings.live = self.at
+        self.holdings.advance(self.held, self.generation)
+        self.holdings.prune(step, behind=False)
+
+    def shelve(self) -> None:
+        self.holdings.shelve(self.held)
+        self.holdings.adopt()
+        self.holdings.forget(self.held)
+
+    def back(self) -> None:
+        """The round decides that all go on from the boundary before."""
+        before = max(stamp for _, stamp in self.held if stamp < self.at)
+        self.held = frozenset(entry for entry in self.held if entry[1] <= before)
+        self.at = before
+        self.holdings.forget(self.held)
+
+    def values(self) -> dict[tuple[int, Stamp], float]:
+        """What is written to disk where a run ends here."""
+        found = self.holdings.everything(self.held)
+        assert found.keys() == self.held
+        return {entry: float(state["w"][0]) for entry, state in found.items()}
+
+    def expected(self) -> dict[tuple[int, Stamp], float]:
+        return {entry: self.truth[entry] for entry in self.held}
+
+
+def test_all_boundaries_are_written_with_their_own_values() -> None:
+    for steps in range(4):
+        member = Member({0, 1}, {2, 3})
+        for _ in range(steps):
+            member.step()
+        assert len(member.held) == (8 if steps else 4)
+        assert member.values() == member.expected()
+
+
+def test_a_copy_that_goes_on_as_a_copy_makes_no_step_between_two_generations() -> None:
+    member = Member({0}, {1, 2})
+    for _ in range(3):
+        member.step()
+    steps = [follower.steps for follower in member.work.followers]
+    member.shelve()
+    assert member.holdings.copied(1, member.held)[0] == Stamp(2, 1)  # type: ignore[index]
+    member.install({0, 2}, {1})
+    after = [follower.steps for follower in member.work.followers]
+    assert (after[0], after[1]) == (steps[0], steps[1] + 1), "layer 2 is trained here now"
+    assert not member.holdings._shelf, "its memory is free"
+    assert member.values() == member.expected()
+
+
+def test_a_copy_whose_boundary_before_is_not_held_is_proved_at_its_newest() -> None:
+    member = Member({0}, {1})
+    member.step()
+    held = frozenset({(1, member.at)})
+    stamp, state = member.holdings.copied(1, held) or pytest.fail("no copy")
+    assert (stamp, float(state["w"][0])) == (member.at, member.truth[1, member.at])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_course_of_generations(seed: int) -> None:
+    dice, layers = random.Random(seed), [0, 1, 2, 3, 4]
+    own = set(dice.sample(layers, 2))
+    member = Member(own, set(layers) - own)
+    for _ in range(12):
+        for _ in range(dice.choice([0, 1, 1, 2, 3])):
+            member.step()
+        if dice.random() < 0.2:
+            assert member.values() == member.expected()
+        member.shelve()
+        if dice.random() < 0.3 and any(stamp < member.at for _, stamp in member.held):
+            member.back()
+        if dice.random() < 0.3:
+            assert member.values() == member.expected()
+        here = sorted({layer for layer, stamp in member.held if stamp == member.at})
+        own = set(dice.sample(here, min(2, len(here))))
+        copies = {layer for layer in here if layer not in own and dice.random() < 0.7}
+        member.install(own, copies)
+        for layer in set(layers) - own - copies:  # another member sends it, to be followed from here
+            if dice.random() < 0.8:
+                member.holdings.follow(layer, member.at, member.state_at(layer))
+                member.copies = member.copies | {layer}
+    member.step()
+    assert member.values() == member.expected()
