@@ -140,8 +140,8 @@ class Effects:
         return (m.Heard(effect.generation, 0, self._parts.me, value),)
 
     def _proofs(self) -> frozenset[m.Proof]:
-        """Of the layers that moved ahead, as their owner or as holder of the copy. An owner proves both of its boundaries:
-        the one at which the copy is in memory is among them.
+        """Of the layers that moved ahead, as their owner or as holder of the copy. An owner proves both of its
+        boundaries: the one at which the copy is in memory is among them.
         """
         state, holdings = self._loop.state, self._parts.holdings
         own = state.roles.own & self._training.sent_ahead
