@@ -636,12 +636,14 @@ def test_a_config_gives_the_placer_its_run() -> None:
         {
             "workload": "a:b",
             "train": {"minibatch_size": 8, "accumulation_blocks": 4},
-            "pipeline": {"planner": "exact"},
+            "pipeline": {"planner": "exact", "bandwidth": "8Gbit", "latency": "250ms"},
             "elastic": {"enabled": True, "redundancy": 2, "protection": "async", "min_devices": 2},
         },
         "",
     )
-    placer = Placer.of_config(config, plain(4), [30] * 4)
+    rows = [dataclasses.replace(layer, boundary_bytes=10) for layer in plain(4).layers]
+    placer = Placer.of_config(config, dataclasses.replace(plain(4), layers=tuple(rows)), [30] * 4)
+    assert placer.candidates.link == Link(1e9, 0.25)
     assert (placer.elastic.redundancy, placer.sync, placer.elastic.min_devices) == (2, False, 2)
     seats = seats_of([0] * 4)
     assert shape_of(placer(seats), seats)[1:] == (1, 4)

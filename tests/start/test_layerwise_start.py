@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,16 @@ def test_what_cannot_be_one_pipeline_with_intervals_is_refused_before_a_profile(
     assert not (tmp_path / "dawnpiper").exists()
 
 
-def test_the_bandwidth_of_the_host_tier_is_the_links_own_or_the_configs(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "vpipe", "pipeline.host_bandwidth=1GiB/s")
-    assert configured_link(config, None).host_bandwidth == 1 << 30
-    assert configured_link(config, Link(host_bandwidth=5.0)).host_bandwidth == 5.0
+def test_what_a_link_does_not_say_itself_the_config_says(tmp_path: Path) -> None:
+    words = ("pipeline.host_bandwidth=1GiB/s", "pipeline.bandwidth=8Gbit", "pipeline.latency=250ms")
+    config = config_of(tmp_path, "vpipe", *words)
+    said = Link(1e9, 0.25, host_bandwidth=1 << 30)
+    assert configured_link(config, None) == configured_link(config, Link()) == said
+    assert configured_link(config, Link(host_bandwidth=5.0)) == dataclasses.replace(said, host_bandwidth=5.0)
+    assert configured_link(config, Link(5.0, 1.0)) == dataclasses.replace(said, bandwidth=5.0, latency_seconds=1.0)
+
+
+@pytest.mark.parametrize("word", ["pipeline.bandwidth=fast", "pipeline.latency=20furlongs"])
+def test_a_link_that_is_no_rate_and_no_duration_is_refused_by_its_key(tmp_path: Path, word: str) -> None:
+    with pytest.raises(CapslogError, match=word.partition("=")[0]):
+        config_of(tmp_path, "budget", word)

@@ -38,9 +38,14 @@ def _bytes(value: Any, info: ValidationInfo) -> Any:
     return None if value is None else units.parse_bytes(value, f"pipeline.{info.field_name}")
 
 
-def _rate(value: Any) -> Any:
+def _rate(value: Any, info: ValidationInfo) -> Any:
     """`12GB/s`, `100Mbit` or a number, as bytes per second; null stays null."""
-    return None if value is None else units.parse_rate(value, "pipeline.host_bandwidth")
+    return None if value is None else units.parse_rate(value, f"pipeline.{info.field_name}")
+
+
+def _seconds(value: Any, info: ValidationInfo) -> float:
+    """`20us` or a number, as seconds."""
+    return units.parse_seconds(value, f"pipeline.{info.field_name}")
 
 
 def _device(value: Any) -> Any:
@@ -110,6 +115,13 @@ class Pipeline(Section):
 
     host_capacity: Annotated[int | None, BeforeValidator(_bytes)] = None
     """Most bytes of the host tier for each worker: a size such as 64GiB, or null for no limit."""
+
+    bandwidth: Annotated[int | None, BeforeValidator(_rate)] = None
+    """Bytes in a second, such as 10Gbit, of every link between two devices, for the planner alone; null: bytes take no
+    time. Planner budget weighs replicas of single stages only where this or the latency is given."""
+
+    latency: Annotated[float, BeforeValidator(_seconds)] = 0.0
+    """Seconds that every message takes, such as 20us, for the planner alone."""
 
     host_bandwidth: Annotated[int | None, BeforeValidator(_rate)] = None
     """Bytes in a second, such as 2GiB/s, that the copies of a worker to and from the host tier may take on a CPU; null:

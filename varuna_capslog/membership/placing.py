@@ -108,9 +108,9 @@ class Placer:
             CapslogError: as `Candidates`.
         """
         pipeline = config.pipeline
-        shape, sizes = RunShape.of_config(config), tuple(layer_bytes)
-        candidates = Candidates(profile, sizes, shape.settled(), pipeline.planner, pipeline.memory, beside=sizes)
-        tier, link = HostMemory.of_config(config), Link(host_bandwidth=pipeline.host_bandwidth)
+        shape, sizes, link = RunShape.of_config(config), tuple(layer_bytes), Link.of_config(config)
+        run, tier = shape.settled(), HostMemory.of_config(config)
+        candidates = Candidates(profile, sizes, run, pipeline.planner, pipeline.memory, beside=sizes, link=link)
         budgeted = Budgeted.of(candidates, shape, tier, link, pipeline.search_seconds)
         if plan is not None and plan.short:
             one_each = len(plan.stages) == pipeline.devices

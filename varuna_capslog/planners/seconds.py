@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,9 @@ from varuna_capslog.schedules import (
     lower,
     schedule_of,
 )
+
+if TYPE_CHECKING:
+    from varuna_capslog.config.settings import Config
 
 __all__ = ["LayerSeconds", "Link", "StepPlayer", "step_player"]
 
@@ -72,6 +76,12 @@ class Link:
             raise CapslogError(f"copy_bandwidth is {self.copy_bandwidth}; give bytes per second above 0, or none")
         if self.host_bandwidth is not None and not 0 < self.host_bandwidth < float("inf"):
             raise CapslogError(f"host_bandwidth is {self.host_bandwidth}; give bytes per second above 0, or none")
+
+    @classmethod
+    def of_config(cls, config: Config) -> Link:
+        """What a run's config says of it."""
+        said = config.pipeline
+        return cls(said.bandwidth, said.latency, host_bandwidth=said.host_bandwidth, node_devices=said.node_devices)
 
     def seconds(self, count: int) -> float:
         """Return the seconds that `count` bytes take."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.defaults import STAGES_PER_RANK
@@ -65,10 +65,12 @@ def check_layerwise(config: Config) -> None:
 
 
 def configured_link(config: Config, link: Link | None) -> Link:
-    """The link with the config's bandwidth of the host tier and its devices per node, where it has none of its own."""
-    link, pipeline = link or Link(), config.pipeline
-    found = {name: getattr(pipeline, name) for name in ("host_bandwidth", "node_devices")}
-    return replace(link, **{name: given for name, given in found.items() if getattr(link, name) is None})
+    """The link, with what the config says where it says nothing itself."""
+    said, unsaid = Link.of_config(config), Link()
+    if link is None:
+        return said
+    names = [field.name for field in fields(Link) if getattr(link, field.name) == getattr(unsaid, field.name)]
+    return replace(link, **{name: getattr(said, name) for name in names})
 
 
 def plan_layerwise(config: Config, profile: Profile, link: Link, judge: Callable[[Plan, Config], Plan]) -> Plan:

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import random
 import statistics
 import sys
 import time
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import live
 from live import HERE, Clock, Live, append_result, pauses, quantiles, step_ends
 
 from varuna_capslog.base.errors import CapslogError
@@ -35,32 +38,71 @@ def overrides(megabytes: int, blocks: int) -> list[str]:
     return [*model, "train.checkpoint_every=1000000", "train.epochs=1000000"]
 
 
+def main_of_member(arguments: Sequence[str]) -> int:
+    """The entry of a member; it also writes the processor time of its thread at the ends and beginnings of steps."""
+    from varuna_capslog.elastic.member.pipeline_work import PipelineWork
+
+    folder = Path(arguments[0]) / "processor"
+    folder.mkdir(exist_ok=True)
+    file = os.open(folder / os.environ["CAPSLOG_MEMBER"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    class Accounted(PipelineWork):
+        def compute(self, step: int) -> bool:
+            os.write(file, f"{self._begun[0]} begins {time.thread_time():.6f}\n".encode())
+            return super().compute(step)
+
+        def apply(self, step: int) -> None:
+            super().apply(step)
+            os.write(file, f"{self._begun[0]} ends {time.thread_time():.6f}\n".encode())
+
+    return live.main(arguments, work=Accounted)
+
+
+def processor_ms(folder: Path, generations: Collection[int]) -> list[float]:
+    """Of each member that went on into one of these generations: processor milliseconds of its thread from the end of
+    its last step before to the beginning of the first one in it.
+    """
+    found = []
+    for path in folder.glob("*"):
+        before: tuple[int, float] | None = None
+        for line in path.read_text().splitlines():
+            number, what, seconds = line.split()
+            if what == "ends":
+                before = int(number), float(seconds)
+            elif before is not None and before[0] < int(number):
+                if int(number) in generations:
+                    found.append(1e3 * (float(seconds) - before[1]))
+                before = None
+    return found
+
+
 def measure(megabytes: int, blocks: int, changes: int, kills: int, steps: int, seed: int) -> dict[str, Any]:
     """One run: its pauses, and what travelled in them."""
     dice, clock, ended_early = random.Random(seed), Clock(), None
     left: dict[int, float] = {}
     crashes: list[float] = []
-    with Live(HERE / "small.yaml", overrides(megabytes, blocks), DEVICES) as live:
-        newest = live.wait_steps(DEVICES, 2 * steps, 300)
+    with Live(HERE / "small.yaml", overrides(megabytes, blocks), DEVICES, "state:main_of_member") as run:
+        newest = run.wait_steps(DEVICES, 2 * steps, 300)
         try:
             for _ in range(changes):
-                began = live.leave(dice.choice(live.members))
-                newest = live.wait_steps(DEVICES - 1, steps, 300, after=newest)
+                began = run.leave(dice.choice(run.members))
+                newest = run.wait_steps(DEVICES - 1, steps, 300, after=newest)
                 left[newest] = began
-                live.join()
-                newest = live.wait_steps(DEVICES, steps, 300, after=newest)
+                run.join()
+                newest = run.wait_steps(DEVICES, steps, 300, after=newest)
             for _ in range(kills):
                 time.sleep(dice.random() * 0.5)
-                killed = live.kill(dice.choice(live.members))
-                found = live.wait_steps(DEVICES - 1, steps, 300, after=newest)
-                crashes.append(min(last for _, last in step_ends(live.marks())[found].values()) - killed)
-                live.join()
-                newest = live.wait_steps(DEVICES, steps, 300, after=found)
+                killed = run.kill(dice.choice(run.members))
+                found = run.wait_steps(DEVICES - 1, steps, 300, after=newest)
+                crashes.append(min(last for _, last in step_ends(run.marks())[found].values()) - killed)
+                run.join()
+                newest = run.wait_steps(DEVICES, steps, 300, after=found)
         except (TimeoutError, RuntimeError, CapslogError) as error:  # what was measured up to here is told
             ended_early = str(error)[:500]
-        marks = live.marks()
+        marks = run.marks()
         # the run's files count the generations that trained from 0
-        morphs = {event["generation"] + 1: event for event in live.events() if event["kind"] == "morph"}
+        morphs = {event["generation"] + 1: event for event in run.events() if event["kind"] == "morph"}
+        processor = processor_ms(run.folder / "processor", left)
     found_pauses = {pause.generation: pause for pause in pauses(marks)}
     ends = step_ends(marks)
     begun = {number: min(last for _, last in rows.values()) for number, rows in ends.items()}
@@ -77,6 +119,7 @@ def measure(megabytes: int, blocks: int, changes: int, kills: int, steps: int, s
         "ended_early": ended_early,
         "step_ms": quantiles(gaps),
         "leave_net_ms": quantiles([pause.net for pause in planned]),
+        "processor_ms": quantiles(processor),
         "notice_to_first_step_s": quantiles([begun[n] - began for n, began in left.items() if n in begun], 1, 2),
         "moved_in_leaves_mb": _megabytes([morphs[number]["moved_bytes"] for number in left if number in morphs]),
         "kill_to_step_ms": quantiles(crashes),
@@ -99,6 +142,9 @@ def main() -> None:
     parser.add_argument("--only", type=int, nargs="*", help="megabytes")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     for megabytes, blocks in SIZES:
         if not given.only or megabytes in given.only:
             found = measure(megabytes, blocks, given.changes, given.kills, given.steps, given.seed)
