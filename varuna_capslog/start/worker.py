@@ -7,14 +7,13 @@ sentence in `workers/<rank>.error.json` and on stderr. It reads RUN_DIR and torc
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import os
 import re
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -23,7 +22,6 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.training.worker_process import StopWish, leave, report_failure
 
 if TYPE_CHECKING:
-    from varuna_capslog.engine.communicator import Communicator
     from varuna_capslog.training.run import Run
 
 __all__ = ["forked", "main", "run_worker"]
@@ -85,6 +83,7 @@ def _work(
 
     from varuna_capslog.config.reading import load_config
     from varuna_capslog.engine.layout import layout_of
+    from varuna_capslog.engine.meeting.environment import connected
     from varuna_capslog.model.workload import load_workload
     from varuna_capslog.plans.plan import latest_plan
     from varuna_capslog.start import ENGINES
@@ -96,7 +95,7 @@ def _work(
         logging.basicConfig(stream=sys.stdout, format="%(message)s")
     if prepare is not None:
         # a store and a group of their own: the run's timeout is not known yet
-        with _connected(rank, "prepare", 60.0) as communicator:
+        with connected("prepare", 60.0) as communicator:
             communicator.together(lambda: prepare() if rank == 0 else None)
     config = load_config(run_dir / "config.yaml")
     torch.set_num_threads(config.train.threads)
@@ -113,7 +112,7 @@ def _work(
     device = choose_device(config.device, local_rank)
     check_devices(config.pipeline.transport, device, local_rank)
     check_room(device, plan.ranks[rank].bytes if rank < len(plan.ranks) else None, f"rank {rank}")
-    with _connected(rank, f"run-{generation}", config.pipeline.timeout_seconds) as communicator:
+    with connected(f"run-{generation}", config.pipeline.timeout_seconds) as communicator:
         run = Run(config, plan, load_workload(config), communicator, device, generation, wish, ENGINES)
         state["run"] = run
         try:
@@ -135,28 +134,6 @@ def _evaluate(run: Run, run_dir: Path) -> int:
     if run.communicator.rank == 0:
         files.write_json(run_dir / "evaluation.json", scores)
     return 0
-
-
-@contextlib.contextmanager
-def _connected(rank: int, generation: str, timeout_seconds: float) -> Iterator[Communicator]:
-    from varuna_capslog.engine.communicator import connect
-
-    # torchrun's agent serves the store itself, and every restart of the group needs names of its own
-    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    communicator = connect(
-        rank,
-        int(os.environ.get("WORLD_SIZE", "1")),
-        os.environ.get("MASTER_ADDR", "127.0.0.1"),
-        int(os.environ.get("MASTER_PORT", "0")),
-        f"{generation}-{restart}",
-        timeout_seconds,
-        host_store=rank == 0 and not hosted,
-    )
-    yield communicator
-    # only after success: a failed rank ends its process, which tells the others at once
-    communicator.barrier()
-    communicator.close()
 
 
 if __name__ == "__main__":
