@@ -19,6 +19,7 @@ TYPE_CHECKING = (
 if TYPE_CHECKING:
     from typing import Any
 
+    from varuna_capslog.api.decoding import decode, plan_decoding
     from varuna_capslog.api.estimating import Estimate, estimate
     from varuna_capslog.api.planning import ModelPlan, plan
     from varuna_capslog.api.training import TrainedRun, train
@@ -47,11 +48,13 @@ __all__ = [
     "TrainedRun",
     "Workload",
     "__version__",
+    "decode",
     "estimate",
     "fit",
     "load_config",
     "on_notice",
     "plan",
+    "plan_decoding",
     "read_plan",
     "read_profile",
     "request_morph",
@@ -61,6 +64,7 @@ __all__ = [
 ]
 
 _NAMES = {
+    "api.decoding": ("decode", "plan_decoding"),
     "api.estimating": ("Estimate", "estimate"),
     "api.planning": ("ModelPlan", "plan"),
     "api.training": ("TrainedRun", "train"),

@@ -1,0 +1,109 @@
+"""`capslog.plan_decoding` and `capslog.decode`: a key-value cache over several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from varuna_capslog.base import units
+from varuna_capslog.base.gpus import gpu_of, parse_device
+from varuna_capslog.decoding.choice import DecodingDevice, DecodingPlan, choose_shard
+from varuna_capslog.decoding.traffic import DecoderShape
+from varuna_capslog.planners.seconds import Link
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from varuna_capslog.decoding.decoder import DecodedTokens
+    from varuna_capslog.engine.communicator import Communicator
+
+__all__ = ["decode", "plan_decoding"]
+
+
+def plan_decoding(
+    model: nn.Module | DecoderShape | str,
+    *,
+    degree: int,
+    batch: int,
+    length: int,
+    bandwidth: str | float,
+    latency: str | float = 0.0,
+    device: str | None = None,
+    capacity: str | int | None = None,
+) -> DecodingPlan:
+    """Whether the cache is better divided by positions or by heads, for greedy decoding on `degree` ranks.
+
+    Both ways are reckoned and the faster one that can be had is taken (`decoding/choice`). Activations are not counted.
+
+    Args:
+        model: of transformers, on any device (the meta device too), of the form of Llama or GPT-2; a folder with its
+            config.json; or its sizes.
+        batch: requests that are decoded together.
+        length: tokens of each, prompt and answer.
+        bandwidth: of each rank's link, such as `"25GB/s"` or `"100Mbit"`.
+        latency: of one exchange between all ranks, in seconds or such as `"20us"`.
+        device: a kind of GPU such as `"cuda:a100-80gb"`: how fast it reads and multiplies, by its data sheet, and its
+            memory; None: messages alone are compared.
+        capacity: bytes of a rank's memory, or such as `"40GiB"`; default: that of the kind, or no limit.
+
+    Raises:
+        CapslogError: a number, size or kind that is not known; a model that is not known; transformers is missing.
+    """
+    shape = model if isinstance(model, DecoderShape) else _shape(model)
+    link = Link(float(units.parse_rate(bandwidth)), units.parse_seconds(latency, "latency"))
+    gpu = None if device is None else gpu_of(parse_device(device))
+    room = None if gpu is None else gpu.memory_bytes
+    if capacity is not None:
+        room = units.parse_bytes(capacity, "capacity")
+    if gpu is None:
+        return choose_shard(shape, batch, length, degree, link, DecodingDevice(room))
+    # tensor cores multiply 16-bit numbers twice as fast as TF32
+    flops = max(gpu.float32_flops, 2 * gpu.tensor_flops) if shape.itemsize < 4 else gpu.float32_flops
+    return choose_shard(shape, batch, length, degree, link, DecodingDevice(room, gpu.bytes_per_second, flops))
+
+
+def decode(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    *,
+    shard: str = "sequence",
+    ranks: Communicator | None = None,
+) -> DecodedTokens:
+    """Greedy decoding on all ranks that torchrun has started, with the tokens of transformers' `generate`.
+
+    Called on every rank with the same model and prompts; every rank gets all tokens. Sums are made in the order of the
+    ranks, so that a number of ranks always gives the same bits.
+
+    Args:
+        model: of transformers, of the form of Llama or GPT-2, on the CPU or this rank's GPU; it stays as it is.
+        prompts: token numbers of each request; lengths may differ.
+        new_tokens: at most, of each request; the model's end-of-sequence token ends it sooner.
+        shard: `"sequence"`: keys and values are divided by positions, and request i is decoded on rank i mod N with all
+            weights. `"heads"`: heads and columns are divided.
+        ranks: those that decode; None: all that torchrun has started, for one call in a process; see
+            `engine.meeting.environment.connected`.
+
+    Raises:
+        CapslogError: a prompt that cannot be decoded, a model that is not known, a number of ranks that does not divide
+            heads, transformers is missing.
+        PeerLost: another rank does not answer.
+    """
+    from varuna_capslog.decoding.decoder import decode_greedily
+
+    if ranks is not None:
+        return decode_greedily(model, prompts, new_tokens, ranks, shard)
+    from varuna_capslog.engine.meeting.environment import connected
+
+    with connected("decoding") as joined:
+        return decode_greedily(model, prompts, new_tokens, joined, shard)
+
+
+def _shape(model: nn.Module | str) -> DecoderShape:
+    from varuna_capslog.decoding.models import shape_of
+
+    if isinstance(model, str):
+        from varuna_capslog.model import hugging_face
+
+        model, _ = hugging_face.model(model, trains=False, example=False)
+    return shape_of(model)

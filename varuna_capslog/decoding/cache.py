@@ -1,0 +1,196 @@
+"""A key-value cache whose positions are dealt to ranks, and attention to it: partial results, merged in rank order.
+
+Position p of request i is on rank (p + i) mod N, so that the shares stay equal however long the answers become. Request
+i is decoded on rank i mod N, its home. For every layer of a step the homes send their queries to all ranks and the new
+keys and values to those that keep them; every rank attends to what it keeps, and returns outputs and log-sum-exps. This
+is cache parallelism (thesis, Sec. 4.4) but for k, v and s, which the thesis sends to more ranks than need them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from varuna_capslog.decoding.traffic import DecoderShape
+from varuna_capslog.decoding.wire import Wire
+from varuna_capslog.model.chain import TensorSpec
+
+__all__ = ["DealtCache", "attend_to_part", "merge_parts"]
+
+
+def attend_to_part(queries: Tensor, keys: Tensor, values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention to some of the positions.
+
+    Args:
+        queries: [B, H, D], scaled; keys, values: [B, K, S, D], where K divides H; counts: [B], how many of the S
+            positions of each request there are.
+
+    Returns:
+        Outputs [B, H, D] and log-sum-exps [B, H] of the logits; 0 and -inf where there is no position.
+    """
+    batch, heads, size = queries.shape
+    grouped = queries.view(batch, keys.shape[1], -1, size)
+    logits = (grouped @ keys.transpose(2, 3)).to(_wide(queries.dtype))
+    hidden = torch.arange(keys.shape[2], device=keys.device) >= counts[:, None]
+    logits = logits.masked_fill(hidden[:, None, None], -torch.inf)
+    sums = logits.logsumexp(-1)
+    empty = sums.isneginf()
+    weights = (logits - sums.masked_fill(empty, 0)[..., None]).exp()
+    return (weights.to(values.dtype) @ values).view(batch, heads, size), sums.view(batch, heads)
+
+
+def merge_parts(outputs: Sequence[Tensor], sums: Sequence[Tensor]) -> Tensor:
+    """Attention to all positions, from its parts in a fixed order: sum of w_j o_j / sum of w_j, w_j = exp(s_j - max s).
+
+    Args:
+        outputs: each [B, H, D]; sums: log-sum-exps, each [B, H]; at least one of a request's is finite.
+    """
+    most = torch.stack(list(sums)).amax(0)
+    weights = [(one - most).exp() for one in sums]
+    total, found = weights[0], weights[0][..., None] * outputs[0]
+    for weight, output in zip(weights[1:], outputs[1:], strict=True):
+        total = total + weight
+        found = found + weight[..., None] * output
+    return (found / total[..., None]).to(outputs[0].dtype)
+
+
+class DealtCache:
+    """This rank's share of the keys and values of all requests.
+
+    Args:
+        dealt: False: this rank is home to all requests and keeps all their positions, as where heads are divided.
+        lengths: tokens of each request's prompt.
+        room: tokens that every request may have in all.
+    """
+
+    def __init__(self, shape: DecoderShape, wire: Wire, dealt: bool, lengths: Sequence[int], room: int) -> None:
+        self._shape, self._wire = shape, wire
+        self._rank, self._degree = (wire.rank, wire.degree) if dealt else (0, 1)
+        self.lengths = list(lengths)
+        self._slots = max(-(-room // self._degree), 1)
+        self._prompts: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def own(self) -> list[int]:
+        """The requests that are decoded on this rank."""
+        return self.homed(self._rank)
+
+    def homed(self, rank: int) -> list[int]:
+        """The requests that are decoded on a rank."""
+        return list(range(rank, len(self.lengths), self._degree))
+
+    def held_bytes(self) -> int:
+        """Of keys and values, filled or not."""
+        return sum(part.nbytes for pair in self._layers.values() for part in pair)
+
+    def read_prompt(self, request: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Causal attention of one own request's prompt to itself; its keys and values wait here until `deal`.
+
+        Args: q: [1, H, S, D]; k, v: [1, K, S, D]. Returns [1, H, S, D].
+        """
+        self._prompts.setdefault(layer, {})[request] = k[0], v[0]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+    def deal(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Gives the positions of all prompts to the ranks that keep them, layer by layer."""
+        kv, size, ranks = self._shape.kv_heads, self._shape.head_dim, range(self._degree)
+        for layer in range(self._shape.layers):
+            read = self._prompts.pop(layer, {})
+            given = {rank: [self._share(part, one, rank) for one in self.own for part in read[one]] for rank in ranks}
+            wanted = {
+                rank: [
+                    TensorSpec((kv, self._count(request, self._rank), size), dtype)
+                    for request in self.homed(rank)
+                    for _ in ("keys", "values")
+                ]
+                for rank in ranks
+            }
+            keys = torch.zeros(len(self.lengths), kv, self._slots, size, dtype=dtype, device=device)
+            values = torch.zeros_like(keys)
+            for rank, parts in self._exchanged(given, wanted).items():
+                for request, key, value in zip(self.homed(rank), parts[::2], parts[1::2], strict=True):
+                    keys[request, :, : key.shape[1]] = key
+                    values[request, :, : value.shape[1]] = value
+            self._layers[layer] = keys, values
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Attention of the own requests' next tokens, one of each, to all positions up to themselves.
+
+        Args: q: [own requests, H, 1, D]; k, v: [own requests, K, 1, D]. Returns [own requests, H, 1, D].
+        """
+        # the queries are scaled here, since other ranks do not know the scale
+        queries, news = self._send_queries(q[:, :, 0] * scale, k[:, :, 0], v[:, :, 0])
+        keys, values = self._layers[layer]
+        for requests, key, value in news:
+            slots = [self.lengths[request] // self._degree for request in requests]
+            keys[requests, :, slots], values[requests, :, slots] = key, value
+        counts = [self._count(request, self._rank, 1) for request in range(len(self.lengths))]
+        most = max(counts)
+        output, sums = attend_to_part(
+            queries, keys[:, :, :most], values[:, :, :most], torch.tensor(counts, device=keys.device)
+        )
+        return self._merged(output, sums)[:, :, None]
+
+    def attend_for_others(self, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+        """This rank's part of `attend` where it is home to no request."""
+        query = torch.empty(0, self._shape.heads, 1, self._shape.head_dim, dtype=dtype, device=device)
+        key = torch.empty(0, self._shape.kv_heads, 1, self._shape.head_dim, dtype=dtype, device=device)
+        self.attend(layer, query, key, key, 1.0)
+
+    def advance(self) -> None:
+        """Every request has one token more."""
+        self.lengths = [length + 1 for length in self.lengths]
+
+    def _first(self, request: int, rank: int) -> int:
+        """The first position of a request that a rank keeps, in slot 0; the next ones, N later each, follow it."""
+        return (rank - request) % self._degree
+
+    def _share(self, part: Tensor, request: int, rank: int) -> Tensor:
+        """Of keys or values [K, S, D] of a request's prompt those that a rank keeps."""
+        return part[:, self._first(request, rank) :: self._degree]
+
+    def _count(self, request: int, rank: int, more: int = 0) -> int:
+        """Positions of a request, which is to be `more` tokens longer, on a rank."""
+        return len(range(self._first(request, rank), self.lengths[request] + more, self._degree))
+
+    def _keeper(self, request: int) -> int:
+        """The rank that keeps the next position of a request."""
+        return (self.lengths[request] + request) % self._degree
+
+    def _send_queries(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, list[tuple[list[int], Tensor, Tensor]]]:
+        """All requests' queries [B, H, D], and the new keys and values [requests, K, D] that this rank keeps."""
+        given, wanted, kept = {}, {}, {}
+        for rank in range(self._degree):
+            sent = [place for place, request in enumerate(self.own) if self._keeper(request) == rank]
+            kept[rank] = [request for request in self.homed(rank) if self._keeper(request) == self._rank]
+            pair = TensorSpec((len(kept[rank]), *k.shape[1:]), k.dtype)
+            given[rank] = [q, k[sent], v[sent]]
+            wanted[rank] = [TensorSpec((len(self.homed(rank)), *q.shape[1:]), q.dtype), pair, pair]
+        came = self._exchanged(given, wanted)
+        queries = q.new_empty(len(self.lengths), *q.shape[1:])
+        for rank, (theirs, _, _) in came.items():
+            queries[rank :: self._degree] = theirs
+        return queries, [(kept[rank], keys, values) for rank, (_, keys, values) in came.items()]
+
+    def _merged(self, output: Tensor, sums: Tensor) -> Tensor:
+        """The own requests' attention to all positions, from all ranks' parts, rank 0's first."""
+        given = {rank: [part[rank :: self._degree] for part in (output, sums)] for rank in range(self._degree)}
+        specs = [TensorSpec.of(part) for part in given[self._rank]]
+        came = self._exchanged(given, dict.fromkeys(given, specs))
+        return merge_parts(*zip(*(came[rank] for rank in range(self._degree)), strict=True))
+
+    def _exchanged(
+        self, given: dict[int, list[Tensor]], wanted: dict[int, list[TensorSpec]]
+    ) -> dict[int, list[Tensor]]:
+        """What each rank gives to this one, by rank; what this rank gives to itself is not sent."""
+        kept = given.pop(self._rank)
+        del wanted[self._rank]
+        return {**self._wire.exchange(given, wanted), self._rank: kept}
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype.itemsize >= 4 else torch.float32

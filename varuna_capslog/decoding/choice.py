@@ -1,0 +1,183 @@
+"""Whether a key-value cache is better divided by positions or by heads: seconds and bytes of both, compared.
+
+Where the cache is divided by positions every rank has all weights and decodes its own requests (the thesis's cache
+parallelism with data parallelism around it, Sec. 4.4); where it is divided by heads every rank has a part of the heads
+and columns and decodes all requests. There are two answers, so both are computed and the smaller one is taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from varuna_capslog.base import fields
+from varuna_capslog.base.tables import Table
+from varuna_capslog.base.units import format_bytes
+from varuna_capslog.decoding.traffic import (
+    HEADS,
+    SHARDS,
+    DecoderShape,
+    heads_bytes,
+    most_positions,
+    phases,
+    refuse_heads,
+    sequence_bytes,
+)
+from varuna_capslog.planners.seconds import Link
+
+__all__ = ["DecodingDevice", "DecodingPlan", "ShardCost", "choose_shard"]
+
+
+@dataclass(frozen=True)
+class DecodingDevice:
+    """What one rank's device can do; None: not known, and not counted.
+
+    Attributes:
+        capacity_bytes: of its memory.
+        bytes_per_second: at which weights and caches are read.
+        flops: per second, in the type of the weights.
+    """
+
+    capacity_bytes: int | None = None
+    bytes_per_second: float | None = None
+    flops: float | None = None
+
+
+@dataclass(frozen=True)
+class ShardCost:
+    """One way to divide the cache.
+
+    Attributes:
+        shard: `"sequence"` or `"heads"`.
+        sent_bytes: that one rank sends for one token of every request, the mean over ranks.
+        link_seconds: of all exchanges of one token, one after the other, on the rank that has most to send or receive.
+        device_seconds: of reading weights and caches, or of the products where these take longer; 0 where the device
+            is not known.
+        memory_bytes: weights and caches on the rank that holds most.
+        refused: why this way cannot be had; None where it can.
+    """
+
+    shard: str
+    sent_bytes: float
+    link_seconds: float
+    device_seconds: float
+    memory_bytes: int
+    refused: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        """For one token of every request."""
+        return self.link_seconds + self.device_seconds
+
+
+@dataclass(frozen=True)
+class DecodingPlan:
+    """The faster way of those that can be had; where both are as fast, the one that needs less memory.
+
+    Attributes:
+        shard: the way; None where neither can be had.
+        why: one sentence.
+        costs: of both ways.
+    """
+
+    shard: str | None
+    why: str
+    degree: int
+    batch: int
+    length: int
+    costs: tuple[ShardCost, ShardCost]
+
+    def _table(self) -> Table:
+        rows = [
+            [
+                one.shard,
+                format_bytes(round(one.sent_bytes)),
+                f"{1e3 * one.link_seconds:.3f}",
+                f"{1e3 * one.device_seconds:.3f}",
+                format_bytes(one.memory_bytes),
+                "chosen" if one.shard == self.shard else "no" if one.refused else "slower",
+            ]
+            for one in self.costs
+        ]
+        title = f"{self.batch} request(s) of {self.length} tokens on {self.degree} rank(s)"
+        headings = ["shard", "sent for a token", "messages ms", "device ms", "memory of a rank", ""]
+        return Table(title, headings, rows, left=(0, 5), notes=[self.why])
+
+    def __str__(self) -> str:
+        return self._table().text()
+
+    def _repr_html_(self) -> str:
+        return self._table().html()
+
+
+def choose_shard(
+    shape: DecoderShape, batch: int, length: int, degree: int, link: Link, device: DecodingDevice
+) -> DecodingPlan:
+    """The faster way to decode.
+
+    Args:
+        batch: requests that are decoded together.
+        length: tokens of each request, prompt and answer, for which there is room in the cache.
+        degree: ranks.
+        link: of each rank to all others; its messages of one exchange cost one latency.
+
+    Raises:
+        CapslogError: a number below 1.
+    """
+    for name, value in {"batch": batch, "length": length, "degree": degree}.items():
+        fields.whole(value, name, 1)
+    first, second = (_cost(shape, batch, length, degree, shard, (link, device)) for shard in SHARDS)
+    left = [one for one in (first, second) if one.refused is None]
+    if not left:
+        why = "; ".join(f"{one.shard} is out: {one.refused}" for one in (first, second))
+        return DecodingPlan(None, why, degree, batch, length, (first, second))
+    best = min(left, key=lambda one: (one.seconds, one.memory_bytes))
+    other = second if best is first else first
+    return DecodingPlan(best.shard, _why(best, other), degree, batch, length, (first, second))
+
+
+def _cost(
+    shape: DecoderShape, batch: int, length: int, degree: int, shard: str, on: tuple[Link, DecodingDevice]
+) -> ShardCost:
+    link, device = on
+    by_heads = shard == HEADS
+    busiest = phases(shape, batch, degree, shard)
+    link_seconds = shape.layers * sum(
+        link.latency_seconds + (0.0 if link.bandwidth is None else size / link.bandwidth) for size in busiest
+    )
+    held = -(-shape.divided // degree) if by_heads else shape.divided
+    requests = batch if by_heads else -(-batch // degree)
+    positions = -(-batch * length // degree) if by_heads else most_positions(batch, length, degree)
+    cache = shape.layers * positions * 2 * shape.keys * shape.itemsize
+    weights = held + shape.output + shape.rest
+    # of the embeddings only the rows of the tokens are read
+    seconds = sum(_roof(numbers, requests, shape.itemsize, device) for numbers in (held, shape.output))
+    if device.bytes_per_second is not None:
+        seconds += cache / device.bytes_per_second
+    memory = weights * shape.itemsize + cache
+    refused = refuse_heads(shape, degree) if by_heads else None
+    if refused is None and device.capacity_bytes is not None and memory > device.capacity_bytes:
+        short = format_bytes(memory - device.capacity_bytes)
+        refused = f"weights and cache need {format_bytes(memory)} on a rank, {short} more than it has"
+    sent = shape.layers * (heads_bytes if by_heads else sequence_bytes)(shape, batch, degree)
+    return ShardCost(shard, sent, link_seconds, seconds, memory, refused)
+
+
+def _roof(numbers: int, requests: int, itemsize: int, device: DecodingDevice) -> float:
+    """Seconds to multiply a matrix of so many numbers with the hidden states of so many requests."""
+    read = 0.0 if device.bytes_per_second is None else numbers * itemsize / device.bytes_per_second
+    multiplied = 0.0 if device.flops is None else 2 * numbers * requests / device.flops
+    return max(read, multiplied)
+
+
+def _why(best: ShardCost, other: ShardCost) -> str:
+    if other.refused is not None:
+        return f"{best.shard}: {other.shard} is out, since {other.refused}"
+    if best.seconds == other.seconds:
+        return f"{best.shard}: both are as fast, and it needs no more memory"
+    gained = {
+        "messages": other.link_seconds - best.link_seconds,
+        "the devices' work": other.device_seconds - best.device_seconds,
+    }
+    saves = [f"{1e3 * value:.3g} ms less for {name}" for name, value in gained.items() if value > 0]
+    costs = [f"{-1e3 * value:.3g} ms more for {name}" for name, value in gained.items() if value < 0]
+    return f"{best.shard}: {1e3 * best.seconds:.3g} ms for a token, {' and '.join(saves + costs)} than by {other.shard}"

@@ -1,0 +1,95 @@
+"""What ranks that decode together send each other, counted where it is handed to the communicator.
+
+The count is of the tensors themselves and knows no formula. A sum is made of gathered parts in the order of the ranks,
+so that it has the same bits in every run and on every rank.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.model.chain import TensorSpec
+
+__all__ = ["Wire"]
+
+_TAGS = 1 << 20
+
+
+class Wire:
+    """Exchanges between the ranks of a communicator.
+
+    Args:
+        device: of this rank's tensors.
+
+    Attributes:
+        sent_bytes: by phase.
+        phase: what is sent counts there.
+    """
+
+    def __init__(self, communicator: Communicator, device: torch.device) -> None:
+        self._communicator, self._device = communicator, device
+        self.rank, self.degree = communicator.rank, communicator.world_size
+        self.sent_bytes: Counter[str] = Counter()
+        self.phase = ""
+        self._exchanges = 0
+
+    @property
+    def peers(self) -> list[int]:
+        """All other ranks."""
+        return [rank for rank in range(self.degree) if rank != self.rank]
+
+    def exchange(
+        self, given: Mapping[int, Sequence[Tensor]], wanted: Mapping[int, Sequence[TensorSpec]]
+    ) -> dict[int, list[Tensor]]:
+        """One message to each rank of `given` and one from each of `wanted`; messages without bytes are not sent.
+
+        Returns:
+            The received tensors by rank.
+        """
+        messages = {peer: _packed(tensors) for peer, tensors in given.items()}
+        sizes = {peer: sum(spec.num_bytes for spec in specs) for peer, specs in wanted.items()}
+        self.sent_bytes[self.phase] += sum(message.nbytes for message in messages.values())
+        self._exchanges += 1
+        came = self._communicator.exchange(
+            messages,
+            {peer: TensorSpec((size,), torch.uint8) for peer, size in sizes.items()},
+            self._exchanges % _TAGS,
+            self._device,
+        )
+        return {peer: _unpacked(came[peer], specs) for peer, specs in wanted.items()}
+
+    def sum(self, part: Tensor) -> Tensor:
+        """The sum of all ranks' parts, which have one shape: each rank adds one slice of them and gives it to all."""
+        if self.degree == 1:
+            return part
+        slices = part.reshape(-1).tensor_split(self.degree)
+        own = TensorSpec.of(slices[self.rank])
+        parts = self.exchange({peer: [slices[peer]] for peer in self.peers}, {peer: [own] for peer in self.peers})
+        parts[self.rank] = [slices[self.rank]]
+        total = parts[0][0]
+        for rank in range(1, self.degree):
+            total = total + parts[rank][0]
+        sums = self.exchange(
+            {peer: [total] for peer in self.peers}, {peer: [TensorSpec.of(slices[peer])] for peer in self.peers}
+        )
+        sums[self.rank] = [total]
+        return torch.cat([sums[rank][0] for rank in range(self.degree)]).view(part.shape)
+
+
+def _packed(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([torch.empty(0, dtype=torch.uint8), *(_bytes(one) for one in tensors)])
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _unpacked(message: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
+    parts = message.split([spec.num_bytes for spec in specs])
+    # a copy begins where its type may begin
+    return [part.clone().view(spec.dtype).view(spec.shape) for part, spec in zip(parts, specs, strict=True)]
