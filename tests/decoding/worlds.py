@@ -35,9 +35,9 @@ def small_model(family: str, **keys: Any) -> Any:
             norm = nn.RMSNorm(module.weight.shape[0], eps=module.variance_epsilon, dtype=torch.float64)
             norm.weight = module.weight
             model.set_submodule(name, norm)
-    for parameter in model.parameters():  # an untrained model's are so small that its tokens repeat
-        if parameter.ndim > 1:
-            nn.init.normal_(parameter, std=0.3)
+    for name, parameter in model.named_parameters():  # an untrained model's are small or 0, and its tokens repeat
+        if parameter.ndim > 1 or name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.3 if parameter.ndim > 1 else 0.1)
     return model
 
 

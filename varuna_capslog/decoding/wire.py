@@ -82,11 +82,9 @@ class Wire:
 
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([torch.empty(0, dtype=torch.uint8), *(_bytes(one) for one in tensors)])
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    if not tensors:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.cat([one.contiguous().view(-1).view(torch.uint8) for one in tensors])
 
 
 def _unpacked(message: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
