@@ -1,0 +1,299 @@
+"""Bytes and seconds of decoding with a cache that is divided by positions, beside one that is divided by heads.
+
+`count`: what every rank sends for one token of every request, counted where it is handed to the communicator and by the
+kernel (TCP_INFO of all sockets), beside the formulas. `plans`: which way the planner takes. `link`: seconds on slow
+lines, beside the planner's. `seconds`: both ways in turn, in processes on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import stat
+import statistics
+import struct
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.common import interleave, machine, median_ratio, run_ranks
+from varuna_capslog import plan_decoding
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.decoding.decoder import ShardedDecoder
+from varuna_capslog.decoding.models import shape_of
+from varuna_capslog.decoding.traffic import (
+    HEADS,
+    SEQUENCE,
+    SHARDS,
+    DecoderShape,
+    described_sequence_bytes,
+    heads_bytes,
+    printed_heads_bytes,
+    printed_sequence_bytes,
+    sequence_bytes,
+)
+from varuna_capslog.engine.communicator import Communicator, connect_group
+from varuna_capslog.planners.seconds import Link
+
+VOCABULARY = 256
+
+
+def llama(width: int, heads: int, kv_heads: int, layers: int = 1, inner: int = 1024, dtype=torch.bfloat16) -> Any:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=inner,
+        vocab_size=VOCABULARY,
+        eos_token_id=None,
+    )
+    return transformers.LlamaForCausalLM(config).to(dtype)
+
+
+def gpt2(width: int, heads: int) -> Any:
+    import transformers
+
+    sizes = {"n_embd": width, "n_head": heads, "n_layer": 1, "n_inner": 1024, "vocab_size": VOCABULARY}
+    config = transformers.GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)
+    return transformers.GPT2LMHeadModel(config).to(torch.bfloat16)
+
+
+# One layer of each, with a narrow feed-forward: neither changes the bytes of a layer.
+MODELS = {
+    "Llama-7B (E 4096, 32 heads)": partial(llama, 4096, 32, 32),
+    "Llama-3-8B (E 4096, 32 heads, 8 of keys)": partial(llama, 4096, 32, 8),
+    "GPT-2 (E 768, 12 heads)": partial(gpt2, 768, 12),
+    "GPT-2 XL (E 1600, 25 heads)": partial(gpt2, 1600, 25),
+}
+
+
+def acknowledged() -> int:
+    """Bytes that the peers of all TCP sockets of this process have acknowledged, by the kernel: what was sent."""
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            is_socket = stat.S_ISSOCK(os.fstat(int(name)).st_mode)
+            one = socket.socket(fileno=os.dup(int(name))) if is_socket else None
+        except OSError:
+            continue  # closed meanwhile
+        if one is None:
+            continue
+        with one:
+            if one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6):
+                # linux/tcp.h: tcpi_bytes_acked stands after 8 bytes, 24 32-bit and 2 64-bit numbers
+                total += struct.unpack_from("Q", one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256), 120)[0]
+    return total
+
+
+def counted(model: Any, shard: str, degree: int, batch: int, length: int) -> tuple[float, float]:
+    """(handed to the communicator, sent by the kernel): bytes per rank, layer and token of every request."""
+    prompts = [[(request + place) % VOCABULARY for place in range(length)] for request in range(batch)]
+    store = dist.HashStore()
+    seen: list[int] = []
+
+    def rank_of(rank: int) -> int:
+        ranks = connect_group(store, "count", rank, degree, timeout_seconds=600)
+        try:
+            return steps_of(ranks)
+        except BaseException:
+            ranks.abort()
+            raise
+
+    def steps_of(ranks: Communicator) -> int:
+        decoder = ShardedDecoder(model, ranks, shard)
+        logits = decoder.read(prompts, degree + 1)
+        _look(ranks, seen)
+        for _ in range(degree):
+            logits = decoder.step(logits.argmax(-1))
+        _look(ranks, seen)
+        ranks.close()
+        return decoder.wire.sent_bytes["step"]
+
+    with ThreadPoolExecutor(degree) as pool:
+        sent = sum(pool.map(rank_of, range(degree)))
+    layers = model.config.num_hidden_layers
+    return sent / degree / degree / layers, (seen[1] - seen[0]) / degree / degree / layers
+
+
+def _look(ranks: Communicator, seen: list[int]) -> None:
+    ranks.barrier()
+    if ranks.rank == 0:
+        time.sleep(0.2)  # until everything is acknowledged
+        seen.append(acknowledged())
+    ranks.barrier()
+
+
+def count(arguments: argparse.Namespace) -> None:
+    headings = ["layer of", "B", "length", "N", "thesis", "described", "formula", "counted", "kernel"]
+    print(f"| {' | '.join([*headings, 'thesis', 'formula', 'counted', 'kernel', 'less'])} |")
+    print("|---" * 14 + "|")
+    for name, make in MODELS.items():
+        torch.manual_seed(0)
+        model = make()
+        shape = shape_of(model)
+        for batch, length, degree in [
+            *((batch, 2, degree) for batch in (1, 8, 32) for degree in (2, 4, 8)),
+            (8, 200, 4),
+        ]:
+            kib = [
+                formula(shape, batch, degree)
+                for formula in (printed_sequence_bytes, described_sequence_bytes, sequence_bytes)
+            ]
+            by_sequence = counted(model, SEQUENCE, degree, batch, length)
+            row = [*kib, *by_sequence, printed_heads_bytes(shape, batch, degree), heads_bytes(shape, batch, degree)]
+            cells = [f"{value / 1024:.2f}" for value in row]
+            try:
+                by_heads = counted(model, HEADS, degree, batch, length)
+                cells += [f"{value / 1024:.2f}" for value in by_heads] + [f"{by_heads[0] / by_sequence[0]:.2f}"]
+            except CapslogError as error:
+                cells += [str(error).partition(";")[0], "", ""]
+            print(f"| {name} | {batch} | {length} | {degree} | " + " | ".join(cells) + " |", flush=True)
+
+
+def plans(arguments: argparse.Namespace) -> None:
+    """Llama-7B and Llama-3-70B in bfloat16 on A100s."""
+    models = {
+        "Llama-7B": DecoderShape(32, 4096, 32, 32, 128, 11008, 2, 6476005376, 131072000, 131338240),
+        "Llama-3-70B": DecoderShape(80, 8192, 64, 8, 128, 28672, 2, 68451041280, 1050673152, 1051992064),
+    }
+    cases = [
+        ("Llama-7B", 4, 1, 131072, "25GB/s", "20us"),
+        ("Llama-7B", 4, 32, 8192, "25GB/s", "20us"),
+        ("Llama-7B", 4, 512, 512, "25GB/s", "20us"),
+        ("Llama-7B", 4, 512, 512, "2.5GB/s", "50us"),
+        ("Llama-7B", 4, 32, 8192, "100MB/s", "100us"),
+        ("Llama-7B", 4, 128, 4096, "25GB/s", "20us"),
+        ("Llama-3-70B", 8, 64, 32768, "25GB/s", "20us"),
+        ("Llama-3-70B", 16, 64, 32768, "25GB/s", "20us"),
+    ]
+    print("| model | N | B | length | link | sequence ms | heads ms | chosen | why |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name, degree, batch, length, bandwidth, latency in cases:
+        plan = plan_decoding(
+            models[name],
+            degree=degree,
+            batch=batch,
+            length=length,
+            bandwidth=bandwidth,
+            latency=latency,
+            device="cuda:a100-80gb",
+        )
+        times = [f"{1e3 * cost.seconds:.1f}" for cost in plan.costs]
+        where = f"{bandwidth}, {latency}"
+        print(f"| {name} | {degree} | {batch} | {length} | {where} | {' | '.join(times)} | {plan.shard} | {plan.why} |")
+
+
+def _eight(decoder: ShardedDecoder, own: torch.Tensor) -> None:
+    for _ in range(8):
+        own = decoder.step(own).argmax(-1)
+
+
+def timed(ranks: Communicator, batch: int, length: int, rounds: int) -> Any:
+    """On one rank: `interleave`d rounds of 8 tokens by either way."""
+    torch.manual_seed(0)
+    model = llama(1024, 16, 16, layers=4, inner=2816, dtype=torch.float32)
+    prompts = [[(request + place) % VOCABULARY for place in range(length)] for request in range(batch)]
+    runs = {}
+    for shard in SHARDS:
+        decoder = ShardedDecoder(model, ranks, shard)
+        logits = decoder.read(prompts, 8 * (rounds + 4))
+
+        runs[shard] = partial(_eight, decoder, logits.argmax(-1))
+    return interleave(runs, rounds, ranks.barrier)
+
+
+def seconds(arguments: argparse.Namespace) -> None:
+    print(machine())
+    for batch, length in ((2, 512), (16, 512), (16, 64)):
+        found = run_ranks(timed, 2, batch, length, arguments.rounds)[0]
+        cells = []
+        for kind in (0, 1):
+            runs = {name: [one[kind] / 8 for one in rows] for name, rows in found.items()}
+            cells += [f"{1e3 * statistics.median(runs[shard]):.1f}" for shard in SHARDS]
+            middle, low, high = median_ratio(runs[SEQUENCE], runs[HEADS])
+            cells.append(f"{middle:.2f} ({low:.2f}..{high:.2f})")
+        print(f"| {batch} | {length} | {' | '.join(cells)} |", flush=True)
+
+
+class SlowLink:
+    """A communicator whose exchanges take one latency, and as long as this rank's own messages take on a slow line."""
+
+    def __init__(self, ranks: Communicator, link: Link) -> None:
+        self._ranks, self._link = ranks, link
+        self.rank, self.world_size = ranks.rank, ranks.world_size
+
+    def exchange(self, given: Any, wanted: Any, tag: int, device: torch.device) -> Any:
+        sent = sum(message.nbytes for message in given.values())
+        time.sleep(self._link.latency_seconds + sent / self._link.bandwidth)
+        return self._ranks.exchange(given, wanted, tag, device)
+
+
+def link(arguments: argparse.Namespace) -> None:
+    """Seconds of a token on slow lines beside the planner's, which knows messages alone; ranks are threads."""
+    print("| N | B | link | sequence s | by the plan | heads s | by the plan | ratio | by the plan |")
+    print("|---" * 9 + "|")
+    for degree, batch, bandwidth, latency in (
+        (2, 16, 2e4, 0.05),
+        (4, 16, 2e4, 0.05),
+        (4, 16, 4e5, 0.5),
+        (8, 16, 2e4, 0.05),
+    ):
+        torch.manual_seed(0)
+        model = llama(256, 8, 8, layers=2, inner=64, dtype=torch.float32)
+        line = Link(bandwidth, latency)
+        found = {shard: _slow_seconds(model, shard, degree, batch, line) for shard in SHARDS}
+        plan = plan_decoding(
+            shape_of(model), degree=degree, batch=batch, length=20, bandwidth=bandwidth, latency=latency
+        )
+        planned = {cost.shard: cost.seconds for cost in plan.costs}
+        cells = [f"{one[shard]:.3f}" for shard in SHARDS for one in (found, planned)]
+        cells += [f"{one[SEQUENCE] / one[HEADS]:.2f}" for one in (found, planned)]
+        print(
+            f"| {degree} | {batch} | {bandwidth / 1e6:g} MB/s, {1e3 * latency:g} ms | {' | '.join(cells)} |", flush=True
+        )
+
+
+def _slow_seconds(model: Any, shard: str, degree: int, batch: int, line: Link) -> float:
+    store = dist.HashStore()
+
+    def rank_of(rank: int) -> float:
+        ranks = connect_group(store, "slow", rank, degree, timeout_seconds=600)
+        try:
+            decoder = ShardedDecoder(model, SlowLink(ranks, line), shard)  # type: ignore[arg-type]
+            logits = decoder.read([[1 + request] for request in range(batch)], degree + 1)
+            ranks.barrier()
+            began = time.perf_counter()
+            for _ in range(degree):
+                logits = decoder.step(logits.argmax(-1))
+            ranks.barrier()
+            return (time.perf_counter() - began) / degree
+        except BaseException:
+            ranks.abort()
+            raise
+
+    with ThreadPoolExecutor(degree) as pool:
+        return max(pool.map(rank_of, range(degree)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    what = parser.add_subparsers(required=True)
+    for one in (count, plans, link, seconds):
+        part = what.add_parser(one.__name__)
+        part.set_defaults(run=one)
+        part.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    arguments.run(arguments)
+
+
+if __name__ == "__main__":
+    main()
