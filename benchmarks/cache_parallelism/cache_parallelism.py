@@ -159,9 +159,10 @@ def count(arguments: argparse.Namespace) -> None:
 
 
 def plans(arguments: argparse.Namespace) -> None:
-    """Llama-7B and Llama-3-70B in bfloat16 on A100s."""
+    """Llamas in bfloat16 on A100s."""
     models = {
         "Llama-7B": DecoderShape(32, 4096, 32, 32, 128, 11008, 2, 6476005376, 131072000, 131338240),
+        "Llama-3-8B": DecoderShape(32, 4096, 32, 8, 128, 14336, 2, 6979321856, 525336576, 525602816),
         "Llama-3-70B": DecoderShape(80, 8192, 64, 8, 128, 28672, 2, 68451041280, 1050673152, 1051992064),
     }
     cases = [
@@ -172,7 +173,9 @@ def plans(arguments: argparse.Namespace) -> None:
         ("Llama-7B", 4, 32, 8192, "100MB/s", "100us"),
         ("Llama-7B", 4, 128, 4096, "25GB/s", "20us"),
         ("Llama-3-70B", 8, 64, 32768, "25GB/s", "20us"),
-        ("Llama-3-70B", 16, 64, 32768, "25GB/s", "20us"),
+        ("Llama-3-70B", 8, 32, 32768, "25GB/s", "20us"),
+        ("Llama-3-8B", 8, 16, 131072, "25GB/s", "20us"),
+        ("Llama-3-8B", 16, 16, 131072, "25GB/s", "20us"),
     ]
     print("| model | N | B | length | link | sequence ms | heads ms | chosen | why |")
     print("|---|---|---|---|---|---|---|---|---|")
@@ -269,12 +272,14 @@ def _slow_seconds(model: Any, shard: str, degree: int, batch: int, line: Link) -
         try:
             decoder = ShardedDecoder(model, SlowLink(ranks, line), shard)  # type: ignore[arg-type]
             logits = decoder.read([[1 + request] for request in range(batch)], degree + 1)
-            ranks.barrier()
-            began = time.perf_counter()
+            times = []
             for _ in range(degree):
-                logits = decoder.step(logits.argmax(-1))
-            ranks.barrier()
-            return (time.perf_counter() - began) / degree
+                ranks.barrier()
+                began, own = time.perf_counter(), logits.argmax(-1)
+                decoder.tokens_of_all(own)
+                logits = decoder.step(own)
+                times.append(time.perf_counter() - began)
+            return statistics.median(times)
         except BaseException:
             ranks.abort()
             raise

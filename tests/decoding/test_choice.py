@@ -25,6 +25,9 @@ def seconds_of(shape, batch, length, degree, shard, link, device):
     for given, taken in exchanges(shape, batch, degree, shard) if degree > 1 else ():
         total += link.latency_seconds + max([*given.values(), *taken.values()]) / degree / link.bandwidth
     total *= shape.layers
+    if shard == SEQUENCE and degree > 1:  # every rank tells the others the tokens of its requests
+        homed = len([i for i in range(batch) if i % degree == 0])
+        total += link.latency_seconds + 8 * homed * (degree - 1) / link.bandwidth
     slowest = 0.0
     for rank in range(degree):
         own = batch if shard == HEADS else len([i for i in range(batch) if i % degree == rank])
@@ -50,12 +53,11 @@ def test_the_faster_way_is_chosen():
             random_shape(draw), inner=60, divided=60 * draw.randint(1, 50), output=draw.randint(0, 500)
         )
         batch, length, degree = draw.randint(1, 7), draw.randint(1, 9), draw.randint(1, 4)
-        length *= degree  # positions are divided without a rest where heads are
         link = Link(10 ** draw.uniform(2, 6), draw.choice((0.0, 1e-4)))
         device = DecodingDevice(None, 10 ** draw.uniform(3, 6), 10 ** draw.uniform(3, 6))
         plan = choose_shard(shape, batch, length, degree, link, device)
         expected = {shard: seconds_of(shape, batch, length, degree, shard, link, device) for shard in SHARDS}
-        for cost in plan.costs:
+        for cost in [one for one in plan.costs if one.refused is None]:
             assert cost.seconds == pytest.approx(expected[cost.shard], rel=1e-9)
         if shape.heads % degree or shape.kv_heads % degree:
             assert plan.shard == SEQUENCE
@@ -74,7 +76,7 @@ def test_where_each_wins():
     assert "less for messages" in slow.why
     alone = choose_shard(MODEL, 1, 131072, 4, LINK, A100)
     assert alone.shard == HEADS
-    assert "less for the devices' work and 1.23 ms more for messages than by sequence" in alone.why
+    assert "less for the devices' work and 1.21 ms more for messages than by sequence" in alone.why
     few = dataclasses.replace(MODEL, kv_heads=2)
     assert choose_shard(few, 1, 131072, 4, LINK, A100).why == (
         "sequence: heads is out, since the degree 4 does not divide the 2 key-value heads"

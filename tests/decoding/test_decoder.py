@@ -9,7 +9,7 @@ from tests.decoding.worlds import on_ranks, small_model, some_prompts
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.decoding.decoder import ShardedDecoder, decode_greedily
 from varuna_capslog.decoding.models import shape_of
-from varuna_capslog.decoding.traffic import HEADS, SEQUENCE, heads_bytes, sequence_bytes
+from varuna_capslog.decoding.traffic import HEADS, SEQUENCE, heads_bytes, phases, sequence_bytes
 
 pytest.importorskip("transformers", minversion="5.0")
 
@@ -149,3 +149,31 @@ def test_mistakes_are_told_in_one_sentence():
     assert refused([[1]], 3, shard=HEADS) == (
         "the degree 3 does not divide the 2 key-value heads; choose another number of ranks, or shard='sequence'"
     )
+
+
+class Counted:
+    """A communicator that counts exchanges."""
+
+    def __init__(self, ranks):
+        self.ranks, self.rank, self.world_size, self.exchanges = ranks, ranks.rank, ranks.world_size, 0
+
+    def exchange(self, *arguments):
+        self.exchanges += 1
+        return self.ranks.exchange(*arguments)
+
+
+@pytest.mark.parametrize("shard", [SEQUENCE, HEADS])
+def test_a_token_takes_as_many_exchanges_as_are_reckoned(shard):
+    """Each costs a latency. By heads a rank once asked for two empty ones in every layer, on its own cache's behalf."""
+    model, prompts = small_model("Llama"), some_prompts(2, 3)
+    shape = shape_of(model)
+
+    def exchanges(communicator):
+        counted = Counted(communicator)
+        decoder = ShardedDecoder(model, counted, shard)
+        token = decoder.read(prompts, 2).argmax(-1)
+        counted.exchanges = 0
+        decoder.step(token)
+        return counted.exchanges
+
+    assert on_ranks(2, exchanges) == [shape.layers * len(phases(shape, 2, 2, shard))] * 2

@@ -15,6 +15,7 @@ from varuna_capslog.base.units import format_bytes
 from varuna_capslog.decoding.traffic import (
     HEADS,
     SHARDS,
+    TOKEN_BYTES,
     DecoderShape,
     heads_bytes,
     most_positions,
@@ -48,8 +49,9 @@ class ShardCost:
 
     Attributes:
         shard: `"sequence"` or `"heads"`.
-        sent_bytes: that one rank sends for one token of every request, the mean over ranks.
-        link_seconds: of all exchanges of one token, one after the other, on the rank that has most to send or receive.
+        sent_bytes: that one rank sends in all layers for one token of every request, the mean over ranks.
+        link_seconds: of all exchanges of one token, one after the other, each on the rank that has most to send or
+            receive; by positions also of the tokens themselves.
         device_seconds: of reading weights and caches, or of the products where these take longer; 0 where the device
             is not known.
         memory_bytes: weights and caches on the rank that holds most.
@@ -125,7 +127,7 @@ def choose_shard(
     """
     for name, value in {"batch": batch, "length": length, "degree": degree}.items():
         fields.whole(value, name, 1)
-    first, second = (_cost(shape, batch, length, degree, shard, (link, device)) for shard in SHARDS)
+    first, second = (_cost(shape, batch, length, degree, shard, link, device) for shard in SHARDS)
     left = [one for one in (first, second) if one.refused is None]
     if not left:
         why = "; ".join(f"{one.shard} is out: {one.refused}" for one in (first, second))
@@ -136,18 +138,19 @@ def choose_shard(
 
 
 def _cost(
-    shape: DecoderShape, batch: int, length: int, degree: int, shard: str, on: tuple[Link, DecodingDevice]
+    shape: DecoderShape, batch: int, length: int, degree: int, shard: str, link: Link, device: DecodingDevice
 ) -> ShardCost:
-    link, device = on
     by_heads = shard == HEADS
-    busiest = phases(shape, batch, degree, shard)
-    link_seconds = shape.layers * sum(
-        link.latency_seconds + (0.0 if link.bandwidth is None else size / link.bandwidth) for size in busiest
+    requests = batch if by_heads else -(-batch // degree)
+    exchanges = shape.layers * phases(shape, batch, degree, shard)
+    if exchanges and not by_heads:
+        exchanges.append(float((degree - 1) * requests * TOKEN_BYTES))
+    link_seconds = sum(
+        link.latency_seconds + (0.0 if link.bandwidth is None else size / link.bandwidth) for size in exchanges
     )
     held = -(-shape.divided // degree) if by_heads else shape.divided
-    requests = batch if by_heads else -(-batch // degree)
-    positions = -(-batch * length // degree) if by_heads else most_positions(batch, length, degree)
-    cache = shape.layers * positions * 2 * shape.keys * shape.itemsize
+    positions = batch * length if by_heads else most_positions(batch, length, degree)
+    cache = shape.layers * positions * 2 * shape.keys * shape.itemsize // (degree if by_heads else 1)
     weights = held + shape.output + shape.rest
     # of the embeddings only the rows of the tokens are read
     seconds = sum(_roof(numbers, requests, shape.itemsize, device) for numbers in (held, shape.output))

@@ -16,6 +16,7 @@ __all__ = [
     "HEADS",
     "SEQUENCE",
     "SHARDS",
+    "TOKEN_BYTES",
     "DecoderShape",
     "described_sequence_bytes",
     "heads_bytes",
@@ -27,6 +28,8 @@ __all__ = [
     "sequence_bytes",
 ]
 
+TOKEN_BYTES = 8
+"""Of the number of a token, which the ranks tell each other where positions are divided."""
 SEQUENCE, HEADS = "sequence", "heads"
 SHARDS = (SEQUENCE, HEADS)
 """Ways to divide a key-value cache over ranks."""

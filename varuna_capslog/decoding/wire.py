@@ -51,6 +51,8 @@ class Wire:
         Returns:
             The received tensors by rank.
         """
+        if not given and not wanted:
+            return {}
         messages = {peer: _packed(tensors) for peer, tensors in given.items()}
         sizes = {peer: sum(spec.num_bytes for spec in specs) for peer, specs in wanted.items()}
         self.sent_bytes[self.phase] += sum(message.nbytes for message in messages.values())
