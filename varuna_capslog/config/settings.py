@@ -256,6 +256,11 @@ class Elastic(Section):
     shadows: bool = True
     """Whether a planned change is prepared by copying layers while training goes on; otherwise the step waits."""
 
+    small_motion: Literal["auto", "always", "never"] = "auto"
+    """How a run goes on after a loss. never: new cuts at once, and the next step waits for the layers and copies that
+    move. always: those that hold copies of the lost layers train them, hardly anything moves, and new cuts and the
+    lacking copies follow beside the training. auto: whichever is expected to lose less time. Needs shadows."""
+
     rebalance: bool = False
     """Whether a worker that turns out slower than its plan, for whatever reason, is given fewer layers while the run
     trains. The planner must weigh time."""

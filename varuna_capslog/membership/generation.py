@@ -63,6 +63,9 @@ class Generation:
             none. What generations before it made counts as void: nobody can tell any more what of it was taken back.
         plan: what its founder chose that the members run, its ranks in the order of `members`; None: every member
             computes the same plan by itself.
+        copies: after a loss, the layers of which each member keeps the copy that it has, where no new copies are
+            made before the next step (`small_motion`); None: copies are placed as `redundancy` asks.
+        motion: what its founder weighed after a loss, for people (`small_motion.Weighed.told`).
     """
 
     number: int
@@ -74,6 +77,8 @@ class Generation:
     regress: bool = False
     plan: Plan | None = field(default=None, hash=False)
     forgotten: int = 0
+    copies: Mapping[Member, tuple[int, ...]] | None = field(default=None, hash=False)
+    motion: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         everyone = self.members + self.leaving
@@ -142,10 +147,14 @@ class Generation:
 
     def to_json(self) -> dict[str, Any]:
         """The form in which the store keeps it."""
-        value = dataclasses.asdict(dataclasses.replace(self, plan=None))
-        del value["plan"]
+        value = dataclasses.asdict(dataclasses.replace(self, plan=None, copies=None, motion=None))
+        del value["plan"], value["copies"], value["motion"]
         value["lineage"] = [[number, *base] for number, base in self.lineage]
         carried = {} if self.plan is None else {"plan": self.plan.to_json()}
+        if self.copies is not None:
+            carried["copies"] = {member: list(layers) for member, layers in self.copies.items()}
+        if self.motion is not None:
+            carried["motion"] = dict(self.motion)
         return {"format": FORMAT, **value, **carried}
 
     @classmethod
@@ -156,11 +165,19 @@ class Generation:
             step, generation = fields.listed(pair, name)
             return Stamp(fields.whole(step, name), fields.whole(generation, name))
 
+        def copied(found: Any) -> dict[Member, tuple[int, ...]]:
+            if not isinstance(found, Mapping):
+                raise CapslogError("copies is no object; it names the layers that each member keeps copies of")
+            return {
+                fields.text(member, "copies"): tuple(fields.whole(layer, "copies") for layer in layers)
+                for member, layers in ((one, fields.listed(row, "copies")) for one, row in found.items())
+            }
+
         def make() -> Generation:
             if not isinstance(value, Mapping) or value.get("format") != FORMAT:
                 raise CapslogError(f"format is not {FORMAT!r}; the store belongs to another program or version")
             known = ["format", "number", "members", "leaving", "lineage", "checkpoint", "reached", "regress"]
-            fields.refuse_unknown(value, [*known, "plan", "forgotten"])
+            fields.refuse_unknown(value, [*known, "plan", "forgotten", "copies", "motion"])
             for key in known:
                 if key not in value:
                     raise CapslogError(f"field {key!r} is missing")
@@ -177,6 +194,8 @@ class Generation:
                 bool(value["regress"]),
                 None if value.get("plan") is None else Plan.from_json(value["plan"], "plan"),
                 fields.whole(value.get("forgotten", 0), "forgotten"),
+                None if value.get("copies") is None else copied(value["copies"]),
+                None if value.get("motion") is None else dict(value["motion"]),
             )
 
         return fields.within(where, make)
@@ -226,6 +245,10 @@ class MemberLayout:
                 owned.setdefault(rank, []).extend(stage.numbers)
         of_member = {members[rank]: tuple(sorted(layers)) for rank, layers in sorted(owned.items())}
         return cls(plan.num_layers, of_member, copied, problem, plan)
+
+    def with_copies(self, copied: Mapping[Member, tuple[int, ...]], problem: str | None) -> MemberLayout:
+        """The same owners, with these copies and no others."""
+        return dataclasses.replace(self, copied=dict(copied), problem=problem)
 
     def holds(self, member: Member) -> tuple[int, ...]:
         """The layers that a member owns, and then those that it copies."""

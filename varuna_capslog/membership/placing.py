@@ -66,6 +66,7 @@ class Placer:
 
     Attributes:
         proposes: plans are searched that two machines might not find alike.
+        copy_bytes: per layer, what a copy of it takes: two boundaries, and the gradients that wait for the vote.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Placer:
         edges: Sequence[Edge] = (),
         budgeted: Budgeted | None = None,
     ) -> None:
-        self._tier, self._edges = tier or HostMemory(), edges
+        self.tier, self._edges = tier or HostMemory(), edges
         self.candidates, self.elastic, self.sync = candidates, elastic, elastic.protection == "sync"
         self.layer_bytes = tuple(candidates.layer_bytes)
         self.gradient_bytes = tuple(gradient_bytes or (-(-size // 3) for size in self.layer_bytes))
@@ -86,8 +87,7 @@ class Placer:
         self._fleets = Fleets.of(candidates)
         self.budgeted = budgeted
         self.proposes = self._fleets is not None or budgeted is not None
-        # A copy's two boundaries, and the gradients that wait for the vote.
-        self._copy_bytes = [
+        self.copy_bytes = [
             2 * state + (gradient if self.sync else 0)
             for state, gradient in zip(self.layer_bytes, self.gradient_bytes, strict=True)
         ]
@@ -286,7 +286,7 @@ class Placer:
             wanted = self._place_copies(choice, seats, None).kept
             if not limits.any or sum(map(len, layout.copied.values())) >= sum(map(len, wanted.values())):
                 return found
-            before, copies = copies, [sum(self._copy_bytes[n] for n in wanted.get(seat.member, ())) for seat in seats]
+            before, copies = copies, [sum(self.copy_bytes[n] for n in wanted.get(seat.member, ())) for seat in seats]
             if before == copies:
                 break
             found = self.budgeted.plan(seats, copies, replicas)
@@ -333,7 +333,7 @@ class Placer:
         if (alike := pipelines_of(plan)) is not None:
             return Choice.of_candidate(self.candidates.of_cuts(alike[1], alike[0]), plan.num_layers)
         profile = self.candidates.profile
-        one_memory = profile is not None and self._tier.is_device(profile)
+        one_memory = profile is not None and self.tier.is_device(profile)
         return Choice.of_plan(plan, self.candidates.beside or [0] * plan.num_layers, one_memory, self._edges)
 
     def _check(self, plan: Plan) -> None:
@@ -362,7 +362,7 @@ class Placer:
             held = [*choice.rank_bytes, *[0] * (len(seats) - len(choice.rank_bytes))]
             left = [max(0, usable - taken) for usable, taken in zip(limits.of_rank, held, strict=True)]
             room = {seat.member: size for seat, size in zip(seats, left, strict=True)}
-        return place_copies(ways, hosts, self.elastic.redundancy, self._copy_bytes, spare, room, links)
+        return place_copies(ways, hosts, self.elastic.redundancy, self.copy_bytes, spare, room, links)
 
     # -- what is lacking
 

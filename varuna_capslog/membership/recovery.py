@@ -32,6 +32,11 @@ __all__ = [
 CHECKPOINT = None
 """The source of a move that is read from disk."""
 
+_FOLLOW = (
+    "copies of the layers that the lost members held follow beside the training; until then further losses count as if "
+    "they had come at once"
+)
+
 
 class Seat(NamedTuple):
     """A member as the planner sees it: where it runs, the bytes of its device (0: unknown), and the device's speed
@@ -198,6 +203,8 @@ def decide(
     layout = place(seats, record.plan)
     if isinstance(layout, str):
         return Decision(boundary, None, (), layout, checkpoint)
+    if record.copies is not None:
+        layout = layout.with_copies(record.copies, _FOLLOW)
     owned = {member: layout.owned.get(member, ()) for member in record.members}
     return Decision(boundary, layout, list_moves(boundary, owned, layer_bytes), None, checkpoint)
 

@@ -122,6 +122,8 @@ def describe(event: Mapping[str, Any]) -> str | None:
             text += "" if pause is None else f", paused {1000 * pause:.0f} ms"
             text += f", moved {format_bytes(int(event.get('moved_bytes', 0)))}"
             text += _pace(event)
+            if (motion := event.get("motion", {})).get("chosen") == "small motion":
+                text += f"; small motion, since {motion.get('why')}"
         return text
     if kind == "notice":
         return _notice(event)

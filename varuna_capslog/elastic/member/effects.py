@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from varuna_capslog.base.errors import CapslogError, StepRefused
@@ -20,7 +20,9 @@ from varuna_capslog.membership.ahead import first_owner, stay_with
 from varuna_capslog.membership.entries import AskEntry, BrokenEntry
 from varuna_capslog.membership.generation import INITIAL, Generation, Member
 from varuna_capslog.membership.recovery import Seat
+from varuna_capslog.membership.small_motion import Loss, Weighed
 from varuna_capslog.membership.state import Phase
+from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training.digests import digest
 
 if TYPE_CHECKING:
@@ -118,14 +120,30 @@ class Effects:
 
     def _with_plan(self, record: Generation) -> Generation:
         """The record with the plan that is proposed for its members; without one where a member's device is not known
-        here yet.
+        here yet. After a loss it may be a small motion's, which keeps the copies that there are.
         """
         seats = [self._parts.seats.get(member) for member in record.members]
         known = [seat for seat in seats if seat is not None]
+        if not known or len(known) < len(seats):
+            return record
         began = time.perf_counter()
-        plan = self._parts.proposals.of(known) if known and len(known) == len(seats) else None
+        plan = self._parts.proposals.of(known)
+        weighed = self._weighed(record, known, plan)
         self._parts.report.proposal_seconds = time.perf_counter() - began
+        if weighed is not None:
+            plan, copies = weighed.plan or plan, weighed.copies
+            return dataclasses.replace(record, plan=plan, copies=copies, motion=weighed.told)
         return record if plan is None else dataclasses.replace(record, plan=plan)
+
+    def _weighed(self, record: Generation, seats: Sequence[Seat], plan: Plan | None) -> Weighed | None:
+        """How those go on that are left of a generation that trained, where members were lost and nothing else is."""
+        state, parts = self._loop.state, self._parts
+        before, members = state.roles.layout, state.record.members
+        only_lost = record.members == tuple(one for one in members if one in record.members) and not record.leaving
+        if before is None or not only_lost or record.members == members or state.at.generation != state.record.number:
+            return None
+        usual, gap = self._training.usual_seconds, parts.report.gap_seconds
+        return parts.work.weigh(Loss(before, members, seats, plan, parts.peers.rate, usual, gap))
 
     # -- the first round ----------------------------------------------------------------------------------------------
 

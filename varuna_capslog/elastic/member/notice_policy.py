@@ -19,12 +19,10 @@ from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.ahead import find_ahead, stay_with
 from varuna_capslog.membership.entries import HintEntry, NoticeEntry
 from varuna_capslog.membership.generation import Member
+from varuna_capslog.membership.small_motion import LINK
 from varuna_capslog.membership.state import State
 
 __all__ = ["NoticePolicy"]
-
-LINK = 100e6
-"""Bytes per second at which what is left to move is taken to travel: a network of 1 Gbit/s."""
 
 CHANGE_SECONDS = 1.0
 """What a change is taken to last besides: two steps come on top."""

@@ -17,6 +17,7 @@ from varuna_capslog.elastic.member.proposals import Proposals
 from varuna_capslog.elastic.member.work import LayerState, Work
 from varuna_capslog.membership.generation import Generation, Member, MemberLayout, Stamp
 from varuna_capslog.membership.recovery import Place, Seat
+from varuna_capslog.membership.small_motion import USUAL_GAP
 from varuna_capslog.membership.state import Job
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training.digests import digest
@@ -33,6 +34,7 @@ class ChangeReport:
         proposal_seconds: what the search of a plan for the record took here, where this member founded the generation.
         lost_step_seconds: how long the step had taken here that the change broke off.
         rebalanced: why this member wished for another plan for the same members; None: it did not.
+        first_apply: when this member's first step was applied; changes: of members, that it has seen since.
     """
 
     before: tuple[Member, ...] = ()
@@ -45,6 +47,14 @@ class ChangeReport:
     why: tuple[str, ...] = ()
     rebalanced: str | None = None
     lost_step_seconds: float = 0.0
+    first_apply: float | None = None
+    changes: int = 0
+
+    @property
+    def gap_seconds(self) -> float:
+        """Expected until the next change: the mean between those that this member saw, and one more before them."""
+        seen = 0.0 if self.first_apply is None else time.monotonic() - self.first_apply
+        return (USUAL_GAP + seen) / (1 + self.changes)
 
     def timed(self, place: Place) -> Place:
         """The same planner; how long its last search took becomes part of the report."""
@@ -70,9 +80,11 @@ class ChangeReport:
     def applied(self, now: float) -> None:
         """A step was applied, and the change before it, if there was one, was told: another report begins."""
         if self.why:
+            self.changes += self.last_apply is not None and self.rebalanced is None
             self.search_seconds = self.proposal_seconds = self.transfer_began = self.transfer_seconds = 0.0
             self.moved_bytes, self.lost_step_seconds, self.why, self.rebalanced = 0, 0.0, (), None
         self.last_apply = now
+        self.first_apply = self.first_apply or now
 
     def event(self, record: Generation, step: int, step_began: float) -> tuple[str, dict[str, Any]]:
         """The event's kind and content, told when its first step is done.
@@ -92,6 +104,7 @@ class ChangeReport:
             "first_step_seconds": time.monotonic() - step_began,
             "moved_bytes": self.moved_bytes,
             "lost_step_seconds": self.lost_step_seconds,
+            **({} if record.motion is None else {"motion": dict(record.motion)}),
         }
 
 

@@ -12,6 +12,8 @@ import json
 import math
 import queue
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +32,9 @@ __all__ = ["PeerMessage", "Peers"]
 _MAX_HEADER = 64 << 20
 _CONNECT_SECONDS = 5.0
 _SMALL_BYTES = 256 << 10
+_LARGE_BYTES = 8 << 20
+"""Of messages whose time tells how fast the link is: more than what the system takes over at once."""
+_RATES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,7 @@ class Peers:
         self.me = me
         self._key, self._find, self._take, self._lost = key, find, take, lost
         self._closed = False
+        self._rates: deque[float] = deque(maxlen=_RATES)
         self._lock = threading.Lock()
         self._outgoing: dict[Member, _Outgoing] = {}
         self._incoming: set[Connection] = set()
@@ -89,6 +95,16 @@ class Peers:
             if outgoing is None or outgoing.stopped:
                 outgoing = self._outgoing[target] = _Outgoing(self, target)
         outgoing.queue.put((kind, dict(tensors or {}), header))
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes per second of the fastest of the last large messages sent; None: there was none."""
+        return max(self._rates, default=None)
+
+    def sent(self, size: int, seconds: float) -> None:
+        """A message of so many bytes was handed to the system in so many seconds."""
+        if size >= _LARGE_BYTES and seconds > 0:
+            self._rates.append(size / seconds)
 
     def keep(self, members: Collection[Member]) -> None:
         """Closes the connections to all others, each after what is queued for it was sent."""
@@ -167,7 +183,9 @@ class _Outgoing:
                 if item is None:
                     return
                 kind, tensors, header = item
+                began = time.monotonic()
                 _write(self._connection, {"kind": kind, **header}, tensors)
+                peers.sent(sum(tensor.nbytes for tensor in tensors.values()), time.monotonic() - began)
         except (OSError, CapslogError):  # CapslogError: the store that knows the addresses is gone
             if not peers._closed:
                 peers._lost(target)

@@ -38,6 +38,7 @@ from varuna_capslog.engine.step import train_step
 from varuna_capslog.membership.generation import INITIAL, Generation, Member, MemberLayout, Stamp
 from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.recovery import Seat
+from varuna_capslog.membership.small_motion import Loss, SmallMotion, Weighed
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Workload
@@ -200,6 +201,11 @@ class PipelineWork(Work):
 
     def _seated(self, seats: Sequence[Seat]) -> Sequence[Seat]:
         return seats if self._balance is None else self._balance.seated(seats)
+
+    def weigh(self, loss: Loss) -> Weighed | None:
+        elastic = self._run.config.elastic
+        motions = SmallMotion(self.placer, elastic.small_motion if elastic.shadows else "never")
+        return motions.weigh(dataclasses.replace(loss, seats=self._seated(loss.seats)))
 
     def rebalance(self, seats: Sequence[Seat]) -> tuple[Member, str] | None:
         found = None if self._balance is None else self._balance.wanted(seats)

@@ -14,6 +14,7 @@ from torch import Tensor
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.membership.generation import Generation, Member, MemberLayout, Stamp
 from varuna_capslog.membership.recovery import Seat
+from varuna_capslog.membership.small_motion import Loss, Weighed
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training.layer_state import LayerState
 
@@ -84,6 +85,12 @@ class Work(Protocol):
     def propose(self, seats: Sequence[Seat]) -> Plan | None:
         """What these members shall run, for the record of a generation that this member founds; None where every
         member computes it alike.
+        """
+        return None
+
+    def weigh(self, loss: Loss) -> Weighed | None:
+        """After a loss, asked of the member that founds the next generation: new cuts at once, or first a small motion.
+        None: there is no choice.
         """
         return None
 

@@ -14,7 +14,7 @@ from typing import Any
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.generation import Member, MemberLayout, Stamp
 from varuna_capslog.membership.state import Phase, State
-from varuna_capslog.rig.search.places import make_job, with_drawn_plan
+from varuna_capslog.rig.search.places import make_job, with_drawn_plan, with_small_motion
 from varuna_capslog.rig.search.world import Transition, World
 
 __all__ = ["DAMAGE", "FAULTS", "LADDER", "REBALANCE", "Course", "History", "HistoryOutcome"]
@@ -51,6 +51,7 @@ class History:
         ladder: hints, and leaves that want a checkpoint first, are among the faults.
         damage: damaged copies and layers are among the faults.
         plans: most founders draw a plan of any rectangles, which the record carries.
+        motions: with `plans`, most founders after a loss hand the lost stages out and keep the copies that there are.
     """
 
     seed: int
@@ -70,6 +71,7 @@ class History:
     ladder: bool = False
     damage: bool = False
     plans: bool = False
+    motions: bool = False
 
 
 @dataclass
@@ -80,6 +82,7 @@ class HistoryOutcome:
     generations: int = 0
     step: int = 0
     went_back: int = 0
+    motions: int = 0
     ended: str = ""
     faults: Counter[str] = field(default_factory=Counter)
 
@@ -126,6 +129,9 @@ class Course(World):
                 if not self.job.sync:
                     self._offer(i, number, step)
             case m.CompareAndSet():
+                if self.history.motions and self.dice.random() < 0.8:
+                    effect = with_small_motion(effect, self.states[i], self.dice)
+                    self.outcome.motions += effect.record.copies is not None
                 post(("cas", i, effect))
             case m.ReadStore():
                 post(("watch", i))
@@ -219,7 +225,7 @@ class Course(World):
         if kind == "cas":
             if self.reach_store(i):
                 before = self.record.number
-                draws = self.history.plans and self.dice.random() < 0.8
+                draws = self.history.plans and mail[2].record.copies is None and self.dice.random() < 0.8
                 self.compare_and_set(with_drawn_plan(mail[2], self.history.num_layers, self.dice) if draws else mail[2])
                 if self.record.number != before:
                     self.pool += [("watch", j) for j in range(len(self.states)) if self.alive[j]]

@@ -12,6 +12,7 @@ from varuna_capslog.membership import messages as m
 from varuna_capslog.membership import protocol
 from varuna_capslog.membership.state import State
 from varuna_capslog.rig.search.course import Course, History, HistoryOutcome
+from varuna_capslog.rig.search.places import with_pipeline
 from varuna_capslog.rig.search.world import Transition, Violation
 
 __all__ = ["Stuck", "begin", "draw", "play", "take"]
@@ -24,7 +25,12 @@ class Stuck(AssertionError):
 
 
 def draw(
-    seed: int, members: int | None = None, ladder: bool = False, damage: bool = False, plans: bool = False
+    seed: int,
+    members: int | None = None,
+    ladder: bool = False,
+    damage: bool = False,
+    plans: bool = False,
+    motions: bool = False,
 ) -> History:
     """A history from a seed: sizes, rules and chances of every kind.
 
@@ -32,6 +38,7 @@ def draw(
         ladder: with the whole ladder of notices, and more often with shadows; other histories than without.
         damage: with damaged copies and layers, and more often with shadows; other histories than without.
         plans: with plans of any rectangles, drawn by the founders; other histories than without.
+        motions: with `plans`, and small motions after losses.
     """
     dice = random.Random(seed)
     count = members or dice.choice((2, 3, 3, 4, 4, 5, 6, 8))
@@ -54,6 +61,7 @@ def draw(
         ladder=ladder,
         damage=damage,
         plans=plans,
+        motions=motions,
     )
 
 
@@ -80,11 +88,13 @@ def play(history: History, transition: Transition = protocol.step, compare: bool
 
 def begin(world: Course) -> None:
     """The first members found the first generation."""
-    names = [f"m{number:04d}" for number in range(world.history.members)]
+    history = world.history
+    names = [f"m{number:04d}" for number in range(history.members)]
     for number, name in enumerate(names):
         world.add(State(name, f"h{number:04d}"))
-    world.record = world.records[1] = world.record.successor(names)
-    for i in range(world.history.members):
+    record = world.record.successor(names)
+    world.record = world.records[1] = with_pipeline(record, history.num_layers) if history.motions else record
+    for i in range(history.members):
         world.feed(i, m.Enter())
         world.feed(i, m.StoreSays(world.record))
 

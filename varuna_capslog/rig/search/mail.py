@@ -13,6 +13,7 @@ from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.generation import Generation
 from varuna_capslog.membership.state import Phase, State
 from varuna_capslog.rig.search.forgetting import adopts, brought, living, valid
+from varuna_capslog.rig.search.places import with_pipeline
 from varuna_capslog.rig.search.possible import ANSWERING, OpenWorld
 from varuna_capslog.rig.search.post import Action, Scenario
 
@@ -26,6 +27,8 @@ class MailWorld(OpenWorld):
         """Founds generation 1 and trains nothing yet: all own layers are initialised."""
         names = [f"m{number}" for number in range(self.scenario.members)]
         self.record = self.record.successor(names)
+        if self.scenario.motions:
+            self.record = with_pipeline(self.record, len(self.job.layer_bytes))
         self.records[1] = self.record
         for i in range(self.scenario.members):
             self.feed(i, m.Enter())
@@ -183,6 +186,7 @@ class MailWorld(OpenWorld):
                 tuple(sorted(self.truth.rounds.items())),
             ),
             (tuple(sorted(self.truth.behind.items())), self.truth.settled, self.truth.protected),
+            self.truth.missed,
         )
 
     def _told_next(self) -> tuple[Any, ...]:

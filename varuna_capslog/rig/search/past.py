@@ -30,7 +30,8 @@ class Past:
         rounds: of each generation the newest step that all have voted for.
         behind: of each generation how many votes were completed after its successor was founded.
         settled: the newest boundary that all voters of the newest generation are known to have reached.
-        protected: members of the newest generation that voted on a step.
+        protected: members of the newest generation that voted on a step and that copies were placed in.
+        missed: those of them that later generations, which kept the copies they found, did without.
         wished, hinted: the changes that any member was told of.
         asks: (member, change): this member knows that the change wants a checkpoint first.
         damaged: states that are not what their stamps say.
@@ -42,6 +43,7 @@ class Past:
     behind: dict[int, int] = field(default_factory=dict)
     settled: Stamp = INITIAL
     protected: tuple[Member, ...] = ()
+    missed: frozenset[Member] = frozenset()
     wished: frozenset[m.Change] = frozenset()
     hinted: frozenset[m.Change] = frozenset()
     asks: frozenset[tuple[int, m.Change]] = frozenset()

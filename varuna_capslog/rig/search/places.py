@@ -7,17 +7,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from varuna_capslog.membership.choice import Choice
-from varuna_capslog.membership.generation import Member, MemberLayout
+from varuna_capslog.membership.generation import Generation, Member, MemberLayout
+from varuna_capslog.membership.handing_out import among, bare, given, ways_to_give
 from varuna_capslog.membership.messages import CompareAndSet
 from varuna_capslog.membership.recovery import Place, Seat
 from varuna_capslog.membership.redundancy import place_copies
-from varuna_capslog.membership.state import Job
+from varuna_capslog.membership.small_motion import kept_copies
+from varuna_capslog.membership.state import Job, State
 from varuna_capslog.plans.parts import Units
+from varuna_capslog.plans.pipelines import plan_of_pipelines
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.rig.drawn_plans import draw_plan
 from varuna_capslog.schedules import Edge
 
-__all__ = ["even_places", "make_job", "with_drawn_plan"]
+__all__ = ["even_places", "make_job", "with_drawn_plan", "with_pipeline", "with_small_motion"]
 
 _UNITS = Units(4, 1, 4)
 
@@ -67,6 +70,34 @@ def with_drawn_plan(effect: CompareAndSet, num_layers: int, dice: random.Random)
     edges = _edges(num_layers) if dice.random() < 0.5 else None
     plan = draw_plan(dice, num_layers, _UNITS, len(record.members), edges=edges)
     return replace(effect, record=replace(record, plan=plan))
+
+
+def with_pipeline(record: Generation, num_layers: int) -> Generation:
+    """The record with a plan of one stage for each member, as far as there are layers."""
+    stages = min(len(record.members), num_layers)
+    cuts = [stage * num_layers // stages for stage in range(stages)]
+    return replace(record, plan=plan_of_pipelines(num_layers, cuts, 1, _UNITS))
+
+
+def with_small_motion(effect: CompareAndSet, state: State, dice: random.Random) -> CompareAndSet:
+    """The effect of a founder after a loss that draws who takes over the lost stages, while all others keep theirs, and
+    all keep the copies that they have; as it is where members were not only lost.
+    """
+    record, before, members = effect.record, state.roles.layout, state.record.members
+    left = [member for member in members if member in record.members]
+    lost = len(left) < len(members) and record.members == tuple(left) and not record.leaving
+    trained = state.record.number == effect.expected == state.at.generation
+    if not left or not lost or not trained or before is None or before.plan is None or not before.covers(left):
+        return effect
+    plan, places = bare(before.plan), {members.index(member): place for place, member in enumerate(left)}
+    while plan is not None and (gone := [n for n, stage in enumerate(plan.stages) if stage.rank not in places]):
+        ways = list(ways_to_give(plan, gone[0], list(places)))
+        plan = next((one for way in dice.sample(ways, len(ways)) if (one := given(plan, gone[0], way))), None)
+    if plan is None:
+        return effect
+    plan = among(plan, places)
+    copies = kept_copies(before, MemberLayout.of_plan(plan, left, {}).owned, left)
+    return replace(effect, record=replace(record, plan=plan, copies=copies))
 
 
 def _edges(num_layers: int) -> list[Edge]:

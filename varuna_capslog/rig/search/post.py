@@ -10,7 +10,7 @@ from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.ahead import find_ahead
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.state import Job, Phase, State
-from varuna_capslog.rig.search.places import make_job, with_drawn_plan
+from varuna_capslog.rig.search.places import make_job, with_drawn_plan, with_small_motion
 from varuna_capslog.rig.search.world import Transition, World
 
 __all__ = ["Action", "PostWorld", "Scenario"]
@@ -37,6 +37,7 @@ class Scenario:
         stale: a watch may deliver records that were replaced since; False: the newest only.
         hasty: how many `Tick`s come too early; besides, one comes where nothing else is left to happen.
         plans: every founder draws a plan of any rectangles, which the record carries.
+        motions: with `plans`, every founder after a loss hands the lost stages out and keeps the copies that there are.
     """
 
     members: int = 3
@@ -52,6 +53,7 @@ class Scenario:
     stale: bool = False
     hasty: int = 0
     plans: bool = False
+    motions: bool = False
     job: Job = field(default_factory=lambda: make_job(3))
     redundancy: int = 1
 
@@ -77,7 +79,11 @@ class PostWorld(World):
     def emit(self, i: int, effect: m.Effect) -> None:
         match effect:
             case m.CompareAndSet():
-                if self.scenario.plans:  # another one for each founder, and the same whenever it founds the same
+                if self.scenario.motions:
+                    effect = with_small_motion(effect, self.states[i], random.Random(f"{i} {effect.record.members}"))
+                if (
+                    self.scenario.plans and effect.record.copies is None
+                ):  # another one for each founder, and the same whenever it founds the same
                     dice = random.Random(f"{i} {effect.record.members}")
                     effect = with_drawn_plan(effect, len(self.job.layer_bytes), dice)
                 self.mail |= {("cas", i, effect)}

@@ -10,7 +10,8 @@ The rules, each checked where it could break:
 2. Once a generation is founded, an older one completes at most the vote that was under way: never two groups train.
 3. Equal stamps are equal states: each has one predecessor, and no member computes with a mixture.
 4. A settled step (all voters hold it) is never lost, unless a generation that may go back was founded in so many words;
-   and that is needed only where more members are gone than the redundancy covers.
+   and that is needed only where more members are gone than the redundancy covers. Those that were lost before a
+   generation that keeps the copies it finds count as long as it and others like it train.
 5. A step is applied at most once in the past of any state, and without gaps.
 6. A member sends, drops and claims only what it holds; all members of a generation decide alike, by the plan that its
    record carries, if it carries one.
@@ -354,7 +355,10 @@ class World:
         self.truth.rounds[number] = effect.round
         if number == max(self.truth.bases):
             self.truth.settled = at  # all of them voted from this boundary
-            self.truth.protected = record.members
+            if record.copies is None:
+                self.truth.protected, self.truth.missed = record.members, frozenset()
+            else:  # nothing was copied anew, and what is lost now adds up to what was lost before
+                self.truth.missed |= set(self.truth.protected) - set(record.members)
 
     def _apply(self, i: int, effect: m.Apply) -> None:
         state, after = self.states[i], Stamp(effect.step, effect.generation)
@@ -426,7 +430,7 @@ class World:
         record = self.records[number]
         if not record.regress:
             self._fail(4, i, effect, f"goes on from {base} and loses {truth.settled}, which was settled")
-        gone = set(truth.protected) - set(record.participants)
+        gone = set(truth.protected) - set(record.participants) | truth.missed
         if len(gone) <= min(self.redundancy, len(truth.protected) - 1):
             self._fail(4, i, effect, f"goes back from {truth.settled} to {base} though only {sorted(gone)} are gone")
         truth.settled = base

@@ -1,0 +1,122 @@
+"""Losing one of eight ranks, by the pure functions: bytes and pause before the next step, with new cuts and with a
+small motion, for the paper's configurations on estimated profiles and links of three rates.
+
+Each of the eight ranks is lost once. Layers and copies are placed as a run of planner `budget` places them (redundancy
+1, one rank per host). The pause is that of the transfers alone: finding the loss and founding the generation are the
+same both ways.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from varuna_capslog.config.reading import load_config
+from varuna_capslog.config.settings import Elastic
+from varuna_capslog.membership.candidates import Candidates
+from varuna_capslog.membership.generation import MemberLayout
+from varuna_capslog.membership.placing import Placer
+from varuna_capslog.membership.protection import state_bytes
+from varuna_capslog.membership.recovery import Seat
+from varuna_capslog.membership.small_motion import Loss, SmallMotion, Weighed
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules import RunShape
+from varuna_capslog.start.prepare import profile_run
+
+ROOT = Path(__file__).parents[3]
+NAMES = ("rn50_e6", "rn101_e12", "rn50_d_e6", "rn101_d_e12")
+RATES = {"100 Mbit/s": 12.5e6, "1 Gbit/s": 125e6, "10 Gbit/s": 1.25e9}
+DEVICES = 8
+MICROBATCHES = 16
+
+
+def placer_of(profile: Profile, planner: str) -> Placer:
+    """As a run has it: snapshots beside training, copies on the device, activations between ranks in no time."""
+    sizes = state_bytes(profile)
+    assert sizes is not None
+    run = RunShape(MICROBATCHES, microbatch_size=1)
+    candidates = Candidates(profile, tuple(sizes[0]), run, planner, beside=sizes[0])
+    return Placer(candidates, Elastic(), sizes[1])
+
+
+def losses_of(placer: Placer, rate: float, setting: str, step_seconds: float) -> list[tuple[Weighed, float]]:
+    """What is weighed where each rank is lost, and the seconds that it took."""
+    seats = [Seat(f"m{rank}", f"h{rank}", 0) for rank in range(DEVICES)]
+    before = placer(seats, placer.propose(seats))
+    assert isinstance(before, MemberLayout)
+    motions, found = SmallMotion(placer, setting), []
+    for out in range(DEVICES):
+        left = [*seats[:out], *seats[out + 1 :]]
+        loss = Loss(before, tuple(seat.member for seat in seats), left, placer.propose(left), rate, step_seconds)
+        motions.weigh(loss)
+        begun = time.perf_counter()
+        weighed = motions.weigh(loss)
+        assert weighed is not None
+        found.append((weighed, time.perf_counter() - begun))
+    return found
+
+
+def row_of(name: str, profile: Profile, planner: str, link: str, step_seconds: float) -> dict[str, Any]:
+    """Medians and ranges over the lost rank."""
+    rate = RATES[link]
+    placer = placer_of(profile, planner)
+    always = losses_of(placer, rate, "always", step_seconds)
+    auto = losses_of(placer, rate, "auto", step_seconds)
+
+    def of(way: str, key: str) -> list[float]:
+        return [one.told[way][key] for one, _ in always if way in one.told]
+
+    def bytes_of(way: str) -> list[float]:
+        return [one + other for one, other in zip(of(way, "moved_bytes"), of(way, "copied_bytes"), strict=True)]
+
+    def told(values: list[float], digits: int) -> list[float]:
+        return [round(value, digits) for value in (statistics.median(values), min(values), max(values))]
+
+    return {
+        "configuration": name,
+        "planner": planner,
+        "link": link,
+        "state_megabytes": round(sum(placer.layer_bytes) / 1e6),
+        **{
+            way: {
+                "megabytes": told([size / 1e6 for size in bytes_of(way)], 1),
+                "pause_seconds": told(of(way, "pause_seconds"), 3),
+                "step_seconds": told(of(way, "step_seconds"), 3),
+                "lost_seconds": told(of(way, "lost_seconds"), 2),
+            }
+            for way in ("new_cuts", "small_motion")
+        },
+        "follow_megabytes": told([one.told["follow_bytes"] / 1e6 for one, _ in always], 1),
+        "auto_small_motions": sum(one.plan is not None for one, _ in auto),
+        "weighing_ms": told([1e3 * seconds for _, seconds in always], 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*", default=list(NAMES))
+    parser.add_argument("--planner", default="throughput")
+    parser.add_argument(
+        "--step", type=float, default=0.0, help="seconds that a step of eight ranks takes; 0: estimated"
+    )
+    parser.add_argument("-o", "--output", type=Path)
+    given = parser.parse_args()
+    for name in given.only:
+        config = load_config(ROOT / "configs" / "paper" / f"{name}.yaml", ["profile.source=estimated"])
+        profile = profile_run(config, show=False)
+        for link in RATES:
+            line = json.dumps(row_of(name, profile, given.planner, link, given.step))
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()
+            if given.output:
+                with given.output.open("a", encoding="utf-8") as file:
+                    file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,377 @@
+"""After a loss: new cuts at once, or the lost layers alone handed out now and the new cuts beside the training.
+
+With new cuts the members wait for the layers that change owner, and the first vote for the copies. In a small motion
+all keep what they have: whoever holds copies of the lost layers trains them, no copy is made anew, and often nothing
+moves. Steps are longer until the new cuts, and the copies that protection lacks, were made beside the training. Each
+way is weighed by the seconds of training that it is expected to lose:
+
+    new cuts        waiting for layers and copies
+    small motion    waiting for the layers that move all the same; the part of the time until the new cuts are there by
+                    which its steps are longer; a second, planned change
+
+Another change may come before, after H seconds in the mean; the chance that it has not after t is exp(-t / H). Pure; no
+torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.units import format_bytes
+from varuna_capslog.membership.generation import INITIAL, Member, MemberLayout
+from varuna_capslog.membership.handing_out import Part, among, bare, given, ways_to_give
+from varuna_capslog.membership.placing import Placer
+from varuna_capslog.membership.recovery import Move, Seat, list_moves, newest_boundary
+from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.planning.playing import play
+from varuna_capslog.planning.ranks import judged
+from varuna_capslog.plans.parts import PlanRank, PlanStage
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.beside import with_beside
+
+__all__ = ["LINK", "USUAL_GAP", "Loss", "SmallMotion", "Traffic", "Weighed", "kept_copies", "traffic_of"]
+
+LINK = 100e6
+"""Bytes per second that state travels at, where nothing was measured: a network of 1 Gbit/s."""
+SECOND_PAUSE = 0.1
+"""Seconds that the planned change to the new cuts pauses (`benchmarks/morph/planned`)."""
+BESIDE = 1.5
+"""So many times as long copies take beside the training."""
+USUAL_GAP = 600.0
+"""Seconds between two changes, before a run has a history."""
+_PLAYED = 4
+"""Ways to hand a stage out whose step is played; by the others' busiest rank they promise less."""
+_BUILT = 64
+"""Ways to hand a stage out that are looked at after the bound."""
+_NO_LIMIT = 1 << 62
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What is known where members were lost.
+
+    Attributes:
+        before: the layout that the lost generation trained with, and its members by rank.
+        seats: of those that are left, in the same order.
+        proposed: what `Placer.propose` gives for them.
+        rate: bytes per second that state travels at; None: not measured.
+        step_seconds: of the last steps as they were measured; 0: unknown.
+        gap_seconds: expected until the next change.
+    """
+
+    before: MemberLayout
+    members: tuple[Member, ...]
+    seats: Sequence[Seat]
+    proposed: Plan | None
+    rate: float | None = None
+    step_seconds: float = 0.0
+    gap_seconds: float = USUAL_GAP
+
+    @property
+    def left(self) -> list[Member]:
+        """Those that are left."""
+        return [seat.member for seat in self.seats]
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """Both ways, and which was chosen.
+
+    Attributes:
+        plan, copies: of the small motion, for the generation's record, where it was chosen; else None.
+        told: for `events.jsonl`.
+    """
+
+    plan: Plan | None
+    copies: Mapping[Member, tuple[int, ...]] | None
+    told: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What travels before a step counts: layers to owners before it is computed, then copies before it is voted on."""
+
+    moves: tuple[Move, ...]
+    copies: tuple[Move, ...]
+
+    @property
+    def bytes(self) -> int:
+        """All together."""
+        return sum(move.bytes for move in (*self.moves, *self.copies))
+
+    def seconds(self, rate: float) -> float:
+        """How long the busiest member sends or receives; one turn after the other."""
+        return (_busiest(self.moves) + _busiest(self.copies)) / rate
+
+
+def _busiest(moves: Sequence[Move]) -> int:
+    load: dict[tuple[str, Member | None], int] = {}
+    for move in moves:
+        for key in (("out", move.source), ("in", move.target)):
+            load[key] = load.get(key, 0) + move.bytes
+    return max(load.values(), default=0)
+
+
+def traffic_of(
+    before: MemberLayout, after: MemberLayout, members: Sequence[Member], layer_bytes: Sequence[int]
+) -> Traffic:
+    """What these members, which hold every layer between them, send each other to go from one layout to another."""
+    held = {member: [(layer, INITIAL) for layer in before.holds(member)] for member in members}
+    boundary = newest_boundary(len(layer_bytes), held, lambda stamp: True, INITIAL)
+    moves = list_moves(boundary, {member: after.owned.get(member, ()) for member in members}, layer_bytes)
+    first = {layer: member for member in reversed(members) for layer in after.owned.get(member, ())}
+    copies = tuple(
+        Move(layer, first[layer], member, layer_bytes[layer])
+        for member in members
+        for layer in after.copied.get(member, ())
+        if layer not in before.holds(member)
+    )
+    return Traffic(moves, copies)
+
+
+def kept_copies(
+    before: MemberLayout, owned: Mapping[Member, Collection[int]], members: Sequence[Member]
+) -> dict[Member, tuple[int, ...]]:
+    """What each of these members held before and does not own now: all that they have stays."""
+    found = {member: tuple(sorted(set(before.holds(member)) - set(owned.get(member, ())))) for member in members}
+    return {member: layers for member, layers in found.items() if layers}
+
+
+def expected_loss(pause: float, slow: float, ratio: float, second: float, gap: float) -> float:
+    """Seconds of training lost: a pause, then a time in which a step does `ratio` of what it could, then a pause."""
+    reached = math.exp(-pause / gap)
+    slowed = (1 - ratio) * gap * reached * -math.expm1(-slow / gap)
+    return -gap * math.expm1(-pause / gap) + slowed + second * math.exp(-(pause + slow) / gap)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A layout of those that are left, and what it costs."""
+
+    layout: MemberLayout
+    traffic: Traffic
+    step_seconds: float | None
+    lost_seconds: float | None = None
+
+    @property
+    def told(self) -> dict[str, Any]:
+        moves, copies = (sum(one.bytes for one in row) for row in (self.traffic.moves, self.traffic.copies))
+        return {
+            "moved_bytes": moves,
+            "copied_bytes": copies,
+            "step_seconds": self.step_seconds,
+            "lost_seconds": self.lost_seconds,
+        }
+
+
+class SmallMotion:
+    """Weighs the two ways for one run.
+
+    Args:
+        placer: of the run.
+        setting: `elastic.small_motion`.
+    """
+
+    def __init__(self, placer: Placer, setting: str = "auto") -> None:
+        self._placer, self._setting = placer, setting
+        self._profile = placer.candidates.profile if placer.candidates.timed else None
+
+    def weigh(self, loss: Loss) -> Weighed | None:
+        """Which way these members go on; None where there is nothing to choose between."""
+        left, sizes = loss.left, self._placer.layer_bytes
+        plan = loss.before.plan
+        if self._setting == "never" or plan is None or not left or not loss.before.covers(left):
+            return None
+        layout = self._placer(loss.seats, loss.proposed)
+        if isinstance(layout, str):
+            return None
+        rate = loss.rate or LINK
+        cuts = self._way(loss, layout, None)
+        pause = cuts.traffic.seconds(rate)
+        if self._setting == "auto" and pause <= SECOND_PAUSE:  # found before anything is played
+            why = f"they move {format_bytes(cuts.traffic.bytes)} in about {pause:.2f} s"
+            return Weighed(None, None, {"chosen": "new cuts", "why": why, "new_cuts": cuts.told})
+        scale = 1.0
+        if loss.step_seconds and (planned := self._played(plan)):
+            scale = loss.step_seconds / planned
+        seconds = None if layout.plan is None else self._played(layout.plan)
+        cuts = self._way(loss, layout, seconds, scale)
+        small = self._best(loss, plan, cuts, rate, scale)
+        cuts = dataclasses.replace(cuts, lost_seconds=expected_loss(pause, 0.0, 1.0, 0.0, loss.gap_seconds))
+        chosen, why = self._choice(cuts, small)
+        told = {
+            "chosen": "small motion" if chosen else "new cuts",
+            "why": why,
+            "new_cuts": {**cuts.told, "pause_seconds": pause},
+            "bytes_per_second": rate,
+            "gap_seconds": loss.gap_seconds,
+        }
+        if small is not None:
+            follow = traffic_of(small.layout, cuts.layout, left, sizes)
+            told["small_motion"] = {**small.told, "pause_seconds": small.traffic.seconds(rate)}
+            told["follow_bytes"] = follow.bytes
+        if not chosen or small is None:
+            return Weighed(None, None, told)
+        return Weighed(small.layout.plan, small.layout.copied, told)
+
+    def _choice(self, cuts: _Way, small: _Way | None) -> tuple[bool, str]:
+        if small is None:
+            return False, "no member has room for the lost layers beside its own"
+        moved = f"{format_bytes(small.traffic.bytes)} move before the next step, {format_bytes(cuts.traffic.bytes)} for"
+        if self._setting == "always":
+            return True, f"elastic.small_motion is always; {moved} new cuts"
+        if small.lost_seconds is None or cuts.lost_seconds is None:
+            return False, "without the seconds of the layers in its profile the run cannot weigh a small motion"
+        lost = f"it is expected to lose {small.lost_seconds:.2f} s of training, new cuts {cuts.lost_seconds:.2f} s"
+        return small.lost_seconds < cuts.lost_seconds, f"{lost}; {moved} new cuts"
+
+    # -- the small motion ----------------------------------------------------------------------------------------------
+
+    def _best(self, loss: Loss, plan: Plan, cuts: _Way, rate: float, scale: float) -> _Way | None:
+        """The way with the least loss, of those that have room; None where none has."""
+        found: list[_Way] = []
+        for one in self._handed_out(loss, plan, cuts, rate, scale):
+            owned = MemberLayout.of_plan(one, loss.left, {}).owned
+            copies = kept_copies(loss.before, owned, loss.left)
+            fitting = self._fitting(one, loss.seats, copies)
+            if fitting is None:
+                continue
+            layout = MemberLayout.of_plan(fitting, loss.left, copies)
+            way = self._way(loss, layout, fitting.step_seconds, scale)
+            found.append(self._weighed(loss, way, cuts, rate))
+            if len(found) >= _PLAYED:
+                break
+        order = enumerate(found)
+        key = lambda entry: (entry[1].lost_seconds or 0.0, entry[1].traffic.bytes, entry[0])  # noqa: E731
+        return min(order, key=key)[1] if found else None
+
+    def _weighed(self, loss: Loss, way: _Way, cuts: _Way, rate: float) -> _Way:
+        if way.step_seconds is None or cuts.step_seconds is None:
+            return way
+        follow = traffic_of(way.layout, cuts.layout, loss.left, self._placer.layer_bytes)
+        slow = BESIDE * follow.seconds(rate) + 2 * way.step_seconds
+        ratio, pause = cuts.step_seconds / way.step_seconds, way.traffic.seconds(rate)
+        lost = expected_loss(pause, slow, ratio, SECOND_PAUSE, loss.gap_seconds)
+        return dataclasses.replace(way, lost_seconds=lost)
+
+    def _handed_out(self, loss: Loss, plan: Plan, cuts: _Way, rate: float, scale: float) -> Iterator[Plan]:
+        """Plans in which those that are left have the stages of the others, those that promise most first."""
+        members, left = loss.members, set(loss.left)
+        places = {rank: loss.left.index(one) for rank, one in enumerate(members) if one in left}
+        found = bare(plan)
+        if found is None:
+            return
+        lost = sum(stage.rank not in places for stage in found.stages)
+        if not lost:  # who is gone kept copies only
+            yield among(found, places)
+        holds = {rank: frozenset(loss.before.holds(members[rank])) for rank in places}
+        for turn in range(lost):
+            gone = [number for number, stage in enumerate(found.stages) if stage.rank not in places]
+            number = max((self._work(found, found.stages[at]), -at, at) for at in gone)[2]
+            ways = self._in_order(found, number, holds, cuts, rate, scale)
+            plans = [given(found, number, parts) for parts in ways[:_BUILT]]
+            fitting = [one for one in plans if one is not None]
+            if turn == lost - 1:
+                yield from (among(one, places) for one in fitting)
+            if not fitting:
+                return
+            found = fitting[0]
+
+    def _in_order(
+        self,
+        plan: Plan,
+        number: int,
+        holds: Mapping[int, frozenset[int]],
+        cuts: _Way,
+        rate: float,
+        scale: float,
+    ) -> list[tuple[Part, ...]]:
+        """The ways to give a stage away: the one that moves fewest bytes, then those that by their busiest rank lose
+        least.
+        """
+        sizes, stage = self._placer.layer_bytes, plan.stages[number]
+        busy = dict.fromkeys(holds, 0.0)
+        for one in plan.stages:
+            if one.rank in busy:
+                busy[one.rank] += self._work(plan, one)
+        follow = BESIDE * cuts.traffic.seconds(rate)
+
+        def key(parts: tuple[Part, ...]) -> tuple[float, int, float]:
+            taken = dict(busy)
+            coming = dict.fromkeys(holds, 0)
+            for first, end, rank in parts:
+                layers = [layer for layer in stage.numbers if first <= layer < end]
+                taken[rank] += self._work(plan, stage, layers)
+                coming[rank] += sum(sizes[layer] for layer in layers if layer not in holds[rank])
+            moved, longest = sum(coming.values()), max(taken.values())
+            if self._profile is None or cuts.step_seconds is None:
+                return float(moved), moved, longest
+            slower = 1 - min(1.0, cuts.step_seconds / (scale * longest)) if longest else 0.0
+            return max(coming.values()) / rate + slower * follow, moved, longest
+
+        ways = sorted(ways_to_give(plan, number, list(holds)), key=key)
+        fewest = min(ways, key=lambda parts: key(parts)[1:])
+        return [fewest, *(one for one in ways if one != fewest)]
+
+    def _work(self, plan: Plan, stage: PlanStage, layers: Sequence[int] | None = None) -> float:
+        """Seconds of a stage in a step, of some layers of it; without a profile their bytes."""
+        layers = stage.numbers if layers is None else layers
+        if self._profile is None:
+            return float(sum(self._placer.layer_bytes[layer] for layer in layers))
+        run, rows = self._placer.candidates.run, [self._profile.layers[layer] for layer in layers]
+        again = stage.recomputes(run) and stage.end < plan.num_layers  # the last stage's backwards follow at once
+        units = len(stage.blocks) * plan.units.of_block if stage.blocks is not None else plan.units.per_step or 1
+        one = sum((row.forward_seconds or 0.0) * (1 + again) + (row.backward_seconds or 0.0) for row in rows)
+        return units * one
+
+    # -- what a layout costs -------------------------------------------------------------------------------------------
+
+    def _way(self, loss: Loss, layout: MemberLayout, seconds: float | None, scale: float = 1.0) -> _Way:
+        traffic = traffic_of(loss.before, layout, loss.left, self._placer.layer_bytes)
+        return _Way(layout, traffic, None if seconds is None else scale * seconds)
+
+    def _played(self, plan: Plan) -> float | None:
+        """Seconds of a step by the profile; None where it cannot be played."""
+        if self._profile is None:
+            return None
+        candidates = self._placer.candidates
+        ranks = tuple(PlanRank(speed=plan.speed_of(rank)) for rank in range(plan.num_ranks))
+        shown = dataclasses.replace(plan, ranks=ranks, fits=None, shortfall=None, profile_digest=None)
+        try:
+            run = candidates.run
+            return play(self._profile, shown, None, None, run.recompute, run, candidates.link).step_seconds
+        except CapslogError:
+            return None
+
+    def _fitting(self, plan: Plan, seats: Sequence[Seat], copies: Mapping[Member, tuple[int, ...]]) -> Plan | None:
+        """The plan with what is known of its ranks, where each has room for it, snapshots and these copies."""
+        placer, speeds = self._placer, [None if seat.speed == 1.0 else seat.speed for seat in seats]
+        shown = plan
+        if any(speeds):
+            shown = dataclasses.replace(plan, ranks=tuple(PlanRank(speed=one) for one in speeds))
+        seconds = self._played(shown)
+        if self._profile is not None and seconds is None:
+            return None
+        shown = dataclasses.replace(shown, step_seconds=seconds)
+        candidates, profile = placer.candidates, placer.candidates.profile
+        if not candidates.described or profile is None or not any(seat.capacity for seat in seats):
+            return shown
+        headroom = Headroom.of(profile)
+        limits: list[PlanRank] = []
+        for seat, speed in zip(seats, speeds, strict=True):
+            beside = sum(placer.copy_bytes[layer] for layer in copies.get(seat.member, ()))
+            room = headroom.usable(seat.capacity or _NO_LIMIT) - beside
+            limits.append(PlanRank(capacity_bytes=max(1, headroom.reserved(max(0, room))), speed=speed))
+        held = with_beside(profile, candidates.beside or [0] * profile.num_layers)
+        tight = judged(held, dataclasses.replace(plan, ranks=tuple(limits)), candidates.run, tier=placer.tier)
+        if not tight.fits:
+            return None
+        pairs = zip(seats, speeds, strict=True)
+        own = tuple(PlanRank(capacity_bytes=seat.capacity or None, speed=speed) for seat, speed in pairs)
+        found = judged(profile, dataclasses.replace(plan, ranks=own), candidates.run, tier=placer.tier)
+        return dataclasses.replace(found, step_seconds=seconds)
