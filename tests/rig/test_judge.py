@@ -228,6 +228,26 @@ def test_a_run_goes_back_to_a_checkpoint_only_where_more_is_lost_than_the_redund
     assert "only nobody was lost" in found
 
 
+def test_losses_add_up_as_long_as_no_copies_were_made_anew():
+    """a, b and c train; b is lost, a and c keep the copies that they have; then c is lost before others were made."""
+
+    def run(copies):
+        first = Generation(1, ("a", "b", "c"))
+        second = dataclasses.replace(first.successor(("a", "c"), base=Stamp(0, 0), reached=2), copies=copies)
+        third = second.successor(("a",), base=Stamp(2, 1), reached=4, regress=True)
+        segment = Segment(0)
+        segment.founded = [(first, 0.0), (second, 3.0), (third, 6.0)]
+        segment.opened = [opened(one, 1, (0, 0), ("a", "b", "c"), 0.5) for one in "abc"]
+        segment.opened += [opened(one, 2, (2, 1), ("a", "c"), 3.5) for one in "ac"]
+        segment.opened.append(opened("a", 3, (0, 0), ("a",), 6.5))
+        segment.stepped = [stepped(one, 1, step, step, "0") for step in (1, 2) for one in "abc"]
+        segment.stepped += [stepped(one, 2, step, step + 1.0, "0") for step in (3, 4) for one in "ac"]
+        return [text for text in judge([segment], TRUTH, WEIGHTS, 8, redundancy=1) if "went back" in text]
+
+    assert run({}) == []
+    assert len(run(None)) == 1
+
+
 def test_what_async_may_take_back_is_counted_from_the_newest_step_of_all_generations():
     run = good_run()
     run.opened[2] = opened("a", 2, (2, 1), ("a",), 5.5)

@@ -9,8 +9,9 @@ way is weighed by the seconds of training that it is expected to lose:
     small motion    waiting for the layers that move all the same; the part of the time until the new cuts are there by
                     which its steps are longer; a second, planned change
 
-Another change may come before, after H seconds in the mean; the chance that it has not after t is exp(-t / H). Pure; no
-torch.
+Another change may come before, after H seconds in the mean; the chance that it has not after t is exp(-t / H). Until
+the copies are there, some layers have one holder only: if it is this member's loss that comes, the run goes back to its
+last checkpoint, and what was trained since is lost as well. Pure; no torch.
 """
 
 from __future__ import annotations
@@ -34,7 +35,18 @@ from varuna_capslog.plans.parts import PlanRank, PlanStage
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.beside import with_beside
 
-__all__ = ["LINK", "USUAL_GAP", "Loss", "SmallMotion", "Traffic", "Weighed", "kept_copies", "traffic_of"]
+__all__ = [
+    "LINK",
+    "USUAL_GAP",
+    "Loss",
+    "SmallMotion",
+    "Traffic",
+    "Weighed",
+    "expected_loss",
+    "exposed",
+    "kept_copies",
+    "traffic_of",
+]
 
 LINK = 100e6
 """Bytes per second that state travels at, where nothing was measured: a network of 1 Gbit/s."""
@@ -62,6 +74,7 @@ class Loss:
         rate: bytes per second that state travels at; None: not measured.
         step_seconds: of the last steps as they were measured; 0: unknown.
         gap_seconds: expected until the next change.
+        back_seconds: of training since the last checkpoint.
     """
 
     before: MemberLayout
@@ -71,6 +84,7 @@ class Loss:
     rate: float | None = None
     step_seconds: float = 0.0
     gap_seconds: float = USUAL_GAP
+    back_seconds: float = 0.0
 
     @property
     def left(self) -> list[Member]:
@@ -142,11 +156,26 @@ def kept_copies(
     return {member: layers for member, layers in found.items() if layers}
 
 
-def expected_loss(pause: float, slow: float, ratio: float, second: float, gap: float) -> float:
-    """Seconds of training lost: a pause, then a time in which a step does `ratio` of what it could, then a pause."""
+def expected_loss(pause: float, slow: float, ratio: float, second: float, gap: float, back: float = 0.0) -> float:
+    """Seconds of training lost: a pause, then a time in which a step does `ratio` of what it could, then a pause.
+
+    Args:
+        back: what is lost besides where the next change comes before the end of the slow time, in the mean.
+    """
     reached = math.exp(-pause / gap)
     slowed = (1 - ratio) * gap * reached * -math.expm1(-slow / gap)
-    return -gap * math.expm1(-pause / gap) + slowed + second * math.exp(-(pause + slow) / gap)
+    second *= math.exp(-(pause + slow) / gap)
+    return -gap * math.expm1(-pause / gap) + slowed + second - back * math.expm1(-(pause + slow) / gap)
+
+
+def exposed(layout: MemberLayout, before: MemberLayout, members: Sequence[Member]) -> float:
+    """The part of these members whose loss no copy covers, as long as they hold what they held before, and own."""
+    holders: dict[int, set[Member]] = {}
+    for member in members:
+        for layer in {*before.holds(member), *layout.owned.get(member, ())}:
+            holders.setdefault(layer, set()).add(member)
+    alone = {member for found in holders.values() if len(found) == 1 for member in found}
+    return len(alone) / len(members)
 
 
 @dataclass(frozen=True)
@@ -202,7 +231,9 @@ class SmallMotion:
         seconds = None if layout.plan is None else self._played(layout.plan)
         cuts = self._way(loss, layout, seconds, scale)
         small = self._best(loss, plan, cuts, rate, scale)
-        cuts = dataclasses.replace(cuts, lost_seconds=expected_loss(pause, 0.0, 1.0, 0.0, loss.gap_seconds))
+        back = exposed(layout, loss.before, left) * loss.back_seconds
+        lost = expected_loss(pause, 0.0, 1.0, 0.0, loss.gap_seconds, back)
+        cuts = dataclasses.replace(cuts, lost_seconds=lost)
         chosen, why = self._choice(cuts, small)
         told = {
             "chosen": "small motion" if chosen else "new cuts",
@@ -210,6 +241,7 @@ class SmallMotion:
             "new_cuts": {**cuts.told, "pause_seconds": pause},
             "bytes_per_second": rate,
             "gap_seconds": loss.gap_seconds,
+            "back_seconds": loss.back_seconds,
         }
         if small is not None:
             follow = traffic_of(small.layout, cuts.layout, left, sizes)
@@ -221,7 +253,7 @@ class SmallMotion:
 
     def _choice(self, cuts: _Way, small: _Way | None) -> tuple[bool, str]:
         if small is None:
-            return False, "no member has room for the lost layers beside its own"
+            return False, "no member is known to have room for the lost layers beside its own"
         moved = f"{format_bytes(small.traffic.bytes)} move before the next step, {format_bytes(cuts.traffic.bytes)} for"
         if self._setting == "always":
             return True, f"elastic.small_motion is always; {moved} new cuts"
@@ -256,7 +288,8 @@ class SmallMotion:
         follow = traffic_of(way.layout, cuts.layout, loss.left, self._placer.layer_bytes)
         slow = BESIDE * follow.seconds(rate) + 2 * way.step_seconds
         ratio, pause = cuts.step_seconds / way.step_seconds, way.traffic.seconds(rate)
-        lost = expected_loss(pause, slow, ratio, SECOND_PAUSE, loss.gap_seconds)
+        back = exposed(way.layout, loss.before, loss.left) * loss.back_seconds
+        lost = expected_loss(pause, slow, ratio, SECOND_PAUSE, loss.gap_seconds, back)
         return dataclasses.replace(way, lost_seconds=lost)
 
     def _handed_out(self, loss: Loss, plan: Plan, cuts: _Way, rate: float, scale: float) -> Iterator[Plan]:

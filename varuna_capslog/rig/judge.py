@@ -283,7 +283,7 @@ def _taken_back(segment: Segment, settled_within: int, redundancy: int | None) -
     the change was voted.
 
     Only a generation that may go back to a checkpoint loses settled steps, and only where more were lost than the
-    redundancy covers.
+    redundancy covers, those counted without which generations trained that made no copies anew (small motions).
     """
     records = segment.records
     opened = {one.generation: one for one in segment.opened}
@@ -291,17 +291,18 @@ def _taken_back(segment: Segment, settled_within: int, redundancy: int | None) -
     for one in segment.stepped:
         made[one.generation][one.member] = max(made[one.generation].get(one.member, 0), one.step)
     reached, source, trained = -1, 0, 0  # newest step that anybody made, in which generation; the last that made one
+    protected, missed = set[Member](), set[Member]()  # who trained when copies were placed; who of them was lost since
     for number in sorted(opened):
         base = opened[number].base.step
         between = [records[k] for k in range(trained + 1, number + 1) if k in records]
         before = opened[trained].members if trained in opened else ()
         if base < reached - settled_within:
-            gone = set(before) - set(records[number].participants if number in records else before)
+            gone = protected - set(records[number].participants if number in records else before) | missed
             if not any(record.regress for record in between):
                 yield (
                     f"generation {source} had reached step {reached}, but generation {number} went on from step {base}"
                 )
-            elif redundancy is not None and len(gone) <= min(redundancy, len(before) - 1):
+            elif redundancy is not None and len(gone) <= min(redundancy, len(protected) - 1):
                 yield (
                     f"generation {number} went back from step {reached} to {base}, though of generation {trained} only "
                     f"{', '.join(sorted(gone)) or 'nobody'} was lost"
@@ -318,6 +319,10 @@ def _taken_back(segment: Segment, settled_within: int, redundancy: int | None) -
                 )
         if made[number]:
             trained, newest = number, max(made[number].values())
+            if number in records and records[number].copies is not None:
+                missed |= protected - set(opened[number].members)
+            else:
+                protected, missed = set(opened[number].members), set()
             if newest > reached:
                 reached, source = newest, number
 

@@ -18,6 +18,9 @@ from varuna_capslog.rig.search.world import Transition, Violation
 LEAVE_OF_TWO = {"leaves": 1, "members": 2, "processes": 2, "job": make_job(2, 0, shadows=True), "redundancy": 0}
 """One of two gets a notice, and its layer is copied ahead; nobody else has a copy."""
 
+MOTIONS = {"plans": True, "motions": True}
+"""After a loss the lost stages are handed out, and no copy is made anew before the next step."""
+
 
 @pytest.mark.parametrize(
     ("options", "least"),
@@ -38,11 +41,12 @@ LEAVE_OF_TWO = {"leaves": 1, "members": 2, "processes": 2, "job": make_job(2, 0,
         ({"faults": 1, "kinds": ("starve",), "job": make_job(3, sync=False), "stale": True}, 1_500),
         ({"faults": 1, "kinds": ("crash", "hiccup"), "steps": 1, "plans": True, "job": make_job(4)}, 5_000),
         ({"faults": 0, "leaves": 1, "plans": True, "job": make_job(4, shadows=True)}, 1_500),
+        ({"faults": 2, "kinds": ("crash",), "job": make_job(2)} | MOTIONS, 8_000),
     ],
     ids=["crash and store", "async", "value by value", "join"]
     + ["leave", "leave with shadows", "hint", "checkpoint first", "crash and checkpoint", "one and a newcomer"]
     + ["damage", "damage and hiccup", "starved update and crash", "starved update, async"]
-    + ["crash or hiccup with drawn plans", "leave with drawn plans"],
+    + ["crash or hiccup with drawn plans", "leave with drawn plans", "2 crashes with small motions"],
 )
 def test_every_interleaving_keeps_the_rules_and_leads_on(options: Mapping[str, Any], least: int) -> None:
     found = explore(Scenario(**options))

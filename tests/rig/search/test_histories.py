@@ -60,6 +60,18 @@ def test_a_slice_of_histories_with_plans_of_any_rectangles(kind: str) -> None:
     assert ends["trained"] > 60
 
 
+def test_a_slice_of_histories_with_small_motions() -> None:
+    motions, ends = 0, Counter[str]()
+    for seed in range(100):
+        history = draw(seed, plans=True, motions=True, damage=seed % 2 == 0)
+        outcome = play(replace(history, redundancy=1 + seed % 2, members=3 + seed % 4, num_layers=6, steps=6))
+        motions += outcome.motions
+        ends[outcome.ended] += 1
+    assert motions > 40
+    assert "" not in ends
+    assert ends["trained"] > 80
+
+
 def test_a_hundred_members() -> None:
     history = replace(draw(5, members=100), fewest=1, store_may_die=False)
     outcome = play(history)

@@ -143,7 +143,8 @@ class Effects:
         if before is None or not only_lost or record.members == members or state.at.generation != state.record.number:
             return None
         usual, gap = self._training.usual_seconds, parts.report.gap_seconds
-        return parts.work.weigh(Loss(before, members, seats, plan, parts.peers.rate, usual, gap))
+        back = usual * max(0, state.at.step - state.checkpoint.step)
+        return parts.work.weigh(Loss(before, members, seats, plan, parts.peers.rate, usual, gap, back))
 
     # -- the first round ----------------------------------------------------------------------------------------------
 
