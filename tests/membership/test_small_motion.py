@@ -213,7 +213,7 @@ def test_layers_that_nobody_holds_any_more_leave_nothing_to_choose() -> None:
 
 @pytest.mark.parametrize("gap", [0.5, 3.0, 1e9])
 def test_the_expected_loss_against_changes_that_are_drawn(gap: float) -> None:
-    """A pause of 2 s, 5 s at 3/4 of the pace, a pause of 1 s; the next change comes after an exponential time, and costs
+    """A pause of 2 s, 5 s at 3/4 of the pace, a pause of 1 s; the next change comes after an exponential time and costs
     4 s where it comes before the second pause.
     """
     dice, count, total = random.Random(3), 40_000, 0.0

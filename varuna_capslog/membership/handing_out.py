@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import permutations
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.plans.parts import MemoryInterval, PlanStage
@@ -33,14 +32,30 @@ def bare(plan: Plan) -> Plan | None:
 
 
 def ways_to_give(plan: Plan, number: int, ranks: Sequence[int]) -> Iterator[tuple[Part, ...]]:
-    """Every way to give a stage to one of these ranks, or its first layers to one and its last ones to another."""
+    """Every way to give a stage to one of these ranks, or its first layers to one and its last ones to another.
+
+    A rank that has some of these layers for other blocks takes them only as the very stage that it has.
+    """
     stage = plan.stages[number]
+    own: dict[int, list[PlanStage]] = {}
+    for at, one in enumerate(plan.stages):
+        if at != number:
+            own.setdefault(one.rank, []).append(one)
+
+    def takes(rank: int, first: int, end: int) -> bool:
+        part = {layer for layer in stage.numbers if first <= layer < end}
+        return all(part.isdisjoint(one.numbers) or part == set(one.numbers) for one in own.get(rank, ()))
+
     for rank in ranks:
-        yield ((stage.first, stage.end, rank),)
+        if takes(rank, stage.first, stage.end):
+            yield ((stage.first, stage.end, rank),)
     if len(stage.layers) == 1 and plan.routes == "relay":
         for cut in range(stage.first + 1, stage.end):
-            for one, other in permutations(ranks, 2):
-                yield (stage.first, cut, one), (cut, stage.end, other)
+            first = [rank for rank in ranks if takes(rank, stage.first, cut)]
+            last = [rank for rank in ranks if takes(rank, cut, stage.end)]
+            yield from (
+                ((stage.first, cut, one), (cut, stage.end, other)) for one in first for other in last if one != other
+            )
 
 
 def given(plan: Plan, number: int, parts: Sequence[Part]) -> Plan | None:

@@ -36,7 +36,10 @@ from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.beside import with_beside
 
 __all__ = [
+    "BESIDE",
+    "FOLLOW_STEPS",
     "LINK",
+    "SECOND_PAUSE",
     "USUAL_GAP",
     "Loss",
     "SmallMotion",
@@ -54,6 +57,8 @@ SECOND_PAUSE = 0.1
 """Seconds that the planned change to the new cuts pauses (`benchmarks/morph/planned`)."""
 BESIDE = 1.5
 """So many times as long copies take beside the training."""
+FOLLOW_STEPS = 3
+"""Steps until new cuts for which nothing moves: they are wished for, prepared, and voted on."""
 USUAL_GAP = 600.0
 """Seconds between two changes, before a run has a history."""
 _PLAYED = 4
@@ -224,12 +229,12 @@ class SmallMotion:
         pause = cuts.traffic.seconds(rate)
         if self._setting == "auto" and pause <= SECOND_PAUSE:  # found before anything is played
             why = f"they move {format_bytes(cuts.traffic.bytes)} in about {pause:.2f} s"
-            return Weighed(None, None, {"chosen": "new cuts", "why": why, "new_cuts": cuts.told})
+            told = {**cuts.told, "pause_seconds": pause}
+            return Weighed(None, None, {"chosen": "new cuts", "why": why, "new_cuts": told})
         scale = 1.0
         if loss.step_seconds and (planned := self._played(plan)):
             scale = loss.step_seconds / planned
-        seconds = None if layout.plan is None else self._played(layout.plan)
-        cuts = self._way(loss, layout, seconds, scale)
+        cuts = self._way(loss, layout, self.step_seconds(layout), scale)
         small = self._best(loss, plan, cuts, rate, scale)
         back = exposed(layout, loss.before, left) * loss.back_seconds
         lost = expected_loss(pause, 0.0, 1.0, 0.0, loss.gap_seconds, back)
@@ -250,6 +255,10 @@ class SmallMotion:
         if not chosen or small is None:
             return Weighed(None, None, told)
         return Weighed(small.layout.plan, small.layout.copied, told)
+
+    def step_seconds(self, layout: MemberLayout) -> float | None:
+        """Of a layout's plan by the profile, on devices of its own speeds; None where it cannot be played."""
+        return None if layout.plan is None else self._played(layout.plan)
 
     def _choice(self, cuts: _Way, small: _Way | None) -> tuple[bool, str]:
         if small is None:
@@ -286,7 +295,7 @@ class SmallMotion:
         if way.step_seconds is None or cuts.step_seconds is None:
             return way
         follow = traffic_of(way.layout, cuts.layout, loss.left, self._placer.layer_bytes)
-        slow = BESIDE * follow.seconds(rate) + 2 * way.step_seconds
+        slow = BESIDE * follow.seconds(rate) + FOLLOW_STEPS * way.step_seconds
         ratio, pause = cuts.step_seconds / way.step_seconds, way.traffic.seconds(rate)
         back = exposed(way.layout, loss.before, loss.left) * loss.back_seconds
         lost = expected_loss(pause, slow, ratio, SECOND_PAUSE, loss.gap_seconds, back)
@@ -348,6 +357,8 @@ class SmallMotion:
             return max(coming.values()) / rate + slower * follow, moved, longest
 
         ways = sorted(ways_to_give(plan, number, list(holds)), key=key)
+        if not ways:
+            return []
         fewest = min(ways, key=lambda parts: key(parts)[1:])
         return [fewest, *(one for one in ways if one != fewest)]
 

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NotApplied", "Training"]
 
-FOLLOWS = "new cuts and the copies that were lacking, after a small motion"
-"""Why there is a plan for the same members."""
+_FOLLOWS = "new cuts and the copies that were lacking, after a small motion"
 _MAY_LACK = (RuntimeError, MemoryError, HostTierFailed)
 
 
@@ -242,17 +241,14 @@ class Training:
         self._rebalance()
 
     def _rebalance(self) -> None:
-        """Wishes for another plan for the same members: after a small motion, or where the speeds of their devices are
-        worth it.
-        """
-        parts, state, record = self._parts, self._loop.state, self._loop.state.record
+        """Wishes for another plan for the same members where the speeds of their devices are worth it."""
+        parts, record = self._parts, self._loop.state.record
         if parts.me != record.members[0] or not parts.seats.keys() >= set(record.members):
             return
         if record.copies is not None:
-            known = ("rebalance", parts.me) in state.wishes.changes
-            found = None if known else (parts.me, FOLLOWS)
-        else:
-            found = parts.work.rebalance([parts.seats[member] for member in record.members])
+            parts.report.rebalanced = _FOLLOWS  # wished for when it began
+            return
+        found = parts.work.rebalance([parts.seats[member] for member in record.members])
         if found is not None:
             member, parts.report.rebalanced = found
             parts.proposals.known.clear()

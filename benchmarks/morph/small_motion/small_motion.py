@@ -1,0 +1,122 @@
+"""Losing one of eight workers over links of a given bandwidth: pause and bytes with new cuts and with small motions.
+
+Every round runs `capslog chaos` once per setting, with the same seed: eight hosts of one worker in network namespaces,
+of which one after the other is killed and replaced. Only losses count that came alone, from `events.jsonl`: what passed
+from the end of the last step before the loss to the end of the first step after it, less an usual step (the median of
+that generation). The judge of chaos compares all losses and weights with a run of one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from live import append_result, quantiles
+
+MODEL = (
+    "model.blocks=30",
+    "model.dim=256",
+    "model.block_seconds=0.005",
+    "pipeline.planner=throughput",
+    "train.accumulation_blocks=1",
+    "train.checkpoint_every=1000",
+    "train.minibatch_size=32",
+    "pipeline.timeout_seconds=20",
+)
+"""25 MB of state in 30 equal blocks whose forwards sleep 5 ms, eight microbatches."""
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """The losses of a run that came alone."""
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    steps = defaultdict(list)
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        steps[row["generation"]].append((row["step"], row["step_seconds"]))
+    found = []
+    for event in events:
+        if event["kind"] != "morph" or len(event["why"]) != 1 or not event["why"][0].endswith(" lost"):
+            continue
+        later = [seconds for step, seconds in steps[event["generation"]] if step > event["step"]]
+        if len(event["why"][0].split(",")) > 1 or not later:
+            continue
+        motion = event.get("motion", {})
+        small = motion.get("chosen") == "small motion"
+        way = motion.get("small_motion" if small else "new_cuts", {})
+        found.append(
+            {
+                "small": small,
+                "pause": event["pause_seconds"],
+                "whole": event["pause_seconds"] + event["first_step_seconds"] - statistics.median(later),
+                "search": event["search_seconds"],
+                "step": statistics.median(later),
+                "moved": event["moved_bytes"],
+                "copied": way.get("copied_bytes"),
+            }
+        )
+    return found
+
+
+def run(setting: str, bandwidth: str, kills: int, seed: int) -> tuple[list[dict[str, Any]], bool]:
+    """One run, and whether the judge found everything right."""
+    with tempfile.TemporaryDirectory(prefix="capslog-small-motion-") as holder:
+        folder = Path(holder) / "run"
+        command = [sys.executable, "-m", "varuna_capslog.cli", "chaos", *MODEL, f"elastic.small_motion={setting}"]
+        command += ["--network", "namespaces", "--bandwidth", bandwidth, "--hosts", "8", "--workers", "1"]
+        command += ["--kinds", "kill", "--faults", str(kills), "--mean", "8s", "--seed", str(seed)]
+        done = subprocess.run([*command, "--output", str(folder)], capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.stderr.write(done.stderr[-2000:])
+        return rows_of(folder), done.returncode == 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=8, help="of each run")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--bandwidth", default="100Mbit", help="that each host can send")
+    parser.add_argument("--settings", nargs="*", default=["never", "always"])
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    right = True
+    for turn in range(given.rounds):
+        for setting in given.settings:
+            found, passed = run(setting, given.bandwidth, given.kills, given.seed + turn)
+            rows[setting] += found
+            right &= passed
+    append_result(
+        "small_motion",
+        {
+            "bandwidth": given.bandwidth,
+            "seed": given.seed,
+            "rounds": given.rounds,
+            "judge": "right" if right else "wrong",
+            "settings": {
+                setting: {
+                    "losses": len(found),
+                    "small_motions": sum(row["small"] for row in found),
+                    "pause_ms": quantiles([row["pause"] for row in found]),
+                    "to_next_step_ms": quantiles([row["whole"] for row in found]),
+                    "search_ms": quantiles([row["search"] for row in found]),
+                    "step_ms": quantiles([row["step"] for row in found]),
+                    "moved_kilobytes": quantiles([row["moved"] for row in found], 1e-3),
+                    "copied_kilobytes": quantiles([row["copied"] for row in found if row["copied"] is not None], 1e-3),
+                }
+                for setting, found in rows.items()
+            },
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
