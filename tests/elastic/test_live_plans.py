@@ -356,3 +356,32 @@ def test_a_step_that_finds_too_little_memory_is_made_again_with_less_and_a_third
     outcome = Live(cradle, config, resumes=True, first=2).finish()
     check(outcome, truth)
     assert sum(row["step"] == 1 for row in outcome.rows) == 1, "it went on from step 3"
+
+
+def test_after_a_loss_the_lost_layers_alone_are_handed_out_and_new_cuts_follow(
+    cradle: Cradle, truth: Truth, tmp_path: Path
+) -> None:
+    """The second of four members dies in its third step. Those that are left train its layers, and make no copy before
+    the next step; the first vote asks for the cuts of three, which are prepared beside the training.
+    """
+    pipeline = {"cuts": None, "planner": "exact", "schedule": "1f1b"}
+    profile, elastic = {"source": "estimated"}, {"small_motion": "always"}
+    config = config_of(tmp_path, 4, pipeline=pipeline, profile=profile, elastic=elastic)
+    live = Live(cradle, config, faults=[Fault("m1", "action 1", "kill", 3)])
+    outcome = live.finish()
+    assert outcome.status == {"m0": 0, "m1": -9, "m2": 0, "m3": 0}, describe(outcome)
+    check(outcome, truth)
+    first, second = [event for event in outcome.events if event["kind"] == "morph"]
+    motion = first["motion"]
+    assert motion["chosen"] == "small motion"
+    assert first["moved_bytes"] == motion["small_motion"]["moved_bytes"]
+    assert motion["small_motion"]["copied_bytes"] == 0
+    assert first["moved_bytes"] < motion["new_cuts"]["moved_bytes"] + motion["new_cuts"]["copied_bytes"]
+    assert "small motion, since elastic.small_motion is always" in str(line_of(first))
+    assert second["why"] == ["new cuts and the copies that were lacking, after a small motion"]
+    assert second["members"] == first["members"] == ["m0", "m2", "m3"]
+    assert second["moved_bytes"] == 0, "it was copied ahead"
+    assert "motion" not in second
+    records = [entry["record"] for entry in live.log if entry["kind"] == "generation"]
+    assert ["copies" in one for one in records] == [False, True, False]
+    assert records[1]["motion"] == motion
