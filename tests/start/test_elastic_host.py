@@ -155,6 +155,9 @@ def test_a_dry_run_starts_nothing(tmp_path, capsys):
 def test_live_changes_are_refused_under_torchrun(tmp_path, monkeypatch):
     config = load_config(write_config(tmp_path))
     check_elastic(config)
+    elastic = config.elastic.model_copy(update={"small_motion": "always", "shadows": False})
+    with pytest.raises(CapslogError, match=r"elastic\.small_motion=always needs elastic\.shadows=true"):
+        check_elastic(config.model_copy(update={"elastic": elastic}))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     with pytest.raises(CapslogError, match="cannot work under torchrun"):
         check_elastic(config)

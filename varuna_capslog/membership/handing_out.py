@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.plans.parts import MemoryInterval, PlanStage
@@ -42,6 +43,7 @@ def ways_to_give(plan: Plan, number: int, ranks: Sequence[int]) -> Iterator[tupl
         if at != number:
             own.setdefault(one.rank, []).append(one)
 
+    @cache
     def takes(rank: int, first: int, end: int) -> bool:
         part = {layer for layer in stage.numbers if first <= layer < end}
         return all(part.isdisjoint(one.numbers) or part == set(one.numbers) for one in own.get(rank, ()))

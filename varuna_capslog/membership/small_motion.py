@@ -20,6 +20,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
@@ -184,7 +185,7 @@ def exposed(layout: MemberLayout, before: MemberLayout, members: Sequence[Member
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Costed:
     """A layout of those that are left, and what it costs."""
 
     layout: MemberLayout
@@ -260,7 +261,7 @@ class SmallMotion:
         """Of a layout's plan by the profile, on devices of its own speeds; None where it cannot be played."""
         return None if layout.plan is None else self._played(layout.plan)
 
-    def _choice(self, cuts: _Way, small: _Way | None) -> tuple[bool, str]:
+    def _choice(self, cuts: _Costed, small: _Costed | None) -> tuple[bool, str]:
         if small is None:
             return False, "no member is known to have room for the lost layers beside its own"
         moved = f"{format_bytes(small.traffic.bytes)} move before the next step, {format_bytes(cuts.traffic.bytes)} for"
@@ -273,9 +274,9 @@ class SmallMotion:
 
     # -- the small motion ----------------------------------------------------------------------------------------------
 
-    def _best(self, loss: Loss, plan: Plan, cuts: _Way, rate: float, scale: float) -> _Way | None:
+    def _best(self, loss: Loss, plan: Plan, cuts: _Costed, rate: float, scale: float) -> _Costed | None:
         """The way with the least loss, of those that have room; None where none has."""
-        found: list[_Way] = []
+        found: list[_Costed] = []
         for one in self._handed_out(loss, plan, cuts, rate, scale):
             owned = MemberLayout.of_plan(one, loss.left, {}).owned
             copies = kept_copies(loss.before, owned, loss.left)
@@ -291,7 +292,7 @@ class SmallMotion:
         key = lambda entry: (entry[1].lost_seconds or 0.0, entry[1].traffic.bytes, entry[0])  # noqa: E731
         return min(order, key=key)[1] if found else None
 
-    def _weighed(self, loss: Loss, way: _Way, cuts: _Way, rate: float) -> _Way:
+    def _weighed(self, loss: Loss, way: _Costed, cuts: _Costed, rate: float) -> _Costed:
         if way.step_seconds is None or cuts.step_seconds is None:
             return way
         follow = traffic_of(way.layout, cuts.layout, loss.left, self._placer.layer_bytes)
@@ -301,7 +302,7 @@ class SmallMotion:
         lost = expected_loss(pause, slow, ratio, SECOND_PAUSE, loss.gap_seconds, back)
         return dataclasses.replace(way, lost_seconds=lost)
 
-    def _handed_out(self, loss: Loss, plan: Plan, cuts: _Way, rate: float, scale: float) -> Iterator[Plan]:
+    def _handed_out(self, loss: Loss, plan: Plan, cuts: _Costed, rate: float, scale: float) -> Iterator[Plan]:
         """Plans in which those that are left have the stages of the others, those that promise most first."""
         members, left = loss.members, set(loss.left)
         places = {rank: loss.left.index(one) for rank, one in enumerate(members) if one in left}
@@ -316,20 +317,18 @@ class SmallMotion:
             gone = [number for number, stage in enumerate(found.stages) if stage.rank not in places]
             number = max((self._work(found, found.stages[at]), -at, at) for at in gone)[2]
             ways = self._in_order(found, number, holds, cuts, rate, scale)
-            plans = [given(found, number, parts) for parts in ways[:_BUILT]]
-            fitting = [one for one in plans if one is not None]
+            plans = filter(None, map(partial(given, found, number), ways[:_BUILT]))
             if turn == lost - 1:
-                yield from (among(one, places) for one in fitting)
-            if not fitting:
+                yield from (among(one, places) for one in plans)
+            elif (found := next(plans, None)) is None:
                 return
-            found = fitting[0]
 
     def _in_order(
         self,
         plan: Plan,
         number: int,
         holds: Mapping[int, frozenset[int]],
-        cuts: _Way,
+        cuts: _Costed,
         rate: float,
         scale: float,
     ) -> list[tuple[Part, ...]]:
@@ -341,26 +340,33 @@ class SmallMotion:
         for one in plan.stages:
             if one.rank in busy:
                 busy[one.rank] += self._work(plan, one)
-        follow = BESIDE * cuts.traffic.seconds(rate)
+        follow, most = BESIDE * cuts.traffic.seconds(rate), max(busy.values())
+        work: dict[tuple[int, int], float] = {}
+        coming: dict[Part, int] = {}
 
-        def key(parts: tuple[Part, ...]) -> tuple[float, int, float]:
-            taken = dict(busy)
-            coming = dict.fromkeys(holds, 0)
-            for first, end, rank in parts:
-                layers = [layer for layer in stage.numbers if first <= layer < end]
-                taken[rank] += self._work(plan, stage, layers)
-                coming[rank] += sum(sizes[layer] for layer in layers if layer not in holds[rank])
-            moved, longest = sum(coming.values()), max(taken.values())
+        def weight(parts: tuple[Part, ...]) -> tuple[float, int, float]:
+            moved, longest, largest = 0, most, 0
+            for part in parts:
+                if part not in coming:
+                    first, end, rank_of = part
+                    layers = [layer for layer in stage.numbers if first <= layer < end]
+                    coming[part] = sum(sizes[layer] for layer in layers if layer not in holds[rank_of])
+                    if (first, end) not in work:
+                        work[first, end] = self._work(plan, stage, layers)
+                moved += coming[part]
+                largest = max(largest, coming[part])
+                longest = max(longest, busy[part[2]] + work[part[:2]])
             if self._profile is None or cuts.step_seconds is None:
                 return float(moved), moved, longest
             slower = 1 - min(1.0, cuts.step_seconds / (scale * longest)) if longest else 0.0
-            return max(coming.values()) / rate + slower * follow, moved, longest
+            return largest / rate + slower * follow, moved, longest
 
-        ways = sorted(ways_to_give(plan, number, list(holds)), key=key)
+        ways = [(weight(parts), parts) for parts in ways_to_give(plan, number, list(holds))]
         if not ways:
             return []
-        fewest = min(ways, key=lambda parts: key(parts)[1:])
-        return [fewest, *(one for one in ways if one != fewest)]
+        fewest = min(ways, key=lambda entry: entry[0][1:])[1]
+        ordered = [parts for _, parts in sorted(ways, key=lambda entry: entry[0])]
+        return [fewest, *(one for one in ordered if one != fewest)]
 
     def _work(self, plan: Plan, stage: PlanStage, layers: Sequence[int] | None = None) -> float:
         """Seconds of a stage in a step, of some layers of it; without a profile their bytes."""
@@ -375,9 +381,9 @@ class SmallMotion:
 
     # -- what a layout costs -------------------------------------------------------------------------------------------
 
-    def _way(self, loss: Loss, layout: MemberLayout, seconds: float | None, scale: float = 1.0) -> _Way:
+    def _way(self, loss: Loss, layout: MemberLayout, seconds: float | None, scale: float = 1.0) -> _Costed:
         traffic = traffic_of(loss.before, layout, loss.left, self._placer.layer_bytes)
-        return _Way(layout, traffic, None if seconds is None else scale * seconds)
+        return _Costed(layout, traffic, None if seconds is None else scale * seconds)
 
     def _played(self, plan: Plan) -> float | None:
         """Seconds of a step by the profile; None where it cannot be played."""

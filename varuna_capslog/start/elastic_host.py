@@ -92,6 +92,11 @@ def check_elastic(config: Config) -> None:
             f"elastic.rebalance=true needs a planner that weighs time ({', '.join(BY_TIME)}), but pipeline.planner is "
             f"{config.pipeline.planner}; choose one of them, or set elastic.rebalance=false"
         )
+    if config.elastic.small_motion == "always" and not config.elastic.shadows:
+        raise CapslogError(
+            "elastic.small_motion=always needs elastic.shadows=true, since the new cuts are prepared by copies made "
+            "ahead; change one of the two"
+        )
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise CapslogError(
             "elastic.enabled cannot work under torchrun, whose agent ends all workers when one is lost; start `capslog "
