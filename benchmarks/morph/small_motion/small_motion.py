@@ -76,7 +76,8 @@ def run(setting: str, bandwidth: str, kills: int, seed: int) -> tuple[list[dict[
         done = subprocess.run([*command, "--output", str(folder)], capture_output=True, text=True, check=False)
         if done.returncode:
             sys.stderr.write(done.stderr[-2000:])
-        return rows_of(folder), done.returncode == 0
+        began = (folder / "metrics.jsonl").exists()  # else it did not come to its first step in time
+        return rows_of(folder) if began else [], done.returncode == 0
 
 
 def main() -> None:
