@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 LINK = 100e6
-"""Bytes per second that state travels at, where nothing was measured: a network of 1 Gbit/s."""
+"""Bytes per second that state travels at, where nothing was measured or told: a network of 1 Gbit/s."""
 SECOND_PAUSE = 0.1
 """Seconds that the planned change to the new cuts pauses (`benchmarks/morph/planned`)."""
 BESIDE = 1.5
@@ -225,7 +225,7 @@ class SmallMotion:
         layout = self._placer(loss.seats, loss.proposed)
         if isinstance(layout, str):
             return None
-        rate = loss.rate or LINK
+        rate = loss.rate or self._placer.candidates.link.bandwidth or LINK
         cuts = self._way(loss, layout, None)
         pause = cuts.traffic.seconds(rate)
         if self._setting == "auto" and pause <= SECOND_PAUSE:  # found before anything is played
