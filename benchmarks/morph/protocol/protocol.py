@@ -90,13 +90,6 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         "redundancy": 0,
     },
     "2 crashes, small motions": {"faults": 2, "kinds": ("crash",), "steps": 3, "plans": True, "motions": True},
-    "crash and hiccup, small motions": {
-        "faults": 2,
-        "kinds": ("crash", "hiccup"),
-        "once": True,
-        "plans": True,
-        "motions": True,
-    },
     "2 of hiccup, store": {"faults": 2, "kinds": ("hiccup", "store")},
     "crash and hang": {"faults": 2, "kinds": ("crash", "hang"), "once": True},
     "crash and cut": {"faults": 2, "kinds": ("crash", "cut"), "once": True},
