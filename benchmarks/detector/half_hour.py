@@ -30,7 +30,8 @@ from common import write_json
 from contenders import BATCH, CONFIGS, keys, make_trainer, model_outputs, score, settled
 
 from detr_pipeline.rt_detr.task import RtDetrWorkload
-from varuna_capslog.training.checkpoint import load_chain, open_checkpoint
+from varuna_capslog.training.checkpoint import open_checkpoint
+from varuna_capslog.training.stored_layers import load_chain
 
 _OURS = {"rt-detr": "bccd_rt_detr", "detr": "bccd"}
 NAMES = {

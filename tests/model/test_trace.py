@@ -28,6 +28,26 @@ def test_specs_are_those_of_a_real_run(precision: str) -> None:
         assert specs[-1] == {"outputs": TensorSpec.of(found["outputs"])}
 
 
+class Sampled(nn.Module):
+    """Values of a map at learned places around given ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        return nn.functional.grid_sample(x, places + self.shift, align_corners=False)
+
+
+def test_values_at_places_of_a_map_are_known_without_their_decomposition() -> None:
+    """Which took a quarter of the trace of a deformable attention."""
+    chain = Chain([Layer("a", Sampled(), ("x", "places"))], inputs=("x", "places"))
+    images, places = torch.randn(2, 3, 5, 6).to(memory_format=torch.channels_last), torch.randn(2, 4, 7, 2)
+    specs = ShapeTable(chain).boundaries({"x": TensorSpec.of(images), "places": TensorSpec.of(places)})
+    assert specs[-1]["x"] == TensorSpec.of(chain.layers[0]({"x": images, "places": places})["x"])
+    assert specs[-1]["x"].requires_grad
+
+
 def test_a_frozen_prefix_wants_no_gradient() -> None:
     specs = ShapeTable(models.build_chain()).boundaries(
         {"x": TensorSpec((1, 3, 8, 8)), "sizes": TensorSpec((1, 2), torch.int64)}

@@ -95,7 +95,7 @@ class ShapeTable:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
             state, arguments = fake_operands(layer, read, self._device)
             try:
-                with _unlogged(), _EqualTypes(), autocast_context(self._device, self._precision):
+                with _unlogged(), _Operators(), autocast_context(self._device, self._precision):
                     result = call_on(layer, state, arguments)
             except CapslogError:
                 raise
@@ -125,8 +125,10 @@ def _unlogged() -> Iterator[None]:
         log.disabled = before
 
 
-class _EqualTypes(TorchDispatchMode):
-    """Refuses products of matrices of two types, as every device does and fake tensors do not."""
+class _Operators(TorchDispatchMode):
+    """Refuses products of matrices of two types, as every device does and fake tensors do not, and says at once what an
+    operator gives for which fake tensors would run a hundred others.
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -134,10 +136,15 @@ class _EqualTypes(TorchDispatchMode):
         if func in _PRODUCTS and len({tensor.dtype for tensor in args[-2:]}) > 1:
             one, other = (str(tensor.dtype).removeprefix("torch.") for tensor in args[-2:])
             raise RuntimeError(f"matrices of {one} and {other} cannot be multiplied")
+        if func is _GRID_SAMPLER:  # values [B, C, ...] at a grid [B, H, W, 2]
+            values, grid = args[:2]
+            if (values.shape[0], 2, values.dtype) == (grid.shape[0], grid.shape[-1], grid.dtype):
+                return values.new_empty((*values.shape[:2], *grid.shape[1:3]))
         return func(*args, **kwargs or {})
 
 
 _PRODUCTS = frozenset(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm"))
+_GRID_SAMPLER = torch.ops.aten.grid_sampler_2d.default
 
 
 def fake_operands(
