@@ -140,14 +140,31 @@ def spread(found: list[float]) -> str:
     return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
 
+def recipes(rows: list[Row]) -> str:
+    head = ["optimizer", "schedule", "EMA", "groups", "cut lists", "most replicas", "leaves, joins", "SIGKILLs"]
+    lines: list[list[object]] = [
+        [
+            *row["recipe"],
+            *(row[key] for key in ("cut_lists", "replicas")),
+            f"{row['leaves']}, {row['joins']}",
+            *(row[key] for key in ("kills", "steps", "losses_that_differ")),
+            f"{row['tensors_that_differ']} of {row['tensors']}",
+            f"{row['date'][:16].replace('T', ' ')}, load {row['load'][0]:g}",
+        ]
+        for row in rows
+    ]
+    return table([*head, "steps", "losses that differ", "tensors that differ", "run"], lines)
+
+
 TABLES: dict[str, Callable[[list[Row]], str]] = {
     "planned": planned,
     "crash": crash,
     "join": join,
     "equality": equality,
     "steady": steady,
+    "recipes": recipes,
 }
-_NEWEST = {"planned": 3, "crash": 3, "join": 3, "equality": 1000, "steady": 6}
+_NEWEST = {"planned": 3, "crash": 3, "join": 3, "equality": 1000, "steady": 6, "recipes": 1000}
 
 
 def fill(readme: Path, tables: str) -> None:
