@@ -200,7 +200,7 @@ weight = layers[1].parameters["conv.weight"]
 
 def save(step):
     torch.nn.init.constant_(weight, float(step))
-    Saving(folder, step, 0, engine, {}, background=False).complete()
+    Saving(folder, step, 0, engine, {}, copies=None).complete()
     prune(folder, 1)
 
 def crash_at(number):

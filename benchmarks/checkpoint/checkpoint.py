@@ -1,7 +1,9 @@
 """How long training stands still for a checkpoint: written at the boundary, or beside the steps that follow it.
 
-Both kinds take turns on one engine whose weights and moments have the given size. Prints one row for each, and the
-ratio of their stalls round by round; steps beside a write are compared with steps of the same engine without one.
+The kinds take turns on one engine whose weights and moments have the given size: at the boundary; beside training with
+a copy in new memory, as the first checkpoint of a generation has it; and beside training in the memory of the copy
+before. Every checkpoint replaces the one before. Prints one row for each, and the ratios of their stalls round by
+round; steps beside a write are compared with steps of the same engine without one.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,9 +33,10 @@ from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.training.checkpoint import open_checkpoint, prune
-from varuna_capslog.training.saving import Saving
+from varuna_capslog.training.saving import HostCopies, Saving
 
 LAYERS, ROWS = 10, 32
+BOUNDARY, NEW, KEPT = "at the boundary", "beside training, new memory", "beside training, kept memory"
 
 
 def loss(outputs: Mapping[str, Tensor], targets: Tensor, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
@@ -70,22 +74,29 @@ def main() -> None:
         assert train_step(engine, number, minibatch, lambda microbatch: inputs).refusal is None
         return time.perf_counter() - began
 
-    stalls: dict[str, list[float]] = {"at the boundary": [], "beside training": []}
+    stalls: dict[str, list[float]] = {BOUNDARY: [], NEW: [], KEPT: []}
+    kept = HostCopies()
     whole: dict[str, list[float]] = {name: [] for name in stalls}
+    processor: dict[str, list[float]] = {name: [] for name in stalls}
     alone, beside, size = [], [], 0
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(args.rounds + 1):
             for name in list(stalls) if turn % 2 else list(stalls)[::-1]:
                 quiet = [step() for _ in range(3)]
-                saving = Saving(Path(folder), number, 0, engine, {}, background=name == "beside training")
+                copies = {BOUNDARY: None, NEW: HostCopies(), KEPT: kept}[name]
+                began = time.thread_time()
+                saving = Saving(Path(folder), number, 0, engine, {}, copies)
+                worked = time.thread_time() - began
                 busy = []
-                while name == "beside training" and not saving.sealed(b""):
+                while copies is not None and not saving.sealed(b""):
                     busy.append(step())
-                checkpoint = open_checkpoint(saving.complete())
-                size = sum(entry["bytes"] for entry in checkpoint.manifest["layers"].values())
-                prune(Path(folder), 1)
+                began = time.thread_time()
+                path = saving.complete(partial(prune, Path(folder), 1, beside=copies is not None))
+                worked += time.thread_time() - began
+                size = sum(entry["bytes"] for entry in open_checkpoint(path).manifest["layers"].values())
                 if turn:  # the first round only warms up
                     stalls[name].append(saving.stall_seconds)
+                    processor[name].append(worked)
                     whole[name].append(saving.seconds)
                     alone.append(statistics.median(quiet))
                     beside += busy
@@ -93,13 +104,24 @@ def main() -> None:
     for name, seconds in stalls.items():
         print(
             f"| {name} | stall {statistics.median(seconds):.3f} s, at most {max(seconds):.3f} s | "
+            f"{statistics.median(processor[name]):.3f} s, at most {max(processor[name]):.3f} s of it worked | "
             f"whole after {statistics.median(whole[name]):.2f} s |"
         )
-    ratio = median_ratio(stalls["beside training"], stalls["at the boundary"])
+    ratios = {name: median_ratio(stalls[KEPT], stalls[name]) for name in (BOUNDARY, NEW)}
     slower = statistics.median(beside) / statistics.median(alone)
-    print(f"beside / at the boundary: {ratio[0]:.3f} ({ratio[1]:.3f}-{ratio[2]:.3f})")
+    for name, ratio in ratios.items():
+        print(f"{KEPT} / {name}: {ratio[0]:.3f} ({ratio[1]:.3f}-{ratio[2]:.3f})")
     print(f"a step {statistics.median(alone):.3f} s, beside a write {statistics.median(beside):.3f} s ({slower:.2f})")
-    write_json(args.json, {"stall_seconds": stalls, "whole_seconds": whole, "ratio": ratio, "slower": slower})
+    write_json(
+        args.json,
+        {
+            "stall_seconds": stalls,
+            "processor_seconds": processor,
+            "whole_seconds": whole,
+            "ratios": ratios,
+            "slower": slower,
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ def test_what_an_optimizer_keeps_comes_back_as_it_was() -> None:
 def test_a_checkpoint_gives_every_layer_its_state(tmp_path: Path) -> None:
     engine, chain = make_engine(), models.build_chain()
     train(engine, 1, 2)
-    checkpoint = open_checkpoint(Saving(tmp_path, 2, 0, engine, {}, background=False).complete())
+    checkpoint = open_checkpoint(Saving(tmp_path, 2, 0, engine, {}, copies=None).complete())
     found = states(engine)
     for index, state in found.items():
         assert digest(from_checkpoint(checkpoint, chain, index)) == digest(state)

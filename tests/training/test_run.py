@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -131,11 +132,15 @@ def test_a_flipped_bit_is_noticed(whole: Path, tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "copy").layer("encoder.0")
 
 
-def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", [False, True])
+def test_prune_keeps_the_newest_and_the_best(tmp_path: Path, beside: bool) -> None:
     for step in (1, 2, 3, 4, 5):
         (tmp_path / f"step-{step:08d}").mkdir()
     (tmp_path / ".partial-step-00000006-g0").mkdir()
-    prune(tmp_path, keep=2, spare=[1])
+    prune(tmp_path, keep=2, spare=[1], beside=beside)
+    for thread in threading.enumerate():
+        if thread.name == "old checkpoints":
+            thread.join(30)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000004", "step-00000005"]
 
 

@@ -106,6 +106,24 @@ def test_training_goes_on_while_the_state_of_the_boundary_is_written(tmp_path: P
     loop.close()
 
 
+def test_the_copy_of_a_checkpoint_lies_in_the_memory_of_the_one_before(tmp_path: Path) -> None:
+    loop = loop_of(tmp_path, train=SETTINGS)
+    begin(loop, 1, 0)
+    places, then = [], {}
+    for step in (2, 4):
+        make(loop, 2)
+        then[step] = digests(loop)
+        loop.boundaries.between(step)
+        places.append({key: copy.data_ptr() for key, copy in loop.boundaries._copies._kept.items()})
+    assert places[0]
+    assert places[0] == places[1]
+    loop.finish(4, stopped=False)
+    assert {step: digests_on_disk(loop, step) for step in (2, 4)} == then
+    loop.end()
+    assert not loop.boundaries._copies._kept, "the next generation has other layers"
+    loop.close()
+
+
 def test_a_checkpoint_waits_for_the_one_before_and_one_asked_for_is_whole_at_once(tmp_path: Path, disk: Disk) -> None:
     loop = loop_of(tmp_path, train=SETTINGS)
     begin(loop, 1, 0)
@@ -248,7 +266,7 @@ def test_ranks_wait_for_a_rank_whose_disk_is_slower_than_the_timeout(
         group = connect_group(store, "slow", rank, 2, timeout_seconds=1.0)
         nothing = SimpleNamespace(reporter=None, name="c", layers=(), shared=())
         engine = SimpleNamespace(communicator=group, layers=(), layout=nothing, optimizer=None, chain=nothing)
-        paths[rank] = Saving(tmp_path, 3, 1, engine, {}, background=False).complete()  # type: ignore[arg-type]
+        paths[rank] = Saving(tmp_path, 3, 1, engine, {}, copies=None).complete()  # type: ignore[arg-type]
         group.abort()
 
     ranks = [threading.Thread(target=take_part, args=(rank,)) for rank in range(2)]

@@ -23,7 +23,7 @@ from varuna_capslog.training.digests import digest
 from varuna_capslog.training.feed import evaluation_groups
 from varuna_capslog.training.journal import Journal
 from varuna_capslog.training.run_setup import RunSetup
-from varuna_capslog.training.saving import Saving
+from varuna_capslog.training.saving import HostCopies, Saving
 
 __all__ = ["Boundaries", "verify_copies"]
 
@@ -42,6 +42,7 @@ class Boundaries:
         self._generation = self._base = self._judged = 0
         self._named = 0  # newest step whose checkpoint has its name
         self._saving: Saving | None = None  # under way
+        self._copies = HostCopies()
         self._all_written = self._broken_off = False
         self._best: tuple[float, int] | None = None
         self.scores: Mapping[str, Any] | None = None
@@ -63,6 +64,7 @@ class Boundaries:
         if self._saving is not None:
             self._saving.give_up()
             self._saving, self._broken_off = None, True
+        self._copies = HostCopies()  # the thread of the one given up may still read the others
         self._all_written = False
 
     def sealed(self, ballot: bytes) -> bytes:
@@ -88,7 +90,7 @@ class Boundaries:
         """
         train = self._setup.config.train
         self._verify(step)
-        whole = self._complete() if self._all_written else None
+        whole = self._complete(beside=True) if self._all_written else None
         again = self._agree(step) if step == self._base > 0 else False
         judges = _due(train.evaluate_every, step) and self._judged < step
         if judges or again or _due(train.checkpoint_every, step) or (save and step > 0):
@@ -129,7 +131,7 @@ class Boundaries:
             "cuts": self._engine.layout.layers_of_ways[0],
         }
         folder, number, engine = self._setup.checkpoints, self._generation, self._engine
-        self._saving = Saving(folder, step, number, engine, extra, background)
+        self._saving = Saving(folder, step, number, engine, extra, self._copies if background else None)
         return whole if background else self._complete()
 
     @property
@@ -137,8 +139,12 @@ class Boundaries:
         """The newest step whose checkpoint was begun."""
         return self._named if self._saving is None else max(self._named, self._saving.step)
 
-    def _complete(self) -> int | None:
-        """Waits for the checkpoint under way and gives it its name; returns its step, None where there is none."""
+    def _complete(self, beside: bool = False) -> int | None:
+        """Waits for the checkpoint under way and gives it its name; returns its step, None where there is none.
+
+        Args:
+            beside: training goes on while older ones are removed.
+        """
         saving, self._saving, self._all_written = self._saving, None, False
         if saving is None:
             return None
@@ -146,7 +152,7 @@ class Boundaries:
 
         def tidy() -> None:
             spare = () if self._best is None else (self._best[1],)
-            prune(self._setup.checkpoints, self._setup.config.train.checkpoint_keep, spare)
+            prune(self._setup.checkpoints, self._setup.config.train.checkpoint_keep, spare, beside)
 
         saving.complete(tidy)
         if self._log.writes:

@@ -6,10 +6,13 @@ beside its place and renamed when everything is on disk: a crash or a full disk 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import pickle
 import shutil
+import tempfile
+import threading
 import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -192,11 +195,22 @@ def best_checkpoint(folder: Path) -> Checkpoint:
     return latest
 
 
-def prune(folder: Path, keep: int, spare: Iterable[int] = ()) -> None:
-    """Removes all but the `keep` newest checkpoints and the steps in `spare`, and leftovers of broken-off writes."""
+def prune(folder: Path, keep: int, spare: Iterable[int] = (), beside: bool = False) -> None:
+    """Removes all but the `keep` newest checkpoints and the steps in `spare`, and leftovers of broken-off writes.
+
+    Args:
+        beside: they lose their names now, and a thread frees the disk, which may take a second for large files.
+    """
     spared = {f"step-{step:08d}" for step in spare}
-    for path in sorted(folder.glob("step-*"))[:-keep]:
-        if path.name not in spared:
-            shutil.rmtree(path, ignore_errors=True)
-    for path in folder.glob(".partial-*"):
+    removed = [path for path in sorted(folder.glob("step-*"))[:-keep] if path.name not in spared]
+    removed += folder.glob(".partial-*")
+    if beside and removed:
+        with contextlib.suppress(OSError):
+            # should the process end first, the next call finds it among the leftovers
+            away = Path(tempfile.mkdtemp(prefix=".partial-removed-", dir=folder))
+            for path in removed:
+                os.replace(path, away / path.name)
+            threading.Thread(target=shutil.rmtree, args=(away, True), name="old checkpoints").start()
+            return
+    for path in removed:
         shutil.rmtree(path, ignore_errors=True)

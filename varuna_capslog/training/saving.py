@@ -1,7 +1,8 @@
 """Writing the checkpoint of one step together with all ranks, at a boundary or beside the steps that follow it.
 
-Beside training the loop stands still only while the state is copied; a thread of each rank writes the copy. The
-checkpoint gets its name when all ranks have written, at a later boundary to which all come. `Boundaries` says when.
+Beside training the loop stands still only while the state is copied; a thread of each rank writes the copy, whose
+memory stays for the next one. The checkpoint gets its name when all ranks have written, at a later boundary to which
+all come. `Boundaries` says when.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from varuna_capslog.base import files
 from varuna_capslog.base.clock import wall_seconds
@@ -24,13 +28,32 @@ from varuna_capslog.training.layer_state import capture
 from varuna_capslog.training.resplit import manifest_of_layers
 from varuna_capslog.training.stored_layers import to_checkpoint
 
-__all__ = ["Saving"]
+__all__ = ["HostCopies", "Saving"]
 
 _WRITTEN = b"written|"
 """In front of the ballots of a rank that has written its part. A plain ballot is empty or JSON."""
 
 _Written = tuple[str | None, dict[str, Any]]
 """Why a rank could not write (None: it could), and the manifest's entries of its layers."""
+
+
+class HostCopies:
+    """Host memory for copies of one engine's layers, kept from one checkpoint to the next.
+
+    Memory that is new costs the loop several times what the copying does (`benchmarks/checkpoint`). One checkpoint at a
+    time may use it.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, str], Tensor] = {}
+
+    def copy(self, layer: int, key: str, tensor: Tensor) -> Tensor:
+        """A copy on the CPU, in the memory of the last one of this layer and key where it has the same form."""
+        kept = self._kept.get((layer, key))
+        if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
+            kept = self._kept[layer, key] = tensor.detach().to("cpu", copy=True)
+            return kept
+        return kept.copy_(tensor.detach())
 
 
 class Saving:
@@ -40,14 +63,20 @@ class Saving:
         folder: the run's `checkpoints/`.
         engine: of this rank; each layer is written by `layout.reporter` of it.
         extra: further entries of the manifest (config digest, data position, ...).
-        background: copy the state now, and write the copy in a thread. The host holds the copy until it is written.
+        copies: copy the state into these now, and write them in a thread; None: training waits for the disk.
 
     Attributes:
         stall_seconds: how long training has stood still for it so far.
     """
 
     def __init__(
-        self, folder: Path, step: int, generation: int, engine: Engine, extra: Mapping[str, Any], background: bool
+        self,
+        folder: Path,
+        step: int,
+        generation: int,
+        engine: Engine,
+        extra: Mapping[str, Any],
+        copies: HostCopies | None,
     ) -> None:
         self._began = time.monotonic()
         self._folder, self._generation, self._engine, self._extra = folder, generation, engine, extra
@@ -55,10 +84,10 @@ class Saving:
         self.step = step
         self._given_up = threading.Event()
         self._writing: Future[_Written] | None = None
-        if background:
-            copies = [(layer, self._state(layer, copy=True)) for layer in self._own_layers()]
+        if copies is not None:
+            states = [(layer, self._state(layer, copies)) for layer in self._own_layers()]
             pool = ThreadPoolExecutor(1, "checkpoint")
-            self._writing = pool.submit(self._write, _emptied(copies))
+            self._writing = pool.submit(self._write, states)
             pool.shutdown(wait=False)
         self.stall_seconds = time.monotonic() - self._began
 
@@ -125,17 +154,19 @@ class Saving:
         rank, reporter = self._engine.communicator.rank, self._engine.layout.reporter
         return [layer for layer in self._engine.layers if reporter(layer.index) == rank]
 
-    def _state(self, layer: EngineLayer, copy: bool) -> dict[str, Any]:
+    def _state(self, layer: EngineLayer, copies: HostCopies | None) -> dict[str, Any]:
         engine = self._engine
         live = capture(layer, engine.optimizer, copy=False)
-        return to_checkpoint(live, engine.chain, layer.index, copy)
+        if copies is None:
+            return to_checkpoint(live, engine.chain, layer.index)
+        return to_checkpoint(live, engine.chain, layer.index, partial(copies.copy, layer.index))
 
     def _written(self) -> _Written:
         if self._writing is not None:
             return self._writing.result()
-        return self._write((layer, self._state(layer, copy=False)) for layer in self._own_layers())
+        return self._write((layer, self._state(layer, None)) for layer in self._own_layers())
 
-    def _write(self, states: Iterator[tuple[EngineLayer, dict[str, Any]]]) -> _Written:
+    def _write(self, states: Iterable[tuple[EngineLayer, dict[str, Any]]]) -> _Written:
         entries: dict[str, Any] = {}
         try:
             self._partial.mkdir(parents=True, exist_ok=True)
@@ -163,10 +194,3 @@ class Saving:
                 "layers": {layer.name: entries[layer.name] for layer in chain.layers},
             },
         )
-
-
-def _emptied(copies: list[tuple[EngineLayer, dict[str, Any]]]) -> Iterator[tuple[EngineLayer, dict[str, Any]]]:
-    """The copies one by one, each of which is freed when the next is asked for."""
-    copies.reverse()
-    while copies:
-        yield copies.pop()

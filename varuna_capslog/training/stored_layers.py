@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,16 +77,18 @@ def _split_address(address: str, layer: str, name: str, checkpoint: Checkpoint) 
     return list(checkpoint.manifest["layers"])[first], inner
 
 
-def to_checkpoint(state: Mapping[str, Tensor], chain: Chain, index: int, copy: bool = False) -> dict[str, Any]:
+def _on_host(key: str, tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu")
+
+
+def to_checkpoint(
+    state: Mapping[str, Tensor], chain: Chain, index: int, host: Callable[[str, Tensor], Tensor] = _on_host
+) -> dict[str, Any]:
     """What a checkpoint's file of this layer holds: {"parameters", "buffers", "optimizer"}, on the CPU.
 
     Args:
-        copy: of tensors on the CPU too, which are otherwise those of `state`.
+        host: gives the tensor of `state` with this key on the CPU; by default one that is there already is not copied.
     """
-
-    def host(tensor: Tensor) -> Tensor:
-        return tensor.detach().to("cpu", copy=copy)
-
     layer, shared = chain.layers[index], chain.shared_names(index)
     parameters: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
@@ -94,16 +96,16 @@ def to_checkpoint(state: Mapping[str, Tensor], chain: Chain, index: int, copy: b
     for key, tensor in state.items():
         kind, name = key.split("/", 1)
         if kind == "buffers":
-            buffers[name] = host(tensor)
+            buffers[name] = host(key, tensor)
             continue
         name, _, moment = name.partition("/")
         if shared.get(name, f"{layer.name}.{name}") != f"{layer.name}.{name}":
             continue  # it belongs to an earlier layer
         if kind == "parameters":
-            parameters[name] = host(tensor)
+            parameters[name] = host(key, tensor)
         else:
             kept = moments.setdefault(name, {})
-            kept[moment] = host(tensor) if kind == "optimizer" else plain_number(tensor)
+            kept[moment] = host(key, tensor) if kind == "optimizer" else plain_number(tensor)
     return {"parameters": parameters, "buffers": buffers, "optimizer": moments}
 
 
