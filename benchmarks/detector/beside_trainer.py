@@ -32,16 +32,15 @@ from varuna_capslog.engine.communicator import connect
 from varuna_capslog.start.prepare import prepare_run
 from varuna_capslog.training.run import Run
 
-_CONFIG, _WARM_UP = "bccd_rt_detr", 60
-"""In so many steps nearly all numbers of denoising queries come up, whose shapes our run traces once each."""
+_CONFIG = "bccd_rt_detr"
 
 
 class _Turns:
     """Counts the steps of a run, and waits for its turn after every block of them."""
 
-    def __init__(self, pipe: Any, steps: int) -> None:
+    def __init__(self, pipe: Any, steps: int, warm_up: int) -> None:
         self._pipe, self._steps = pipe, steps
-        self._done, self._began = -_WARM_UP, 0.0
+        self._done, self._began = -warm_up, 0.0
 
     def over(self) -> bool:
         """After every step: whether the run is to end."""
@@ -81,17 +80,17 @@ def _trainer(turns: _Turns, size: tuple[int, int], folder: Path) -> None:
 _RUNS = {"ours": _ours, "trainer": _trainer}
 
 
-def _serve(name: str, pipe: Any, core: int, steps: int, size: tuple[int, int], folder: Path, profile: bool) -> None:
+def _serve(name: str, turns: _Turns, core: int, size: tuple[int, int], folder: Path, profile: bool) -> None:
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
     if not profile:
-        _RUNS[name](_Turns(pipe, steps), size, folder)
+        _RUNS[name](turns, size, folder)
         return
     import cProfile
     import pstats
 
     with cProfile.Profile(time.process_time) as found:
-        _RUNS[name](_Turns(pipe, steps), size, folder)
+        _RUNS[name](turns, size, folder)
     pstats.Stats(found).sort_stats("tottime").print_stats(40)
 
 
@@ -100,6 +99,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=12, help="pairs of blocks")
     parser.add_argument("--steps", type=int, default=10, help="of a block")
+    parser.add_argument(
+        "--warm-up",
+        type=int,
+        default=60,
+        help="steps before the first block, in which nearly all numbers of denoising queries come up, whose shapes our "
+        "run traces once each",
+    )
     parser.add_argument("--size", type=int, nargs=2, default=(160, 224), help="height and width of the pictures")
     parser.add_argument("--core", type=int, default=0)
     parser.add_argument("--profile", action="store_true", help="print the functions that take the time of each instead")
@@ -112,7 +118,8 @@ def main() -> None:
         processes = []
         for name in _RUNS:
             pipes[name], theirs = context.Pipe()
-            given = (name, theirs, arguments.core, arguments.steps, size, Path(folder) / name, arguments.profile)
+            turns = _Turns(theirs, arguments.steps, arguments.warm_up)
+            given = (name, turns, arguments.core, size, Path(folder) / name, arguments.profile)
             processes.append(context.Process(target=_serve, args=given, daemon=True))
             processes[-1].start()
             theirs.close()

@@ -119,13 +119,14 @@ def trainer(limits: Limits, size: tuple[int, int], decay_steps: int, folder: Pat
     return {"reached": reached, "losses": [entry["loss"] for entry in run.state.log_history if "loss" in entry]}
 
 
-def show(results: dict[str, dict[str, Any]], every: bool) -> None:
-    """The table of README.md; with `every` also of what was reached on the way."""
+def show(results: dict[str, dict[str, Any]], every: int | None) -> None:
+    """The table of README.md: the last step, and where `every` says so what was reached on the way."""
     columns = ["AP", "AP50", "AP75", "AR_100"]
     print(f"| | processor s | steps of {BATCH} | pictures per processor s | {' | '.join(columns)} | AP of each class |")
     print("|---" * 9 + "|")
     for name, result in results.items():
-        for found in result["reached"] if every else result["reached"][-1:]:
+        *way, last = result["reached"]
+        for found in [*(found for found in way if every and found["steps"] % every == 0), last]:
             each = ", ".join(f"{kind} {value:.3f}" for kind, value in found["scores"]["per_class"].items())
             scores = " | ".join(f"{found['scores'][column]:.3f}" for column in columns)
             rate = found["steps"] * BATCH / found["worked"]
@@ -139,7 +140,7 @@ def main() -> None:
     parser.add_argument("results", nargs="*", type=Path, help="for the table: what --output wrote")
     parser.add_argument("--seconds", type=float, default=1800, help="of processor time")
     parser.add_argument("--minutes", type=float, default=24 * 60, help="of wall-clock time, at most")
-    parser.add_argument("--every", action="store_true", help="for the table: also what was reached on the way")
+    parser.add_argument("--every", type=int, help="for the table: also what was reached after every so many steps")
     parser.add_argument("--size", type=int, nargs=2, default=(160, 224), help="height and width of the pictures")
     parser.add_argument("--decay-steps", type=int, default=1500, help="where the cosine of the learning rate ends")
     parser.add_argument("--output", type=Path, help="write the result as JSON")
@@ -147,8 +148,8 @@ def main() -> None:
     if arguments.contender == "table":
         found: dict[str, dict[str, Any]] = {}
         for path in arguments.results:
-            found |= json.loads(path.read_text())
-        show(found, every=arguments.every)
+            found |= {name: result for name, result in json.loads(path.read_text()).items() if name in NAMES}
+        show(found, arguments.every)
         return
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
@@ -158,7 +159,7 @@ def main() -> None:
         last = limits, size, arguments.decay_steps, Path(folder) / "run"
         name = arguments.contender
         result = trainer(*last) if name == "trainer" else ours(name, *last)
-    show({name: result}, every=True)
+    show({name: result}, every=200)
     write_json(arguments.output, {name: result | {"size": size, "decay_steps": arguments.decay_steps}})
 
 
