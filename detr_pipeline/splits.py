@@ -1,4 +1,8 @@
-"""The parts of DETR's transformer layers that are split: heads and columns, or rows of the feature map.
+"""The parts of DETR's transformer layers that are split: heads and columns, or positions.
+
+By positions, part i makes queries, keys and values of the i-th rows of the map. In an encoder layer it then attends to
+the keys of all parts, block by block. In a decoder layer, whose queries are few, it attends from all queries to its own
+keys, and a last part merges what the parts found by its log-sum-exp (`variants.attention.merged`).
 
 Each layer of `transformer` that can be split calls a function of this module; see
 `varuna_capslog.model.splitting.splitter`.
@@ -6,6 +10,8 @@ Each layer of `transformer` that can be split calls a function of this module; s
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,12 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from varuna_capslog.base.errors import CapslogError
+from detr_pipeline.attention import Projections, padding_mask, sine_positions
 from varuna_capslog.model.splitting.modules import JoinedPositions, SumAndNorm, linear_columns, linear_rows
 from varuna_capslog.model.splitting.splitter import Splitter, share_of
+from varuna_capslog.variants.attention import merged
 
 if TYPE_CHECKING:
-    from detr_pipeline.transformer import Attention, DecoderLayer, EncoderLayer, FeedForwardLayer
+    from detr_pipeline.attention import Attention
+    from detr_pipeline.transformer import DecoderLayer, EncoderLayer, FeedForwardLayer
 
 __all__ = ["split_decoder", "split_encoder"]
 
@@ -27,22 +35,29 @@ Attend = Callable[..., Tensor]
 
 
 def split_encoder(layer: EncoderLayer, into: Splitter, attend: Attend) -> None:
-    """By positions: each part computes some rows of the map, and reads all of them. By tensors: the heads, then the
-    columns of the feed-forward.
-    """
+    """By positions: the rows of the map. By tensors: the heads, then the columns of the feed-forward."""
     if into.kind == "sequence":
-        rows = [into.value(f"rows.{part}") for part in range(into.degree)]
-        for part, name in enumerate(rows):
-            share = into.sharing(layer)
-            share.rows = (part, into.degree)
-            into.add(f"rows.{part}", share, into.reads, [name])
-        into.add("join", JoinedPositions(1), rows, into.writes)
+        _split_rows(layer, into)
         return
     memory, middle = into.reads[0], into.value("middle")
     attended = _attention(into, layer.self_attn, "attention", attend, into.reads)
-    into.add("norm1", _sum(layer, layer.self_attn.out_proj, layer.norm1), [memory, *attended], [middle])
+    into.add("norm1", _sum(layer, layer.self_attn.out_proj.bias, layer.norm1), [memory, *attended], [middle])
     fed = _feed_forward(into, layer, middle)
-    into.add("norm2", _sum(layer, layer.linear2, layer.norm2), [middle, *fed], into.writes)
+    into.add("norm2", _sum(layer, layer.linear2.bias, layer.norm2), [middle, *fed], into.writes)
+
+
+def _split_rows(layer: EncoderLayer, into: Splitter) -> None:
+    own, placed, q, k, v, rows = (
+        [into.value(f"{name}.{part}") for part in range(into.degree)]
+        for name in ("own", "placed", "queries", "keys", "values", "rows")
+    )
+    into.add("share", _Shares(into.degree), into.reads, [*own, *placed])
+    for part in range(into.degree):
+        module = _ProjectionsOfRows(*_projections(layer.self_attn))
+        into.add(f"project.{part}", module, [own[part], placed[part]], [q[part], k[part], v[part]])
+    for part, name in enumerate(rows):
+        into.add(f"rows.{part}", _Rows(into.sharing(layer)), [own[part], into.reads[1], q[part], *k, *v], [name])
+    into.add("join", JoinedPositions(1), rows, into.writes)
 
 
 def split_decoder(
@@ -52,36 +67,56 @@ def split_decoder(
     begin: nn.Module | None,
     heads: nn.Module | None,
 ) -> None:
-    """The heads of both attentions, then the columns of the feed-forward.
+    """By positions: the keys of the attention to the memory; the object queries are few, and what only they take part
+    in stays whole. By tensors: the heads of both attentions, then the columns of the feed-forward.
 
     Args:
         attends: to the queries, to the memory.
         begin: gives the hidden state and the query embedding that the first layer begins with, from the memory.
         heads: predicts from the new hidden state, and appends to what was predicted before.
-
-    Raises:
-        CapslogError: a split by positions.
     """
-    if into.kind == "sequence":
-        raise CapslogError(f"a decoder layer has few positions, its object queries; take tensor-{into.degree} for it")
+    by_heads = into.kind == "tensor"
     before = "hidden"
     if begin is not None:
         before = into.value("begin")
         into.add("begin", begin, ["memory"], [before, "query"])
     first, middle = into.value("first"), into.value("middle")
-    own = _attention(into, layer.self_attn, "self_attention", attends[0], [before, "query"])
-    into.add("norm1", _OfLast(_sum(layer, layer.self_attn.out_proj, layer.norm1)), [before, *own], [first])
+    if by_heads:
+        own = _attention(into, layer.self_attn, "self_attention", attends[0], [before, "query"])
+    else:
+        own = [into.value("self_attention")]
+        into.add("self_attention", _AttentionPart(into.sharing(layer.self_attn), attends[0]), [before, "query"], own)
+    bias = layer.self_attn.out_proj.bias if by_heads else None
+    into.add("norm1", _OfLast(_sum(layer, bias, layer.norm1)), [before, *own], [first])
     reads = [first, "memory", "valid", "query"]
-    seen = _attention(into, layer.multihead_attn, "attention", attends[1], reads)
-    into.add("norm2", _sum(layer, layer.multihead_attn.out_proj, layer.norm2), [first, *seen], [middle])
-    fed = _feed_forward(into, layer, middle)
+    if by_heads:
+        seen = _attention(into, layer.multihead_attn, "attention", attends[1], reads)
+        into.add("norm2", _sum(layer, layer.multihead_attn.out_proj.bias, layer.norm2), [first, *seen], [middle])
+        fed = _feed_forward(into, layer, middle)
+    else:
+        merge = _Merge(into.sharing(layer.multihead_attn.out_proj), _sum(layer, None, layer.norm2))
+        into.add("norm2", merge, [first, *_attention_to_rows(into, layer.multihead_attn, reads)], [middle])
+        fed = [into.value("feed_forward")]
+        share = _FeedForwardPart(into.sharing(layer.linear1), into.sharing(layer.linear2), layer.dropout.p)
+        into.add("feed_forward", share, [middle], fed)
     keep = layer.keep and begin is None
     after = "hidden" if "hidden" in into.writes else into.value("hidden")
-    end = _Hidden(_sum(layer, layer.linear2, layer.norm3), keep)
+    end = _Hidden(_sum(layer, layer.linear2.bias if by_heads else None, layer.norm3), keep)
     into.add("norm3", end, [*(["hidden"] if keep else []), middle, *fed], [after])
     if heads is not None:
         predicted = [name for name in into.writes if name not in ("hidden", "query")]
         into.add("heads", heads, [after, *(name for name in predicted if name in into.reads)], predicted)
+
+
+def _attention_to_rows(into: Splitter, whole: Attention, reads: Sequence[str]) -> list[str]:
+    """Adds the parts that attend to some rows of the memory each; returns what they write, outputs first."""
+    outs, seen = (
+        [into.value(f"{name}.{part}") for part in range(into.degree)] for name in ("attention", "log_sum_exp")
+    )
+    for part, name in enumerate(outs):
+        module = _AttentionToRows(whole, (part, into.degree))
+        into.add(f"attention.{part}", module, reads, [name, seen[part]])
+    return [*outs, *seen]
 
 
 def _attention(into: Splitter, whole: Attention, name: str, attend: Attend, reads: Sequence[str]) -> list[str]:
@@ -115,8 +150,89 @@ def _feed_forward(into: Splitter, layer: FeedForwardLayer, reads: str) -> list[s
     return written
 
 
-def _sum(layer: FeedForwardLayer, last: nn.Linear, norm: nn.Module) -> SumAndNorm:
-    return SumAndNorm(last.bias, nn.Dropout(layer.dropout.p), norm)
+def _sum(layer: FeedForwardLayer, bias: nn.Parameter | None, norm: nn.Module) -> SumAndNorm:
+    return SumAndNorm(bias, nn.Dropout(layer.dropout.p), norm)
+
+
+def _projections(whole: Attention) -> tuple[int, nn.Parameter, nn.Parameter]:
+    return whole.heads, whole.in_proj_weight, whole.in_proj_bias
+
+
+def _bounds(count: int, parts: int) -> list[int]:
+    """Where the parts of so many rows begin, and where the last one ends; some may be empty."""
+    return [count * part // parts for part in range(parts + 1)]
+
+
+class _Shares(nn.Module):
+    """The rows of a map [B, h, w, C] in parts, then the same with the position encoding added."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, memory: Tensor, valid: Tensor) -> list[Tensor]:
+        bounds = _bounds(memory.shape[1], self.parts)
+        sizes = [end - first for first, end in itertools.pairwise(bounds)]
+        placed = memory + sine_positions(valid, *memory.shape[1:])
+        return [one.contiguous() for both in (memory, placed) for one in both.split(sizes, 1)]
+
+
+class _ProjectionsOfRows(Projections):
+    """Queries, keys and values [B, H, S, D] of some rows of a map, without and with positions."""
+
+    def forward(self, x: Tensor, placed: Tensor) -> list[Tensor]:
+        x, placed = x.flatten(1, 2), placed.flatten(1, 2)
+        return [one.contiguous() for one in self.projected(placed, placed, x)]
+
+
+class _Rows(nn.Module):
+    """Some rows of the next memory, from these rows, their queries, and the keys and then values of all parts."""
+
+    def __init__(self, layer: EncoderLayer) -> None:
+        super().__init__()
+        self.core, self.out_proj = layer.self_attn.core, layer.self_attn.out_proj
+        del layer.self_attn
+        self.rest = layer
+
+    def forward(self, x: Tensor, valid: Tensor, q: Tensor, *tensors: Tensor) -> Tensor:
+        k, v = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
+        width = x.shape[2]
+        padding = padding_mask(valid, sum(one.shape[2] for one in k) // width, width)
+        attended = self.out_proj(self.core.over_blocks(q, k, v, padding).transpose(1, 2).flatten(2))
+        return self.rest.after(x, attended.view_as(x))
+
+
+class _AttentionToRows(Projections):
+    """What all queries see of some rows of the memory: [B, H, Q, D] and the log-sum-exp [B, H, Q].
+
+    share: (n, parts): the n-th share of the rows.
+    """
+
+    def __init__(self, whole: Attention, share: tuple[int, int]) -> None:
+        super().__init__(*_projections(whole))
+        self.core, self.share = copy.deepcopy(whole.core), share
+
+    def forward(self, x: Tensor, memory: Tensor, valid: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
+        _, height, width, channels = memory.shape
+        part, parts = self.share
+        first, end = _bounds(height, parts)[part : part + 2]
+        seen = memory[:, first:end].flatten(1, 2)
+        keys = seen + sine_positions(valid, height, width, channels)[:, first:end].flatten(1, 2)
+        hidden = padding_mask(valid, height, width)[:, first * width : end * width]
+        q, k, v = self.projected(x + query, keys, seen)
+        return self.core.of_block(q, k, v, hidden)
+
+
+class _Merge(nn.Module):
+    """Called with x, what the parts found, and its log-sum-exp; as `SumAndNorm`."""
+
+    def __init__(self, out_proj: nn.Linear, sum_: SumAndNorm) -> None:
+        super().__init__()
+        self.out_proj, self.sum = out_proj, sum_
+
+    def forward(self, x: Tensor, *tensors: Tensor) -> Tensor:
+        parts = len(tensors) // 2
+        return self.sum(x, self.out_proj(merged(tensors[:parts], tensors[parts:]).transpose(1, 2).flatten(2)))
 
 
 class _AttentionPart(nn.Module):

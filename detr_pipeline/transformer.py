@@ -1,4 +1,4 @@
-"""DETR's transformer: attention, encoder and decoder layers, and the heads that turn hidden states into predictions.
+"""DETR's transformer: encoder and decoder layers, and the heads that turn hidden states into predictions.
 
 `chain` makes one chain layer of each. Batch first, normalisation after each sum. Parameters are laid out and named as
 in `torch.nn.MultiheadAttention` and DETR's own code, so that published weights load. Every layer computes padding mask
@@ -8,111 +8,34 @@ layer changes its inputs, and nothing here looks at a tensor's values on the hos
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from detr_pipeline.attention import Attention, padding_mask, sine_positions
 from detr_pipeline.splits import split_decoder, split_encoder
-from varuna_capslog.variants.attention import AttentionCore, EagerAttention, SdpaAttention
 
 if TYPE_CHECKING:
     from detr_pipeline.config import ModelConfig
     from varuna_capslog.model.splitting.splitter import Splitter
 
 __all__ = [
-    "Attention",
     "DecoderLayer",
     "EncoderLayer",
     "FirstDecoderLayer",
     "Heads",
     "PredictingDecoderLayer",
-    "padding_mask",
-    "sine_positions",
 ]
 
-_TEMPERATURE = 10_000
-_EPSILON = 1e-6
 
-
-def padding_mask(valid: Tensor, height: int, width: int) -> Tensor:
-    """[B, height * width] bool, True where a cell is padding.
-
-    The upper left cell is never padding: attention over nothing would be NaN where a profiler sends zeros for `valid`.
-    """
-    rows, columns = valid.clamp(min=1).unbind(1)
-    outside_rows = torch.arange(height, device=valid.device) >= rows[:, None]
-    outside_columns = torch.arange(width, device=valid.device) >= columns[:, None]
-    return (outside_rows[:, :, None] | outside_columns[:, None, :]).flatten(1)
-
-
-def sine_positions(valid: Tensor, height: int, width: int, channels: int) -> Tensor:
-    """[B, height, width, channels] float32: sines and cosines of the row in the first half, of the column in the
-    second.
-
-    Coordinates count from 1 and are scaled to 2 pi at the image's own last row or column, whatever the padding.
-    Padding cells get the code of their clamped row and column (DETR: of 0); no valid cell reads theirs.
-    """
-    rows, columns = valid.clamp(min=1).unbind(1)
-    parts = (
-        _codes(rows, height, channels // 2)[:, :, None].expand(-1, -1, width, -1),
-        _codes(columns, width, channels // 2)[:, None].expand(-1, height, -1, -1),
-    )
-    return torch.cat(parts, dim=-1)
-
-
-def _codes(counts: Tensor, length: int, channels: int) -> Tensor:
-    """[B, length, channels]: sine on even channels, cosine on odd ones, wavelengths from 2 pi to 10000 * 2 pi."""
-    steps = torch.arange(1, length + 1, device=counts.device)
-    angles = torch.minimum(steps, counts[:, None]).float() / (counts[:, None] + _EPSILON) * (2 * math.pi)
-    exponents = torch.arange(0, channels, 2, dtype=torch.float32, device=counts.device) / channels
-    scaled = angles[:, :, None] / _TEMPERATURE**exponents
-    return torch.stack((scaled.sin(), scaled.cos()), dim=-1).flatten(2)
-
-
-_CORES = {"eager": EagerAttention, "sdpa": SdpaAttention}
-
-
-class Attention(nn.Module):
-    """Multi-head attention.
-
-    Args:
-        attention: as `model.attention`. The paper's memory profile rests on eager; a config's `variants` may choose
-            another way.
-    """
-
-    def __init__(self, width: int, heads: int, dropout: float, attention: str) -> None:
-        super().__init__()
-        self.heads = heads
-        self.in_proj_weight = nn.Parameter(torch.empty(3 * width, width))
-        self.in_proj_bias = nn.Parameter(torch.zeros(3 * width))
-        self.out_proj = nn.Linear(width, width)
-        self.core: AttentionCore = _CORES[attention](dropout)
-        # DETR draws every matrix of the transformer anew, the three stacked projections as one matrix.
-        nn.init.xavier_uniform_(self.in_proj_weight)
-        nn.init.xavier_uniform_(self.out_proj.weight)
-        nn.init.zeros_(self.out_proj.bias)
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None = None) -> Tensor:
-        """Args: query [B, T, C]; key, value [B, S, C]; padding [B, S] bool, True where a key must not be seen."""
-        weights, biases = self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3)
-        q, k, v = (
-            F.linear(x, weight, bias).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
-        )
-        return self.out_proj(self.core(q, k, v, padding).transpose(1, 2).flatten(2))
-
-
-def _attend_map(attention: Attention, memory: Tensor, valid: Tensor, rows: tuple[int, int] | None = None) -> Tensor:
-    """[B, h, w, C]: attention of a map to itself, of some rows (first, end) of it, or all."""
+def _attend_map(attention: Attention, memory: Tensor, valid: Tensor) -> Tensor:
+    """[B, h, w, C]: attention of a map to itself."""
     _, height, width, channels = memory.shape
     x = memory.flatten(1, 2)
     placed = x + sine_positions(valid, height, width, channels).flatten(1, 2)
-    queries = placed if rows is None else placed[:, rows[0] * width : rows[1] * width]
-    attended = attention(queries, placed, x, padding_mask(valid, height, width))
-    return attended.unflatten(1, (-1, width))
+    return attention(placed, placed, x, padding_mask(valid, height, width)).view_as(memory)
 
 
 def _attend_queries(attention: Attention, x: Tensor, query: Tensor) -> Tensor:
@@ -155,13 +78,7 @@ def _attention(config: ModelConfig) -> Attention:
 
 
 class EncoderLayer(FeedForwardLayer):
-    """Called with memory [B, h, w, C] and the valid rows and columns [B, 2]; returns the next memory.
-
-    Attributes:
-        rows: (n, parts): it computes the n-th share of the rows alone, from all of them; None: all rows.
-    """
-
-    rows: tuple[int, int] | None = None
+    """Called with memory [B, h, w, C] and the valid rows and columns [B, 2]; returns the next memory."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -170,12 +87,11 @@ class EncoderLayer(FeedForwardLayer):
         self.norm2 = nn.LayerNorm(config.hidden_dim)
 
     def forward(self, memory: Tensor, valid: Tensor) -> Tensor:
-        own, rows = memory, None
-        if self.rows is not None:
-            part, parts = self.rows
-            rows = memory.shape[1] * part // parts, memory.shape[1] * (part + 1) // parts
-            own = memory[:, rows[0] : rows[1]]
-        x = self.norm1(own + self.dropout(_attend_map(self.self_attn, memory, valid, rows)))
+        return self.after(memory, _attend_map(self.self_attn, memory, valid))
+
+    def after(self, memory: Tensor, attended: Tensor) -> Tensor:
+        """The next memory from what the attention gave; each of its cells depends on the same cell of both alone."""
+        x = self.norm1(memory + self.dropout(attended))
         return self.norm2(x + self.feed_forward(x))
 
     def split(self, into: Splitter) -> None:

@@ -92,6 +92,10 @@ def _double() -> Any:
         ({"encoder.*": "sequence-8"}, {}),  # of 5 rows: three parts have none; the last rows of an image are padding
         (TENSOR, {"loud": 100.0}),
         ({"encoder.*": "sequence-2"}, {"loud": 100.0}),  # logits of 1e4
+        ({"encoder.*": "sequence-3", "decoder.*": "sequence-3"}, {}),
+        ({"decoder.*": "sequence-8"}, {"heads": "every_decoder"}),  # of 5 rows; the last ones of an image are padding
+        ({"decoder.*": "sequence-2"}, {"attention": "sdpa"}),
+        ({"*": "sequence-3"}, {"loud": 100.0}),
     ],
 )
 def test_parts_compute_what_the_whole_layer_computes(splits: dict[str, str], changes: dict[str, Any]) -> None:
@@ -100,9 +104,11 @@ def test_parts_compute_what_the_whole_layer_computes(splits: dict[str, str], cha
     plain, their_gradients = expected(given["loud"], given["heads"])
     assert max(float((outputs[name] - plain[name]).detach().abs().max()) for name in plain) < 1e-12
     assert gradients.keys() == their_gradients.keys()
+    # where keys are split, a gradient that has all but vanished is as exact as 1e-12 of the logits
+    bound = 1e-12 * given["loud"] ** (1 if splits is TENSOR else 2)
     for name, gradient in their_gradients.items():
         scale = max(float(gradient.abs().max()), 1e-3)
-        assert float((gradients[name] - gradient).abs().max()) / scale < 1e-12 * given["loud"], name
+        assert float((gradients[name] - gradient).abs().max()) / scale < bound, name
 
 
 @pytest.mark.parametrize("splits", [TENSOR, {"encoder.*": "sequence-2"}])
@@ -173,7 +179,6 @@ def tied() -> Chain:
         (functools.partial(own, "half"), {"own": "tensor-2"}, "close", r"parts .* do not hold all of its 'weight'"),
         (functools.partial(own, "foreign"), {"own": "tensor-2"}, "close", r"'weight' that the layer has not"),
         (tied, {"own": "tensor-2"}, "close", r"would cut 'weight', which other layers use as 'own.weight'"),
-        (tiny_chain, {"decoder.*": "sequence-2"}, "close", r"few positions, its object queries; take tensor-2"),
         (tiny_chain, {"encoder.1": "tensor-3"}, "close", r"its 4 heads cannot be shared out equally among 3 parts"),
     ],
 )

@@ -15,6 +15,7 @@ from varuna_capslog.variants.attention import (
     EagerAttention,
     SdpaAttention,
     SplitKeysAttention,
+    merged,
     put_in,
 )
 
@@ -65,6 +66,65 @@ def test_keys_that_are_hidden_before_the_first_that_is_seen_count_nothing() -> N
     )
     for ours, expected in zip(split, whole, strict=True):
         assert (ours - expected).abs().max() <= 1e-12
+
+
+CORES = [EagerAttention(), SdpaAttention(), ChunkedAttention(queries=2), SplitKeysAttention(queries=3, keys=2)]
+BLOCKS = [3, 0, 2, 4]
+SHOWN = torch.tensor([[9], [2]])
+"""Keys that each sample shows: of the second one all but the first block are hidden."""
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize(("queries", "loud", "most"), [(5, 1.0, 1e-12), (0, 1.0, 1e-12), (5, 1e4, 1e-8)])
+def test_blocks_of_keys_are_merged_exactly(
+    core: AttentionCore, queries: int, loud: float, most: float, one_by_one: bool
+) -> None:
+    """An empty block and hidden ones add nothing. Gradients of logits of 1e4 are as exact as those, see below."""
+    padding = torch.arange(9) >= SHOWN
+
+    def results_of(way: Any) -> list[Tensor]:
+        q, k, v = inputs(queries, 9)
+        given = [(q.detach() * loud).requires_grad_(), k, v]
+        out = way(*given)
+        return [out, *torch.autograd.grad(out, given, torch.linspace(-1, 1, out.numel(), dtype=q.dtype).view_as(out))]
+
+    def in_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ks, vs = k.split(BLOCKS, 2), v.split(BLOCKS, 2)
+        if not one_by_one:
+            return core.over_blocks(q, ks, vs, padding)
+        found = [core.of_block(q, *each) for each in zip(ks, vs, padding.split(BLOCKS, 1), strict=True)]
+        assert all(seen[1].max() == -float("inf") for _, seen in found[1:] if queries)
+        assert all(not out[1].any() for out, _ in found[1:])
+        return merged(*zip(*found, strict=True))
+
+    whole = results_of(lambda q, k, v: EagerAttention()(q, k, v, padding))
+    for ours, expected in zip(results_of(in_blocks), whole, strict=True):
+        assert torch.isfinite(ours).all()
+        torch.testing.assert_close(ours, expected, atol=most, rtol=1e-12)
+
+
+@pytest.mark.parametrize("core", [EagerAttention(0.4), SdpaAttention(0.4), ChunkedAttention(0.4, 2, 2)])
+def test_the_log_sum_exp_of_a_block_has_a_gradient(core: AttentionCore) -> None:
+    def seeded(*given: Tensor) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(3)
+        return core.of_block(*given, torch.arange(4) >= torch.tensor([[4], [3]]))
+
+    given = inputs(5, 4)
+    assert torch.autograd.gradcheck(seeded, given)
+    q, k, _ = given
+    logits = (q @ k.transpose(2, 3) / 2).masked_fill(torch.arange(4) >= torch.tensor([4, 3]).view(2, 1, 1, 1), -1e300)
+    torch.testing.assert_close(seeded(*given)[1], logits.logsumexp(-1), atol=1e-12, rtol=1e-12)
+
+
+def test_one_map_of_an_eager_block_is_kept() -> None:
+    sizes: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: sizes.append(tensor.numel()) or tensor, lambda one: one
+    ):
+        EagerAttention().of_block(*inputs(64, 64), padding_of(64))
+    maps = [size for size in sizes if size >= 2 * 3 * 64 * 64]
+    assert len(maps) == 2  # one tensor, of which both the softmax and the product keep a reference
 
 
 @pytest.mark.parametrize(

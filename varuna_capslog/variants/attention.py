@@ -8,13 +8,23 @@ out, other entries are dropped under each: the three are equal up to rounding on
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["AttentionCore", "ChunkedAttention", "EagerAttention", "SdpaAttention", "SplitKeysAttention", "put_in"]
+__all__ = [
+    "AttentionCore",
+    "ChunkedAttention",
+    "EagerAttention",
+    "SdpaAttention",
+    "SplitKeysAttention",
+    "merged",
+    "put_in",
+]
 
 QUERIES = 256
 """Queries of one chunk: maps of [256, keys] are small beside the layer's other tensors, and fill a device."""
@@ -49,6 +59,45 @@ class AttentionCore(nn.Module):
         """
         raise NotImplementedError
 
+    def over_blocks(self, q: Tensor, ks: Sequence[Tensor], vs: Sequence[Tensor], padding: Tensor) -> Tensor:
+        """As `forward`, of keys and values in blocks of positions, one after the other; a block may be empty."""
+        found = []
+        for k, v, hidden in zip(ks, vs, padding.split([k.shape[2] for k in ks], 1), strict=True):
+            found.append(self.of_block(q, k, v, hidden))
+        return merged([out for out, _ in found], [seen for _, seen in found])
+
+    def of_block(self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention to one block of the keys, and the logarithm of the sum of exp(logit) over them, for `merged`.
+
+        Args: as of `forward`, of the block.
+
+        Returns [B, H, T, D], zero where all keys of the block are hidden, and [B, H, T], there minus infinity.
+        """
+        nothing = padding.all(1)[:, None, None]
+        # what is hidden there counts as seen, and is taken out after: a softmax of nothing is no number
+        out, seen = self._with_sum(q, k, v, _bias(padding & ~nothing[:, 0], q.dtype), 1 / math.sqrt(q.shape[-1]))
+        return out.masked_fill(nothing.unsqueeze(-1), 0.0), seen.masked_fill(nothing, -math.inf)
+
+    def _with_sum(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """As `attend`, with the log-sum-exp of each query's logits [B, H, T]."""
+        rate = self.rate if self.training else 0.0
+        return _in_chunks(q * scale, [k], [v], bias, _How(rate, QUERIES, max(k.shape[2], 1), (q.shape[0], q.shape[1])))
+
+
+def merged(outs: Sequence[Tensor], seen: Sequence[Tensor]) -> Tensor:
+    """Attention to all blocks of keys, from what `AttentionCore.of_block` gives of each; the first block counts first.
+
+    Block j counts with exp(s_j) / (the sum of exp(s) over all blocks), s being its log-sum-exp. So a block that shows
+    no key to a query adds nothing to it. Where no block does, the result is no number, as that of a softmax.
+    """
+    most = torch.stack([one.detach() for one in seen]).amax(0)
+    shift = most.masked_fill(most == -math.inf, 0.0)  # any constant will do: it cancels
+    weights = [(one - shift).exp() for one in seen]
+    total, found = weights[0], outs[0] * weights[0].unsqueeze(-1)
+    for out, weight in zip(outs[1:], weights[1:], strict=True):
+        total, found = total + weight, found + out * weight.unsqueeze(-1)
+    return (found / total.unsqueeze(-1)).to(outs[0].dtype)
+
 
 class EagerAttention(AttentionCore):
     """The [B * H, T, S] maps are computed one step after the other and kept for the backward.
@@ -58,14 +107,48 @@ class EagerAttention(AttentionCore):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
         """See `AttentionCore`."""
-        batch, heads = q.shape[:2]
-        rows = None if bias is None else bias.expand(batch, heads, *bias.shape[2:]).flatten(0, 1)
-        q, k, v = (x.flatten(0, 1) for x in (q * scale, k, v))
-        maps = torch.bmm(q, k.transpose(1, 2)) if rows is None else torch.baddbmm(rows, q, k.transpose(1, 2))
         # One name for all three: each map is as large as all else together, and must go as soon as the next is there.
+        maps = _all_logits(q, k, bias, scale)
         maps = maps.softmax(-1)
         maps = F.dropout(maps, self.rate, self.training)
-        return torch.bmm(maps, v).unflatten(0, (batch, -1))
+        return torch.bmm(maps, v.flatten(0, 1)).unflatten(0, (q.shape[0], -1))
+
+    def _with_sum(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """See `AttentionCore`."""
+        maps = _all_logits(q, k, bias, scale)
+        maps, seen = _SoftmaxAndSum.apply(maps)
+        maps = F.dropout(maps, self.rate, self.training)
+        return tuple(one.unflatten(0, (q.shape[0], -1)) for one in (torch.bmm(maps, v.flatten(0, 1)), seen))
+
+
+def _all_logits(q: Tensor, k: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """[B * H, T, S]."""
+    batch, heads = q.shape[:2]
+    rows = None if bias is None else bias.expand(batch, heads, *bias.shape[2:]).flatten(0, 1)
+    q, k = (q * scale).flatten(0, 1), k.flatten(0, 1).transpose(1, 2)
+    return torch.bmm(q, k) if rows is None else torch.baddbmm(rows, q, k)
+
+
+class _SoftmaxAndSum(torch.autograd.Function):
+    """Softmax of logits [N, T, S] over S, and their log-sum-exp [N, T]. It keeps the first alone."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> tuple[Tensor, Tensor]:
+        maps = logits.softmax(-1)
+        ctx.save_for_backward(maps)
+        if not logits.shape[-1]:
+            return maps, logits.new_full(logits.shape[:-1], -math.inf, dtype=_wide(maps))
+        # the largest entry of a softmax is 1 / the sum of exp(logit - the largest)
+        return maps, logits.amax(-1).to(_wide(maps)) - maps.amax(-1).to(_wide(maps)).log()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, of_maps: Tensor, of_seen: Tensor) -> Tensor:
+        (maps,) = ctx.saved_tensors
+        # the softmax's own backward, and that of the log-sum-exp, whose gradient is the softmax
+        return torch._softmax_backward_data(of_maps, maps, -1, maps.dtype).addcmul_(
+            maps, of_seen.to(maps).unsqueeze(-1)
+        )
 
 
 class SdpaAttention(AttentionCore):
@@ -78,6 +161,10 @@ class SdpaAttention(AttentionCore):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
         """See `AttentionCore`."""
         return self._attend(q, k, v, bias, scale)
+
+    def over_blocks(self, q: Tensor, ks: Sequence[Tensor], vs: Sequence[Tensor], padding: Tensor) -> Tensor:
+        """See `AttentionCore`; in one call, since the kernels take no gradient of a block's log-sum-exp."""
+        return self(q, torch.cat(list(ks), 2), torch.cat(list(vs), 2), padding)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
         rate = self.rate if self.training else 0.0
@@ -105,10 +192,20 @@ class ChunkedAttention(AttentionCore):
         """See `AttentionCore`."""
         if bias is not None and bias.requires_grad:
             raise RuntimeError("attention in chunks has no gradient of what is added to the logits")
-        heads, rate = q.shape[:2], self.rate if self.training else 0.0
-        q, k, v = (x.flatten(0, 1) for x in (q * scale, k, v))
-        keys = k.shape[1] if self.keys is None else self.keys
-        return _InChunks.apply(q, k, v, bias, rate, (self.queries, keys), heads).unflatten(0, heads)
+        return _in_chunks(q * scale, [k], [v], bias, self._how(q, k.shape[2]))[0]
+
+    def over_blocks(self, q: Tensor, ks: Sequence[Tensor], vs: Sequence[Tensor], padding: Tensor) -> Tensor:
+        """See `AttentionCore`."""
+        how = self._how(q, max(k.shape[2] for k in ks))
+        return _in_chunks(q / math.sqrt(q.shape[-1]), ks, vs, _bias(padding, q.dtype), how)[0]
+
+    def _with_sum(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """See `AttentionCore`."""
+        return _in_chunks(q * scale, [k], [v], bias, self._how(q, max(k.shape[2], 1)))
+
+    def _how(self, q: Tensor, keys: int) -> _How:
+        rate = self.rate if self.training else 0.0
+        return _How(rate, self.queries, keys if self.keys is None else self.keys, (q.shape[0], q.shape[1]))
 
 
 class SplitKeysAttention(ChunkedAttention):
@@ -118,67 +215,97 @@ class SplitKeysAttention(ChunkedAttention):
         super().__init__(rate, queries, keys)
 
 
-class _InChunks(torch.autograd.Function):
-    """Chunked attention of scaled queries q [N, T, D], keys and values [N, S, D] and what is added to the logits.
+@dataclass(frozen=True)
+class _How:
+    """How attention goes in chunks.
 
-    sizes: queries and keys of a chunk. heads: (B, H), whose product is N.
+    rate: of the entries that are dropped. queries, keys: of one chunk. heads: (B, H).
+    """
+
+    rate: float
+    queries: int
+    keys: int
+    heads: tuple[int, int]
+
+    def columns(self, ks: Sequence[Tensor]) -> Iterator[tuple[int, slice, slice]]:
+        """Of every chunk of keys its block, its place in the block, and its place among all keys."""
+        begin = 0
+        for block, k in enumerate(ks):
+            for own in _chunks(k.shape[1], self.keys):
+                yield block, own, slice(begin + own.start, begin + own.stop)
+            begin += k.shape[1]
+
+
+def _in_chunks(
+    q: Tensor, ks: Sequence[Tensor], vs: Sequence[Tensor], bias: Tensor | None, how: _How
+) -> tuple[Tensor, Tensor]:
+    """See `_InChunks`, of tensors with two dimensions, samples and heads, in the place of their first one."""
+    found, seen = _InChunks.apply(q.flatten(0, 1), bias, how, len(ks), *(one.flatten(0, 1) for one in (*ks, *vs)))
+    return found.unflatten(0, how.heads), seen.unflatten(0, how.heads)
+
+
+class _InChunks(torch.autograd.Function):
+    """Chunked attention of scaled queries q [N, T, D], what is added to the logits, and some blocks of keys, then of
+    values [N, S, D]. N: samples and heads.
+
+    Returns [N, T, D], and the log-sum-exp of the logits [N, T].
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        rate: float,
-        sizes: tuple[int, int],
-        heads: tuple[int, int],
-    ) -> Tensor:
-        ctx.rate, ctx.sizes, ctx.heads, ctx.random = rate, sizes, heads, _random_state(q) if rate else None
-        found = q.new_empty(*q.shape[:2], v.shape[-1])
+        ctx: Any, q: Tensor, bias: Tensor | None, how: _How, blocks: int, *tensors: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.how, ctx.blocks, ctx.random = how, blocks, _random_state(q) if how.rate else None
+        ks, vs = tensors[:blocks], tensors[blocks:]
+        found = q.new_empty(*q.shape[:2], vs[0].shape[-1])
         most, sums = (q.new_empty(*q.shape[:2], 1, dtype=_wide(q)) for _ in range(2))
         with torch.autocast(q.device.type, enabled=False):
-            for rows in _chunks(q.shape[1], sizes[0]):
-                merged = _Merged(found[:, rows], most[:, rows], sums[:, rows])
-                for columns in _chunks(k.shape[1], sizes[1]):
-                    logits = _logits(q[:, rows], k[:, columns], bias, rows, columns, heads)
-                    merged.add(logits, v[:, columns], rate)
-                merged.finish()
-        ctx.save_for_backward(q, k, v, bias, found, most, sums)
-        return found
+            for rows in _chunks(q.shape[1], how.queries):
+                merging = _Merged(found[:, rows], most[:, rows], sums[:, rows])
+                for block, own, columns in how.columns(ks):
+                    logits = _logits(q[:, rows], ks[block][:, own], bias, rows, columns, how.heads)
+                    merging.add(logits, vs[block][:, own], how.rate)
+                merging.finish()
+        seen = (sums.log() + most).squeeze(-1)
+        ctx.save_for_backward(q, bias, found, most, sums, *tensors)
+        ctx.set_materialize_grads(False)
+        return found, seen
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, found, most, sums = ctx.saved_tensors
-        wide = _wide(q)
-        of_q, of_k, of_v = (torch.zeros_like(one, dtype=wide) for one in (q, k, v))
-        devices = [q.device] if q.is_cuda else []
-        with torch.autocast(q.device.type, enabled=False), torch.random.fork_rng(devices, enabled=ctx.rate > 0):
-            if ctx.rate:
+    def backward(ctx: Any, gradient: Tensor | None, of_seen: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, bias, found, most, sums, *tensors = ctx.saved_tensors
+        ks, vs, wide, how = tensors[: ctx.blocks], tensors[ctx.blocks :], _wide(q), ctx.how
+        gradient = torch.zeros_like(found) if gradient is None else gradient
+        of_q, *others = (torch.zeros_like(one, dtype=wide) for one in (q, *tensors))
+        of_k, of_v = others[: ctx.blocks], others[ctx.blocks :]
+        devices, parts = [q.device] if q.is_cuda else [], list(how.columns(ks))
+        with torch.autocast(q.device.type, enabled=False), torch.random.fork_rng(devices, enabled=how.rate > 0):
+            if how.rate:
                 _set_random_state(q, ctx.random)
-            for rows in _chunks(q.shape[1], ctx.sizes[0]):
-                part, upper, parts = q[:, rows], gradient[:, rows], _chunks(k.shape[1], ctx.sizes[1])
+            for rows in _chunks(q.shape[1], how.queries):
+                part, upper = q[:, rows], gradient[:, rows]
                 # the row's sum of of_maps * maps over all keys
                 of_row = (upper.to(wide) * found[:, rows].to(wide)).sum(-1, keepdim=True)
-                for columns in parts:
-                    maps = _logits(part, k[:, columns], bias, rows, columns, ctx.heads)
+                for block, own, columns in parts:
+                    k, v = ks[block][:, own], vs[block][:, own]
+                    maps = _logits(part, k, bias, rows, columns, how.heads)
                     maps = maps.sub_(most[:, rows]).exp_().div_(sums[:, rows])
-                    of_maps = torch.bmm(upper, v[:, columns].transpose(1, 2)).to(wide)
+                    of_maps = torch.bmm(upper, v.transpose(1, 2)).to(wide)
                     dropped = maps
-                    if ctx.rate:
-                        kept = _kept(maps, ctx.rate)
+                    if how.rate:
+                        kept = _kept(maps, how.rate)
                         of_maps *= kept
                         dropped = maps * kept
-                    of_v[:, columns] += torch.bmm(dropped.to(v.dtype).transpose(1, 2), upper)
+                    of_v[block][:, own] += torch.bmm(dropped.to(v.dtype).transpose(1, 2), upper)
                     if len(parts) == 1:  # the same sum, whose rounding cancels where one key outweighs all others
                         of_row = (of_maps * maps).sum(-1, keepdim=True)
-                    # the softmax's own backward
-                    of_maps = of_maps.sub_(of_row).mul_(maps).to(k.dtype)
-                    of_q[:, rows] += torch.bmm(of_maps, k[:, columns])
-                    of_k[:, columns] += torch.bmm(of_maps.transpose(1, 2), part)
-        return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None, None, None, None
+                    # the softmax's own backward, and that of the log-sum-exp, whose gradient is the softmax
+                    of_logits = of_maps.sub_(of_row if of_seen is None else of_row - of_seen[:, rows, None])
+                    of_logits = of_logits.mul_(maps).to(k.dtype)
+                    of_q[:, rows] += torch.bmm(of_logits, k)
+                    of_k[block][:, own] += torch.bmm(of_logits.transpose(1, 2), part)
+        return of_q.to(q.dtype), None, None, None, *(one.to(q.dtype) for one in (*of_k, *of_v))
 
 
 class _Merged:
@@ -208,8 +335,10 @@ class _Merged:
 
     def finish(self) -> None:
         """Writes the output."""
-        assert self._total is not None, "there is a key"
-        self._out.copy_(self._total / self._sums)
+        if self._total is None:  # there is no key
+            self._out.zero_()
+        else:
+            self._out.copy_(self._total / self._sums)
 
 
 def _chunks(count: int, size: int) -> list[slice]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.chain import Chain, Layer
-from varuna_capslog.model.splitting.splitter import KINDS, split_layer, wanted_split
+from varuna_capslog.model.splitting.splitter import KINDS, Splitter, wanted_split
+from varuna_capslog.model.splitting.torch_layers import splitting_of
 from varuna_capslog.variants.registry import NUMERICS, layers_meant
 
 __all__ = ["split_chain"]
@@ -44,7 +47,7 @@ def split_chain(chain: Chain, splits: Mapping[str, str], numerics: str = "same")
     unsplit = set(splits)
     for index, layer in enumerate(chain.layers):
         pattern, kind, degree = wanted.get(index, ("", "", 0))
-        parts = split_layer(layer, kind, degree, chain.shared_names(index)) if pattern else None
+        parts = _split_layer(layer, kind, degree, chain.shared_names(index)) if pattern else None
         layers += parts or [layer]
         if parts:
             unsplit.discard(pattern)
@@ -55,3 +58,24 @@ def split_chain(chain: Chain, splits: Mapping[str, str], numerics: str = "same")
                 f"{' or '.join(KINDS.values())}; their modules have no method split (docs/splits.md)"
             )
     return Chain(layers, chain.inputs, chain.outputs, chain.name)
+
+
+def _split_layer(layer: Layer, kind: str, degree: int, shared: Mapping[str, str]) -> list[Layer] | None:
+    """The parts of a layer; None where its module cannot be split.
+
+    Args:
+        shared: name inside the layer -> address, of the parameters that other layers use too.
+
+    Raises:
+        CapslogError: it cannot be split in this way, or a parameter would be cut that other layers use whole.
+    """
+    split = splitting_of(layer.module)
+    if split is None:
+        return None
+    splitter = Splitter(layer, kind, degree, shared)
+    try:
+        with torch.no_grad():
+            split(splitter)
+    except CapslogError as error:
+        raise CapslogError(f"layer {layer.name!r} cannot be split by {kind}-{degree}: {error}") from error
+    return splitter.layers()

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from varuna_capslog.model.splitting.splitter import Splitter, share_of
 
-__all__ = ["JoinedPositions", "SumAndNorm", "linear_columns", "linear_rows"]
+__all__ = ["JoinedPositions", "PartsSum", "SumAndNorm", "linear_columns", "linear_rows"]
+
+
+class PartsSum(nn.Module):
+    """The sum of what the parts gave, first part first, and the bias that they left out."""
+
+    def __init__(self, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.bias = bias
+
+    def forward(self, *parts: Tensor) -> Tensor:
+        return _total(parts, self.bias)
 
 
 class SumAndNorm(nn.Module):
@@ -25,11 +38,15 @@ class SumAndNorm(nn.Module):
         self.bias, self.dropout, self.norm = bias, dropout, norm
 
     def forward(self, x: Tensor, *parts: Tensor) -> Tensor:
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        x = x + self.dropout(total if self.bias is None else total + self.bias)
+        x = x + self.dropout(_total(parts, self.bias))
         return x if self.norm is None else self.norm(x)
+
+
+def _total(parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total if bias is None else total + bias
 
 
 class JoinedPositions(nn.Module):

@@ -5,7 +5,7 @@ results together, in the order of the parts. So everything that knows chains kno
 every part, planners place parts on ranks like all layers (on one rank, one after the other, or side by side on
 several), and results do not depend on where they run. What crosses from part to part is sent like any other tensor.
 
-A module can be split if it has a method `split(splitter)`, which adds the parts.
+A module can be split if it has a method `split(splitter)`, which adds the parts, or if `torch_layers` knows how.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.layer import Layer
 from varuna_capslog.model.splitting.pieces import PartOf, TensorPiece
 
-__all__ = ["KINDS", "Splitter", "share_of", "split_layer", "wanted_split"]
+__all__ = ["KINDS", "Splitter", "share_of", "wanted_split"]
 
 Module = TypeVar("Module", bound=nn.Module)
 Own = TypeVar("Own", bound=Tensor)
@@ -158,24 +157,3 @@ class Splitter:
                     "in one of them"
                 )
         return self._layers
-
-
-def split_layer(layer: Layer, kind: str, degree: int, shared: Mapping[str, str]) -> list[Layer] | None:
-    """The parts of a layer; None where its module cannot be split.
-
-    Args:
-        shared: name inside the layer -> address, of the parameters that other layers use too.
-
-    Raises:
-        CapslogError: it cannot be split in this way, or a parameter would be cut that other layers use whole.
-    """
-    split = getattr(layer.module, "split", None)
-    if split is None:
-        return None
-    splitter = Splitter(layer, kind, degree, shared)
-    try:
-        with torch.no_grad():
-            split(splitter)
-    except CapslogError as error:
-        raise CapslogError(f"layer {layer.name!r} cannot be split by {kind}-{degree}: {error}") from error
-    return splitter.layers()

@@ -1,0 +1,201 @@
+"""How torch's own transformer layers, and two linear maps with an activation between them, are split by tensor-N.
+
+These modules have no method `split`; `splitting_of` gives what takes its place.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.splitting.modules import PartsSum, SumAndNorm, linear_columns, linear_rows
+from varuna_capslog.model.splitting.splitter import Splitter, share_of
+from varuna_capslog.variants.attention import SdpaAttention
+
+__all__ = ["splitting_of"]
+
+_ENTRY_BY_ENTRY = (nn.Dropout, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Identity)
+
+
+def splitting_of(module: nn.Module) -> Callable[[Splitter], None] | None:
+    """What splits a module: its own method `split`, or a function of this file; None where it cannot be split."""
+    own: Any = getattr(module, "split", None)
+    if own is not None:
+        return own  # type: ignore[no-any-return]
+    while isinstance(module, nn.Sequential) and len(module) == 1:
+        (module,) = module
+    if isinstance(module, nn.TransformerEncoderLayer):
+        return functools.partial(_split_encoder, module)
+    if isinstance(module, nn.TransformerDecoderLayer):
+        return functools.partial(_split_decoder, module)
+    if isinstance(module, nn.Sequential) and len(module) > 1 and _widens(module):
+        return functools.partial(_split_pair, module)
+    return None
+
+
+def _widens(module: nn.Sequential) -> bool:
+    """Whether it is a linear map, what works on each entry alone, and a linear map."""
+    first, *between, last = module
+    linear = type(first) is nn.Linear and type(last) is nn.Linear
+    return linear and all(isinstance(one, _ENTRY_BY_ENTRY) for one in between)
+
+
+def _split_pair(module: nn.Sequential, into: Splitter) -> None:
+    first, *between, last = module
+    assert isinstance(first, nn.Linear)
+    assert isinstance(last, nn.Linear)
+    parts = [into.value(f"columns.{part}") for part in range(_degree(into))]
+    for part, name in enumerate(parts):
+        rows, columns = linear_rows(into, first, part), linear_columns(into, last, part)
+        into.add(f"columns.{part}", nn.Sequential(rows, *map(into.sharing, between), columns), into.reads, [name])
+    into.add("sum", PartsSum(last.bias), parts, into.writes)
+
+
+def _split_encoder(layer: nn.TransformerEncoderLayer, into: Splitter) -> None:
+    """Called with src, and perhaps src_mask and src_key_padding_mask."""
+    x, *masks = _read(into, 3, "src, src_mask and src_key_padding_mask")
+    middle = into.value("middle")
+    _residual(into, layer, (x, middle), _attention(into, layer.self_attn, "attention", [], masks), 1)
+    _residual(into, layer, (middle, into.writes[0]), _feed_forward(into, layer), 2)
+
+
+def _split_decoder(layer: nn.TransformerDecoderLayer, into: Splitter) -> None:
+    """Called with tgt and memory, and perhaps tgt_mask, memory_mask and then the masks of padding of both."""
+    x, memory, *masks = _read(into, 6, "tgt, memory, and the masks and then the masks of padding of both")
+    first, middle = into.value("first"), into.value("middle")
+    own, other = masks[0::2], masks[1::2]
+    _residual(into, layer, (x, first), _attention(into, layer.self_attn, "self_attention", [], own), 1)
+    _residual(into, layer, (first, middle), _attention(into, layer.multihead_attn, "attention", [memory], other), 2)
+    _residual(into, layer, (middle, into.writes[0]), _feed_forward(into, layer), 3)
+
+
+def _degree(into: Splitter) -> int:
+    if into.kind == "sequence":
+        raise CapslogError(f"its positions cannot be shared out; take tensor-{into.degree} for it")
+    return into.degree
+
+
+def _read(into: Splitter, most: int, names: str) -> Sequence[str]:
+    _degree(into)
+    if len(into.reads) > most:
+        raise CapslogError(f"it reads {len(into.reads)} tensors, of which only {names} are known; read these alone")
+    return into.reads
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """What is added to its input: in parts, and a bias that counts once.
+
+    add: adds the parts, given the name of the tensor that they read; returns what they write.
+    """
+
+    add: Callable[[str], list[str]]
+    bias: nn.Parameter | None
+
+
+def _residual(into: Splitter, layer: Any, values: tuple[str, str], inner: _Operation, number: int) -> None:
+    """Adds x + dropout(inner(x)), normalised before the inner operation or after the sum.
+
+    values: names of x and of the result. number: of the layer's norm and dropout.
+    """
+    read, after = values
+    norm, dropout = getattr(layer, f"norm{number}"), getattr(layer, f"dropout{number}")
+    if layer.norm_first:
+        read = into.value(f"norm{number}")
+        into.add(f"norm{number}", norm, values[:1], [read])
+    sum_ = SumAndNorm(inner.bias, nn.Dropout(dropout.p), None if layer.norm_first else norm)
+    into.add(f"sum{number}", sum_, [values[0], *inner.add(read)], [after])
+
+
+def _feed_forward(into: Splitter, layer: Any) -> _Operation:
+    x = torch.linspace(-3, 3, 8)
+    if not torch.equal(layer.activation(x)[..., :3], layer.activation(x[:3])):
+        raise CapslogError(f"its activation {layer.activation} does not work on each entry alone; leave it whole")
+
+    def add(reads: str) -> list[str]:
+        written = [into.value(f"feed_forward.{part}") for part in range(into.degree)]
+        for part, value in enumerate(written):
+            rows, columns = linear_rows(into, layer.linear1, part), linear_columns(into, layer.linear2, part)
+            share = nn.Sequential(rows, _Activation(layer.activation), nn.Dropout(layer.dropout.p), columns)
+            into.add(f"feed_forward.{part}", share, [reads], [value])
+        return written
+
+    return _Operation(add, layer.linear2.bias)
+
+
+def _attention(
+    into: Splitter, whole: nn.MultiheadAttention, name: str, memory: list[str], masks: Sequence[str]
+) -> _Operation:
+    """Shares of the heads of an attention from what is read to itself, or to a memory."""
+
+    def add(reads: str) -> list[str]:
+        written = [into.value(f"{name}.{part}") for part in range(into.degree)]
+        for part, value in enumerate(written):
+            share = _Heads(into, whole, part, bool(memory))
+            into.add(f"{name}.{part}", share, [reads, *memory, *masks], [value])
+        return written
+
+    return _Operation(add, whole.out_proj.bias)
+
+
+class _Heads(nn.Module):
+    """Some heads of an `nn.MultiheadAttention`, without the bias of what it gives.
+
+    Called with x, the memory if it attends to one, the mask and the mask of padding, as far as they are there.
+    """
+
+    def __init__(self, into: Splitter, whole: nn.MultiheadAttention, part: int, to_memory: bool) -> None:
+        super().__init__()
+        assert whole.in_proj_weight is not None, "the widths of a transformer layer are all one"
+        self.heads, self.to_memory, self.batch_first = whole.num_heads, to_memory, whole.batch_first
+        self.own, width = share_of(whole.num_heads, part, into.degree, "heads"), whole.embed_dim
+        rows = [
+            (at + self.own[0] * whole.head_dim, at + self.own[1] * whole.head_dim) for at in range(0, 3 * width, width)
+        ]
+        self.in_proj_weight = into.cut(whole.in_proj_weight, 0, rows)
+        self.in_proj_bias = None if whole.in_proj_bias is None else into.cut(whole.in_proj_bias, 0, rows)
+        self.out_proj = linear_columns(into, whole.out_proj, part)
+        self.core = SdpaAttention(whole.dropout)
+
+    def forward(self, x: Tensor, *tensors: Tensor) -> Tensor:
+        memory, *masks = tensors if self.to_memory else (x, *tensors)
+        if not self.batch_first:
+            x, memory = x.transpose(0, 1), memory.transpose(0, 1)
+        biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        q, k, v = (
+            nn.functional.linear(one, weight, bias).unflatten(-1, (self.own[1] - self.own[0], -1)).transpose(1, 2)
+            for one, weight, bias in zip((x, memory, memory), self.in_proj_weight.chunk(3), biases, strict=True)
+        )
+        bias = self._bias(masks, q) if masks else None
+        found = self.core.attend(q, k, v, bias, q.shape[-1] ** -0.5).transpose(1, 2).flatten(2)
+        found = self.out_proj(found)
+        return found if self.batch_first else found.transpose(0, 1)
+
+    def _bias(self, masks: Sequence[Tensor], q: Tensor) -> Tensor:
+        """What the masks add to the logits: [T, S] or [B * heads, T, S] of the mask, [B, S] of the padding."""
+        mask, *padding = (_added(one, q.dtype) for one in masks)
+        bias = mask.unflatten(0, (-1, self.heads))[:, slice(*self.own)] if mask.dim() == 3 else mask[None, None]
+        return bias + padding[0][:, None, None] if padding else bias
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
+
+
+class _Activation(nn.Module):
+    """A function that works on each entry alone, as a module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
