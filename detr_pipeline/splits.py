@@ -1,8 +1,8 @@
 """The parts of DETR's transformer layers that are split: heads and columns, or positions.
 
-By positions, part i makes queries, keys and values of the i-th rows of the map. In an encoder layer it then attends to
-the keys of all parts, block by block. In a decoder layer, whose queries are few, it attends from all queries to its own
-keys, and a last part merges what the parts found by its log-sum-exp (`variants.attention.merged`).
+By positions, part i of an encoder layer attends from the i-th rows of the map to all of it. In a decoder layer, whose
+queries are few, it attends from all queries to the i-th rows, and a last part merges what the parts found by its
+log-sum-exp (`variants.attention.merged`).
 
 Each layer of `transformer` that can be split calls a function of this module; see
 `varuna_capslog.model.splitting.splitter`.
@@ -11,7 +11,6 @@ Each layer of `transformer` that can be split calls a function of this module; s
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -35,29 +34,22 @@ Attend = Callable[..., Tensor]
 
 
 def split_encoder(layer: EncoderLayer, into: Splitter, attend: Attend) -> None:
-    """By positions: the rows of the map. By tensors: the heads, then the columns of the feed-forward."""
+    """By positions: each part computes some rows of the map, and reads all of them. By tensors: the heads, then the
+    columns of the feed-forward.
+    """
     if into.kind == "sequence":
-        _split_rows(layer, into)
+        rows = [into.value(f"rows.{part}") for part in range(into.degree)]
+        for part, name in enumerate(rows):
+            share = into.sharing(layer)
+            share.rows = (part, into.degree)
+            into.add(f"rows.{part}", share, into.reads, [name])
+        into.add("join", JoinedPositions(1), rows, into.writes)
         return
     memory, middle = into.reads[0], into.value("middle")
     attended = _attention(into, layer.self_attn, "attention", attend, into.reads)
     into.add("norm1", _sum(layer, layer.self_attn.out_proj.bias, layer.norm1), [memory, *attended], [middle])
     fed = _feed_forward(into, layer, middle)
     into.add("norm2", _sum(layer, layer.linear2.bias, layer.norm2), [middle, *fed], into.writes)
-
-
-def _split_rows(layer: EncoderLayer, into: Splitter) -> None:
-    own, placed, q, k, v, rows = (
-        [into.value(f"{name}.{part}") for part in range(into.degree)]
-        for name in ("own", "placed", "queries", "keys", "values", "rows")
-    )
-    into.add("share", _Shares(into.degree), into.reads, [*own, *placed])
-    for part in range(into.degree):
-        module = _ProjectionsOfRows(*_projections(layer.self_attn))
-        into.add(f"project.{part}", module, [own[part], placed[part]], [q[part], k[part], v[part]])
-    for part, name in enumerate(rows):
-        into.add(f"rows.{part}", _Rows(into.sharing(layer)), [own[part], into.reads[1], q[part], *k, *v], [name])
-    into.add("join", JoinedPositions(1), rows, into.writes)
 
 
 def split_decoder(
@@ -154,54 +146,6 @@ def _sum(layer: FeedForwardLayer, bias: nn.Parameter | None, norm: nn.Module) ->
     return SumAndNorm(bias, nn.Dropout(layer.dropout.p), norm)
 
 
-def _projections(whole: Attention) -> tuple[int, nn.Parameter, nn.Parameter]:
-    return whole.heads, whole.in_proj_weight, whole.in_proj_bias
-
-
-def _bounds(count: int, parts: int) -> list[int]:
-    """Where the parts of so many rows begin, and where the last one ends; some may be empty."""
-    return [count * part // parts for part in range(parts + 1)]
-
-
-class _Shares(nn.Module):
-    """The rows of a map [B, h, w, C] in parts, then the same with the position encoding added."""
-
-    def __init__(self, parts: int) -> None:
-        super().__init__()
-        self.parts = parts
-
-    def forward(self, memory: Tensor, valid: Tensor) -> list[Tensor]:
-        bounds = _bounds(memory.shape[1], self.parts)
-        sizes = [end - first for first, end in itertools.pairwise(bounds)]
-        placed = memory + sine_positions(valid, *memory.shape[1:])
-        return [one.contiguous() for both in (memory, placed) for one in both.split(sizes, 1)]
-
-
-class _ProjectionsOfRows(Projections):
-    """Queries, keys and values [B, H, S, D] of some rows of a map, without and with positions."""
-
-    def forward(self, x: Tensor, placed: Tensor) -> list[Tensor]:
-        x, placed = x.flatten(1, 2), placed.flatten(1, 2)
-        return [one.contiguous() for one in self.projected(placed, placed, x)]
-
-
-class _Rows(nn.Module):
-    """Some rows of the next memory, from these rows, their queries, and the keys and then values of all parts."""
-
-    def __init__(self, layer: EncoderLayer) -> None:
-        super().__init__()
-        self.core, self.out_proj = layer.self_attn.core, layer.self_attn.out_proj
-        del layer.self_attn
-        self.rest = layer
-
-    def forward(self, x: Tensor, valid: Tensor, q: Tensor, *tensors: Tensor) -> Tensor:
-        k, v = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
-        width = x.shape[2]
-        padding = padding_mask(valid, sum(one.shape[2] for one in k) // width, width)
-        attended = self.out_proj(self.core.over_blocks(q, k, v, padding).transpose(1, 2).flatten(2))
-        return self.rest.after(x, attended.view_as(x))
-
-
 class _AttentionToRows(Projections):
     """What all queries see of some rows of the memory: [B, H, Q, D] and the log-sum-exp [B, H, Q].
 
@@ -209,13 +153,13 @@ class _AttentionToRows(Projections):
     """
 
     def __init__(self, whole: Attention, share: tuple[int, int]) -> None:
-        super().__init__(*_projections(whole))
+        super().__init__(whole.heads, whole.in_proj_weight, whole.in_proj_bias)
         self.core, self.share = copy.deepcopy(whole.core), share
 
     def forward(self, x: Tensor, memory: Tensor, valid: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
         _, height, width, channels = memory.shape
         part, parts = self.share
-        first, end = _bounds(height, parts)[part : part + 2]
+        first, end = height * part // parts, height * (part + 1) // parts
         seen = memory[:, first:end].flatten(1, 2)
         keys = seen + sine_positions(valid, height, width, channels)[:, first:end].flatten(1, 2)
         hidden = padding_mask(valid, height, width)[:, first * width : end * width]

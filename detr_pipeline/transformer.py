@@ -30,12 +30,14 @@ __all__ = [
 ]
 
 
-def _attend_map(attention: Attention, memory: Tensor, valid: Tensor) -> Tensor:
-    """[B, h, w, C]: attention of a map to itself."""
+def _attend_map(attention: Attention, memory: Tensor, valid: Tensor, rows: tuple[int, int] | None = None) -> Tensor:
+    """[B, h, w, C]: attention of a map to itself, of some rows (first, end) of it, or all."""
     _, height, width, channels = memory.shape
     x = memory.flatten(1, 2)
     placed = x + sine_positions(valid, height, width, channels).flatten(1, 2)
-    return attention(placed, placed, x, padding_mask(valid, height, width)).view_as(memory)
+    queries = placed if rows is None else placed[:, rows[0] * width : rows[1] * width]
+    attended = attention(queries, placed, x, padding_mask(valid, height, width))
+    return attended.unflatten(1, (-1, width))
 
 
 def _attend_queries(attention: Attention, x: Tensor, query: Tensor) -> Tensor:
@@ -78,7 +80,13 @@ def _attention(config: ModelConfig) -> Attention:
 
 
 class EncoderLayer(FeedForwardLayer):
-    """Called with memory [B, h, w, C] and the valid rows and columns [B, 2]; returns the next memory."""
+    """Called with memory [B, h, w, C] and the valid rows and columns [B, 2]; returns the next memory.
+
+    Attributes:
+        rows: (n, parts): it computes the n-th share of the rows alone, from all of them; None: all rows.
+    """
+
+    rows: tuple[int, int] | None = None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -87,11 +95,12 @@ class EncoderLayer(FeedForwardLayer):
         self.norm2 = nn.LayerNorm(config.hidden_dim)
 
     def forward(self, memory: Tensor, valid: Tensor) -> Tensor:
-        return self.after(memory, _attend_map(self.self_attn, memory, valid))
-
-    def after(self, memory: Tensor, attended: Tensor) -> Tensor:
-        """The next memory from what the attention gave; each of its cells depends on the same cell of both alone."""
-        x = self.norm1(memory + self.dropout(attended))
+        own, rows = memory, None
+        if self.rows is not None:
+            part, parts = self.rows
+            rows = memory.shape[1] * part // parts, memory.shape[1] * (part + 1) // parts
+            own = memory[:, rows[0] : rows[1]]
+        x = self.norm1(own + self.dropout(_attend_map(self.self_attn, memory, valid, rows)))
         return self.norm2(x + self.feed_forward(x))
 
     def split(self, into: Splitter) -> None:

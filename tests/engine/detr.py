@@ -49,7 +49,7 @@ SIZES = ((64, 96), (96, 64), (64, 96), (80, 64))
 
 MODELS["variants"] = SMALL | {"backbone": "resnet18", "last_layer": "layer3", "freeze": "none"}
 MODELS["split"] = MODELS["variants"]
-MODELS["split, shared heads"] = MODELS["shared heads"]
+MODELS["split, shared heads"] = MODELS["split, keys"] = MODELS["shared heads"]
 MODELS["rt-detr"] = tiny.MODEL | {"architecture": tiny.ARCHITECTURE | tiny.QUIET}
 SECTIONS: dict[str, dict[str, Any]] = {
     "variants": {
@@ -58,6 +58,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     },
     "split": {"splits": {"encoder.*": "tensor-2", "decoder.1": "tensor-4"}, "numerics": "close"},
     "split, shared heads": {"splits": {"encoder.*": "sequence-3", "decoder.*": "tensor-2"}, "numerics": "close"},
+    "split, keys": {"splits": {"encoder.*": "tensor-2", "decoder.*": "sequence-3"}, "numerics": "close"},
     "rt-detr": {"workload": "detr_pipeline.rt_detr:workload", "data": {"augment": {"stretch": [64, 64]}}},
 }
 

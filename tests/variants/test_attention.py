@@ -74,12 +74,9 @@ SHOWN = torch.tensor([[9], [2]])
 """Keys that each sample shows: of the second one all but the first block are hidden."""
 
 
-@pytest.mark.parametrize("one_by_one", [False, True])
 @pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize(("queries", "loud", "most"), [(5, 1.0, 1e-12), (0, 1.0, 1e-12), (5, 1e4, 1e-8)])
-def test_blocks_of_keys_are_merged_exactly(
-    core: AttentionCore, queries: int, loud: float, most: float, one_by_one: bool
-) -> None:
+def test_blocks_of_keys_are_merged_exactly(core: AttentionCore, queries: int, loud: float, most: float) -> None:
     """An empty block and hidden ones add nothing. Gradients of logits of 1e4 are as exact as those, see below."""
     padding = torch.arange(9) >= SHOWN
 
@@ -90,10 +87,8 @@ def test_blocks_of_keys_are_merged_exactly(
         return [out, *torch.autograd.grad(out, given, torch.linspace(-1, 1, out.numel(), dtype=q.dtype).view_as(out))]
 
     def in_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        ks, vs = k.split(BLOCKS, 2), v.split(BLOCKS, 2)
-        if not one_by_one:
-            return core.over_blocks(q, ks, vs, padding)
-        found = [core.of_block(q, *each) for each in zip(ks, vs, padding.split(BLOCKS, 1), strict=True)]
+        blocks = zip(k.split(BLOCKS, 2), v.split(BLOCKS, 2), padding.split(BLOCKS, 1), strict=True)
+        found = [core.of_block(q, *block) for block in blocks]
         assert all(seen[1].max() == -float("inf") for _, seen in found[1:] if queries)
         assert all(not out[1].any() for out, _ in found[1:])
         return merged(*zip(*found, strict=True))

@@ -8,7 +8,7 @@ out, other entries are dropped under each: the three are equal up to rounding on
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,13 +59,6 @@ class AttentionCore(nn.Module):
         """
         raise NotImplementedError
 
-    def over_blocks(self, q: Tensor, ks: Sequence[Tensor], vs: Sequence[Tensor], padding: Tensor) -> Tensor:
-        """As `forward`, of keys and values in blocks of positions, one after the other; a block may be empty."""
-        found = []
-        for k, v, hidden in zip(ks, vs, padding.split([k.shape[2] for k in ks], 1), strict=True):
-            found.append(self.of_block(q, k, v, hidden))
-        return merged([out for out, _ in found], [seen for _, seen in found])
-
     def of_block(self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
         """Attention to one block of the keys, and the logarithm of the sum of exp(logit) over them, for `merged`.
 
@@ -81,7 +74,7 @@ class AttentionCore(nn.Module):
     def _with_sum(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """As `attend`, with the log-sum-exp of each query's logits [B, H, T]."""
         rate = self.rate if self.training else 0.0
-        return _in_chunks(q * scale, [k], [v], bias, _How(rate, QUERIES, max(k.shape[2], 1), (q.shape[0], q.shape[1])))
+        return _in_chunks(q * scale, k, v, bias, _How(rate, QUERIES, max(k.shape[2], 1), (q.shape[0], q.shape[1])))
 
 
 def merged(outs: Sequence[Tensor], seen: Sequence[Tensor]) -> Tensor:
@@ -162,10 +155,6 @@ class SdpaAttention(AttentionCore):
         """See `AttentionCore`."""
         return self._attend(q, k, v, bias, scale)
 
-    def over_blocks(self, q: Tensor, ks: Sequence[Tensor], vs: Sequence[Tensor], padding: Tensor) -> Tensor:
-        """See `AttentionCore`; in one call, since the kernels take no gradient of a block's log-sum-exp."""
-        return self(q, torch.cat(list(ks), 2), torch.cat(list(vs), 2), padding)
-
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
         rate = self.rate if self.training else 0.0
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=rate, scale=scale)
@@ -192,16 +181,11 @@ class ChunkedAttention(AttentionCore):
         """See `AttentionCore`."""
         if bias is not None and bias.requires_grad:
             raise RuntimeError("attention in chunks has no gradient of what is added to the logits")
-        return _in_chunks(q * scale, [k], [v], bias, self._how(q, k.shape[2]))[0]
-
-    def over_blocks(self, q: Tensor, ks: Sequence[Tensor], vs: Sequence[Tensor], padding: Tensor) -> Tensor:
-        """See `AttentionCore`."""
-        how = self._how(q, max(k.shape[2] for k in ks))
-        return _in_chunks(q / math.sqrt(q.shape[-1]), ks, vs, _bias(padding, q.dtype), how)[0]
+        return _in_chunks(q * scale, k, v, bias, self._how(q, k.shape[2]))[0]
 
     def _with_sum(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """See `AttentionCore`."""
-        return _in_chunks(q * scale, [k], [v], bias, self._how(q, max(k.shape[2], 1)))
+        return _in_chunks(q * scale, k, v, bias, self._how(q, max(k.shape[2], 1)))
 
     def _how(self, q: Tensor, keys: int) -> _How:
         rate = self.rate if self.training else 0.0
@@ -227,59 +211,43 @@ class _How:
     keys: int
     heads: tuple[int, int]
 
-    def columns(self, ks: Sequence[Tensor]) -> Iterator[tuple[int, slice, slice]]:
-        """Of every chunk of keys its block, its place in the block, and its place among all keys."""
-        begin = 0
-        for block, k in enumerate(ks):
-            for own in _chunks(k.shape[1], self.keys):
-                yield block, own, slice(begin + own.start, begin + own.stop)
-            begin += k.shape[1]
 
-
-def _in_chunks(
-    q: Tensor, ks: Sequence[Tensor], vs: Sequence[Tensor], bias: Tensor | None, how: _How
-) -> tuple[Tensor, Tensor]:
+def _in_chunks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, how: _How) -> tuple[Tensor, Tensor]:
     """See `_InChunks`, of tensors with two dimensions, samples and heads, in the place of their first one."""
-    found, seen = _InChunks.apply(q.flatten(0, 1), bias, how, len(ks), *(one.flatten(0, 1) for one in (*ks, *vs)))
+    found, seen = _InChunks.apply(*(one.flatten(0, 1) for one in (q, k, v)), bias, how)
     return found.unflatten(0, how.heads), seen.unflatten(0, how.heads)
 
 
 class _InChunks(torch.autograd.Function):
-    """Chunked attention of scaled queries q [N, T, D], what is added to the logits, and some blocks of keys, then of
-    values [N, S, D]. N: samples and heads.
+    """Chunked attention of scaled queries q [N, T, D], keys and values [N, S, D] and what is added to the logits.
 
-    Returns [N, T, D], and the log-sum-exp of the logits [N, T].
+    N: samples and heads. Returns [N, T, D], and the log-sum-exp of the logits [N, T].
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, bias: Tensor | None, how: _How, blocks: int, *tensors: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        ctx.how, ctx.blocks, ctx.random = how, blocks, _random_state(q) if how.rate else None
-        ks, vs = tensors[:blocks], tensors[blocks:]
-        found = q.new_empty(*q.shape[:2], vs[0].shape[-1])
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, how: _How) -> tuple[Tensor, Tensor]:
+        ctx.how, ctx.random = how, _random_state(q) if how.rate else None
+        found = q.new_empty(*q.shape[:2], v.shape[-1])
         most, sums = (q.new_empty(*q.shape[:2], 1, dtype=_wide(q)) for _ in range(2))
         with torch.autocast(q.device.type, enabled=False):
             for rows in _chunks(q.shape[1], how.queries):
                 merging = _Merged(found[:, rows], most[:, rows], sums[:, rows])
-                for block, own, columns in how.columns(ks):
-                    logits = _logits(q[:, rows], ks[block][:, own], bias, rows, columns, how.heads)
-                    merging.add(logits, vs[block][:, own], how.rate)
+                for columns in _chunks(k.shape[1], how.keys):
+                    logits = _logits(q[:, rows], k[:, columns], bias, rows, columns, how.heads)
+                    merging.add(logits, v[:, columns], how.rate)
                 merging.finish()
-        seen = (sums.log() + most).squeeze(-1)
-        ctx.save_for_backward(q, bias, found, most, sums, *tensors)
+        ctx.save_for_backward(q, k, v, bias, found, most, sums)
         ctx.set_materialize_grads(False)
-        return found, seen
+        return found, (sums.log() + most).squeeze(-1)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor | None, of_seen: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, bias, found, most, sums, *tensors = ctx.saved_tensors
-        ks, vs, wide, how = tensors[: ctx.blocks], tensors[ctx.blocks :], _wide(q), ctx.how
+        q, k, v, bias, found, most, sums = ctx.saved_tensors
+        wide, how, parts = _wide(q), ctx.how, _chunks(k.shape[1], ctx.how.keys)
         gradient = torch.zeros_like(found) if gradient is None else gradient
-        of_q, *others = (torch.zeros_like(one, dtype=wide) for one in (q, *tensors))
-        of_k, of_v = others[: ctx.blocks], others[ctx.blocks :]
-        devices, parts = [q.device] if q.is_cuda else [], list(how.columns(ks))
+        of_q, of_k, of_v = (torch.zeros_like(one, dtype=wide) for one in (q, k, v))
+        devices = [q.device] if q.is_cuda else []
         with torch.autocast(q.device.type, enabled=False), torch.random.fork_rng(devices, enabled=how.rate > 0):
             if how.rate:
                 _set_random_state(q, ctx.random)
@@ -287,25 +255,24 @@ class _InChunks(torch.autograd.Function):
                 part, upper = q[:, rows], gradient[:, rows]
                 # the row's sum of of_maps * maps over all keys
                 of_row = (upper.to(wide) * found[:, rows].to(wide)).sum(-1, keepdim=True)
-                for block, own, columns in parts:
-                    k, v = ks[block][:, own], vs[block][:, own]
-                    maps = _logits(part, k, bias, rows, columns, how.heads)
+                for columns in parts:
+                    maps = _logits(part, k[:, columns], bias, rows, columns, how.heads)
                     maps = maps.sub_(most[:, rows]).exp_().div_(sums[:, rows])
-                    of_maps = torch.bmm(upper, v.transpose(1, 2)).to(wide)
+                    of_maps = torch.bmm(upper, v[:, columns].transpose(1, 2)).to(wide)
                     dropped = maps
                     if how.rate:
                         kept = _kept(maps, how.rate)
                         of_maps *= kept
                         dropped = maps * kept
-                    of_v[block][:, own] += torch.bmm(dropped.to(v.dtype).transpose(1, 2), upper)
+                    of_v[:, columns] += torch.bmm(dropped.to(v.dtype).transpose(1, 2), upper)
                     if len(parts) == 1:  # the same sum, whose rounding cancels where one key outweighs all others
                         of_row = (of_maps * maps).sum(-1, keepdim=True)
                     # the softmax's own backward, and that of the log-sum-exp, whose gradient is the softmax
                     of_logits = of_maps.sub_(of_row if of_seen is None else of_row - of_seen[:, rows, None])
                     of_logits = of_logits.mul_(maps).to(k.dtype)
-                    of_q[:, rows] += torch.bmm(of_logits, k)
-                    of_k[block][:, own] += torch.bmm(of_logits.transpose(1, 2), part)
-        return of_q.to(q.dtype), None, None, None, *(one.to(q.dtype) for one in (*of_k, *of_v))
+                    of_q[:, rows] += torch.bmm(of_logits, k[:, columns])
+                    of_k[:, columns] += torch.bmm(of_logits.transpose(1, 2), part)
+        return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None, None
 
 
 class _Merged:

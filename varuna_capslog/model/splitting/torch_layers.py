@@ -27,7 +27,7 @@ def splitting_of(module: nn.Module) -> Callable[[Splitter], None] | None:
     """What splits a module: its own method `split`, or a function of this file; None where it cannot be split."""
     own: Any = getattr(module, "split", None)
     if own is not None:
-        return own  # type: ignore[no-any-return]
+        return own
     while isinstance(module, nn.Sequential) and len(module) == 1:
         (module,) = module
     if isinstance(module, nn.TransformerEncoderLayer):
