@@ -71,9 +71,12 @@ def built(seconds: float, parts: int) -> Chain:
 
 
 def plans(parts: int) -> dict[str, tuple[PlanStage, ...]]:
-    """Every part on its own rank, and all on the first one; the first one also has all else."""
-    ranges = [(0, 2), *((part, part + 1) for part in range(2, parts + 1)), (parts + 1, parts + 3)]
-    ranks = [*range(parts), 0]
+    """Every part on its own rank, and all on the first one; the first one also has all else.
+
+    The first part is a stage of its own: in one stage with the layer before, the others would wait for it.
+    """
+    ranges = [(0, 1), *((part, part + 1) for part in range(1, parts + 1)), (parts + 1, parts + 3)]
+    ranks = [0, *range(parts), 0]
     beside = tuple(PlanStage((piece,), (rank,)) for piece, rank in zip(ranges, ranks, strict=True))
     return {"side by side": beside, "one rank": (PlanStage(((0, parts + 3),), (0,)),)}
 

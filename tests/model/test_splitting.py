@@ -173,7 +173,12 @@ def tied() -> Chain:
             "close",
             r"splits has the pattern 'onw', which matches no layer; did you mean 'own'",
         ),
-        (own, {"first": "tensor-2"}, "close", r"none of these layers can be split .* no method split"),
+        (
+            own,
+            {"first": "tensor-2"},
+            "close",
+            r"none of these layers can be split .* no method split and are none of torch",
+        ),
         (own, {"own": "tensor-2"}, "same", r"numerics=same allows the same bits only; set numerics=close"),
         (own, {"own": "tensor-3"}, "close", r"'own' cannot be split by tensor-3: its 4 columns cannot be shared out"),
         (functools.partial(own, "half"), {"own": "tensor-2"}, "close", r"parts .* do not hold all of its 'weight'"),
