@@ -83,6 +83,8 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"splits": {"*coder.*": "tensor-4"}, "numerics": "close"},
     "DETR R18, split by rows, 160x160": detr((160, 160), 2, backbone="resnet18", attention="eager")
     | {"splits": {"encoder.*": "sequence-2"}, "numerics": "close"},
+    "DETR R18, split by keys, 160x160": detr((160, 160), 2, backbone="resnet18", attention="eager")
+    | {"splits": {"decoder.*": "sequence-3"}, "numerics": "close"},
     "transformer, 4 blocks, d=256, T=128": other("transformer", 4),
     "ResNet-18, BatchNorm trained, 96x96": other("resnet", 4),
     "decoder-only, bfloat16, checkpointed": other("decoder", 4, "bfloat16", length=256),
@@ -204,6 +206,7 @@ RUNS: list[tuple[str, list[float], dict[str, Any]]] = [
     ("split by heads", [0.0, 0.3, 0.55, 0.8], {"schedule": "1f1b", "recompute": False}),
     ("split by heads", [0.0, 0.5], {"schedule": "varuna"}),
     ("split by rows", [0.0, 0.58, 0.72], {"schedule": "1f1b", "recompute": False}),
+    ("split by keys", [0.0, 0.4, 0.55, 0.8], {"schedule": "1f1b", "recompute": False}),
     ("decoder-only", [0.0, 0.5], {"schedule": "1f1b", "recompute": False}),
 ]
 """Model (by a part of its name), where to cut it (as parts of its length), and how to run it."""

@@ -28,6 +28,7 @@ CASES = {
     "shared heads on four": ("shared heads", Cuts((0, 8, 9, 10), (0, 1, 2, 3)), "varuna", True),
     "shared heads, two replicas": ("shared heads", Cuts((0, 7, 9), (0, 1, 2), 2), "gpipe", False),
     "split by rows and heads": ("split, shared heads", Cuts((0, 7, 9, 16, 33), (0, 1, 2, 3, 0)), "1f1b", True),
+    "split by heads and keys": ("split, keys", Cuts((0, 22, 23, 31, 39), (0, 1, 2, 3, 0)), "1f1b", True),
     "rt-detr on four": ("rt-detr", Cuts((0, 5, 12, 15), (0, 1, 2, 3)), "1f1b", True),
     "rt-detr, two replicas": ("rt-detr", Cuts((0, 9, 16), (0, 1, 2), 2), "varuna", True),
     "batch norm on eight": ("batch norm", Cuts((0, 1, 2, 4, 6, 8, 10, 11), tuple(range(8))), "1f1b", True),
