@@ -58,8 +58,8 @@ def main_of_member(arguments: Sequence[str]) -> int:
     return live.main(arguments, work=Accounted)
 
 
-def processor_ms(folder: Path, generations: Collection[int]) -> list[float]:
-    """Of each member that went on into one of these generations: processor milliseconds of its thread from the end of
+def processor_seconds(folder: Path, generations: Collection[int]) -> list[float]:
+    """Of each member that went on into one of these generations: processor seconds of its thread from the end of
     its last step before to the beginning of the first one in it.
     """
     found = []
@@ -71,7 +71,7 @@ def processor_ms(folder: Path, generations: Collection[int]) -> list[float]:
                 before = int(number), float(seconds)
             elif before is not None and before[0] < int(number):
                 if int(number) in generations:
-                    found.append(1e3 * (float(seconds) - before[1]))
+                    found.append(float(seconds) - before[1])
                 before = None
     return found
 
@@ -102,7 +102,7 @@ def measure(megabytes: int, blocks: int, changes: int, kills: int, steps: int, s
         marks = run.marks()
         # the run's files count the generations that trained from 0
         morphs = {event["generation"] + 1: event for event in run.events() if event["kind"] == "morph"}
-        processor = processor_ms(run.folder / "processor", left)
+        processor = processor_seconds(run.folder / "processor", left)
     found_pauses = {pause.generation: pause for pause in pauses(marks)}
     ends = step_ends(marks)
     begun = {number: min(last for _, last in rows.values()) for number, rows in ends.items()}
