@@ -184,7 +184,8 @@ def measured(
     source = functools.partial(load_workload, config)
     workers = Workers(source, [torch.device(device)], 1, (), conditions, free_bytes, names)
     with workers.group(1) as group:
-        return in_one_launch(waiting, group, workers, LaunchTimes(), lambda *_: None)
+        found = in_one_launch(waiting, group, workers, LaunchTimes(), lambda *_: None)
+    return {(first, end): result for (first, end, _), result in found.items()}
 
 
 # -- whole runs
