@@ -11,7 +11,7 @@ from varuna_capslog.rig.faults import Fault
 
 COMPILED: dict[str, Any] = {"train": {"compile": nudged.__name__}, "data": {"even": [4, 6]}}
 """Of one size, since every process compiles every layer for each."""
-STEPS = 6
+STEPS = 10
 
 
 def test_layers_that_move_are_compiled_where_they_come_to(cradle: Cradle, tmp_path: Path) -> None:

@@ -272,6 +272,7 @@ class _InChunks(torch.autograd.Function):
                     of_logits = of_logits.mul_(maps).to(k.dtype)
                     of_q[:, rows] += torch.bmm(of_logits, k[:, columns])
                     of_k[:, columns] += torch.bmm(of_logits.transpose(1, 2), part)
+                    del maps, dropped, of_maps, of_logits  # before the next chunk's maps are made
         return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None, None
 
 
