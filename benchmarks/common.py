@@ -5,6 +5,7 @@ The scripts in the folders beside this file import it; it measures nothing itsel
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -22,6 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from varuna_capslog.engine.communicator import connect
+from varuna_capslog.engine.pipeline import PipelineEngine
+from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.workload import Minibatch
 
@@ -31,8 +34,10 @@ __all__ = [
     "beside_play",
     "interleave",
     "machine",
+    "mean_loss",
     "median_ratio",
     "run_ranks",
+    "stepping",
     "token_loss",
     "token_minibatch",
     "transformer_chain",
@@ -231,6 +236,18 @@ def interleave(
             if number >= warmup:
                 times[name].append((time.perf_counter() - began, time.process_time() - worked))
     return times
+
+
+def mean_loss(outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
+    """Of layers that sleep: the mean of `x`."""
+    return {"loss": outputs["x"].mean()}
+
+
+def stepping(engine: PipelineEngine, microbatches: int, inputs: Mapping[str, Tensor]) -> Callable[[], object]:
+    """A function that trains one step more, every microbatch of it with these inputs and without targets."""
+    specs, numbers = {name: TensorSpec.of(value) for name, value in inputs.items()}, itertools.count(1)
+    minibatch = Minibatch([specs] * microbatches, [None] * microbatches, {})
+    return lambda: train_step(engine, next(numbers), minibatch, lambda _: dict(inputs))
 
 
 def beside_play(

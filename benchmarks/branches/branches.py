@@ -7,9 +7,7 @@ plans are there at once and take turns. Prints the table of README.md.
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +16,13 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from common import Sleeping, beside_play, interleave, run_ranks, write_json
+from common import Sleeping, beside_play, interleave, mean_loss, run_ranks, stepping, write_json
 
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
-from varuna_capslog.engine.step import train_step
-from varuna_capslog.model.chain import Chain, Layer, TensorSpec
-from varuna_capslog.model.workload import Minibatch
+from varuna_capslog.model.chain import Chain, Layer
 from varuna_capslog.planning.simulation import Simulation, simulate_plan
 from varuna_capslog.plans.parts import PlanStage, Units
 from varuna_capslog.plans.plan import Plan
@@ -99,21 +95,10 @@ def measure(communicator: Communicator, seconds: float, microbatches: int, round
     for routes in ROUTES:
         options = EngineOptions(microbatches, schedule=SCHEDULE, recompute=False)
         layout = Layout(STAGES, direct=routes == "direct")
-        engine = PipelineEngine(towers(seconds), _loss, layout, options, communicator, torch.device("cpu"))
-        runs[routes] = _step(engine, microbatches)
+        engine = PipelineEngine(towers(seconds), mean_loss, layout, options, communicator, torch.device("cpu"))
+        runs[routes] = stepping(engine, microbatches, {name: torch.zeros(*SHAPE) for name in ("pixels", "tokens")})
     found = interleave(runs, rounds, communicator.barrier, warmup=1)
     return {name: [wall for wall, _ in row] for name, row in found.items()}
-
-
-def _step(engine: PipelineEngine, microbatches: int) -> Callable[[], object]:
-    values, numbers = {name: torch.zeros(*SHAPE) for name in ("pixels", "tokens")}, itertools.count(1)
-    specs = {name: TensorSpec.of(value) for name, value in values.items()}
-    minibatch = Minibatch([specs] * microbatches, [None] * microbatches, {})
-    return lambda: train_step(engine, next(numbers), minibatch, lambda _: values)
-
-
-def _loss(outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
-    return {"loss": outputs["x"].mean()}
 
 
 def compare(seconds: float, microbatches: int, rounds: int) -> dict[str, Any]:

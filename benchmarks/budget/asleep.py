@@ -8,19 +8,16 @@ and take turns. Prints README.md's table.
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from common import Sleeping, beside_play, interleave, run_ranks, write_json
+from common import Sleeping, beside_play, interleave, mean_loss, run_ranks, stepping, write_json
 from paper_models import paper_profiles
 
 from varuna_capslog.base.units import parse_bytes
@@ -28,9 +25,7 @@ from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
-from varuna_capslog.engine.step import train_step
-from varuna_capslog.model.chain import Chain, Layer, TensorSpec
-from varuna_capslog.model.workload import Minibatch
+from varuna_capslog.model.chain import Chain, Layer
 from varuna_capslog.planning.search import plan
 from varuna_capslog.planning.simulation import simulate_plan
 from varuna_capslog.plans.plan import Plan
@@ -62,20 +57,10 @@ def measure(
         chain = Chain([Layer(f"layer.{n}", Sleeping(*waits)) for n, waits in enumerate(seconds)], name="sleeper")
         schedule = "varuna" if name == "varuna" else "1f1b"
         options = EngineOptions(microbatches, schedule=schedule, recompute=recompute)
-        engine = PipelineEngine(chain, _loss, Layout(one.stages), options, communicator, torch.device("cpu"))
-        runs[name] = _step(engine, microbatches)
+        engine = PipelineEngine(chain, mean_loss, Layout(one.stages), options, communicator, torch.device("cpu"))
+        runs[name] = stepping(engine, microbatches, {"x": torch.zeros(*SHAPE)})
     found = interleave(runs, rounds, communicator.barrier, warmup=1)
     return {name: [wall for wall, _ in row] for name, row in found.items()}
-
-
-def _step(engine: PipelineEngine, microbatches: int) -> Callable[[], object]:
-    values, numbers = {"x": torch.zeros(*SHAPE)}, itertools.count(1)
-    minibatch = Minibatch([{"x": TensorSpec.of(values["x"])}] * microbatches, [None] * microbatches, {})
-    return lambda: train_step(engine, next(numbers), minibatch, lambda _: values)
-
-
-def _loss(outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
-    return {"loss": outputs["x"].mean()}
 
 
 def rows_of(model: str, profile: Profile, arguments: argparse.Namespace) -> list[dict[str, Any]]:

@@ -14,14 +14,13 @@ import stat
 import statistics
 import struct
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.common import interleave, machine, median_ratio, run_ranks
+from tests.decoding.worlds import on_ranks
 from varuna_capslog import plan_decoding
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.decoding.decoder import ShardedDecoder
@@ -37,7 +36,7 @@ from varuna_capslog.decoding.traffic import (
     printed_sequence_bytes,
     sequence_bytes,
 )
-from varuna_capslog.engine.communicator import Communicator, connect_group
+from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.planners.seconds import Link
 
 VOCABULARY = 256
@@ -96,16 +95,7 @@ def acknowledged() -> int:
 def counted(model: Any, shard: str, degree: int, batch: int, length: int) -> tuple[float, float]:
     """(handed to the communicator, sent by the kernel): bytes per rank, layer and token of every request."""
     prompts = [[(request + place) % VOCABULARY for place in range(length)] for request in range(batch)]
-    store = dist.HashStore()
     seen: list[int] = []
-
-    def rank_of(rank: int) -> int:
-        ranks = connect_group(store, "count", rank, degree, timeout_seconds=600)
-        try:
-            return steps_of(ranks)
-        except BaseException:
-            ranks.abort()
-            raise
 
     def steps_of(ranks: Communicator) -> int:
         decoder = ShardedDecoder(model, ranks, shard)
@@ -114,11 +104,9 @@ def counted(model: Any, shard: str, degree: int, batch: int, length: int) -> tup
         for _ in range(degree):
             logits = decoder.step(logits.argmax(-1))
         _look(ranks, seen)
-        ranks.close()
         return decoder.wire.sent_bytes["step"]
 
-    with ThreadPoolExecutor(degree) as pool:
-        sent = sum(pool.map(rank_of, range(degree)))
+    sent = sum(on_ranks(degree, steps_of, timeout_seconds=600))
     layers = model.config.num_hidden_layers
     return sent / degree / degree / layers, (seen[1] - seen[0]) / degree / degree / layers
 
@@ -265,27 +253,19 @@ def link(arguments: argparse.Namespace) -> None:
 
 
 def _slow_seconds(model: Any, shard: str, degree: int, batch: int, line: Link) -> float:
-    store = dist.HashStore()
+    def rank_of(ranks: Communicator) -> float:
+        decoder = ShardedDecoder(model, SlowLink(ranks, line), shard)  # type: ignore[arg-type]
+        logits = decoder.read([[1 + request] for request in range(batch)], degree + 1)
+        times = []
+        for _ in range(degree):
+            ranks.barrier()
+            began, own = time.perf_counter(), logits.argmax(-1)
+            decoder.tokens_of_all(own)
+            logits = decoder.step(own)
+            times.append(time.perf_counter() - began)
+        return statistics.median(times)
 
-    def rank_of(rank: int) -> float:
-        ranks = connect_group(store, "slow", rank, degree, timeout_seconds=600)
-        try:
-            decoder = ShardedDecoder(model, SlowLink(ranks, line), shard)  # type: ignore[arg-type]
-            logits = decoder.read([[1 + request] for request in range(batch)], degree + 1)
-            times = []
-            for _ in range(degree):
-                ranks.barrier()
-                began, own = time.perf_counter(), logits.argmax(-1)
-                decoder.tokens_of_all(own)
-                logits = decoder.step(own)
-                times.append(time.perf_counter() - began)
-            return statistics.median(times)
-        except BaseException:
-            ranks.abort()
-            raise
-
-    with ThreadPoolExecutor(degree) as pool:
-        return max(pool.map(rank_of, range(degree)))
+    return max(on_ranks(degree, rank_of, timeout_seconds=600))
 
 
 def main() -> None:

@@ -7,13 +7,12 @@ schedules are there at once and take turns. Prints the tables of README.md.
 from __future__ import annotations
 
 import argparse
-import itertools
 import queue
 import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,13 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from common import Sleeping, beside_play, interleave, run_ranks, write_json
+from common import Sleeping, beside_play, interleave, mean_loss, run_ranks, stepping, write_json
 
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
-from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
-from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.planning.limits import in_flight_of_period
 from varuna_capslog.plans.parts import PlanStage
 from varuna_capslog.schedules import StageGraph, StageSeconds, schedule_of, simulate
@@ -123,20 +120,10 @@ def measure(
             PlanStage(((n, n + 1),), (n,), in_flight=None if limits is None else limits[n]) for n in range(len(times))
         )
         options = EngineOptions(microbatches, schedule=name, recompute=False)
-        engine = PipelineEngine(chain, _loss, Layout(stages), options, communicator, torch.device("cpu"))
-        runs[name] = _step(engine, microbatches)
+        engine = PipelineEngine(chain, mean_loss, Layout(stages), options, communicator, torch.device("cpu"))
+        runs[name] = stepping(engine, microbatches, {"x": torch.zeros(1, 64)})
     found = interleave(runs, rounds, communicator.barrier, warmup=1)
     return {name: [wall for wall, _ in row] for name, row in found.items()}
-
-
-def _step(engine: PipelineEngine, microbatches: int) -> Callable[[], object]:
-    values, numbers = {"x": torch.zeros(1, 64)}, itertools.count(1)
-    minibatch = Minibatch([{"x": TensorSpec.of(values["x"])}] * microbatches, [None] * microbatches, {})
-    return lambda: train_step(engine, next(numbers), minibatch, lambda _: values)
-
-
-def _loss(outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
-    return {"loss": outputs["x"].mean()}
 
 
 def compare(

@@ -6,27 +6,22 @@ that ranks do not compete for cores. Layer times are an estimated profile's, sca
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from common import Sleeping, interleave, run_ranks
+from common import Sleeping, interleave, mean_loss, run_ranks, stepping
 
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
-from varuna_capslog.engine.step import train_step
-from varuna_capslog.model.chain import Chain, Layer, TensorSpec
-from varuna_capslog.model.workload import Minibatch
+from varuna_capslog.model.chain import Chain, Layer
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 
@@ -89,12 +84,5 @@ def _engine(communicator: Communicator, times: Times, cuts: tuple[int, ...], mic
     chain = Chain([Layer(f"layer.{n}", Sleeping(*waits)) for n, waits in enumerate(times)], name="sleeper")
     layout = Layout.pipelines(cuts, len(chain))
     options = EngineOptions(microbatches)
-    engine = PipelineEngine(chain, _loss, layout, options, communicator, torch.device("cpu"))
-    values = {"x": torch.zeros(1, _WIDTH)}
-    minibatch = Minibatch([{"x": TensorSpec.of(values["x"])}] * microbatches, [None] * microbatches, {})
-    numbers = itertools.count(1)
-    return lambda: train_step(engine, next(numbers), minibatch, lambda _: values)
-
-
-def _loss(outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
-    return {"loss": outputs["x"].mean()}
+    engine = PipelineEngine(chain, mean_loss, layout, options, communicator, torch.device("cpu"))
+    return stepping(engine, microbatches, {"x": torch.zeros(1, _WIDTH)})

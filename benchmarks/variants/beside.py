@@ -9,24 +9,19 @@ python -m benchmarks.variants.beside --rounds 10
 from __future__ import annotations
 
 import argparse
-import itertools
-from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common import Sleeping, beside_play, interleave, run_ranks
+from benchmarks.common import Sleeping, beside_play, interleave, mean_loss, run_ranks, stepping
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
-from varuna_capslog.engine.step import train_step
-from varuna_capslog.model.chain import Chain, Layer, TensorSpec
+from varuna_capslog.model.chain import Chain, Layer
 from varuna_capslog.model.splitting.chains import split_chain
 from varuna_capslog.model.splitting.modules import PartsSum
 from varuna_capslog.model.splitting.splitter import Splitter
-from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.planning.simulation import simulate_plan
 from varuna_capslog.plans.parts import PlanStage, Units
 from varuna_capslog.plans.plan import Plan
@@ -111,21 +106,11 @@ def measure(
     for name, stages in plans(parts).items():
         options = EngineOptions(microbatches, schedule=SCHEDULE, recompute=False)
         engine = PipelineEngine(
-            built(seconds, parts), _loss, Layout(stages, direct=True), options, communicator, torch.device("cpu")
+            built(seconds, parts), mean_loss, Layout(stages, direct=True), options, communicator, torch.device("cpu")
         )
-        runs[name] = _step(engine, microbatches)
+        runs[name] = stepping(engine, microbatches, {"x": torch.zeros(*SHAPE)})
     found = interleave(runs, rounds, communicator.barrier, warmup=1)
     return {name: [wall for wall, _ in row] for name, row in found.items()}
-
-
-def _step(engine: PipelineEngine, microbatches: int) -> Callable[[], object]:
-    values, numbers = {"x": torch.zeros(*SHAPE)}, itertools.count(1)
-    minibatch = Minibatch([{"x": TensorSpec.of(values["x"])}] * microbatches, [None] * microbatches, {})
-    return lambda: train_step(engine, next(numbers), minibatch, lambda _: values)
-
-
-def _loss(outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
-    return {"loss": outputs["x"].mean()}
 
 
 def compare(seconds: float, parts: int, microbatches: int, rounds: int) -> None:

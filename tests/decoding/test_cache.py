@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from varuna_capslog.decoding.cache import attend_to_part, merge_parts
+from varuna_capslog.decoding.cache import attend_to_part
+from varuna_capslog.variants.attention import merged
 
 
 def whole(queries, keys, values, counts):
@@ -40,9 +41,9 @@ def test_parts_are_the_whole(parts, size):
         outputs.append(output)
         sums.append(log_sums)
     nothing = attend_to_part(q, k[:, :, :0], v[:, :, :0], torch.zeros(4, dtype=torch.int64))
-    merged = merge_parts([nothing[0], *outputs], [nothing[1], *sums])
+    together = merged([nothing[0], *outputs], [nothing[1], *sums])
     # a logit of 1e4 has an error of 1e-12 itself
-    torch.testing.assert_close(merged, whole(q, k, v, counts), rtol=0, atol=1e-12 * max(1, size / 1e3))
+    torch.testing.assert_close(together, whole(q, k, v, counts), rtol=0, atol=1e-12 * max(1, size / 1e3))
 
 
 def test_positions_beyond_the_count_do_not_matter():
@@ -60,4 +61,4 @@ def test_log_sums_of_16_bit_numbers_are_float32():
     q, k = torch.randn(1, 2, 4, dtype=torch.bfloat16), torch.randn(1, 2, 3, 4, dtype=torch.bfloat16)
     output, sums = attend_to_part(q, k, k, torch.tensor([3]))
     assert (output.dtype, sums.dtype) == (torch.bfloat16, torch.float32)
-    assert merge_parts([output, output], [sums, sums]).dtype == torch.bfloat16
+    assert merged([output, output], [sums, sums]).dtype == torch.bfloat16

@@ -46,12 +46,12 @@ def some_prompts(*lengths: int) -> list[list[int]]:
     return [torch.randint(1, VOCABULARY, (length,), generator=drawn).tolist() for length in lengths]
 
 
-def on_ranks(degree: int, work: Callable[[Communicator], Any]) -> list[Any]:
+def on_ranks(degree: int, work: Callable[[Communicator], Any], timeout_seconds: float = 20) -> list[Any]:
     """What `work` returns on each rank."""
     store = dist.HashStore()
 
     def rank_of(rank: int) -> Any:
-        communicator = connect_group(store, "decoding", rank, degree, timeout_seconds=20)
+        communicator = connect_group(store, "decoding", rank, degree, timeout_seconds)
         try:
             return work(communicator)
         except BaseException:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.elastic.live import Cradle, Live, Outcome, Truth, check, config_of, describe
+from tests.elastic.live import Cradle, Live, Outcome, Truth, check, config_of, describe, truth_of
 from varuna_capslog.base import files
 from varuna_capslog.rig.faults import Fault
 
@@ -85,6 +85,24 @@ def kill_in_a_change(cause: str, member: str, point: str, devices: int = 3, **el
         return outcome
 
     return scenario
+
+
+def crash_then_join(cradle: Cradle, folder: Path, **sections: Any) -> Truth:
+    """One of two is killed in step 3; a newcomer, who asks in step 5, takes layers over in a later one. All is as in
+    one process. Returns what that one has computed.
+    """
+    steps = 10
+    truth = truth_of(folder / "alone", steps, **sections)
+    faults = [Fault("m1", "action 3", "kill", 3), Fault("m0", "compute", "wait", 5, "five")]
+    live = Live(cradle, config_of(folder / "run", 2, steps=steps, **sections), faults=faults)
+    live.when("five")
+    live.until_asked(live.join())
+    live.go("five")
+    outcome = live.finish()
+    assert outcome.status == {"m0": 0, "m1": -9, "m2": 0}, describe(outcome)
+    assert outcome.kinds().count("morph") == 2, describe(outcome)
+    check(outcome, truth, steps)
+    return truth
 
 
 def kill_several_at_once(redundancy: int, *members: str, **sections: Any) -> Scenario:

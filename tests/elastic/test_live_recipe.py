@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from tests.elastic.live import Cradle, Live, check, config_of, describe, truth_of
-from varuna_capslog.rig.faults import Fault
+from tests.elastic.live import Cradle
+from tests.elastic.scenarios import crash_then_join
 
-STEPS = 6
 RECIPE: dict[str, Any] = {
     "train": {
         "optimizer": "nadam",
@@ -27,19 +26,8 @@ RECIPE: dict[str, Any] = {
 
 
 def test_the_state_of_a_recipe_survives_a_crash_and_moves(cradle: Cradle, tmp_path: Path) -> None:
-    """One of two is killed in step 3, so that the other goes on with its copies, since there is no checkpoint; a
-    newcomer takes layers at step 5.
-    """
-    alone = truth_of(tmp_path / "alone", STEPS, **RECIPE)
-    faults = [Fault("m1", "action 3", "kill", 3), Fault("m0", "compute", "wait", 5, "five")]
-    live = Live(cradle, config_of(tmp_path / "run", 2, steps=STEPS, **RECIPE), faults=faults)
-    live.when("five")
-    live.until_asked(live.join())
-    live.go("five")
-    outcome = live.finish()
-    assert outcome.status == {"m0": 0, "m1": -9, "m2": 0}, describe(outcome)
-    assert outcome.kinds().count("morph") == 2, describe(outcome)
-    check(outcome, alone, STEPS)
+    """There is no checkpoint: who is left goes on with its copies."""
+    alone = crash_then_join(cradle, tmp_path, **RECIPE)
     averages = [
         (moments["ema"], state["parameters"][name])
         for layer, state in alone.final.items()

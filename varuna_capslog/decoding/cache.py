@@ -17,8 +17,9 @@ from torch.nn import functional as F
 from varuna_capslog.decoding.traffic import DecoderShape
 from varuna_capslog.decoding.wire import Wire
 from varuna_capslog.model.chain import TensorSpec
+from varuna_capslog.variants.attention import merged
 
-__all__ = ["DealtCache", "attend_to_part", "merge_parts"]
+__all__ = ["DealtCache", "attend_to_part"]
 
 
 def attend_to_part(queries: Tensor, keys: Tensor, values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,21 +41,6 @@ def attend_to_part(queries: Tensor, keys: Tensor, values: Tensor, counts: Tensor
     empty = sums.isneginf()
     weights = (logits - sums.masked_fill(empty, 0)[..., None]).exp()
     return (weights.to(values.dtype) @ values).view(batch, heads, size), sums.view(batch, heads)
-
-
-def merge_parts(outputs: Sequence[Tensor], sums: Sequence[Tensor]) -> Tensor:
-    """Attention to all positions, from its parts in a fixed order: sum of w_j o_j / sum of w_j, w_j = exp(s_j - max s).
-
-    Args:
-        outputs: each [B, H, D]; sums: log-sum-exps, each [B, H]; at least one of a request's is finite.
-    """
-    most = torch.stack(list(sums)).amax(0)
-    weights = [(one - most).exp() for one in sums]
-    total, found = weights[0], weights[0][..., None] * outputs[0]
-    for weight, output in zip(weights[1:], outputs[1:], strict=True):
-        total = total + weight
-        found = found + weight[..., None] * output
-    return (found / total[..., None]).to(outputs[0].dtype)
 
 
 class DealtCache:
@@ -181,7 +167,7 @@ class DealtCache:
         given = {rank: [part[rank :: self._degree] for part in (output, sums)] for rank in range(self._degree)}
         specs = [TensorSpec.of(part) for part in given[self._rank]]
         came = self._exchanged(given, dict.fromkeys(given, specs))
-        return merge_parts(*zip(*(came[rank] for rank in range(self._degree)), strict=True))
+        return merged(*zip(*(came[rank] for rank in range(self._degree)), strict=True))
 
     def _exchanged(
         self, given: dict[int, list[Tensor]], wanted: dict[int, list[TensorSpec]]

@@ -11,15 +11,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.membership.generation import Generation
+from varuna_capslog.membership.state import State
 from varuna_capslog.plans.parts import MemoryInterval, PlanStage
 from varuna_capslog.plans.plan import Plan
 
-__all__ = ["Part", "among", "bare", "given", "ways_to_give"]
+__all__ = ["Part", "among", "bare", "follows_a_loss", "given", "ways_to_give"]
 
 Part = tuple[int, int, int]
 """Of a stage's layers [first, end) and who gets them, by rank. A stage of several pieces goes whole, from its first
 layer to its last one.
 """
+
+
+def follows_a_loss(state: State, record: Generation) -> bool:
+    """Whether a member may found this generation by handing out the stages of those that are lost: nothing else has
+    changed, and it has applied a step of the generation that lost them, all copies of which are therefore there.
+    """
+    members, left = state.record.members, record.members
+    lost = left != members and left == tuple(one for one in members if one in left) and not record.leaving
+    return lost and state.at.generation == state.record.number
 
 
 def bare(plan: Plan) -> Plan | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -73,8 +73,11 @@ class AttentionCore(nn.Module):
 
     def _with_sum(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """As `attend`, with the log-sum-exp of each query's logits [B, H, T]."""
-        rate = self.rate if self.training else 0.0
-        return _in_chunks(q * scale, k, v, bias, _How(rate, QUERIES, max(k.shape[2], 1), (q.shape[0], q.shape[1])))
+        return _in_chunks(q * scale, k, v, bias, self._how(q, max(k.shape[2], 1)))
+
+    def _how(self, q: Tensor, keys: int) -> _How:
+        """In chunks of the queries of q [B, H, T, D], and of so many keys."""
+        return _How(self.rate if self.training else 0.0, QUERIES, keys, (q.shape[0], q.shape[1]))
 
 
 def merged(outs: Sequence[Tensor], seen: Sequence[Tensor]) -> Tensor:
@@ -183,13 +186,9 @@ class ChunkedAttention(AttentionCore):
             raise RuntimeError("attention in chunks has no gradient of what is added to the logits")
         return _in_chunks(q * scale, k, v, bias, self._how(q, k.shape[2]))[0]
 
-    def _with_sum(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """See `AttentionCore`."""
-        return _in_chunks(q * scale, k, v, bias, self._how(q, max(k.shape[2], 1)))
-
     def _how(self, q: Tensor, keys: int) -> _How:
-        rate = self.rate if self.training else 0.0
-        return _How(rate, self.queries, keys if self.keys is None else self.keys, (q.shape[0], q.shape[1]))
+        """See `AttentionCore`."""
+        return replace(super()._how(q, keys), queries=self.queries, keys=keys if self.keys is None else self.keys)
 
 
 class SplitKeysAttention(ChunkedAttention):

@@ -11,11 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from varuna_capslog.base.files import append_jsonl
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.config.settings import Elastic
 from varuna_capslog.membership.candidates import Candidates
@@ -35,11 +35,24 @@ DEVICES = 8
 MICROBATCHES = 16
 
 
-def placer_of(profile: Profile, planner: str) -> Placer:
+def profile_of(name: str) -> Profile:
+    """Of one of the paper's configurations, estimated."""
+    return profile_run(
+        load_config(ROOT / "configs" / "paper" / f"{name}.yaml", ["profile.source=estimated"]), show=False
+    )
+
+
+def tell(row: dict[str, Any], output: Path | None) -> None:
+    """Prints a row as one line of JSON, and appends it to a file if asked to."""
+    print(json.dumps(row), flush=True)
+    if output:
+        append_jsonl(output, row)
+
+
+def placer_of(profile: Profile, planner: str, run: RunShape) -> Placer:
     """As a run has it: snapshots beside training, copies on the device, activations between ranks in no time."""
     sizes = state_bytes(profile)
     assert sizes is not None
-    run = RunShape(MICROBATCHES, microbatch_size=1)
     candidates = Candidates(profile, tuple(sizes[0]), run, planner, beside=sizes[0])
     return Placer(candidates, Elastic(), sizes[1])
 
@@ -64,7 +77,7 @@ def losses_of(placer: Placer, rate: float, setting: str, step_seconds: float) ->
 def row_of(name: str, profile: Profile, planner: str, link: str, step_seconds: float) -> dict[str, Any]:
     """Medians and ranges over the lost rank."""
     rate = RATES[link]
-    placer = placer_of(profile, planner)
+    placer = placer_of(profile, planner, RunShape(MICROBATCHES, microbatch_size=1))
     always = losses_of(placer, rate, "always", step_seconds)
     auto = losses_of(placer, rate, "auto", step_seconds)
 
@@ -107,15 +120,9 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path)
     given = parser.parse_args()
     for name in given.only:
-        config = load_config(ROOT / "configs" / "paper" / f"{name}.yaml", ["profile.source=estimated"])
-        profile = profile_run(config, show=False)
+        profile = profile_of(name)
         for link in RATES:
-            line = json.dumps(row_of(name, profile, given.planner, link, given.step))
-            sys.stdout.write(line + "\n")
-            sys.stdout.flush()
-            if given.output:
-                with given.output.open("a", encoding="utf-8") as file:
-                    file.write(line + "\n")
+            tell(row_of(name, profile, given.planner, link, given.step), given.output)
 
 
 if __name__ == "__main__":

@@ -9,20 +9,13 @@ last checkpoint; a run with new cuts that is hit by the next loss before its cop
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from estimate import RATES, ROOT
+from estimate import RATES, placer_of, profile_of, tell
 
-from varuna_capslog.config.reading import load_config
-from varuna_capslog.config.settings import Elastic
-from varuna_capslog.membership.candidates import Candidates
 from varuna_capslog.membership.generation import MemberLayout
-from varuna_capslog.membership.placing import Placer
-from varuna_capslog.membership.protection import state_bytes
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.small_motion import (
     BESIDE,
@@ -36,12 +29,9 @@ from varuna_capslog.membership.small_motion import (
 from varuna_capslog.planning.trace_replay import TraceEvent, read_trace
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
-from varuna_capslog.start.prepare import profile_run
 
 FOUNDING = 0.2
 """Seconds to find a loss and found the next generation (`../crash`)."""
-JOINING = 0.1
-"""Seconds that a planned change pauses (`../planned`)."""
 RESTART = 45.0
 """Seconds to begin again from a checkpoint."""
 MICROBATCHES, BLOCKS = 32, 8
@@ -69,12 +59,8 @@ class Course:
     """
 
     def __init__(self, profile: Profile, setting: str, rate: float, every: float) -> None:
-        sizes = state_bytes(profile)
-        assert sizes is not None
         run = RunShape(MICROBATCHES, microbatch_size=1, num_blocks=BLOCKS)
-        self.placer = Placer(
-            Candidates(profile, tuple(sizes[0]), run, "throughput", beside=sizes[0]), Elastic(), sizes[1]
-        )
+        self.placer = placer_of(profile, "throughput", run)
         self.motions, self.rate, self.every = SmallMotion(self.placer, setting), rate, every
         self.told = Told()
         self.seats: list[Seat] = []
@@ -124,7 +110,7 @@ class Course:
         if before is None:
             self.pause_until = begun + (RESTART if told.samples else 0.0)
         elif not lost:
-            self.pause_until = begun + JOINING
+            self.pause_until = begun + SECOND_PAUSE
         elif not before.covers(names) or (now < self.slow_until and self.alone & left):
             told.losses += 1
             told.went_back += 1
@@ -218,18 +204,12 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=900.0, help="seconds between two checkpoints")
     parser.add_argument("-o", "--output", type=Path)
     given = parser.parse_args()
-    config = load_config(ROOT / "configs" / "paper" / f"{given.name}.yaml", ["profile.source=estimated"])
-    profile = profile_run(config, show=False)
+    profile = profile_of(given.name)
     events = read_trace(given.trace)
     for link, rate in RATES.items():
         for setting in ("never", "auto", "always"):
             row = {"configuration": given.name, "link": link, **replayed(profile, events, setting, rate, given.every)}
-            line = json.dumps(row)
-            sys.stdout.write(line + "\n")
-            sys.stdout.flush()
-            if given.output:
-                with given.output.open("a", encoding="utf-8") as file:
-                    file.write(line + "\n")
+            tell(row, given.output)
 
 
 if __name__ == "__main__":

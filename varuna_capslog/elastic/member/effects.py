@@ -19,6 +19,7 @@ from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.ahead import first_owner, stay_with
 from varuna_capslog.membership.entries import AskEntry, BrokenEntry
 from varuna_capslog.membership.generation import INITIAL, Generation, Member
+from varuna_capslog.membership.handing_out import follows_a_loss
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.small_motion import Loss, Weighed
 from varuna_capslog.membership.state import Phase
@@ -139,8 +140,7 @@ class Effects:
         """How those go on that are left of a generation that trained, where members were lost and nothing else is."""
         state, parts = self._loop.state, self._parts
         before, members = state.roles.layout, state.record.members
-        only_lost = record.members == tuple(one for one in members if one in record.members) and not record.leaving
-        if before is None or not only_lost or record.members == members or state.at.generation != state.record.number:
+        if before is None or not follows_a_loss(state, record):
             return None
         usual, gap = self._training.usual_seconds, parts.report.gap_seconds
         back = usual * max(0, state.at.step - state.checkpoint.step)

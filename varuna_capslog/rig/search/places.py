@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from varuna_capslog.membership.choice import Choice
 from varuna_capslog.membership.generation import Generation, Member, MemberLayout
-from varuna_capslog.membership.handing_out import among, bare, given, ways_to_give
+from varuna_capslog.membership.handing_out import among, bare, follows_a_loss, given, ways_to_give
 from varuna_capslog.membership.messages import CompareAndSet
 from varuna_capslog.membership.recovery import Place, Seat
 from varuna_capslog.membership.redundancy import place_copies
@@ -84,10 +84,9 @@ def with_small_motion(effect: CompareAndSet, state: State, dice: random.Random) 
     all keep the copies that they have; as it is where members were not only lost.
     """
     record, before, members = effect.record, state.roles.layout, state.record.members
-    left = [member for member in members if member in record.members]
-    lost = len(left) < len(members) and record.members == tuple(left) and not record.leaving
-    trained = state.record.number == effect.expected == state.at.generation
-    if not left or not lost or not trained or before is None or before.plan is None or not before.covers(left):
+    left = list(record.members)
+    possible = left and follows_a_loss(state, record)
+    if not possible or before is None or before.plan is None or not before.covers(left):
         return effect
     plan, places = bare(before.plan), {members.index(member): place for place, member in enumerate(left)}
     while plan is not None and (gone := [n for n, stage in enumerate(plan.stages) if stage.rank not in places]):

@@ -81,9 +81,8 @@ class PostWorld(World):
             case m.CompareAndSet():
                 if self.scenario.motions:
                     effect = with_small_motion(effect, self.states[i], random.Random(f"{i} {effect.record.members}"))
-                if (
-                    self.scenario.plans and effect.record.copies is None
-                ):  # another one for each founder, and the same whenever it founds the same
+                if self.scenario.plans and effect.record.copies is None:
+                    # another one for each founder, and the same whenever it founds the same
                     dice = random.Random(f"{i} {effect.record.members}")
                     effect = with_drawn_plan(effect, len(self.job.layer_bytes), dice)
                 self.mail |= {("cas", i, effect)}
