@@ -15,7 +15,7 @@ from tests.membership.test_budgeted import placer_of as budget_placer
 from tests.membership.test_placing import placer_of, plain, seats_of, steps_of
 from tests.planners.test_budget import timed
 from varuna_capslog.membership.generation import Generation, MemberLayout, Stamp
-from varuna_capslog.membership.handing_out import among, bare, given, ways_to_give
+from varuna_capslog.membership.handing_out import among, bare, follows_a_loss, given, ways_to_give
 from varuna_capslog.membership.messages import Contribution
 from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.recovery import Decision, Seat, decide
@@ -28,8 +28,28 @@ from varuna_capslog.membership.small_motion import (
     kept_copies,
     traffic_of,
 )
+from varuna_capslog.membership.state import State
 from varuna_capslog.plans.parts import PlanStage, Units
 from varuna_capslog.plans.plan import Plan
+
+
+@pytest.mark.parametrize(
+    ("members", "leaving", "at", "alone"),
+    [
+        (("m0", "m2"), (), Stamp(3, 4), True),
+        (("m1",), (), Stamp(3, 4), True),
+        (("m0", "m1", "m2"), (), Stamp(3, 4), False),  # nobody is lost
+        (("m2", "m0"), (), Stamp(3, 4), False),  # in another order
+        (("m0", "m2", "m3"), (), Stamp(3, 4), False),  # and one joins
+        (("m0",), ("m2",), Stamp(3, 4), False),  # and one leaves
+        (("m0", "m2"), (), Stamp(3, 3), False),  # no step of it was applied: copies may be on their way
+    ],
+)
+def test_stages_are_handed_out_where_losses_are_all_that_changed_and_all_copies_are_there(
+    members: tuple[str, ...], leaving: tuple[str, ...], at: Stamp, alone: bool
+) -> None:
+    state = State("m0", "h", record=Generation(4, ("m0", "m1", "m2")), at=at)
+    assert follows_a_loss(state, Generation(5, members, leaving)) is alone
 
 
 def layout_of(placer: Placer, seats: Sequence[Seat]) -> MemberLayout:
