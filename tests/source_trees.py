@@ -1,14 +1,14 @@
-"""Syntax trees of source texts, parsed once for all the tests that read the whole tree."""
+"""Syntax trees of source texts, parsed and walked once for all the tests that read the whole tree."""
 
 from __future__ import annotations
 
 import ast
 import functools
 
-__all__ = ["tree_of"]
+__all__ = ["nodes_of"]
 
 
 @functools.cache
-def tree_of(text: str) -> ast.Module:
-    """The tree of this text, which no test changes."""
-    return ast.parse(text)
+def nodes_of(text: str) -> tuple[ast.AST, ...]:
+    """All nodes of this text's tree, the tree itself first; no test changes them."""
+    return tuple(ast.walk(ast.parse(text)))

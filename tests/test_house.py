@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.source_trees import tree_of
+from tests.source_trees import nodes_of
 
 ROOT = Path(__file__).parents[1]
 LINES = 450
@@ -33,7 +33,7 @@ def long_files(root: Path) -> list[str]:
 def long_signatures(root: Path) -> list[str]:
     found = []
     for path, text in sources(root):
-        for node in ast.walk(tree_of(text)):
+        for node in nodes_of(text):
             if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 continue
             names = [one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
@@ -60,7 +60,7 @@ def large_classes(root: Path) -> list[str]:
     return [
         f"{path}:{node.lineno} {node.name} has {count} attributes"
         for path, text in sources(root)
-        for node in ast.walk(tree_of(text))
+        for node in nodes_of(text)
         if isinstance(node, ast.ClassDef) and not is_config(node) and (count := len(attributes(node))) > ATTRIBUTES
     ]
 
@@ -68,7 +68,7 @@ def large_classes(root: Path) -> list[str]:
 def doubled_names(root: Path) -> list[str]:
     places = defaultdict(list)
     for path, text in sources(root):
-        for node in ast.walk(tree_of(text)):
+        for node in nodes_of(text):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(path)
     return [f"{name}: {', '.join(paths)}" for name, paths in sorted(places.items()) if len(paths) > 1]

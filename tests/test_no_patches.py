@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.source_trees import tree_of
+from tests.source_trees import nodes_of
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = [*(ROOT / "varuna_capslog").rglob("*.py"), *(ROOT / "detr_pipeline").rglob("*.py")]
@@ -16,9 +16,9 @@ STATE_OF_THE_PROCESS = {
 }
 
 
-def assigned(tree: ast.AST) -> Iterator[tuple[int, ast.Attribute]]:
+def assigned(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, ast.Attribute]]:
     """Every `something.name = ...`, and `setattr` or `delattr` of a class, with its line."""
-    for node in ast.walk(tree):
+    for node in nodes:
         targets = node.targets if isinstance(node, (ast.Assign, ast.Delete)) else []
         for target in targets:
             if isinstance(target, ast.Attribute):
@@ -33,10 +33,10 @@ def is_class_or_module(value: ast.expr, modules: set[str]) -> bool:
     return isinstance(value, ast.Name) and (value.id in modules or (value.id[:1].isupper() and not value.id.isupper()))
 
 
-def modules_of(tree: ast.AST) -> set[str]:
+def modules_of(nodes: Sequence[ast.AST]) -> set[str]:
     """Names that an import binds to a module: any package's own, and ours."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -51,9 +51,9 @@ def modules_of(tree: ast.AST) -> set[str]:
 
 
 def patches_in(text: str) -> list[int]:
-    tree = tree_of(text)
-    modules = modules_of(tree)
-    return sorted(line for line, target in assigned(tree) if is_class_or_module(target.value, modules))
+    nodes = nodes_of(text)
+    modules = modules_of(nodes)
+    return sorted(line for line, target in assigned(nodes) if is_class_or_module(target.value, modules))
 
 
 PATCHES = """
@@ -89,7 +89,7 @@ def test_no_module_keeps_the_state_of_a_run() -> None:
     found = {
         (path.name, name)
         for path in FILES
-        for node in ast.walk(tree_of(path.read_text()))
+        for node in nodes_of(path.read_text())
         if isinstance(node, ast.Global)
         for name in node.names
     }
@@ -102,7 +102,7 @@ def test_only_the_commands_load_the_rig() -> None:
         where = path.relative_to(ROOT).as_posix()
         if "/rig/" in where or "/commands/" in where:
             continue
-        for node in ast.walk(tree_of(path.read_text())):
+        for node in nodes_of(path.read_text()):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             found += [f"{where}:{node.lineno}" for name in names if ".rig" in name]  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.source_trees import tree_of
+from tests.source_trees import nodes_of
 
 ROOT = Path(__file__).parents[1]
 FACADE = ("varuna_capslog", "varuna_capslog.chain", "varuna_capslog.model_workload")
@@ -41,16 +41,16 @@ def modules(root: Path) -> dict[str, Path]:
 
 def imports(name: str, path: Path, known: dict[str, Path]) -> Iterator[tuple[str, int]]:
     """(module, line) of everything that a module imports from `known`, or names in a string."""
-    tree = tree_of(path.read_text(encoding="utf-8"))
+    nodes = nodes_of(path.read_text(encoding="utf-8"))
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     typing = {
         id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for node in nodes
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for statement in node.body
         for inner in ast.walk(statement)
     }
-    for node in ast.walk(tree):
+    for node in nodes:
         targets: list[str] = []
         if id(node) in typing:
             continue

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.forks import Fork
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model import interop
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
@@ -122,30 +122,25 @@ def main(rank: int, port: int) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_cut_list_runs_in_torch_pipelining() -> None:
-    import subprocess
-
+def test_cut_list_runs_in_torch_pipelining(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     root = Path(__file__).resolve().parents[2]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(port)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    outputs = [tmp_path / f"rank{rank}" for rank in range(2)]
+    workers = []
+    for rank, path in enumerate(outputs):
+        with open(os.devnull, "rb") as nothing, open(path, "wb") as output:
+            descriptors = {0: nothing.fileno(), 1: output.fileno(), 2: output.fileno()}
+            workers.append(Fork("tests.model.test_interop:main", (rank, port), environment, descriptors, root))
     try:
-        said = [worker.communicate(timeout=100)[0] for worker in workers]
+        codes = [worker.wait(100) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
-    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(said)
+    said = [path.read_text() for path in outputs]
+    assert codes == [0, 0], "\n".join(said)
     assert all("passed plain Schedule1F1B" in text and "passed plain ScheduleGPipe" in text for text in said)
 
 
@@ -190,7 +185,3 @@ def test_what_torch_cannot_do_is_refused_beforehand(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch, "__version__", "2.11.0+cpu")
     with pytest.raises(CapslogError, match=r"'mask' \(torch.bool\) crosses the cut before layer 1"):
         interop._refuse(masked, [0, 1], [{}, {"mask": TensorSpec((2, 4), torch.bool)}, {}])
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
