@@ -42,11 +42,13 @@ MOTIONS = {"plans": True, "motions": True}
         ({"faults": 1, "kinds": ("crash", "hiccup"), "steps": 1, "plans": True, "job": make_job(4)}, 5_000),
         ({"faults": 0, "leaves": 1, "plans": True, "job": make_job(4, shadows=True)}, 1_500),
         ({"faults": 2, "kinds": ("crash",), "job": make_job(2)} | MOTIONS, 8_000),
+        ({"faults": 1, "kinds": ("crash",), "plans": True, "job": make_job(1, sync=False)}, 3_000),
     ],
     ids=["crash and store", "async", "value by value", "join"]
     + ["leave", "leave with shadows", "hint", "checkpoint first", "crash and checkpoint", "one and a newcomer"]
     + ["damage", "damage and hiccup", "starved update and crash", "starved update, async"]
-    + ["crash or hiccup with drawn plans", "leave with drawn plans", "2 crashes with small motions"],
+    + ["crash or hiccup with drawn plans", "leave with drawn plans", "2 crashes with small motions"]
+    + ["async, one that only keeps copies"],
 )
 def test_every_interleaving_keeps_the_rules_and_leads_on(options: Mapping[str, Any], least: int) -> None:
     found = explore(Scenario(**options))

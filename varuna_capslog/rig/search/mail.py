@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from varuna_capslog.membership import messages as m
-from varuna_capslog.membership.generation import Generation
+from varuna_capslog.membership.generation import Generation, Stamp
 from varuna_capslog.membership.state import Phase, State
 from varuna_capslog.rig.search.forgetting import adopts, brought, living, valid
 from varuna_capslog.rig.search.places import with_pipeline
@@ -84,6 +84,8 @@ class MailWorld(OpenWorld):
         # who holds no layer may still begin with what one that is lost by now had told
         told = [value for values in self.casts.values() for value in values.values()]
         stamps |= {stamp for value in told if isinstance(value, m.Contribution) for _, stamp in value.held}
+        if not self.job.sync:  # what is on its way to those that keep copies, whose owner may be lost by now
+            stamps |= {Stamp(entry[2] - 1, entry[1]) for entry in self.mail if entry[0] == "offer"}
         reached = {stamp for top in stamps for stamp in truth.past(top) if stamp.step > truth.settled.step}
         truth.parents = {stamp: parent for stamp, parent in truth.parents.items() if stamp in reached}
 
