@@ -266,8 +266,9 @@ def beside_play(
 
 
 def median_ratio(first: Sequence[float], second: Sequence[float]) -> tuple[float, float, float]:
-    """Median of first/second over the rounds, with the quartiles on both sides of it."""
-    low, middle, high = statistics.quantiles((a / b for a, b in zip(first, second, strict=True)), n=4)
+    """Median of first/second over the rounds, with the quartiles on both sides of it; of a single round its ratio."""
+    ratios = [a / b for a, b in zip(first, second, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else 3 * ratios
     return middle, low, high
 
 
