@@ -54,7 +54,10 @@ def share_of(count: int, part: int, degree: int, what: str) -> tuple[int, int]:
         CapslogError: the shares are not equal.
     """
     if count % degree:
-        raise CapslogError(f"its {count} {what} cannot be shared out equally among {degree} parts")
+        raise CapslogError(
+            f"its {count} {what} cannot be shared out equally among {degree} parts; take a "
+            "number of parts that divides them"
+        )
     size = count // degree
     return part * size, (part + 1) * size
 
