@@ -182,15 +182,21 @@ def _view(call: Call, degree: int) -> Result:
         raise call.unknown(f"it makes {sizes} of {whole}, which mixes them")
     found = Divided(dim, (sizes[dim] // blocks,) * blocks)
     found.ranges(0, degree, f"heads of {call.origin}")
-    return found, _fewer(call, dim, degree) if call.name != "flatten" else call.args
+    if call.name == "unflatten" and 0 <= dim - call.dim() < len(call.args[2]):
+        return found, _fewer(call, dim - call.dim(), degree, 2)
+    return found, call.args if call.name in ("flatten", "unflatten") else _fewer(call, dim, degree)
 
 
-def _fewer(call: Call, dim: int, degree: int) -> tuple[Any, ...]:
-    """The arguments with a smaller size in the divided dimension; -1 is found out where it runs."""
-    x, sizes, *rest = call.args
-    if isinstance(size := sizes[dim], fx.Node):
+def _fewer(call: Call, dim: int, degree: int, place: int = 1) -> tuple[Any, ...]:
+    """The arguments with a smaller size in the divided dimension; -1 is found out where it runs.
+
+    place: of the sizes among the arguments.
+    """
+    size = call.args[place][dim]
+    if isinstance(size, fx.Node):
         raise call.unknown("their number is a size that may change")
-    return x, [*sizes[:dim], size if size == -1 else size // degree, *sizes[dim + 1 :]], *rest
+    sizes = [size if size == -1 else size // degree if at == dim else size for at, size in enumerate(call.args[place])]
+    return *call.args[:place], sizes, *call.args[place + 1 :]
 
 
 def _expand(call: Call, degree: int) -> Result:
@@ -199,7 +205,7 @@ def _expand(call: Call, degree: int) -> Result:
 
 
 def _transpose(call: Call, _: int) -> Result:
-    first, second = call.dim(1), call.dim(2)
+    first, second = (call.dim(1), call.dim(2)) if call.name == "transpose" else (len(call.size) - 2, len(call.size) - 1)
     return Divided({first: second, second: first}.get(call.one.dim, call.one.dim), call.one.blocks), call.args
 
 
@@ -290,14 +296,14 @@ _OF_METHODS: dict[str, Callable[[Call, int], Result]] = {
 """Also as Python writes them; the others have an aten operator's arguments."""
 _RULES: dict[str, Callable[[Call, int], Result]] = {
     **_OF_METHODS,
-    **dict.fromkeys(("view", "reshape", "flatten"), _view),
+    **dict.fromkeys(("view", "reshape", "flatten", "unflatten"), _view),
     **dict.fromkeys(("split", "split_with_sizes"), _split),
+    **dict.fromkeys(("transpose", "mT"), _transpose),
     **dict.fromkeys(("select", "unbind"), _select),
     **dict.fromkeys(("cat", "stack"), _cat),
     **dict.fromkeys(("matmul", "bmm", "baddbmm", "scaled_dot_product_attention"), _matrices),
     "expand": _expand,
     "unsqueeze": _unsqueeze,
-    "transpose": _transpose,
     "permute": _permute,
     "slice": _slice,
 }
