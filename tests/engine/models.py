@@ -373,7 +373,7 @@ def _scores_loss(outputs: Mapping[str, Tensor], targets: Any, normalisers: Mappi
 @functools.cache
 def _captured(dropout: float) -> list[Layer]:
     """A GPT-2 of transformers whose two layers are split into 2 and 4 parts; sequences may have any length."""
-    from transformers import GPT2Config, GPT2LMHeadModel  # noqa: PLC0415 (takes seconds)
+    from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
     rates: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)

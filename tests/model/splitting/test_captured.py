@@ -36,7 +36,7 @@ CUTS = {
 
 @functools.cache
 def captured(kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The last layer of a small model, and what it reads where a sample is padded; Llama has 8 key-value heads for 16."""
+    """The last layer of a small model and what it reads, padding too; Llama has 8 key-value heads for 16."""
     sizes: dict[str, Any] = {"vocab_size": 16, "use_cache": False, "attn_implementation": "eager"}
     like = {"num_hidden_layers": 1, "num_attention_heads": 16, "hidden_size": 32, "intermediate_size": 16}
     torch.manual_seed(0)
@@ -92,7 +92,7 @@ def test_variants_find_the_attention_of_a_part(kind: str) -> None:
 
 
 class Fused(nn.Module):
-    """Queries, keys and values of one map, fewer keys than queries, a number for each head, and gates.
+    """Queries, keys and values of one map, fewer keys than queries, numbers for each head, and gates.
 
     qkv: whether the three are a dimension of the map's result; else they are slices of it.
     """
@@ -101,6 +101,8 @@ class Fused(nn.Module):
         super().__init__()
         self.qkv, self.keys = qkv, 4 if qkv else 2
         self.into = nn.Linear(16, 16 + 2 * 4 * self.keys)
+        self.register_buffer("scale", torch.tensor(0.5))
+        self.register_buffer("signs", torch.tensor([1.0, -1, 1, 1]).view(4, 1, 1), persistent=False)
         self.loud = nn.Parameter(torch.linspace(0.5, 2, 4).view(4, 1, 1))
         self.out, self.norm = nn.Linear(16, 16, bias=False), nn.LayerNorm(4)
         self.gates, self.down = nn.Linear(16, 24), nn.Linear(12, 16)
@@ -113,8 +115,8 @@ class Fused(nn.Module):
             parts = made[..., :16], made[..., 16 : 16 + keys], made[..., 16 + keys :]
             q, k, v = (one.unflatten(-1, (-1, 4)).transpose(1, 2) for one in parts)
             k, v = (one[:, :, None].expand(-1, -1, 2, -1, -1).reshape(q.shape) for one in (k, v))
-        q = torch.stack([self.norm(q)[..., :2], self.norm(q)[..., 2:]], -1).flatten(-2) * self.loud
-        logits = (q @ k.transpose(-1, -2) / 2 + per_head).softmax(-1)
+        q = torch.stack([self.norm(q)[..., :2], self.norm(q)[..., 2:]], -1).flatten(-2) * self.loud * self.signs
+        logits = (self.scale * (q @ k.transpose(-1, -2)) + per_head).softmax(-1)
         found = (logits @ v).transpose(1, 2).mT if self.qkv else (logits @ v).transpose(1, 2)
         x = x + self.out(found.reshape(x.shape))  # with mT the shares of a row lie apart
         gate, up = self.gates(x).chunk(2, -1)

@@ -20,9 +20,9 @@ from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.collapse import mutated_arguments
-from varuna_capslog.model.capture.runtime import ByMode, CapturedGraph, Guard, Region
+from varuna_capslog.model.capture.runtime import ByMode, CapturedGraph, Guard
 from varuna_capslog.model.capture.split import layer_module
-from varuna_capslog.model.splitting.division import VIEWS, Call, Divided, Share, divided_result, pieces_of_last
+from varuna_capslog.model.splitting.division import VIEWS, Call, Divided, Share, divided_result, spans
 from varuna_capslog.model.splitting.opened import (
     Linear,
     has_linear,
@@ -157,7 +157,7 @@ class _Parts:
         for user in node.users:
             call, sizes = self._call(user, user.args, user.kwargs), self.sizes[user]
             if call.name in ("split", "split_with_sizes", "chunk") and call.dim(2) == len(others):
-                bounds |= {end for _, end in pieces_of_last([size[-1] for size in sizes])}
+                bounds |= {end for _, end in spans([size[-1] for size in sizes])}
             elif call.name == "slice" and call.dim() == len(others):
                 bounds |= set(slice(*call.args[2:4]).indices(columns)[:2])
             elif call.name in ("view", "reshape") and len(sizes) > len(others) + 2 and sizes[len(others)] == 3:
@@ -174,7 +174,7 @@ class _Parts:
         if node.op != "call_module":
             return divided_result(self._call(node, node.args, node.kwargs), self.into.degree)
         held = self.module.get_submodule(str(node.target))
-        found, across = self.divided[node.all_input_nodes[0]], isinstance(held, Region)
+        found, across = self.divided[node.all_input_nodes[0]], False
         if isinstance(held, nn.LayerNorm | nn.RMSNorm):
             across = found.dim >= len(self.sizes[node]) - len(held.normalized_shape)
         elif isinstance(held, ByMode):
@@ -187,7 +187,7 @@ class _Parts:
             across = any(one != leaves[at] for at, one in enumerate(new) if at not in held.slots)
             if not across:
                 return found, tuple(new[slot] for slot in held.slots)
-        elif not across and not isinstance(held, ENTRY_BY_ENTRY):
+        elif not isinstance(held, ENTRY_BY_ENTRY):
             raise _Closed(node)
         if across:
             raise CapslogError(
@@ -206,11 +206,11 @@ class _Parts:
         count = sum(one.startswith(name) for one in self.names.values())
         return f"{name}{count + 1}" if count else name
 
-    def light(self, node: fx.Node) -> bool:
-        """Whether every part that reads a whole value makes it itself: views, types and sizes."""
-        if node.op not in ("call_function", "call_method") or node in self.divided or node in self.outputs:
+    def made_once(self, node: fx.Node) -> bool:
+        """Whether other parts are sent a value; views of whole values, types and sizes each makes itself."""
+        if not node.op.startswith("call") or self.sizes[node] is None:
             return False
-        return self.sizes[node] is None or operator_name(node.target) in VIEWS
+        return operator_name(node.target) not in VIEWS or node in self.divided or node in self.outputs
 
     def value(self, node: fx.Node, part: int | None) -> str:
         """The name of a value that passes between parts; `part`: that gives it."""
@@ -254,7 +254,7 @@ class _Part:
         for node in parts.graph.nodes:
             if node in parts.rows and phase == parts.phase[node] - 1:
                 self._writes[parts.value(node, part)] = self._linear(node, None)
-            elif parts.phase[node] == phase and node.op[:4] == "call" and parts.sizes[node] and not parts.light(node):
+            elif parts.phase[node] == phase and parts.made_once(node):
                 self._writes[parts.value(node, part)] = self._made[node] = self._emit(node)
 
     def finish(self, wanted: set[str]) -> None:
@@ -283,7 +283,7 @@ class _Part:
             made = self._read(parts.into.reads[parts.inputs.index(node)])
         elif node.op == "get_attr":
             made = self._hold(str(node.target), None)
-        elif parts.light(node):
+        elif not parts.made_once(node):
             made = self._emit(node)
         elif node in parts.divided and self._part is None:
             raise CapslogError(f"it reads the shares of {node.name!r} as a whole; leave the layer whole")

@@ -17,7 +17,7 @@ from torch import fx
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.splitting.splitter import share_of
 
-__all__ = ["VIEWS", "Call", "Divided", "Share", "divided_result", "pieces_of_last"]
+__all__ = ["VIEWS", "Call", "Divided", "Share", "divided_result", "spans"]
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,13 @@ class Divided:
 
         Raises CapslogError where a block has no equal shares; `what`: its name there.
         """
-        starts = [sum(self.blocks[:count]) for count in range(len(self.blocks))]
         shares = [share_of(size, part, degree, what) for size in self.blocks]
-        return [(start + first, start + end) for start, (first, end) in zip(starts, shares, strict=True)]
+        return [(at + first, at + end) for (at, _), (first, end) in zip(spans(self.blocks), shares, strict=True)]
+
+
+def spans(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """(first, end) of pieces of these sizes that lie one after the other."""
+    return [(sum(sizes[:at]), sum(sizes[: at + 1])) for at in range(len(sizes))]
 
 
 @dataclass(frozen=True)
@@ -238,21 +242,16 @@ def _split(call: Call, degree: int) -> Result:
     one = call.one
     if call.dim(2) != one.dim:
         return (one,) * len(call.sizes[call.node]), call.args
-    found = tuple(_taken(call, *bounds) for bounds in pieces_of_last([size[one.dim] for size in call.sizes[call.node]]))
+    found = tuple(_taken(call, *bounds) for bounds in spans([size[one.dim] for size in call.sizes[call.node]]))
     if call.name == "chunk":
         return found, call.args
     x, pieces, *rest = call.args
     return found, (x, pieces // degree if isinstance(pieces, int) else [size // degree for size in pieces], *rest)
 
 
-def pieces_of_last(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """(first, end) of pieces of these sizes, one after the other."""
-    return [(sum(sizes[:at]), sum(sizes[: at + 1])) for at in range(len(sizes))]
-
-
 def _taken(call: Call, first: int, end: int) -> Divided:
     """The blocks between these two places of the divided dimension."""
-    bounds = [0, *(end for _, end in pieces_of_last(call.one.blocks))]
+    bounds = [0, *(end for _, end in spans(call.one.blocks))]
     if first not in bounds or end not in bounds:
         raise call.unknown(f"it takes {first} to {end} of blocks of the sizes {call.one.blocks}")
     return Divided(call.one.dim, call.one.blocks[bounds.index(first) : bounds.index(end)])

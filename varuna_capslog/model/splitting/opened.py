@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.capture.runtime import Guard
+from varuna_capslog.model.capture.runtime import Guard, Region
 
 __all__ = ["Linear", "has_linear", "linear_at", "open_module", "operator_name", "whole_sizes"]
 
@@ -40,7 +40,7 @@ def linear_at(node: fx.Node, root: nn.Module) -> Linear | None:
     """The linear map that a node is; None where it is something else."""
     read, names = node.all_input_nodes, []
     if node.op == "call_module" and _is_linear(held := root.get_submodule(str(node.target))):
-        names = [f"{node.target}.{name}" for name, _ in held.named_parameters()]
+        names = [f"{node.target}.{name}" for name in ("weight", "bias") if getattr(held, name) is not None]
     elif operator_name(node.target) == "linear" and all(one.op == "get_attr" for one in read[1:]):
         held, names = None, [str(one.target) for one in read[1:]]
     if not names:
@@ -73,9 +73,13 @@ def open_module(graph: fx.Graph, root: nn.Module, node: fx.Node) -> None:
     held = root.get_submodule(target)
     own = copy.deepcopy(held, {id(one): one for one in held.parameters()})
     try:
+        if isinstance(held, Region):
+            raise ValueError("it has a gradient mode or an autocast of its own")
         inner, other = (_Tracer().trace(own.train(mode)) for mode in (True, False))
         if str(inner) != str(other):
             raise ValueError("it does something else in eval mode")
+        if any(str(one.target).startswith("*") and one.users for one in inner.find_nodes(op="placeholder")):
+            raise ValueError("it takes any number of arguments")
         (result,) = inner.find_nodes(op="output")[0].all_input_nodes
     except Exception as error:
         raise CapslogError(

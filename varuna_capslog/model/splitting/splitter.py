@@ -88,7 +88,8 @@ class Splitter:
         return f"{self._layer.name}.{name}"
 
     def cut(self, parameter: Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> nn.Parameter:
-        """A parameter of a part: the elements of these ranges of one dimension of a parameter of the whole layer.
+        """A parameter of a part: the elements of these ranges of one dimension of a parameter of the whole layer; all of
+        them if there are no ranges.
 
         Raises CapslogError for a parameter that other layers use whole.
         """
@@ -114,7 +115,7 @@ class Splitter:
                 f"it would cut {name!r}, which other layers use as {self._shared[name]!r}; split other layers, or by "
                 f"sequence-{self.degree}"
             )
-        return TensorPiece(name, tensor.shape[dim], dim, tuple(ranges))
+        return TensorPiece(name, tensor.shape[dim], dim, tuple(ranges)) if ranges else TensorPiece(name)
 
     def _known(self, tensor: Own, piece: TensorPiece) -> Own:
         self._pieces[id(tensor)] = piece
