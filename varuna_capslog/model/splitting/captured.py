@@ -22,7 +22,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.collapse import mutated_arguments
 from varuna_capslog.model.capture.runtime import ByMode, CapturedGraph, Guard
 from varuna_capslog.model.capture.split import layer_module
-from varuna_capslog.model.splitting.division import VIEWS, Call, Divided, Share, divided_result, spans
+from varuna_capslog.model.splitting.division import VIEWS, Divided, Share, SharedCall, divided_result, spans
 from varuna_capslog.model.splitting.opened import (
     Linear,
     has_linear,
@@ -164,10 +164,10 @@ class _Parts:
                 bounds |= {columns // 3, columns // 3 * 2}  # queries, keys and values, in a dimension of their own
         return tuple(end - first for first, end in itertools.pairwise(sorted(bounds)))
 
-    def _call(self, node: fx.Node, args: Any, kwargs: Mapping[str, Any], target: Any = None) -> Call:
+    def _call(self, node: fx.Node, args: Any, kwargs: Mapping[str, Any], target: Any = None) -> SharedCall:
         target = target or node.target
         name, exact = operator_name(target), isinstance(target, torch._ops.OpOverload)
-        return Call(node, name, exact, args, kwargs, self.sizes, self.divided, self._origin.get(node, ""))
+        return SharedCall(node, name, exact, args, kwargs, self.sizes, self.divided, self._origin.get(node, ""))
 
     def _result(self, node: fx.Node) -> tuple[Any, Any]:
         """How the result of divided operands is divided, and the arguments in a part."""
@@ -229,13 +229,13 @@ class _Parts:
     def add(self) -> None:
         """Adds the parts to the splitter."""
         numbers = {phase: range(self.into.degree) if phase % 2 else (None,) for phase in self.names}
-        found = [_Part(self, phase, part) for phase in self.names for part in numbers[phase]]
+        found = [_OnePart(self, phase, part) for phase in self.names for part in numbers[phase]]
         wanted = set(self.into.writes).union(*(one.reads for one in found))
         for one in found:
             one.finish(wanted)
 
 
-class _Part:
+class _OnePart:
     """One of the layers that a captured layer becomes: what one phase does, with one share of divided values.
 
     Attributes:

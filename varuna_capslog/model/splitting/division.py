@@ -17,7 +17,7 @@ from torch import fx
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.splitting.splitter import share_of
 
-__all__ = ["VIEWS", "Call", "Divided", "Share", "divided_result", "spans"]
+__all__ = ["VIEWS", "Divided", "Share", "SharedCall", "divided_result", "spans"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Call:
+class SharedCall:
     """An operator in a graph.
 
     name: of the operator, as aten has it. exact: whether the arguments are those of an aten operator.
@@ -105,7 +105,7 @@ Result = tuple[Any, tuple[Any, ...]]
 """How the result is divided, and the arguments with which a part calls the operator."""
 
 
-def divided_result(call: Call, degree: int) -> Result:
+def divided_result(call: SharedCall, degree: int) -> Result:
     """How what an operator gives is divided, and its arguments in a part.
 
     Raises CapslogError for an operator that does not keep its operands divided, or is not known.
@@ -118,7 +118,7 @@ def divided_result(call: Call, degree: int) -> Result:
     return rule(call, degree) if rule else _entrywise(call)
 
 
-def _number(call: Call) -> Result:
+def _number(call: SharedCall) -> Result:
     """A type, a device or a size: the same in every part."""
     of_one = call.name in ("sym_size", "size") and isinstance(dim := call.argument(1, "dim"), int)
     if not (call.args[1:] in (("dtype",), ("device",)) or (of_one and dim % len(call.size) != call.one.dim)):
@@ -135,7 +135,7 @@ def _is_entrywise(name: str) -> bool:
     return name in _SAME or any(torch.Tag.pointwise in one for one in tags)
 
 
-def _entrywise(call: Call, inner: int = 0) -> Result:
+def _entrywise(call: SharedCall, inner: int = 0) -> Result:
     """Entry by entry, or for the matrices in the `inner` last dimensions one by one; operands are broadcast.
 
     Keys and values may have fewer heads than queries, which they are shared out with.
@@ -169,11 +169,11 @@ def _entrywise(call: Call, inner: int = 0) -> Result:
     return Divided(len(call.sizes[call.node]) + back, blocks), fx.map_arg(call.args, share)
 
 
-def _matrices(call: Call, _: int) -> Result:
+def _matrices(call: SharedCall, _: int) -> Result:
     return _entrywise(call, inner=2)
 
 
-def _view(call: Call, degree: int) -> Result:
+def _view(call: SharedCall, degree: int) -> Result:
     """The heads or columns stay the outermost of what lies together in memory, after as many blocks as before."""
     whole, sizes = call.size, call.sizes[call.node]
     if len(set(call.one.blocks)) > 1:
@@ -191,7 +191,7 @@ def _view(call: Call, degree: int) -> Result:
     return found, call.args if call.name in ("flatten", "unflatten") else _fewer(call, dim, degree)
 
 
-def _fewer(call: Call, dim: int, degree: int, place: int = 1) -> tuple[Any, ...]:
+def _fewer(call: SharedCall, dim: int, degree: int, place: int = 1) -> tuple[Any, ...]:
     """The arguments with a smaller size in the divided dimension; -1 is found out where it runs.
 
     place: of the sizes among the arguments.
@@ -203,33 +203,33 @@ def _fewer(call: Call, dim: int, degree: int, place: int = 1) -> tuple[Any, ...]
     return *call.args[:place], sizes, *call.args[place + 1 :]
 
 
-def _expand(call: Call, degree: int) -> Result:
+def _expand(call: SharedCall, degree: int) -> Result:
     dim = call.one.dim + len(call.sizes[call.node]) - len(call.size)
     return Divided(dim, call.one.blocks), _fewer(call, dim, degree)
 
 
-def _transpose(call: Call, _: int) -> Result:
+def _transpose(call: SharedCall, _: int) -> Result:
     first, second = (call.dim(1), call.dim(2)) if call.name == "transpose" else (len(call.size) - 2, len(call.size) - 1)
     return Divided({first: second, second: first}.get(call.one.dim, call.one.dim), call.one.blocks), call.args
 
 
-def _permute(call: Call, _: int) -> Result:
+def _permute(call: SharedCall, _: int) -> Result:
     dims = [dim % len(call.size) for dim in call.args[1]]
     return Divided(dims.index(call.one.dim), call.one.blocks), call.args
 
 
-def _unsqueeze(call: Call, _: int) -> Result:
+def _unsqueeze(call: SharedCall, _: int) -> Result:
     return Divided(call.one.dim + (call.dim(rank=len(call.size) + 1) <= call.one.dim), call.one.blocks), call.args
 
 
-def _select(call: Call, _: int) -> Result:
+def _select(call: SharedCall, _: int) -> Result:
     if call.dim() == call.one.dim:
         raise call.unknown("it picks one of them")
     found = Divided(call.one.dim - (call.dim() < call.one.dim), call.one.blocks)
     return found if call.name == "select" else (found,) * len(call.sizes[call.node]), call.args
 
 
-def _along(call: Call, _: int) -> Result:
+def _along(call: SharedCall, _: int) -> Result:
     """Works along dimensions that are not divided, and keeps their number."""
     dims = call.argument(1, "dim")
     dims = [dim % len(call.size) for dim in ([dims] if isinstance(dims, int) else dims or ())]
@@ -238,7 +238,7 @@ def _along(call: Call, _: int) -> Result:
     return call.one, call.args
 
 
-def _split(call: Call, degree: int) -> Result:
+def _split(call: SharedCall, degree: int) -> Result:
     one = call.one
     if call.dim(2) != one.dim:
         return (one,) * len(call.sizes[call.node]), call.args
@@ -249,7 +249,7 @@ def _split(call: Call, degree: int) -> Result:
     return found, (x, pieces // degree if isinstance(pieces, int) else [size // degree for size in pieces], *rest)
 
 
-def _taken(call: Call, first: int, end: int) -> Divided:
+def _taken(call: SharedCall, first: int, end: int) -> Divided:
     """The blocks between these two places of the divided dimension."""
     bounds = [0, *(end for _, end in spans(call.one.blocks))]
     if first not in bounds or end not in bounds:
@@ -257,7 +257,7 @@ def _taken(call: Call, first: int, end: int) -> Divided:
     return Divided(call.one.dim, call.one.blocks[bounds.index(first) : bounds.index(end)])
 
 
-def _slice(call: Call, degree: int) -> Result:
+def _slice(call: SharedCall, degree: int) -> Result:
     if call.dim() != call.one.dim:
         return call.one, call.args
     bounds = (*call.args[2:5], None, None, None)[:3]
@@ -267,14 +267,14 @@ def _slice(call: Call, degree: int) -> Result:
     return _taken(call, first, end), (call.args[0], call.one.dim, first // degree, end // degree)
 
 
-def _getitem(call: Call, _: int) -> Result:
+def _getitem(call: SharedCall, _: int) -> Result:
     found, place = call.divided[call.args[0]], call.args[1]
     if not isinstance(found, tuple) or not isinstance(place, int):
         raise call.unknown("it picks some of them")
     return found[place], call.args
 
 
-def _cat(call: Call, _: int) -> Result:
+def _cat(call: SharedCall, _: int) -> Result:
     nodes, dim = call.args[0], call.argument(1, "dim", 0)
     found = {call.divided.get(node) for node in nodes}
     one, rank = found.pop(), len(call.sizes[call.node])
@@ -286,14 +286,14 @@ def _cat(call: Call, _: int) -> Result:
 VIEWS = ("view", "reshape", "expand", "transpose", "permute", "unsqueeze", "slice")
 """Operators that only look at their operand in another way: parts make such views of whole values themselves."""
 
-_OF_METHODS: dict[str, Callable[[Call, int], Result]] = {
+_OF_METHODS: dict[str, Callable[[SharedCall, int], Result]] = {
     "chunk": _split,
     "getitem": _getitem,
     "mean": _along,
     "softmax": _along,
 }
 """Also as Python writes them; the others have an aten operator's arguments."""
-_RULES: dict[str, Callable[[Call, int], Result]] = {
+_RULES: dict[str, Callable[[SharedCall, int], Result]] = {
     **_OF_METHODS,
     **dict.fromkeys(("view", "reshape", "flatten", "unflatten"), _view),
     **dict.fromkeys(("split", "split_with_sizes"), _split),

@@ -101,7 +101,7 @@ def open_module(graph: fx.Graph, root: nn.Module, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-class _Sizes(fx.Interpreter):
+class _SizesFound(fx.Interpreter):
     sizes: dict[fx.Node, Any]
 
     def run_node(self, n: fx.Node) -> Any:
@@ -139,7 +139,7 @@ def whole_sizes(module: nn.Module, graph: fx.Graph, guard: Guard) -> dict[fx.Nod
 
     shapes = [[chosen_size(size) for size in shape] for shape in guard.shapes]
     inputs = [torch.empty(shape, dtype=kind, device="meta") for shape, kind in zip(shapes, guard.dtypes, strict=True)]
-    runner = _Sizes(copy.deepcopy(module, memo).train(), graph=graph)
+    runner = _SizesFound(copy.deepcopy(module, memo).train(), graph=graph)
     runner.sizes = {}
     try:
         runner.run(*map(_bare, inputs))

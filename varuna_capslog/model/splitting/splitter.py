@@ -88,8 +88,9 @@ class Splitter:
         return f"{self._layer.name}.{name}"
 
     def cut(self, parameter: Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> nn.Parameter:
-        """A parameter of a part: the elements of these ranges of one dimension of a parameter of the whole layer; all of
-        them if there are no ranges.
+        """A parameter of a part: the elements of these ranges of one dimension of a parameter of the whole layer.
+
+        Without ranges it has all of them.
 
         Raises CapslogError for a parameter that other layers use whole.
         """
