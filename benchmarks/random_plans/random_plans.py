@@ -2,11 +2,11 @@
 
 Losses, norms, gradients, weights and statistics are compared. Every plan is written as a file, read again and turned
 into the engine's layout, as a training run does it. The models are those of the tests: a small chain with frozen
-layers, dropout, BatchNorm and a parameter that three layers share, DETR in three layouts, and three graphs: two towers,
-an Inception block, and decoders that all read the encoder. Graphs have direct routes half of the time, with stages of
-any layers that can be put in an order, and grains where nothing forbids them; then the one rank has a stage for every
-layer, of the same grain, and gradients are compared with plain autograd as well. Prints the table of README.md; exit
-status 1 where a bit differs.
+layers, dropout, BatchNorm and a parameter that three layers share, DETR in three layouts, a captured GPT-2 with split
+layers, and three graphs: two towers, an Inception block, and decoders that all read the encoder. Graphs have direct
+routes half of the time, with stages of any layers that can be put in an order, and grains where nothing forbids them;
+then the one rank has a stage for every layer, of the same grain, and gradients are compared with plain autograd as
+well. Prints the table of README.md; exit status 1 where a bit differs.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from tests.model.splitting.test_torch_layers import compared
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.capture import OneOf
+from varuna_capslog.model.capture import OneOf, Varying
 from varuna_capslog.model.chain import Chain, Layer
 from varuna_capslog.model.splitting.chains import split_chain
 from varuna_capslog.variants.attention import AttentionCore
@@ -133,6 +133,15 @@ def test_fused_maps_and_tensors_of_every_head_are_shared_out(qkv: bool) -> None:
     torch.manual_seed(0)
     inputs = {"x": torch.randn(2, 3, 16).double(), "memory": torch.randn(4, 3, 3).double()}
     compared(layer_of(Fused(qkv).double(), *inputs.values()), inputs)
+
+
+def test_sizes_that_may_change_stay_open() -> None:
+    """Even numbers of rows, of which the layer was captured for 4."""
+    model = Between(lambda x: x.view(*x.shape[:2], 2, 4).mT.reshape(x.shape) if x.shape[1] % 2 == 0 else x).double()
+    module = layer_of(model, Varying(torch.randn(2, 4, 8).double(), [1]))
+    assert module.guard.conditions  # type: ignore[union-attr]
+    for rows in (2, 6):
+        compared(copy.deepcopy(module), {"x": torch.randn(2, rows, 8).double()})
 
 
 class Between(nn.Module):

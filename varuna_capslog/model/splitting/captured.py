@@ -22,7 +22,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.collapse import mutated_arguments
 from varuna_capslog.model.capture.runtime import ByMode, CapturedGraph, Guard
 from varuna_capslog.model.capture.split import layer_module
-from varuna_capslog.model.splitting.division import VIEWS, Divided, Share, SharedCall, divided_result, spans
+from varuna_capslog.model.splitting.division import VIEWS, Divided, Share, SharedCall, divided_result, sliced, spans
 from varuna_capslog.model.splitting.opened import (
     Linear,
     has_linear,
@@ -159,7 +159,7 @@ class _Parts:
             if call.name in ("split", "split_with_sizes", "chunk") and call.dim(2) == len(others):
                 bounds |= {end for _, end in spans([size[-1] for size in sizes])}
             elif call.name == "slice" and call.dim() == len(others):
-                bounds |= set(slice(*call.args[2:4]).indices(columns)[:2])
+                bounds |= set(sliced(call))
             elif call.name in ("view", "reshape") and len(sizes) > len(others) + 2 and sizes[len(others)] == 3:
                 bounds |= {columns // 3, columns // 3 * 2}  # queries, keys and values, in a dimension of their own
         return tuple(end - first for first, end in itertools.pairwise(sorted(bounds)))
@@ -228,8 +228,8 @@ class _Parts:
 
     def add(self) -> None:
         """Adds the parts to the splitter."""
-        numbers = {phase: range(self.into.degree) if phase % 2 else (None,) for phase in self.names}
-        found = [_OnePart(self, phase, part) for phase in self.names for part in numbers[phase]]
+        whole, shares = (None,), range(self.into.degree)
+        found = [_OnePart(self, phase, part) for phase in self.names for part in (shares if phase % 2 else whole)]
         wanted = set(self.into.writes).union(*(one.reads for one in found))
         for one in found:
             one.finish(wanted)

@@ -17,7 +17,7 @@ from torch import fx
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.splitting.splitter import share_of
 
-__all__ = ["VIEWS", "Divided", "Share", "SharedCall", "divided_result", "spans"]
+__all__ = ["VIEWS", "Divided", "Share", "SharedCall", "divided_result", "sliced", "spans"]
 
 
 @dataclass(frozen=True)
@@ -260,11 +260,17 @@ def _taken(call: SharedCall, first: int, end: int) -> Divided:
 def _slice(call: SharedCall, degree: int) -> Result:
     if call.dim() != call.one.dim:
         return call.one, call.args
+    first, end = sliced(call)
+    return _taken(call, first, end), (call.args[0], call.one.dim, first // degree, end // degree)
+
+
+def sliced(call: SharedCall) -> tuple[int, int]:
+    """(first, end) of what a slice takes of a divided dimension."""
     bounds = (*call.args[2:5], None, None, None)[:3]
     if bounds[2] not in (None, 1) or any(isinstance(one, fx.Node) for one in bounds):
         raise call.unknown("it takes some of them")
-    first, end, _ = slice(*bounds).indices(call.size[call.one.dim])
-    return _taken(call, first, end), (call.args[0], call.one.dim, first // degree, end // degree)
+    first, end, _ = slice(*bounds).indices(call.size[call.dim()])
+    return first, end
 
 
 def _getitem(call: SharedCall, _: int) -> Result:

@@ -83,8 +83,8 @@ def open_module(graph: fx.Graph, root: nn.Module, node: fx.Node) -> None:
         (result,) = inner.find_nodes(op="output")[0].all_input_nodes
     except Exception as error:
         raise CapslogError(
-            f"what its module {target!r} ({type(held).__name__}) does cannot be followed ({error}); leave the layer "
-            "whole"
+            f"what its module {target!r} ({type(held).__name__}) does cannot be followed ({_line(error)}); leave "
+            "the layer whole"
         ) from error
     env: dict[fx.Node, Any] = {}
     for place, one in enumerate(inner.find_nodes(op="placeholder")):
@@ -99,6 +99,10 @@ def open_module(graph: fx.Graph, root: nn.Module, node: fx.Node) -> None:
                 env[one].target = f"{target}.{one.target}"
     node.replace_all_uses_with(env[result])
     graph.erase_node(node)
+
+
+def _line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 class _SizesFound(fx.Interpreter):
@@ -121,6 +125,21 @@ def _bare(tensor: torch.Tensor) -> torch.Tensor:
     return bare.float() if bare.is_floating_point() else bare
 
 
+def _some_shapes(guard: Guard) -> list[list[int]]:
+    """Shapes of a layer's inputs that it was captured for; as far as it leaves that open, of sizes that differ."""
+    for start in range(3, 1000):
+        chosen: dict[str, int] = {}
+        shapes: list[list[int]] = [[] for _ in guard.shapes]
+        for found, shape in zip(shapes, guard.shapes, strict=True):
+            for size in shape:
+                name, least, most = ("", size, None) if isinstance(size, int) else size
+                wanted = min(max(least, start + 2 * len(chosen)), most or least + 1000)
+                found.append(chosen.setdefault(name, wanted) if name else least)
+        if guard.takes(shapes):
+            break
+    return shapes
+
+
 def whole_sizes(module: nn.Module, graph: fx.Graph, guard: Guard) -> dict[fx.Node, Any]:
     """The sizes of every value of a layer's graph: a tuple for a tensor, None for what is none.
 
@@ -129,20 +148,12 @@ def whole_sizes(module: nn.Module, graph: fx.Graph, guard: Guard) -> dict[fx.Nod
     Raises CapslogError where the graph does not run without values.
     """
     memo: dict[int, Any] = {id(one): _bare(one) for one in (*module.parameters(), *module.buffers())}
-    chosen: dict[str, int] = {}
-
-    def chosen_size(size: int | tuple[str, int, int | None]) -> int:
-        if isinstance(size, int):
-            return size
-        name, least, most = size
-        return chosen.setdefault(name, min(max(least, 3 + 2 * len(chosen)), most or least + 1000))
-
-    shapes = [[chosen_size(size) for size in shape] for shape in guard.shapes]
+    shapes = _some_shapes(guard)
     inputs = [torch.empty(shape, dtype=kind, device="meta") for shape, kind in zip(shapes, guard.dtypes, strict=True)]
     runner = _SizesFound(copy.deepcopy(module, memo).train(), graph=graph)
     runner.sizes = {}
     try:
         runner.run(*map(_bare, inputs))
     except Exception as error:
-        raise CapslogError(f"the sizes inside it cannot be followed ({error}); leave the layer whole") from error
+        raise CapslogError(f"the sizes inside it cannot be followed ({_line(error)}); leave the layer whole") from error
     return runner.sizes
