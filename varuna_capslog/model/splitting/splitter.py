@@ -113,8 +113,8 @@ class Splitter:
         name = self._pieces[id(tensor)].name
         if name in self._shared:
             raise CapslogError(
-                f"it would cut {name!r}, which other layers use as {self._shared[name]!r}; split other layers, or by "
-                f"sequence-{self.degree}"
+                f"it would cut {name!r}, which other layers use as {self._shared[name]!r}; leave the layer whole, or "
+                f"split it by sequence-{self.degree} if it can be"
             )
         return TensorPiece(name, tensor.shape[dim], dim, tuple(ranges)) if ranges else TensorPiece(name)
 
