@@ -91,6 +91,17 @@ def test_variants_find_the_attention_of_a_part(kind: str) -> None:
     assert float((chain.run(inputs)["out"] - plain).detach().abs().max()) < 1e-12
 
 
+def test_parts_refuse_sizes_that_were_not_captured() -> None:
+    module, inputs = captured("gpt2")
+    for layer in split_chain(chain_of(copy.deepcopy(module), inputs), {"layer": "tensor-2"}, "close").layers:
+        if "x" in layer.reads:
+            values = dict.fromkeys(layer.reads, inputs["x"][:1])
+            with pytest.raises(
+                CapslogError, match=r"layer 'h.0' was captured for .* of shape \[2, 5, 32\] but got \[1, 5"
+            ):
+                layer(values)
+
+
 class Fused(nn.Module):
     """Queries, keys and values of one map, fewer keys than queries, numbers for each head, and gates.
 
