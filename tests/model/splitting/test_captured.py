@@ -131,7 +131,7 @@ class Fused(nn.Module):
         found = (logits @ v).transpose(1, 2).mT if self.qkv else (logits @ v).transpose(1, 2)
         x = x + self.out(found.reshape(x.shape))  # with mT the shares of a row lie apart
         gate, up = self.gates(x).chunk(2, -1)
-        return x + self.down(F.silu(gate) * up)
+        return (x + self.down(F.silu(gate) * up)).transpose(0, 1)
 
 
 def layer_of(model: nn.Module, *example: Any) -> nn.Module:
@@ -167,6 +167,15 @@ class Between(nn.Module):
         return self.out(self.function(self.into(x)))
 
 
+class Apart(Between):
+    """With a type of its own for the first map."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            x = self.into(x)
+        return self.out(self.function(x))
+
+
 class Whole(nn.Module):
     """A layer that calls a module, into which the split must look."""
 
@@ -178,8 +187,8 @@ class Whole(nn.Module):
         return x + self.into(x)
 
 
-def between(function: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
-    return lambda: layer_of(Between(function), torch.randn(2, 2, 8))
+def between(function: Callable[[Tensor], Tensor], kind: type[Between] = Between) -> Callable[[], nn.Module]:
+    return lambda: layer_of(kind(function), torch.randn(2, 2, 8))
 
 
 def inside(function: Callable[[nn.Module, Tensor], Tensor]) -> Callable[[], nn.Module]:

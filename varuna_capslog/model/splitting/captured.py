@@ -207,10 +207,10 @@ class _Parts:
         return f"{name}{count + 1}" if count else name
 
     def made_once(self, node: fx.Node) -> bool:
-        """Whether other parts are sent a value; views of whole values, types and sizes each makes itself."""
+        """Whether other parts are sent a value; views, types and sizes each makes itself."""
         if not node.op.startswith("call") or self.sizes[node] is None:
             return False
-        return operator_name(node.target) not in VIEWS or node in self.divided or node in self.outputs
+        return operator_name(node.target) not in VIEWS or node in self.outputs
 
     def value(self, node: fx.Node, part: int | None) -> str:
         """The name of a value that passes between parts; `part`: that gives it."""

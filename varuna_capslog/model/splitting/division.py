@@ -290,7 +290,7 @@ def _cat(call: SharedCall, _: int) -> Result:
 
 
 VIEWS = ("view", "reshape", "expand", "transpose", "permute", "unsqueeze", "slice")
-"""Operators that only look at their operand in another way: parts make such views of whole values themselves."""
+"""Operators that only look at their operand in another way: every part makes such views itself."""
 
 _OF_METHODS: dict[str, Callable[[SharedCall, int], Result]] = {
     "chunk": _split,
