@@ -168,12 +168,13 @@ class Between(nn.Module):
 
 
 class Apart(Between):
-    """With a type of its own for the first map."""
+    """With a type of its own for the function."""
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
         with torch.autocast("cpu", enabled=False):
-            x = self.into(x)
-        return self.out(self.function(x))
+            x = self.function(x)
+        return self.out(x)
 
 
 class Whole(nn.Module):
@@ -242,6 +243,7 @@ def two_sizes() -> nn.Module:
             "tensor-2",
             r"'into.into' makes, but it reads the size of a share",
         ),
+        (between(F.gelu, Apart), "tensor-2", r"it has a gradient mode or an autocast of its own"),
         (tied, "tensor-2", r"it uses 'out.weight' twice, and shares it out in two ways; leave the layer whole"),
         (two_sizes, "tensor-2", r"has a graph for each of several sizes; capture the model for one of them"),
     ],
