@@ -2,11 +2,11 @@
 
 Losses, norms, gradients, weights and statistics are compared. Every plan is written as a file, read again and turned
 into the engine's layout, as a training run does it. The models are those of the tests: a small chain with frozen
-layers, dropout, BatchNorm and a parameter that three layers share, DETR in three layouts, and three graphs: two towers,
-an Inception block, and decoders that all read the encoder. Graphs have direct routes half of the time, with stages of
-any layers that can be put in an order, and grains where nothing forbids them; then the one rank has a stage for every
-layer, of the same grain, and gradients are compared with plain autograd as well. Prints the table of README.md; exit
-status 1 where a bit differs.
+layers, dropout, BatchNorm and a parameter that three layers share, DETR in three layouts, a captured GPT-2 with split
+layers, and three graphs: two towers, an Inception block, and decoders that all read the encoder. Graphs have direct
+routes half of the time, with stages of any layers that can be put in an order, and grains where nothing forbids them;
+then the one rank has a stage for every layer, of the same grain, and gradients are compared with plain autograd as
+well. Prints the table of README.md; exit status 1 where a bit differs.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ from varuna_capslog.plans.plan import Plan, read_plan, write_plan
 from varuna_capslog.schedules import SCHEDULES
 
 KEEPS = {"schedule": "1f1b", "recompute": False}
-EDGES = {name: graph.build_chain().edges for name, graph in models.GRAPHS.items()}
+GRAPHS = models.GRAPHS | models.SPLIT
+EDGES = {name: graph.build_chain().edges for name, graph in GRAPHS.items()}
 EDGES |= {name: detr.build(name)[1].edges for name in detr.MODELS if name.startswith("split")}
 LENGTHS = {"tiny": 11, **{name: len(detr.build(name)[1]) for name in detr.MODELS}}
-LENGTHS |= {name: len(graph.build_chain()) for name, graph in models.GRAPHS.items()}
-UNITS = {"tiny": (4, 2), **dict.fromkeys(detr.MODELS, (4, 2)), **dict.fromkeys(models.GRAPHS, (8, 2))}
+LENGTHS |= {name: len(graph.build_chain()) for name, graph in GRAPHS.items()}
+UNITS = {"tiny": (4, 2), **dict.fromkeys(detr.MODELS, (4, 2)), **dict.fromkeys(GRAPHS, (8, 2))}
 JOINS = {"towers": {7}}
 """Layers whose result depends on which samples are together."""
 """Microbatches of a step, and samples of one as far as the plan says it."""
@@ -91,7 +92,7 @@ def by_layers(layout: Layout) -> Layout | Cuts:
 @functools.cache
 def plain(model: str) -> dict[str, torch.Tensor]:
     """The gradients of a graph's first step by plain autograd."""
-    graph = models.GRAPHS[model]
+    graph = GRAPHS[model]
     chain = graph.build_chain(dropout=0.0)
     minibatch, inputs = graph.make_minibatch(UNITS[model][0], 1, even=True)
     models.plain_step(chain, minibatch, inputs, seed=7, step=1, loss=graph.loss)
@@ -104,7 +105,7 @@ def run(
     """shapes: that a DETR's cuts have; None: they are traced, which takes longer than the step."""
     if model == "tiny":
         return pool.run(cases.train, layout.world_size, layout, options, 2, torch.float32, None, "reordered")
-    if model in models.GRAPHS:
+    if model in GRAPHS:
         even = "even" if isinstance(layout, Layout) and any(stage.grain > 1 for stage in layout.stages) else None
         options = options | {"num_microbatches": UNITS[model][0]}
         return pool.run(cases.train, layout.world_size, layout, options, 2, torch.float32, even, "reordered", model)
@@ -119,7 +120,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", help="draw for this model alone; may be given several times")
     arguments = parser.parse_args()
     pool, draw, began = WorkerPool(), random.Random(arguments.seed), time.perf_counter()
-    names = arguments.only or ["tiny", "tiny", *detr.MODELS, *models.GRAPHS, *models.GRAPHS]
+    names = arguments.only or ["tiny", "tiny", *detr.MODELS, *GRAPHS, *models.GRAPHS]
     oracles: dict[object, dict[str, Any]] = {}
     shapes = ("several stages on a rank", "several ways", "a rank on several ways", "direct", "pieces", "grains")
     counts = dict.fromkeys(("plans", *shapes, "recompute", "offload", "differ"), 0)

@@ -43,7 +43,7 @@ SETTINGS: dict[str, Any] = {"num_microbatches": 4, "num_blocks": 2, "seed": 7, "
 
 
 def _built(made: str, dtype: torch.dtype, dropout: float) -> Chain:
-    graph = models.GRAPHS.get(made)
+    graph = (models.GRAPHS | models.SPLIT).get(made)
     chain: Chain = (graph.build_chain if graph else getattr(models, made))(dtype=dtype, dropout=dropout)
     return chain
 
@@ -80,7 +80,7 @@ def train(
             loses a gradient, "swap" gives two microbatches each other's targets, "reseed" draws other dropout masks.
         copies: how those to and from the host tier go; see `copying`.
     """
-    model: Any = models.GRAPHS.get(made, models)
+    model: Any = (models.GRAPHS | models.SPLIT).get(made, models)
     chain = _built(made, dtype, 0.0 if twist == "even" else 0.1)
     settings = EngineOptions(**(SETTINGS | options))
     placed = layout_for(layout, len(chain), settings.num_blocks)

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +17,9 @@ from torch.nn import functional as F
 
 from varuna_capslog.base.seeds import mix
 from varuna_capslog.engine.layers import seed_layer
+from varuna_capslog.model.capture import Varying
 from varuna_capslog.model.chain import Chain, Layer, LayerFactory, TensorSpec
+from varuna_capslog.model.splitting.chains import split_chain
 from varuna_capslog.model.workload import Minibatch
 
 DIM = 8
@@ -366,6 +370,28 @@ def _scores_loss(outputs: Mapping[str, Tensor], targets: Any, normalisers: Mappi
     return _errors(outputs["scores"], targets, normalisers)
 
 
+@functools.cache
+def _captured(dropout: float) -> list[Layer]:
+    """A GPT-2 of transformers whose two layers are split into 2 and 4 parts; sequences may have any length."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    rates: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    sizes = {"vocab_size": 16, "n_positions": 8, "n_embd": 2 * DIM, "n_layer": 2, "n_head": 4, "use_cache": False}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **rates, bos_token_id=0, eos_token_id=0))
+    ids = Varying(torch.zeros(2, 5, dtype=torch.long), [1])
+    chain = Chain.from_module(model, None, {"input_ids": ids}, outputs=["logits"], evaluates=False)
+    return split_chain(chain, {"transformer.h.0": "tensor-2", "transformer.h.1": "tensor-4"}, "close").layers
+
+
+def _draw_captured(size: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    return {"input_ids": _ids(4 + size, generator)}, torch.randn(2, 4 + size, 16, generator=generator)
+
+
+def _logits_loss(outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
+    return _errors(outputs["logits"], targets, normalisers)
+
+
 @dataclasses.dataclass(frozen=True)
 class Graph:
     """A model whose layers form branches, with its data and its loss.
@@ -415,3 +441,9 @@ GRAPHS = {
     # every decoder reads the encoder's output and its mask: two values with many readers
     "translation": Graph(_translation_layers, _draw_translation, _scores_loss, ("source", "target"), ("scores",)),
 }
+SPLIT = {
+    "split, captured": Graph(
+        lambda dropout: copy.deepcopy(_captured(dropout)), _draw_captured, _logits_loss, ("input_ids",), ("logits",)
+    )
+}
+"""Captured models whose layers are split into parts, for a few tests."""

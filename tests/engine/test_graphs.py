@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,13 @@ def test_any_stages_of_a_graph_give_the_bits_of_one_rank(pool: WorkerPool, name:
     chain, dice = models.GRAPHS[name].build_chain(), random.Random(seed)
     layout = with_intervals(random_layout(seed, len(chain), 2, 5, chain.edges), seed)
     check(pool, name, layout, schedule=dice.choice(["1f1b", "1f1b-star", "zb-h1", "varuna"]))
+
+
+def test_parts_of_captured_layers_give_the_bits_of_one_rank(pool: WorkerPool) -> None:
+    """Of a GPT-2: two ranks, each with some of the parts of attention and of the columns."""
+    edges = (0, 3, 4, 6, 7, 11, 13, 16, 18, 20)
+    stages = (PlanStage((span,), (at % 2,), memory=None) for at, span in enumerate(itertools.pairwise(edges)))
+    check(pool, "split, captured", Layout(tuple(stages), 2, direct=True), schedule="1f1b")
 
 
 def test_a_plan_of_budget_with_branches_replicas_and_intervals_gives_the_bits_of_one_rank(

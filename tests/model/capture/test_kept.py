@@ -95,6 +95,8 @@ def test_a_kept_capture_is_the_captured_model_to_the_last_bit(
     assert list(read.named_tensors()) == list(made.named_tensors())
     workload: Any = SimpleNamespace(costs_depend_on=tuple)
     assert model_digest(workload, read) == model_digest(workload, made)
+    dtypes = [[layer.module.guard.dtypes for layer in one.layers] for one in (read, made)]  # type: ignore[union-attr]
+    assert dtypes[0] == dtypes[1] != [()] * len(made.layers)
     for training in (True, False)[: 1 + evaluates]:
         pairs = zip(step(read, training), step(made, training), strict=True)
         assert all(torch.equal(one, other) for one, other in pairs)

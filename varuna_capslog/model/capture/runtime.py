@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
@@ -76,6 +77,7 @@ class Guard(nn.Module):
         shapes: their captured shapes, with a name and bounds for each size that may change.
         train_only: why the layer is right in training mode only, or None.
         conditions: what holds for the sizes that may change where the capture is right, as comparisons of their names.
+        dtypes: of its inputs in the example; they are not refused. () where nobody asks.
     """
 
     def __init__(
@@ -85,9 +87,11 @@ class Guard(nn.Module):
         shapes: Sequence[Sizes],
         train_only: str | None,
         conditions: Sequence[str] = (),
+        dtypes: Sequence[torch.dtype] = (),
     ) -> None:
         super().__init__()
         self.layer, self.names, self.shapes, self.train_only = layer, tuple(names), tuple(shapes), train_only
+        self.dtypes = tuple(dtypes)
         known = {size[0] for shape in shapes for size in shape if not isinstance(size, int)}
         self.conditions = tuple(text for text in conditions if names_of(text) <= known)
 

@@ -163,7 +163,9 @@ def _layer_module(
     graph = fx.Graph()
     env = {node: graph.placeholder(f"value_{index}") for index, node in enumerate(reads)}
     shapes = [sizes_of(node, captured.bounds) for node in reads]
-    extra = {**captured.extra, "guard": Guard(name, read_names, shapes, train_only, captured.conditions)}
+    dtypes = [node.meta["val"].dtype for node in reads]
+    guard = Guard(name, read_names, shapes, train_only, captured.conditions, dtypes)
+    extra = {**captured.extra, "guard": guard}
     graph.call_module("guard", tuple(env.values()))
 
     def here(node: fx.Node) -> fx.Node:

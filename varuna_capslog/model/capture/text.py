@@ -114,7 +114,8 @@ def _held_text(held: Any, place: str, tensors: dict[str, Tensor]) -> Any:
         tensors[place] = held.detach().contiguous()
         return {"kind": "tensor"}
     if isinstance(held, Guard):
-        return {"kind": "guard", "given": [held.layer, held.names, held.shapes, held.train_only, held.conditions]}
+        given = [held.layer, held.names, held.shapes, held.train_only, held.conditions]
+        return {"kind": "guard", "given": given, "dtypes": _value_text(held.dtypes)}
     if isinstance(held, ByMode):
         given = [pytree.treespec_dumps(held.spec), _value_text(held.in_training), _value_text(held.in_evaluation)]
         return {"kind": "by_mode", "target": _function_name(held.target), "given": given, "slots": held.slots}
@@ -132,7 +133,7 @@ def _held(described: Mapping[str, Any], place: str, tensors: Mapping[str, Tensor
         case "guard":
             layer, names, shapes, train_only, conditions = described["given"]
             sizes = [tuple(tuple(size) if isinstance(size, list) else size for size in shape) for shape in shapes]
-            return Guard(layer, names, sizes, train_only, conditions)
+            return Guard(layer, names, sizes, train_only, conditions, _value(described["dtypes"], {}))
         case "by_mode":
             spec, training, evaluation = described["given"]
             leaves = _value(training, {}), _value(evaluation, {})

@@ -55,8 +55,8 @@ def split_chain(chain: Chain, splits: Mapping[str, str], numerics: str = "same")
         if pattern in unsplit:
             raise CapslogError(
                 f"splits gives {pattern!r} the split {splits[pattern]!r}, but none of these layers can be split into "
-                f"{' or '.join(KINDS.values())}; their modules have no method split and are none of "
-                "torch's that can be (docs/splits.md)"
+                f"{' or '.join(KINDS.values())}; their modules have no method split and are none of torch's that can "
+                "be, nor captured layers with linear maps one after the other (docs/splits.md)"
             )
     return Chain(layers, chain.inputs, chain.outputs, chain.name)
 

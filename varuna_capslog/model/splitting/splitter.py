@@ -54,7 +54,10 @@ def share_of(count: int, part: int, degree: int, what: str) -> tuple[int, int]:
         CapslogError: the shares are not equal.
     """
     if count % degree:
-        raise CapslogError(f"its {count} {what} cannot be shared out equally among {degree} parts")
+        raise CapslogError(
+            f"its {count} {what} cannot be shared out equally among {degree} parts; take a "
+            "number of parts that divides them"
+        )
     size = count // degree
     return part * size, (part + 1) * size
 
@@ -87,6 +90,8 @@ class Splitter:
     def cut(self, parameter: Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> nn.Parameter:
         """A parameter of a part: the elements of these ranges of one dimension of a parameter of the whole layer.
 
+        Without ranges it has all of them.
+
         Raises CapslogError for a parameter that other layers use whole.
         """
         piece = self._piece(parameter, dim, ranges)
@@ -108,10 +113,10 @@ class Splitter:
         name = self._pieces[id(tensor)].name
         if name in self._shared:
             raise CapslogError(
-                f"it would cut {name!r}, which other layers use as {self._shared[name]!r}; split other layers, or by "
-                f"sequence-{self.degree}"
+                f"it would cut {name!r}, which other layers use as {self._shared[name]!r}; leave the layer whole, or "
+                f"split it by sequence-{self.degree} if it can be"
             )
-        return TensorPiece(name, tensor.shape[dim], dim, tuple(ranges))
+        return TensorPiece(name, tensor.shape[dim], dim, tuple(ranges)) if ranges else TensorPiece(name)
 
     def _known(self, tensor: Own, piece: TensorPiece) -> Own:
         self._pieces[id(tensor)] = piece

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.splitting.captured import ENTRY_BY_ENTRY, split_captured, splits_captured
 from varuna_capslog.model.splitting.modules import PartsSum, SumAndNorm, linear_columns, linear_rows
 from varuna_capslog.model.splitting.splitter import Splitter, share_of
 from varuna_capslog.variants.attention import SdpaAttention
 
 __all__ = ["splitting_of"]
-
-_ENTRY_BY_ENTRY = (nn.Dropout, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Identity)
 
 
 def splitting_of(module: nn.Module) -> Callable[[Splitter], None] | None:
@@ -36,6 +35,8 @@ def splitting_of(module: nn.Module) -> Callable[[Splitter], None] | None:
         return functools.partial(_split_decoder, module)
     if isinstance(module, nn.Sequential) and len(module) > 1 and _widens(module):
         return functools.partial(_split_pair, module)
+    if splits_captured(module):
+        return functools.partial(_split_captured, module)
     return None
 
 
@@ -43,7 +44,12 @@ def _widens(module: nn.Sequential) -> bool:
     """Whether it is a linear map, what works on each entry alone, and a linear map."""
     first, *between, last = module
     linear = type(first) is nn.Linear and type(last) is nn.Linear
-    return linear and all(isinstance(one, _ENTRY_BY_ENTRY) for one in between)
+    return linear and all(isinstance(one, ENTRY_BY_ENTRY) for one in between)
+
+
+def _split_captured(module: nn.Module, into: Splitter) -> None:
+    _degree(into)
+    split_captured(module, into)  # type: ignore[arg-type]
 
 
 def _split_pair(module: nn.Sequential, into: Splitter) -> None:

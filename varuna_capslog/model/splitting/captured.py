@@ -1,0 +1,353 @@
+"""How the layers of captured models are split by tensor-N: attention by heads, feed-forwards by columns.
+
+Every linear map of a whole value is divided by its outputs; `division` follows the shares through what comes after, up
+to a linear map that reads them, of which every part has the same share of the inputs (Megatron-LM, Shoeybi et al. 2019,
+section 3). What the parts of that one give is added. The graph is cut there: what runs before and after on whole values
+is a layer for itself, and so is each part.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.capture.collapse import mutated_arguments
+from varuna_capslog.model.capture.runtime import ByMode, CapturedGraph, Guard
+from varuna_capslog.model.capture.split import layer_module
+from varuna_capslog.model.splitting.division import VIEWS, Divided, Share, SharedCall, divided_result, sliced, spans
+from varuna_capslog.model.splitting.opened import (
+    Linear,
+    has_linear,
+    linear_at,
+    open_module,
+    operator_name,
+    whole_sizes,
+)
+from varuna_capslog.model.splitting.splitter import Splitter
+
+__all__ = ["ENTRY_BY_ENTRY", "split_captured", "splits_captured"]
+
+ENTRY_BY_ENTRY = (nn.Dropout, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Identity)
+"""Modules of torch that work on each entry alone."""
+
+_ATEN = torch.ops.aten
+
+
+class _Closed(Exception):
+    """What a module does inside must be known; `node` calls it."""
+
+    def __init__(self, node: fx.Node) -> None:
+        super().__init__(node)
+        self.node = node
+
+
+def splits_captured(module: nn.Module) -> bool:
+    """Whether it is a captured layer with linear maps one after the other."""
+    if not isinstance(module, CapturedGraph):
+        return False
+    found: set[fx.Node] = set()  # what is made of the result of a linear map
+    for node in module.graph.nodes:
+        reached, linear = any(one in found for one in node.all_input_nodes), linear_at(node, module) is not None
+        inside = node.op == "call_module" and has_linear(module.get_submodule(str(node.target)))
+        if inside or (linear and reached):
+            return True
+        if linear or reached:
+            found.add(node)
+    return False
+
+
+def split_captured(module: CapturedGraph, into: Splitter) -> None:
+    """Adds the parts of a captured layer.
+
+    Raises:
+        CapslogError: an operator that is not known to keep heads or columns apart, shares that are not equal, or a
+            layer of several graphs.
+    """
+    if hasattr(module, "graphs"):
+        raise CapslogError("it has a graph for each of several sizes; capture the model for one of them")
+    graph = copy.deepcopy(module.graph)
+    for node in graph.nodes:
+        while node.op == "call_module" and has_linear(module.get_submodule(str(node.target))):
+            opened, node = node, node.next
+            open_module(graph, module, opened)
+    while True:
+        try:
+            return _Parts(module, graph, into).add()
+        except _Closed as closed:
+            open_module(graph, module, closed.node)
+
+
+class _Parts:
+    """What is known of a captured layer that is split.
+
+    Attributes:
+        divided: how the values are divided that are; `args`: with which arguments a part calls their operators.
+        linears: the linear maps. rows: those of them that read divided values.
+        phase: of every value: even for whole ones, odd for divided ones, not less than that of what it is made of.
+    """
+
+    def __init__(self, module: CapturedGraph, graph: fx.Graph, into: Splitter) -> None:
+        self.module, self.graph, self.into = module, graph, into
+        (self.guard,) = (one for one in module.children() if isinstance(one, Guard))
+        self.sizes = whole_sizes(module, graph, self.guard)
+        self.divided: dict[fx.Node, Any] = {}
+        self.args: dict[fx.Node, Any] = {}
+        self.linears: dict[fx.Node, Linear] = {}
+        self.rows: set[fx.Node] = set()
+        self.phase: dict[fx.Node, int] = {}
+        self.inputs = graph.find_nodes(op="placeholder")
+        (output,) = graph.find_nodes(op="output")
+        self.outputs = dict(zip(pytree.tree_leaves(output.args[0]), into.writes, strict=True))
+        self._uses: dict[int, Divided | None] = {}
+        self._origin: dict[fx.Node, str] = {}
+        for node in graph.nodes:
+            self._follow(node)
+        self.names: dict[int, str] = {}
+        for phase in range(max(self.phase.values()) + 1):
+            self.names[phase] = self._name(phase)
+
+    def _follow(self, node: fx.Node) -> None:
+        sources = [one for one in node.all_input_nodes if one.op != "get_attr"]
+        shared = [one for one in sources if one in self.divided]
+        name, linear = operator_name(node.target), linear_at(node, self.module)
+        if shared:
+            self._origin[node] = self._origin[shared[0]]
+        if linear is not None:
+            self.linears[node] = linear
+            self._divide(node, linear)
+        elif node.op == "output":
+            if shared or len(self.outputs) < len(self.into.writes) or any(one in self.outputs for one in self.inputs):
+                raise CapslogError("it writes shares, or what it reads, or one tensor twice; leave the layer whole")
+        elif shared:
+            found, given = self._result(node)
+            if found is not None:
+                self.divided[node], self.args[node] = found, given
+        held = self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if mutated_arguments(node) or getattr(held, "inplace", False) or node.kwargs.get("inplace", False):
+            raise CapslogError(f"its operator {name!r} ({node.name}) works in place; make it work out of place")
+        phases = [self.phase[one] for one in sources]
+        if self.sizes[node] is not None:
+            phases = [phase + (phase % 2 != (node in self.divided)) for phase in phases]
+        self.phase[node] = max(phases, default=0)
+
+    def _divide(self, node: fx.Node, linear: Linear) -> None:
+        name, last = repr(linear.weight.removesuffix(".weight")), len(self.sizes[node]) - 1
+        found = self.divided.get(linear.x)
+        if found is None:
+            self._origin[node] = name
+            self.divided[node] = found = Divided(last, self._blocks(node))
+        elif found.dim == last:
+            self.rows.add(node)
+        else:
+            raise CapslogError(f"its {name} reads the heads of {self._origin[node]} one by one; leave the layer whole")
+        found.ranges(0, self.into.degree, f"columns of {name}")
+
+    def _blocks(self, node: fx.Node) -> tuple[int, ...]:
+        """The pieces into which the outputs of a linear map are cut by what reads them, such as queries and keys."""
+        *others, columns = self.sizes[node]
+        bounds = {0, columns}
+        for user in node.users:
+            call, sizes = self._call(user, user.args, user.kwargs), self.sizes[user]
+            if call.name in ("split", "split_with_sizes", "chunk") and call.dim(2) == len(others):
+                bounds |= {end for _, end in spans([size[-1] for size in sizes])}
+            elif call.name == "slice" and call.dim() == len(others):
+                bounds |= set(sliced(call))
+            elif call.name in ("view", "reshape") and len(sizes) > len(others) + 2 and sizes[len(others)] == 3:
+                bounds |= {columns // 3, columns // 3 * 2}  # queries, keys and values, in a dimension of their own
+        return tuple(end - first for first, end in itertools.pairwise(sorted(bounds)))
+
+    def _call(self, node: fx.Node, args: Any, kwargs: Mapping[str, Any], target: Any = None) -> SharedCall:
+        target = target or node.target
+        name, exact = operator_name(target), isinstance(target, torch._ops.OpOverload)
+        return SharedCall(node, name, exact, args, kwargs, self.sizes, self.divided, self._origin.get(node, ""))
+
+    def _result(self, node: fx.Node) -> tuple[Any, Any]:
+        """How the result of divided operands is divided, and the arguments in a part."""
+        if node.op != "call_module":
+            return divided_result(self._call(node, node.args, node.kwargs), self.into.degree)
+        held = self.module.get_submodule(str(node.target))
+        found, across = self.divided[node.all_input_nodes[0]], False
+        if isinstance(held, nn.LayerNorm | nn.RMSNorm):
+            across = found.dim >= len(self.sizes[node]) - len(held.normalized_shape)
+        elif isinstance(held, ByMode):
+            leaves = list(held.in_training)
+            for slot, one in zip(held.slots, node.args, strict=True):
+                leaves[slot] = one
+            args, kwargs = pytree.tree_unflatten(leaves, held.spec)
+            found, given = divided_result(self._call(node, args, kwargs, held.target), self.into.degree)
+            new = pytree.tree_leaves((given, kwargs), is_leaf=lambda one: one is None)
+            across = any(one != leaves[at] for at, one in enumerate(new) if at not in held.slots)
+            if not across:
+                return found, tuple(new[slot] for slot in held.slots)
+        elif not isinstance(held, ENTRY_BY_ENTRY):
+            raise _Closed(node)
+        if across:
+            raise CapslogError(
+                f"its {node.target!r} ({type(held).__name__}) works across the shares of what {self._origin[node]} "
+                "makes; leave the layer whole"
+            )
+        return found, node.args
+
+    def _name(self, phase: int) -> str:
+        if phase % 2 == 0:
+            return f"sum{phase // 2}" if phase else "before"
+        own = [node for node in self.divided if self.phase[node] == phase]
+        held = [self.module.get_submodule(str(one.target)) if one.op == "call_module" else one for one in own]
+        names = {operator_name(one.target) for one in held if isinstance(one, fx.Node | ByMode)}
+        name = "attention" if names & {"softmax", "scaled_dot_product_attention"} else "feed_forward"
+        count = sum(one.startswith(name) for one in self.names.values())
+        return f"{name}{count + 1}" if count else name
+
+    def made_once(self, node: fx.Node) -> bool:
+        """Whether other parts are sent a value; views, types and sizes each makes itself."""
+        if not node.op.startswith("call") or self.sizes[node] is None:
+            return False
+        return operator_name(node.target) not in VIEWS or node in self.outputs
+
+    def value(self, node: fx.Node, part: int | None) -> str:
+        """The name of a value that passes between parts; `part`: that gives it."""
+        if part is None and node in self.outputs:
+            return self.outputs[node]
+        name = self.names[self.phase[node] - (part is not None and node in self.rows)]
+        return self.into.value(f"{name}.{node.name}" if part is None else f"{name}.{part}.{node.name}")
+
+    def used(self, target: str, divided: Divided | None) -> torch.Tensor:
+        """A tensor of the layer that parts use whole, or by their shares."""
+        tensor = operator.attrgetter(target)(self.module)
+        if self._uses.setdefault(id(tensor), divided) != divided:
+            raise CapslogError(f"it uses {target!r} twice, and shares it out in two ways; leave the layer whole")
+        return tensor
+
+    def add(self) -> None:
+        """Adds the parts to the splitter."""
+        whole, shares = (None,), range(self.into.degree)
+        found = [_OnePart(self, phase, part) for phase in self.names for part in (shares if phase % 2 else whole)]
+        wanted = set(self.into.writes).union(*(one.reads for one in found))
+        for one in found:
+            one.finish(wanted)
+
+
+class _OnePart:
+    """One of the layers that a captured layer becomes: what one phase does, with one share of divided values.
+
+    Attributes:
+        reads: names of the values that it reads, in order.
+    """
+
+    def __init__(self, parts: _Parts, phase: int, part: int | None) -> None:
+        self._parts, self._part = parts, part
+        self._name = parts.names[phase] if part is None else f"{parts.names[phase]}.{part}"
+        self._graph = fx.Graph()
+        self._guard = self._graph.call_module("guard")
+        self._made: dict[fx.Node, fx.Node] = {}
+        self._held: dict[str, Any] = {}
+        self._writes: dict[str, fx.Node] = {}
+        self.reads: dict[str, fx.Node] = {}
+        for node in parts.graph.nodes:
+            if node in parts.rows and phase == parts.phase[node] - 1:
+                self._writes[parts.value(node, part)] = self._linear(node, None)
+            elif parts.phase[node] == phase and parts.made_once(node):
+                self._writes[parts.value(node, part)] = self._made[node] = self._emit(node)
+
+    def finish(self, wanted: set[str]) -> None:
+        """Adds it, if it makes values that are wanted."""
+        writes = {name: node for name, node in self._writes.items() if name in wanted}
+        if not writes:
+            return
+        guard, into = self._parts.guard, self._parts.into
+        guarded = [at for at, name in enumerate(into.reads) if name in self.reads]
+        self._guard.args = tuple(self.reads[into.reads[at]] for at in guarded)
+        given: Any = ([of[at] for at in guarded] for of in (guard.names, guard.shapes, guard.dtypes))
+        names, shapes, dtypes = given
+        self._held["guard"] = Guard(guard.layer, names, shapes, guard.train_only, guard.conditions, dtypes)
+        results = tuple(writes.values())
+        self._graph.output(results[0] if len(results) == 1 else results)
+        module = layer_module(self._graph, self._held, self._parts.module, ())
+        module.meta.update(self._parts.module.meta)
+        into.add(self._name, module, list(self.reads), list(writes))
+
+    def _get(self, node: fx.Node) -> fx.Node:
+        """A value, in this part's graph."""
+        parts = self._parts
+        if node in self._made:
+            return self._made[node]
+        if node.op == "placeholder":
+            made = self._read(parts.into.reads[parts.inputs.index(node)])
+        elif node.op == "get_attr":
+            made = self._hold(str(node.target), None)
+        elif not parts.made_once(node):
+            made = self._emit(node)
+        elif node in parts.divided and self._part is None:
+            raise CapslogError(f"it reads the shares of {node.name!r} as a whole; leave the layer whole")
+        else:
+            made = self._read(parts.value(node, self._part if node in parts.divided else None))
+        return self._made.setdefault(node, made)
+
+    def _read(self, name: str) -> fx.Node:
+        if name not in self.reads:
+            with self._graph.inserting_before(self._guard):
+                self.reads[name] = self._graph.placeholder(f"value_{len(self.reads)}")
+        return self.reads[name]
+
+    def _hold(self, target: str, divided: Divided | None) -> fx.Node:
+        """A tensor of the layer, or this part's share of it."""
+        tensor, into = self._parts.used(target, divided), self._parts.into
+        ranges = [] if divided is None else divided.ranges(self._part or 0, into.degree)
+        if not isinstance(tensor, nn.Parameter):
+            tensor = into.cut_buffer(tensor, divided.dim if divided else 0, ranges)
+        elif divided is not None:
+            tensor = into.cut(tensor, divided.dim, ranges)
+        self._held[target] = tensor
+        return self._graph.create_node("get_attr", target)
+
+    def _emit(self, node: fx.Node) -> fx.Node:
+        parts = self._parts
+        if node in parts.linears:
+            return self._sum(node) if node in parts.rows else self._linear(node, parts.linears[node].bias)
+        if node.op == "call_module":
+            held = parts.module.get_submodule(str(node.target))
+            for name, _ in held.named_parameters():
+                parts.used(f"{node.target}.{name}", None)
+            self._held[str(node.target)] = parts.into.sharing(held)
+        args, kwargs = parts.args.get(node, node.args), dict(node.kwargs)
+        args, kwargs = fx.node.map_aggregate(args, self._argument), fx.node.map_aggregate(kwargs, self._argument)
+        return self._graph.create_node(node.op, node.target, args, kwargs, node.name)
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return self._get(value)
+        if not isinstance(value, Share):
+            return value
+        if value.node.op == "get_attr":
+            return self._hold(str(value.node.target), value.divided)
+        whole, dim = self._get(value.node), value.divided.dim
+        ranges = value.divided.ranges(self._part or 0, self._parts.into.degree)
+        found = [self._graph.call_function(_ATEN.slice.Tensor, (whole, dim, *one)) for one in ranges]
+        return found[0] if len(found) == 1 else self._graph.call_function(_ATEN.cat.default, (found, dim))
+
+    def _linear(self, node: fx.Node, bias: str | None) -> fx.Node:
+        """A part's share of a linear map: of its outputs, or of its inputs and then without the bias."""
+        parts, linear = self._parts, self._parts.linears[node]
+        across = node in parts.rows
+        blocks = parts.divided[linear.x if across else node].blocks
+        weight = self._hold(linear.weight, Divided(int(across != linear.into_columns), blocks))
+        if linear.into_columns:
+            weight = self._graph.call_function(_ATEN.t.default, (weight,))
+        added = () if bias is None else (self._hold(bias, Divided(0, blocks)),)
+        return self._graph.call_function(_ATEN.linear.default, (self._get(linear.x), weight, *added))
+
+    def _sum(self, node: fx.Node) -> fx.Node:
+        """What the parts of a linear map give, first part first, and its bias."""
+        parts, bias = self._parts, self._parts.linears[node].bias
+        total, *others = (self._read(parts.value(node, part)) for part in range(parts.into.degree))
+        for one in (*others, *([] if bias is None else [self._hold(bias, None)])):
+            total = self._graph.call_function(_ATEN.add.Tensor, (total, one))
+        return total
