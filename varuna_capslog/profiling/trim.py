@@ -340,7 +340,7 @@ def observe(
     bytes_ = (probe.peak_bytes, meter.static_bytes, meter.saved_bytes)
     actions = weights.result(probe.end_bytes - meter.static_bytes, meter)
     row = conditions.row((run.first, run.end), (run.specs[0], run.specs[-1]), bytes_, seconds, actions)
-    return replace(row, variant=text_of(run.variants))
+    return replace(row, variant=text_of(run.variants), compile_seconds=engine.compile_seconds or None)
 
 
 def _observe_halves(engine: PipelineEngine, measured: MeasuredStage, minibatch: Minibatch, run: TrimmedRun) -> Halves:

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.engine.compiling.forward import CompiledForward
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.signature import layer_signature
 from varuna_capslog.model.trace import ShapeTable, call_on, fake_operands
@@ -25,6 +26,7 @@ from varuna_capslog.profiling.skeleton import real_tensors, skeleton
 from varuna_capslog.profiling.trim import dummy_inputs
 from varuna_capslog.variants.check import Difference, difference
 from varuna_capslog.variants.registry import NUMERICS, TOLERANCES, Variant, apply_variants, known_variants, matched
+from varuna_capslog.variants.wrapped import backend_of
 
 __all__ = ["VariantCheck", "check_variants", "checked_choices", "plain_chain"]
 
@@ -201,16 +203,23 @@ def _difference(plain: nn.Module, other: nn.Module, arguments: list[Tensor], var
     on both sides of it.
     """
     if variant.numerics != "close":
-        return difference(plain, other, arguments)
+        return difference(plain, other, arguments, call=_code_of(other))
     wide = [
         one.detach().double().requires_grad_(one.requires_grad) if one.is_floating_point() else one for one in arguments
     ]
+    wide_other, code = copy.deepcopy(other).double(), _code_of(other)
     try:
-        found = difference(copy.deepcopy(plain).double(), copy.deepcopy(other).double(), wide)
+        found = difference(copy.deepcopy(plain).double(), wide_other, wide, call=_code_of(wide_other))
     except RuntimeError:  # types that the layer's code or graph fixes
-        return difference(plain, other, arguments)
-    narrow = difference(plain, other, arguments, gradients=False)
+        return difference(plain, other, arguments, call=code)
+    narrow = difference(plain, other, arguments, gradients=False, call=code)
     return max(found, narrow, key=lambda one: one.part)
+
+
+def _code_of(layer: nn.Module) -> CompiledForward | None:
+    """What a run calls in the place of a layer whose variant compiles it."""
+    backend = backend_of(layer)
+    return None if backend is None else CompiledForward(layer, backend)
 
 
 def _work(layer: Layer, read: Sequence[TensorSpec]) -> int:

@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 __all__ = [
     "AttentionCore",
     "ChunkedAttention",
     "EagerAttention",
     "SdpaAttention",
+    "SdpaEfficientAttention",
+    "SdpaFlashAttention",
+    "SdpaMathAttention",
     "SplitKeysAttention",
     "merged",
     "put_in",
@@ -148,7 +153,13 @@ class _SoftmaxAndSum(torch.autograd.Function):
 
 
 class SdpaAttention(AttentionCore):
-    """`torch.nn.functional.scaled_dot_product_attention`, whose kernels keep no map."""
+    """`torch.nn.functional.scaled_dot_product_attention`, whose kernels keep no map.
+
+    Attributes:
+        kernels: it may choose among; (): all that torch has.
+    """
+
+    kernels: tuple[SDPBackend, ...] = ()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None = None) -> Tensor:
         """See `AttentionCore`."""
@@ -160,7 +171,26 @@ class SdpaAttention(AttentionCore):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
         rate = self.rate if self.training else 0.0
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=rate, scale=scale)
+        with sdpa_kernel(list(self.kernels)) if self.kernels else nullcontext():
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=rate, scale=scale)
+
+
+class SdpaMathAttention(SdpaAttention):
+    """`SdpaAttention` by matrices, whose maps are kept."""
+
+    kernels = (SDPBackend.MATH,)
+
+
+class SdpaEfficientAttention(SdpaAttention):
+    """`SdpaAttention` by the memory-efficient kernel; by matrices on a device, or for types, that it is not for."""
+
+    kernels = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+
+
+class SdpaFlashAttention(SdpaAttention):
+    """`SdpaAttention` by the flash kernel; by matrices on a device, or for types or masks, that it is not for."""
+
+    kernels = (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)
 
 
 class ChunkedAttention(AttentionCore):
