@@ -64,7 +64,7 @@ def test_rows_are_those_of_the_model_whose_layers_are_computed_so() -> None:
 
 def test_some_variants_are_weighed_only_where_they_are_asked_for() -> None:
     always = [one.name for one in allowed_variants("close")]
-    assert always == ["eager", "sdpa", "chunked", "channels-last"]
+    assert always == ["eager", "sdpa", "chunked", "channels-last", "chunked-loss"]
     asked = allowed_variants("close", ["compiled", "split-keys"])
     assert {one.name for one in asked} - {*always} == {"compiled", "split-keys"}
     with pytest.raises(CapslogError, match="names 'bfloat16', which promises results within 1e-2, but numerics=close"):

@@ -21,8 +21,7 @@ from varuna_capslog.profiles.conditions import JOINED
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiles.variants import PLAIN, text_of, variant_pairs
 from varuna_capslog.profiling.estimate import StageEstimator, key_of_range, row_of
-from varuna_capslog.variants.registry import NUMERICS, Variant, known_variants, variant_named
-from varuna_capslog.variants.wrapped import leave_layouts
+from varuna_capslog.variants.registry import NUMERICS, Variant, known_variants, tell_readers, variant_named
 
 __all__ = ["VariantRun", "allowed_variants", "joined_variants", "variant_runs", "with_variant_rows"]
 
@@ -133,7 +132,7 @@ def _with_modules(chain: Chain, modules: Mapping[int, nn.Module]) -> Chain:
     layers = [
         dataclasses.replace(layer, module=own.get(number, layer.module)) for number, layer in enumerate(chain.layers)
     ]
-    leave_layouts([layer.module for layer in layers], [layer.writes for layer in layers], chain.readers)
+    tell_readers([layer.module for layer in layers], [layer.writes for layer in layers], chain.readers)
     return Chain(layers, chain.inputs, chain.outputs, chain.name)
 
 

@@ -8,7 +8,6 @@ has passed.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,15 +18,13 @@ from varuna_capslog.plans.plan import Plan
 
 __all__ = ["naming_variants", "with_checked_variants", "with_plan_variants"]
 
-_LONG_SECONDS = 10.0
-
 
 def with_checked_variants(config: Config, say: Callable[[str], object] = lambda line: None) -> Config:
     """The config without the variants of layers that fail their check; the same config where all pass.
 
     Args:
-        say: told one sentence for each kind of layer whose variant fails, or was checked on smaller inputs, and where
-            checking took long, as it does for layers that are compiled for the first time.
+        say: told one sentence for each kind of layer whose variant fails, or was checked on smaller inputs; before
+            that, that layers are compiled.
 
     Raises:
         CapslogError: an unknown variant, a pattern that matches nothing, a class that `numerics` does not allow.
@@ -37,10 +34,9 @@ def with_checked_variants(config: Config, say: Callable[[str], object] = lambda 
     from varuna_capslog.model.workload import load_workload
     from varuna_capslog.profiling.variant_check import checked_choices
 
-    begun = time.perf_counter()
+    if "compiled" in config.variants.values():
+        say("layers are compiled to check them, which may take minutes the first time; torch keeps the code on disk")
     passed, checks = checked_choices(load_workload(config), config.train.microbatch_size)
-    if (spent := time.perf_counter() - begun) > _LONG_SECONDS:
-        say(f"checking the variants took {spent:.0f} s; code that was compiled for it stays on disk")
     for one in checks:
         if one.fault or one.smaller:
             say(one.sentence())

@@ -6,7 +6,7 @@ and runs on the CPU, in the types of the tensors it is given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ def difference(
     arguments: Sequence[Tensor],
     gradients: bool = True,
     call: Callable[..., Any] | None = None,
+    unread: Collection[int] = (),
 ) -> Difference:
     """Runs both layers forward and backward on the same values.
 
@@ -47,13 +48,14 @@ def difference(
         arguments: what the layer is called with; those that require a gradient are compared by it as well.
         gradients: compare them too.
         call: what runs in the place of `other`, such as its compiled code; None: the module itself.
+        unread: numbers of outputs that nobody reads: they are not compared, and have no gradient.
 
     Raises:
         Exception: whatever one of the layers raises on these arguments.
     """
     trains = not _is_random(plain, arguments)
     of_plain, of_other = (
-        _results(layer.train(trains), run or layer, arguments, gradients)
+        _results(layer.train(trains), run or layer, arguments, gradients, unread)
         for layer, run in ((plain, None), (other, call))
     )
     greatest = max([_size(value) for name, value in of_plain if name.startswith("the gradient")], default=0.0)
@@ -92,19 +94,21 @@ def _outputs(layer: Callable[..., Any], arguments: Sequence[Tensor]) -> tuple[Te
 
 
 def _results(
-    layer: nn.Module, call: Callable[..., Any], arguments: Sequence[Tensor], with_gradients: bool
+    layer: nn.Module,
+    call: Callable[..., Any],
+    arguments: Sequence[Tensor],
+    with_gradients: bool,
+    unread: Collection[int],
 ) -> list[tuple[str, Tensor | None]]:
     """Names and values of all that is compared; None: no gradient."""
     given = [argument.detach().clone().requires_grad_(argument.requires_grad) for argument in arguments]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        outputs = _outputs(call, given)
-        found: list[tuple[str, Tensor | None]] = [
-            (f"output {number}", output.detach()) for number, output in enumerate(outputs)
-        ]
+        outputs = {number: one for number, one in enumerate(_outputs(call, given)) if number not in unread}
+        found: list[tuple[str, Tensor | None]] = [(f"output {number}", one.detach()) for number, one in outputs.items()]
         wanted = [(f"input {number}", one) for number, one in enumerate(given) if one.requires_grad]
         wanted += [(name, one) for name, one in layer.named_parameters() if one.requires_grad]
-        ends = [output for output in outputs if output.requires_grad]
+        ends = [one for one in outputs.values() if one.requires_grad]
         if with_gradients and ends and wanted:
             torch.manual_seed(1)
             # not randn_like, whose values follow the memory of the output

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib.metadata import entry_points
+from typing import Any
 
 from torch import nn
 
@@ -28,7 +29,8 @@ from varuna_capslog.variants.attention import (
     SplitKeysAttention,
 )
 from varuna_capslog.variants.captured import attention_everywhere
-from varuna_capslog.variants.wrapped import compiled, in_bfloat16, in_channels_last, without_onednn
+from varuna_capslog.variants.chunked_loss import chunked_loss, leave_logits
+from varuna_capslog.variants.wrapped import compiled, in_bfloat16, in_channels_last, leave_layouts, without_onednn
 
 __all__ = [
     "NUMERICS",
@@ -39,6 +41,7 @@ __all__ = [
     "layers_meant",
     "matched",
     "register",
+    "tell_readers",
     "variant_named",
 ]
 
@@ -96,6 +99,7 @@ _registered: dict[str, Variant] = {
     },
     "channels-last": Variant("channels-last", "close", in_channels_last, joined=True),
     "bfloat16": Variant("bfloat16", "loose", in_bfloat16),
+    "chunked-loss": Variant("chunked-loss", "close", chunked_loss),
     "compiled": Variant("compiled", "close", compiled, searched=False, estimated=False),
     "onednn-off": Variant("onednn-off", "close", without_onednn, searched=False, estimated=False),
 }
@@ -214,3 +218,20 @@ def apply_variants(
                 "it out, or name other layers"
             )
     return found
+
+
+def tell_readers(
+    layers: Sequence[nn.Module], writes: Sequence[Sequence[str]], readers: Mapping[Any, Sequence[int]]
+) -> None:
+    """Tells the layers of one chain, some of them rewritten, who reads what they write: layouts that neighbours share
+    are left as they are, and logits that nobody reads are not made whole.
+
+    What a layer computes does not depend on it, nor does it on cuts.
+
+    Args:
+        layers: all of the chain.
+        writes: the names of what each writes, in order.
+        readers: (name, layer that writes it) -> the layers that read it, rising; the loss is the one behind the last.
+    """
+    leave_layouts(layers, writes, readers)
+    leave_logits(layers, writes, readers)

@@ -127,14 +127,8 @@ def leave_layouts(
     writes: Sequence[Sequence[str]],
     readers: Mapping[Any, Sequence[int]],
 ) -> None:
-    """Takes the conversions out between layers of one chain that have channels last.
-
-    What a layer computes does not depend on it, nor does it on cuts, since a tensor keeps its layout over them.
-
-    Args:
-        layers: all of the chain, some of them rewritten.
-        writes: the names of what each writes, in order.
-        readers: (name, layer that writes it) -> the layers that read it, rising; the loss is the one behind the last.
+    """Takes the conversions out between layers of one chain that have channels last, since a tensor keeps its layout
+    over cuts. Args as of `registry.tell_readers`.
     """
     inside = {number: layer for number, layer in enumerate(layers) if isinstance(layer, _ChannelsLast)}
     for number, layer in inside.items():
