@@ -105,23 +105,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", type=int, nargs=3, default=[8, 512, 32000])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="plain ways before their others")
     given = parser.parse_args()
     batch, length, classes = given.shape
     torch.set_num_threads(1)
     from benchmarks.variants.loss import LastStage  # as worker processes import it
 
-    workloads = {way: LastStage(way, batch, length, classes) for way in WAYS}
+    workloads = {way: LastStage(way, batch, length, classes) for way in given.ways}
     chains = {way: one.chosen_chain(evaluates=False) for way, one in workloads.items()}
-    spent: dict[str, list[float]] = {way: [] for way in WAYS}
+    spent: dict[str, list[float]] = {way: [] for way in given.ways}
     for number in range(given.rounds + 1):
-        for way in WAYS if number % 2 == 0 else reversed(WAYS):
+        for way in given.ways if number % 2 == 0 else reversed(given.ways):
             took = seconds(workloads[way], chains[way], (batch, length), classes)
             if number:  # the first round warms up
                 spent[way].append(took)
     print("| logits | way | peak, MiB | estimated, MiB | of plain | processor s | of plain |")
     print("|---|---|---|---|---|---|---|")
     conditions, first = RunConditions(recompute=False), 0
-    for way, text in WAYS.items():
+    for way in given.ways:
         rows = [
             next(row for row in profile.observations if row.layers == (1, 2))
             for profile in (profile_workload(workloads[way], conditions), estimate_workload(workloads[way], conditions))
@@ -131,8 +132,8 @@ def main() -> None:
         first = measured if way == plain else first
         ratios = [one / other for one, other in zip(spent[way], spent[plain], strict=True)]
         print(
-            f"| {given.shape} | {text} | {measured / 2**20:.0f} | {estimated / 2**20:.0f} | {measured / first:.3f} | "
-            f"{statistics.median(spent[way]):.2f} | "
+            f"| {given.shape} | {WAYS[way]} | {measured / 2**20:.0f} | {estimated / 2**20:.0f} | "
+            f"{measured / first:.3f} | {statistics.median(spent[way]):.2f} | "
             f"{statistics.median(ratios):.2f} ({min(ratios):.2f}..{max(ratios):.2f}) |",
             flush=True,
         )

@@ -19,7 +19,7 @@ from varuna_capslog.profiling.variant_check import check_variants
 from varuna_capslog.variants.check import difference
 from varuna_capslog.variants.chunked_loss import _LinearLoss, chunked_cross_entropy, chunked_loss, leave_logits
 
-CLASSES, WIDTH = 11, 4
+CLASSES, WIDTH = 12, 4
 
 
 def found(loss: Callable[..., Tensor], logits: Tensor, classes: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
@@ -64,7 +64,11 @@ class Model(nn.Module):
         logits = self.head(self.body(x))
         more = {"label_smoothing": 0.1} if self.kind == "smoothed" else {}
         inside = logits.to(torch.float32) if self.kind == "cast" else logits
-        loss = F.cross_entropy(inside.view(-1, CLASSES), classes.view(-1), ignore_index=2, **more)
+        rows = inside.flatten(0, 1) if self.kind == "cast" else inside.view(-1, CLASSES)
+        if self.kind == "halved":
+            rows = inside.view(-1, CLASSES // 2)
+            classes = torch.stack([classes, classes], -1)
+        loss = F.cross_entropy(rows, classes.view(-1), ignore_index=2, **more)
         return {"logits": logits.sigmoid() if self.kind == "read" else logits, "loss": loss}
 
 
@@ -74,10 +78,12 @@ def captured(kind: str, bias: bool = False, batch: int = 2) -> Chain:
     return Chain.from_module(Model(kind, bias), ["head"], example)
 
 
-@pytest.mark.parametrize(("kind", "exact"), [("plain", 1e-12), ("cast", 1e-5), ("read", 1e-12)])
+@pytest.mark.parametrize(("kind", "exact"), [("plain", 1e-12), ("cast", 1e-5), ("read", 1e-12), ("halved", 1e-12)])
 @pytest.mark.parametrize("whole", [True, False])
 def test_the_loss_of_a_captured_model_goes_in_chunks(kind: str, exact: float, whole: bool) -> None:
-    """The graph of `cast` converts to float32, whatever the layer's type; that of `read` needs the logits itself."""
+    """The graph of `cast` converts to float32, whatever the layer's type; that of `read` needs the logits itself, and
+    that of `halved` takes halves of their rows for rows.
+    """
     layer = captured(kind, bias=kind == "plain").layers[-1]
     plain, other = copy.deepcopy(layer.module).double(), copy.deepcopy(layer.module).double()
     assert (chunked_loss(other), chunked_loss(other)) == (1, 0)
@@ -89,7 +95,7 @@ def test_the_loss_of_a_captured_model_goes_in_chunks(kind: str, exact: float, wh
     arguments, place = [inputs.get(name, x) for name in layer.reads], layer.writes.index("logits")
     assert difference(plain, other, arguments, unread=() if whole else [place]).part <= exact
     made = dict(zip(layer.writes, other(*arguments), strict=True))
-    assert made["logits"].numel() == (110 if whole or kind == "read" else 0)
+    assert made["logits"].numel() == (120 if whole or kind in ("read", "halved") else 0)
 
 
 @pytest.mark.parametrize("outputs", [("loss",), ("loss", "logits")])

@@ -168,25 +168,27 @@ class _LinearLoss(_Loss):
     """A linear layer and the loss of its logits.
 
     Attributes:
+        joined: the last of the dimensions that the graph makes one, of rows; None: it leaves logits as they are.
         place: of the logits among what the graph gives; None: they stay inside.
         whole: somebody reads them, so that they are made.
     """
 
-    def __init__(self, ignored: int, dtype: torch.dtype | None, place: int | None) -> None:
+    def __init__(self, ignored: int, dtype: torch.dtype | None, joined: int | None, place: int | None) -> None:
         super().__init__(ignored, dtype)
-        self.place, self.whole = place, place is not None
+        self.joined, self.place, self.whole = joined, place, place is not None
 
     def forward(  # type: ignore[override]
         self, x: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor
     ) -> tuple[Tensor, Tensor]:
         """x: [..., D]. Returns the logits [..., V], or nothing in their place, and the mean loss."""
-        if self.whole or not self.takes(x.flatten(0, -2), classes):
+        rows = x if self.joined is None else x.flatten(0, self.joined)
+        if self.whole or not self.takes(rows, classes):
             logits = F.linear(x, weight, bias)
-            return logits, super().forward(logits.flatten(0, -2), classes)
+            return logits, super().forward(logits if self.joined is None else logits.flatten(0, self.joined), classes)
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
-            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        return x.new_empty(0), self.of(x.flatten(0, -2), weight, bias, classes)
+            rows, weight, bias = rows.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        return x.new_empty(0), self.of(rows, weight, bias, classes)
 
 
 def chunked_loss(layer: nn.Module) -> int | None:
@@ -216,22 +218,30 @@ _NAMES = ("self", "target", "weight", "reduction", "ignore_index", "label_smooth
 
 def _replace(module: fx.GraphModule, graph: fx.Graph, loss: fx.Node, given: Mapping[str, Any], name: str) -> None:
     ignored, classes = given.get("ignore_index", -100), given["target"]
-    between, dtype, last = [], None, given["self"]
-    while last.op == "call_function" and len(last.users) == 1 and last.target in (*_VIEWS, _ATEN.to.dtype):
+    between, dtype, joins, last = [], None, [], given["self"]
+    while last.op == "call_function" and len(last.users) == 1 and last.target in (*_JOINING, _ATEN.to.dtype):
         if last.target is _ATEN.to.dtype:
             dtype = dtype or last.args[1]
+        else:
+            joins.append(last)
         between.append(last)
         last = last.args[0]
     ends = next(node for node in graph.nodes if node.op == "output")
     linear = module.get_submodule(str(last.target)) if last.op == "call_module" else None
     with graph.inserting_before(loss):
-        if type(linear) is not nn.Linear or not {*last.users} <= {*between, loss, ends}:
+        if (
+            type(linear) is not nn.Linear
+            or not {*last.users} <= {*between, loss, ends}
+            or not all(_joined(one, linear) is not None for one in joins)
+            or len(joins) > 1
+        ):
             module.add_module(name, _Loss(ignored))
             loss.replace_all_uses_with(graph.call_module(name, (given["self"], classes)))
             graph.erase_node(loss)
             return
         outputs = tuple(ends.args[0]) if isinstance(ends.args[0], (tuple, list)) else ends.args
-        module.add_module(name, _LinearLoss(ignored, dtype, outputs.index(last) if last in outputs else None))
+        joined, place = (_joined(one, linear) for one in joins), outputs.index(last) if last in outputs else None
+        module.add_module(name, _LinearLoss(ignored, dtype, next(joined, None), place))
         held = [graph.get_attr(f"{last.target}.{part}") for part in ("weight", "bias")[: 1 + (linear.bias is not None)]]
         both = graph.call_module(name, (last.args[0], *held, *([None] * (2 - len(held))), classes))
         logits, found = (graph.call_function(operator.getitem, (both, place)) for place in (0, 1))
@@ -242,7 +252,18 @@ def _replace(module: fx.GraphModule, graph: fx.Graph, loss: fx.Node, given: Mapp
     graph.erase_node(last)
 
 
-_VIEWS = (_ATEN.view.default, _ATEN.reshape.default)
+_JOINING = (_ATEN.view.default, _ATEN.reshape.default, _ATEN.flatten.using_ints)
+
+
+def _joined(node: fx.Node, linear: nn.Linear) -> int | None:
+    """The last of the dimensions of logits that an operator makes one; None where it does something else."""
+    if node.target is not _ATEN.flatten.using_ints:
+        sizes: Any = node.args[1]
+        return -2 if len(sizes) == 2 and sizes[1] == linear.out_features else None
+    dimensions: list[Any] = [0, -1]  # torch's defaults
+    dimensions[: len(node.args) - 1] = node.args[1:]
+    first, last = dimensions
+    return last if first == 0 and last != -1 and isinstance(last, int) else None
 
 
 def leave_logits(
