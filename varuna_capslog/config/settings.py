@@ -299,7 +299,7 @@ class Config(Section):
 
     variants: dict[str, str] = Field(default_factory=dict)
     """Pattern of layers' names -> how these layers are computed: eager, sdpa (or sdpa-math, sdpa-efficient,
-    sdpa-flash), chunked, split-keys, channels-last, bfloat16, compiled, onednn-off, or a way of your own
+    sdpa-flash), chunked, split-keys, channels-last, bfloat16, chunked-loss, compiled, onednn-off, or a way of your own
     (docs/your-model.md). Where several patterns match a layer, the last one counts."""
 
     splits: dict[str, str] = Field(default_factory=dict)
