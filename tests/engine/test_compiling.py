@@ -22,6 +22,7 @@ from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.workload import Minibatch
+from varuna_capslog.variants.wrapped import compiled
 
 DIM, BLOCKS = 8, 4
 
@@ -57,7 +58,10 @@ def loss(outputs: Any, targets: Any, normalisers: Any) -> dict[str, Tensor]:
 
 def step(communicator: Communicator, layout: Cuts, options: dict[str, Any]) -> dict[str, Any]:
     """Two steps; what the first one's gradients and the last one's state are, and how many graphs were made."""
-    chain = build()
+    chain, options = build(), dict(options)
+    if backend := options.pop("variant", None):
+        for layer in chain.layers:
+            compiled(layer.module, backend)
     settings = EngineOptions(4, num_blocks=2, seed=7, **options)
     placed = layout_for(layout, len(chain), settings.num_blocks)
     torch._dynamo.reset()
@@ -110,12 +114,14 @@ def alone(pool: WorkerPool, backend: str | None) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
-        (Cuts((0, 2, 4), (0, 1, 2)), {"schedule": "1f1b", "recompute": True}),
-        (Cuts((0, 3), (0, 1), 2), {"schedule": "varuna"}),
+        (Cuts((0, 2, 4), (0, 1, 2)), {"schedule": "1f1b", "recompute": True, "compile": "aot_eager"}),
+        (Cuts((0, 3), (0, 1), 2), {"schedule": "varuna", "compile": "aot_eager"}),
+        (Cuts((0, 2, 4), (0, 1, 2)), {"schedule": "1f1b", "recompute": True, "variant": "aot_eager"}),
     ],
 )
 def test_bits_do_not_depend_on_the_plan(pool: WorkerPool, layout: Cuts, options: dict[str, Any]) -> None:
-    results = pool.run(step, layout.world_size, layout, options | {"compile": "aot_eager"})
+    """Nor on whether all layers are compiled or each has the variant that compiles it."""
+    results = pool.run(step, layout.world_size, layout, options)
     single, plain = alone(pool, "aot_eager"), alone(pool, None)
     assert differences(results, single) == []
     error, worst = gradient_error(merged(results, "gradients"), plain["gradients"])
@@ -145,6 +151,8 @@ def test_a_layer_that_cannot_be_compiled_is_refused_on_all_ranks_before_the_step
 def test_what_needs_the_layers_own_operations_is_refused(pool: WorkerPool) -> None:
     (said,) = pool.run(sentence, 1, {"compile": "aot_eager", "schedule": "zb-h1"})
     assert "this plan splits its backwards" in said
+    (said,) = pool.run(sentence, 1, {"variant": "aot_eager", "schedule": "zb-h1"})
+    assert said.startswith("CapslogError: variant 'compiled' makes one operation of a layer, but this plan splits")
 
 
 def test_an_unknown_backend_and_another_engine_are_refused() -> None:
@@ -154,3 +162,5 @@ def test_an_unknown_backend_and_another_engine_are_refused() -> None:
         check_backend("inducto")
     with pytest.raises(ValueError, match="only our own engine compiles layers one by one"):
         Config.model_validate({"workload": "a:b", "engine": "varuna", "train": {"compile": "inductor"}})
+    with pytest.raises(ValueError, match="variants has compiled but engine=varuna"):
+        Config.model_validate({"workload": "a:b", "engine": "varuna", "variants": {"*": "compiled"}})

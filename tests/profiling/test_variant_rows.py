@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.start.attending import workload
+from tests.start.attending import Attending, workload
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.chain import Chain
 from varuna_capslog.profiles.record import Observation, Profile
-from varuna_capslog.profiles.variants import alternatives_of, under
+from varuna_capslog.profiles.variants import alternatives_of, compile_seconds, under
 from varuna_capslog.profiling.conditions import RunConditions
+from varuna_capslog.profiling.estimate import StageEstimator, estimate_workload, estimated_profile
 from varuna_capslog.profiling.measure import profile_workload
+from varuna_capslog.profiling.variant_rows import allowed_variants, with_variant_rows
 from varuna_capslog.variants import registry
 from varuna_capslog.variants.registry import known_variants
+from varuna_capslog.variants.wrapped import compiled
 
 CONDITIONS = RunConditions(microbatch_size=1, recompute=False)
 
@@ -54,3 +60,40 @@ def test_rows_are_those_of_the_model_whose_layers_are_computed_so() -> None:
     single = {row.variant: row for row in profile.observations if row.layers == (1, 2)}
     # two maps of 256 x 256 for each of two heads, of four bytes
     assert (single[None].saved_bytes or 0) - (single["sdpa"].saved_bytes or 0) > 2 * 2**16 * 4
+
+
+def test_some_variants_are_weighed_only_where_they_are_asked_for() -> None:
+    always = [one.name for one in allowed_variants("close")]
+    assert always == ["eager", "sdpa", "chunked", "channels-last", "chunked-loss"]
+    asked = allowed_variants("close", ["compiled", "split-keys"])
+    assert {one.name for one in asked} - {*always} == {"compiled", "split-keys"}
+    with pytest.raises(CapslogError, match="names 'bfloat16', which promises results within 1e-2, but numerics=close"):
+        allowed_variants("close", ["bfloat16"])
+    # no estimate knows what compiled layers cost
+    few = [one for one in asked if one.name in ("compiled", "sdpa")]
+    estimator = StageEstimator(workload(None), CONDITIONS)
+    assert alternatives_of(with_variant_rows(estimated_profile(estimator), estimator, few)) == dict.fromkeys(
+        (1, 2), ("sdpa",)
+    )
+
+
+class Compiled(Attending):
+    """Its layers are marked as the variant `compiled` marks them, for a backend that is quick."""
+
+    def build_chain(self) -> Chain:
+        chain = super().build_chain()
+        for layer in chain.layers:
+            compiled(layer.module, "aot_eager")
+        return chain
+
+
+def test_compiled_layers_are_measured_with_what_compiling_takes() -> None:
+    profile = profile_workload(Compiled(), CONDITIONS)
+    assert all(row.compile_seconds for row in profile.observations)
+    assert Profile.from_json(profile.to_json()) == profile
+    rows = [replace(row, variant="compiled,plain", compile_seconds=2.0) for row in profile.observations[:2]]
+    some = replace(profile, observations=(*profile.observations, *rows))
+    assert compile_seconds(some, ["compiled", "sdpa"]) == 4
+    assert compile_seconds(some, ["sdpa"]) == 0
+    # an estimate is of the layers as they are
+    assert all(row.compile_seconds is None for row in estimate_workload(Compiled(), CONDITIONS).observations)

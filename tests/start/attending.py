@@ -23,7 +23,7 @@ class _Block(nn.Module):
         return x + self.out(self.core(q, k, v).transpose(1, 2).flatten(2))
 
 
-class _Attending(Workload):
+class Attending(Workload):
     name = "attending"
 
     def build_chain(self) -> Chain:
@@ -39,4 +39,4 @@ class _Attending(Workload):
 
 def workload(config: Any) -> Workload:
     """What a config names."""
-    return _Attending()
+    return Attending()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,17 @@ import pytest
 import torch
 
 from tests.detr.test_task import tiny_workload
+from tests.elastic.backend import nudged
+from tests.start.attending import Attending
 from varuna_capslog.config.reading import dump_config
 from varuna_capslog.model.workload import load_workload
+from varuna_capslog.profiling.variant_check import check_variants
 from varuna_capslog.start.checked_variants import with_checked_variants
 from varuna_capslog.start.given_plan import load_run_config
 from varuna_capslog.variants import registry
 from varuna_capslog.variants.attention import EagerAttention, put_in
 from varuna_capslog.variants.registry import Variant, known_variants, register
+from varuna_capslog.variants.wrapped import compiled
 
 
 class _Louder(EagerAttention):
@@ -70,6 +75,18 @@ def test_a_variant_that_cannot_run_is_named_with_its_reason(tmp_path: Path, loud
     found, told = checked(tmp_path, {"encoder.*": "raising"})
     assert found == {}
     assert "it cannot be checked: no kernel for this device" in told[0]
+
+
+def test_a_compiled_layer_is_checked_by_its_code(louder: None) -> None:
+    """The layer's module is the plain one: only what torch.compile makes of it, here 1.001 times too large, differs."""
+    register(Variant("nudged", "close", functools.partial(compiled, backend=nudged.__name__)))
+    register(Variant("eagerly", "close", functools.partial(compiled, backend="aot_eager")))
+    model = Attending()
+    found = check_variants(model.build_chain(), {0: "nudged", 3: "eagerly"}, model.profile_inputs(1))
+    assert {one.variant: one.fault.partition(" differs by ")[0] for one in found} == {
+        "nudged": "output 0",
+        "eagerly": "",
+    }
 
 
 def test_without_variants_nothing_is_built(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from varuna_capslog.variants.attention import (
@@ -14,6 +15,9 @@ from varuna_capslog.variants.attention import (
     ChunkedAttention,
     EagerAttention,
     SdpaAttention,
+    SdpaEfficientAttention,
+    SdpaFlashAttention,
+    SdpaMathAttention,
     SplitKeysAttention,
     merged,
     put_in,
@@ -227,3 +231,17 @@ def test_a_replaced_core_keeps_rate_and_mode() -> None:
     ]
     assert put_in(layer, ChunkedAttention) == 0
     assert put_in(nn.Linear(2, 2), ChunkedAttention) is None
+
+
+def test_each_kind_of_sdpa_has_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flash, memory-efficient, and matrices, which every kind falls back to."""
+    real, allowed, seen = F.scaled_dot_product_attention, torch.backends.cuda, list[tuple[bool, bool, bool]]()
+
+    def noting(*given: Tensor, **more: Any) -> Tensor:
+        seen.append((allowed.flash_sdp_enabled(), allowed.mem_efficient_sdp_enabled(), allowed.math_sdp_enabled()))
+        return real(*given, **more)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
+    for kind in (SdpaMathAttention, SdpaEfficientAttention, SdpaFlashAttention, SdpaAttention):
+        torch.testing.assert_close(kind()(*inputs(4, 9)), EagerAttention()(*inputs(4, 9)), atol=1e-12, rtol=1e-12)
+    assert seen == [(False, False, True), (False, True, True), (True, False, True), (True, True, True)]

@@ -1,8 +1,9 @@
-"""Layers in another memory format or type: near the plain ones, with the same parameters, strides and types outside."""
+"""Layers in another memory format or type, or by other kernels: near the plain ones, and the same from outside."""
 
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ class _Layer(nn.Module):
         return x, self.out(x.mean((2, 3)))
 
 
-@pytest.mark.parametrize("name", ["channels-last", "bfloat16"])
+@pytest.mark.parametrize("name", ["channels-last", "bfloat16", "onednn-off"])
 def test_it_is_near_the_plain_layer(name: str) -> None:
     torch.manual_seed(0)
     plain = _Layer()
@@ -43,7 +44,7 @@ def test_it_is_near_the_plain_layer(name: str) -> None:
             torch.float32,
             True,
         )
-    else:
+    elif name == "channels-last":
         assert other.seen[-1].is_contiguous(memory_format=torch.channels_last)
         assert not plain.seen[-1].is_contiguous(memory_format=torch.channels_last)
 
@@ -51,6 +52,44 @@ def test_it_is_near_the_plain_layer(name: str) -> None:
 def test_layers_without_a_place_for_it_stay() -> None:
     assert known_variants()["channels-last"].rewrite(nn.Linear(2, 2)) is None
     assert known_variants()["bfloat16"].rewrite(nn.LayerNorm(2)) is None
+    assert known_variants()["onednn-off"].rewrite(nn.LayerNorm(2)) is None
+    # its statistics are collected by hooks
+    assert known_variants()["compiled"].rewrite(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))) is None
+
+
+class _Switch(torch.autograd.Function):
+    """Hands on x; notes whether oneDNN is on when it runs forward and backward."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, notes: list[bool]) -> Tensor:
+        context.notes = notes
+        notes.append(torch.backends.mkldnn.enabled)
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        context.notes.append(torch.backends.mkldnn.enabled)
+        return gradient, None
+
+
+class _Noting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.notes = nn.Linear(2, 2), list[bool]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Switch.apply(self.linear(_Switch.apply(x, self.notes)), self.notes)
+
+
+def test_onednn_is_off_while_the_layer_works_and_on_for_its_neighbours() -> None:
+    """Three layers of one graph; also where the layer raises, oneDNN is on behind it."""
+    layers = [_Noting() for _ in range(3)]
+    known_variants()["onednn-off"].rewrite(layers[1])
+    nn.Sequential(*layers)(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    assert [layer.notes for layer in layers] == [[True] * 4, [False] * 4, [True] * 4]
+    with pytest.raises(RuntimeError):
+        layers[1](torch.ones(1, 3))
+    assert torch.backends.mkldnn.enabled
 
 
 def test_between_neighbours_with_channels_last_nothing_is_converted() -> None:

@@ -36,6 +36,7 @@ def variants(given: VariantFlags) -> None:
     """Measure every layer in every way that numerics allows, and find the fastest choice, as Collage does."""
     from varuna_capslog.base import files
     from varuna_capslog.config.reading import dump_config
+    from varuna_capslog.profiles.variants import compile_seconds
     from varuna_capslog.start.collage_start import collage
 
     changes = [] if given.numerics is None else [f"numerics={given.numerics}"]
@@ -67,11 +68,15 @@ def variants(given: VariantFlags) -> None:
         )
         for one in found.candidates
     ]
+    spent = compile_seconds(found.profile, set(best.chosen.values()))
+    notes = (
+        [f"compiling took {spent:.0f} s while the layers were measured; torch keeps the code on disk"] if spent else []
+    )
     written = "not written; -o FILE keeps it" if given.output is None else f"written to {given.output}"
     shared.print_table(
         "ways to compute the layers",
         ("choice", "layers", "sum of layers, s", "whole, s", "of as configured"),
         table,
         left=(0,),
-        notes=(f"best: {best.name}; {written}", f"variants: {chosen or 'none'}"),
+        notes=(f"best: {best.name}; {written}", f"variants: {chosen or 'none'}", *notes),
     )

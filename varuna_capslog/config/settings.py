@@ -210,6 +210,10 @@ class Profiling(Section):
     """How measured runs are launched: packed spreads all over the workers of one launch; capslog and mcap launch
     pipelines of pipeline.devices processes one after the other, trimmed or whole, as those papers do."""
 
+    variants: list[str] = Field(default_factory=list)
+    """Variants to choose from beside those that are always weighed, such as compiled, onednn-off, split-keys and
+    sdpa-flash: planner budget and `capslog variants` measure them too."""
+
     @model_validator(mode="after")
     def _agree(self) -> Profiling:
         if self.source == "measured" and self.device is not None and gpu_of(self.device) is not None:
@@ -294,8 +298,9 @@ class Config(Section):
     """What happens when devices leave or join."""
 
     variants: dict[str, str] = Field(default_factory=dict)
-    """Pattern of layers' names -> how these layers are computed: eager, sdpa, chunked, split-keys, channels-last,
-    bfloat16, or a way of your own (docs/your-model.md). Where several patterns match a layer, the last one counts."""
+    """Pattern of layers' names -> how these layers are computed: eager, sdpa (or sdpa-math, sdpa-efficient,
+    sdpa-flash), chunked, split-keys, channels-last, bfloat16, chunked-loss, compiled, onednn-off, or a way of your own
+    (docs/your-model.md). Where several patterns match a layer, the last one counts."""
 
     splits: dict[str, str] = Field(default_factory=dict)
     """Pattern of layers' names -> tensor-N or sequence-N: these layers are split into N parts, layers themselves, which
@@ -386,12 +391,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _compile_agrees(self) -> Config:
-        if self.train.compile is None:
-            return self
-        if self.engine != "capslog":
+        asks = f"train.compile={self.train.compile}" if self.train.compile else "variants has compiled"
+        if self.engine != "capslog" and (self.train.compile or "compiled" in self.variants.values()):
             raise ValueError(
-                f"train.compile={self.train.compile} but engine={self.engine}: only our own engine compiles layers one "
-                "by one; set engine to capslog, or train.compile to null"
+                f"{asks} but engine={self.engine}: only our own engine compiles layers one by one; set engine to "
+                "capslog, or leave it out"
             )
         return self
 

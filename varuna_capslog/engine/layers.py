@@ -8,9 +8,8 @@ from the others. That makes every sum of gradients the same for any cut list (en
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.seeds import mix
+from varuna_capslog.engine.compiling.forward import CompiledForward
 from varuna_capslog.engine.halves import WeightHalf, input_half
 from varuna_capslog.engine.host.offload import GradientBox, laid_out
 from varuna_capslog.engine.routes import Gradients
@@ -138,7 +138,7 @@ class EngineLayer:
         self.shared = dict(shared)
         self.parameters: dict[str, nn.Parameter] = dict(layer.module.named_parameters())
         self.statistics = RunningStatistics(layer.module)
-        self.compiled: Callable[..., Any] | None = None
+        self.compiled: CompiledForward | None = None
         self._precision = precision
         self._stateless = self._plain = False
 

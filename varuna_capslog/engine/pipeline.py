@@ -48,6 +48,7 @@ from varuna_capslog.schedules import (
     schedule_of,
     validate,
 )
+from varuna_capslog.variants.wrapped import backend_of
 
 __all__ = ["PipelineEngine", "Ready", "build"]
 
@@ -140,15 +141,21 @@ class PipelineEngine:
         opener = opener_of(options.transport)
         if opener is not None:
             communicator.open_pair_groups(self.pairs(), opener, device)
-        self._compiler = self._made_compiler()
         updates = SharedUpdates(self.layers, communicator, layout)
         self.optimizer = StageOptimizer(self.layers, options.recipe, layout.moments_away(self.rank), tier, updates)
         self._observer = observer
+        # on fake tensors there is nothing to compile: such runs are of the layers as they are
+        self._compiler = None if ready.device_type else self._made_compiler()
         self._executor: Executor | None = None
         self._evaluators: dict[tuple[int, ...], Executor] = {}
         # by the identity of the table's row, which is kept here
         self._specs: dict[int, tuple[object, dict[Value, TensorSpec], Reach]] = {}
         self._poll = Poll(chain, communicator, options, ready.part_names)
+
+    @property
+    def compile_seconds(self) -> float:
+        """What compiling layers has taken so far on this rank."""
+        return 0.0 if self._compiler is None else self._compiler.seconds
 
     @property
     def idle(self) -> bool:
@@ -168,17 +175,20 @@ class PipelineEngine:
     def _made_compiler(self) -> LayerCompiler | None:
         """None where nothing is compiled."""
         backend = self.options.compile
-        if backend is None:
+        if backend is None and not any(backend_of(layer.module) for layer in self.chain.layers):
             return None
         own = (action for row in self.options.actions or () for action in row)
         splits = self.options.splits_backwards or any("I" in action for action in own)
         if splits or any(stage.offloads for stage in self.layout.stages):
             what = "splits its backwards" if splits else "offloads what layers save"
+            who, leave = "variant 'compiled'", "leave the variant out"
+            if backend is not None:
+                who, leave = f"train.compile={backend}", "set train.compile to null"
             raise CapslogError(
-                f"train.compile={backend} makes one operation of a layer, but this plan {what}, which needs the "
-                "layer's own operations; choose another schedule or plan, or set train.compile to null"
+                f"{who} makes one operation of a layer, but this plan {what}, which needs the layer's own operations; "
+                f"choose another schedule or plan, or {leave}"
             )
-        return LayerCompiler(backend, self.chain, self.layers, self.communicator)
+        return LayerCompiler(backend, self.chain, self.layers, self.communicator, says=self._observer is None)
 
     # -- microbatches ------------------------------------------------------------------------------------------------
 

@@ -20,8 +20,7 @@ from varuna_capslog.base.errors import CapslogError, ConfigError
 from varuna_capslog.base.functions import call_function
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.splitting.chains import split_chain
-from varuna_capslog.variants.registry import apply_variants
-from varuna_capslog.variants.wrapped import leave_layouts
+from varuna_capslog.variants.registry import apply_variants, tell_readers
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
@@ -151,7 +150,7 @@ class Workload(ABC):
             )
         if self.variants:
             apply_variants([(layer.name, layer.module) for layer in chain.layers], self.variants, self.numerics)
-            leave_layouts(
+            tell_readers(
                 [layer.module for layer in chain.layers], [layer.writes for layer in chain.layers], chain.readers
             )
         return chain

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.variants.chunked_loss import chunked_cross_entropy
 
 __all__ = ["LOSSES", "METRICS", "Outputs", "returned", "to_device"]
 
@@ -76,6 +77,10 @@ def _cross_entropy(outputs: Any, batch: Any) -> Tensor:
     return F.cross_entropy(*_scores_and_classes(outputs, batch))
 
 
+def _chunked_cross_entropy(outputs: Any, batch: Any) -> Tensor:
+    return chunked_cross_entropy(*_scores_and_classes(outputs, batch))
+
+
 def _mse(outputs: Any, batch: Any) -> Tensor:
     return F.mse_loss(_main(outputs), _target(batch))
 
@@ -85,5 +90,5 @@ def _accuracy(outputs: Any, batch: Any) -> dict[str, float]:
     return {"accuracy": float((scores.argmax(-1) == classes).float().mean())}
 
 
-LOSSES = {"cross_entropy": _cross_entropy, "mse": _mse}
+LOSSES = {"cross_entropy": _cross_entropy, "chunked_cross_entropy": _chunked_cross_entropy, "mse": _mse}
 METRICS = {"accuracy": _accuracy}

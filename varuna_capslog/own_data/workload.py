@@ -160,7 +160,7 @@ class DatasetWorkload(ModelWorkload):
         if self._loss_function is None and "loss" not in chain.outputs:
             raise CapslogError(
                 f"{self.name} has no output named loss for this data (its outputs are {', '.join(chain.outputs)}), so "
-                "give a loss: cross_entropy, mse, or a function f(outputs, batch) (data.loss)"
+                "give a loss: cross_entropy, chunked_cross_entropy, mse, or a function f(outputs, batch) (data.loss)"
             )
         return self._with_loss(chain) if self._loss_function is None and self._metric is None else chain
 

@@ -45,7 +45,7 @@ _SECONDS = ("forward_seconds", "backward_seconds")
 _SECONDS_OF_HALVES = ("input_seconds", "weight_seconds")
 _PARTS_OF_A_RUN = ("static_bytes", "saved_bytes", "transient_bytes", *_SECONDS, *_SECONDS_OF_HALVES, "weight_bytes")
 """What a layer's row takes as it is from the run of that layer alone."""
-_NEW_FIELDS = (*_SECONDS_OF_HALVES, "weight_bytes", "variant", "action_bytes")
+_NEW_FIELDS = (*_SECONDS_OF_HALVES, "weight_bytes", "variant", "compile_seconds", "action_bytes")
 """Of layers and observations, since profile/2; left out of a file where they are None."""
 
 
@@ -153,9 +153,9 @@ class Observation:
 
     `input` describes the input's size (a shape, or names to shapes). `parallel` is the kind ("none",
     "data", "tensor") and degree of parallelism inside the stage. `memory_action` is "none", "recompute" or "offload".
-    `variant` names the implementation of the layers; None: the plain one. The halves of the backward are as in
-    `LayerProfile`. `action_bytes` says which action takes how much; None: only the peak of all is known.
-    `boundary_in_bytes` and `boundary_out_bytes` cross the cuts before and behind the stage in the forward direction.
+    `variant` names the implementation of the layers; None: the plain one. `compile_seconds`: of torch.compile, if any
+    (few if on disk). The halves of the backward are as in `LayerProfile`. `action_bytes` says which action takes how
+    much; None: only the peak is known. `boundary_in_bytes` and `boundary_out_bytes` cross the cuts before and behind.
     """
 
     layers: tuple[int, int]
@@ -176,6 +176,7 @@ class Observation:
     weight_seconds: float | None = None
     weight_bytes: int | None = None
     variant: str | None = None
+    compile_seconds: float | None = None
     action_bytes: ActionBytes | None = None
 
     def __post_init__(self) -> None:
@@ -187,7 +188,7 @@ class Observation:
         _set(self, "parallel", check_parallel(self.parallel))
         fields.choice(self.memory_action, "memory_action", MEMORY_ACTIONS)
         parts = ("static_bytes", "saved_bytes", "transient_bytes", "boundary_in_bytes", "boundary_out_bytes")
-        _check_optional(self, whole=(*parts, "weight_bytes"), seconds=(*_SECONDS, *_SECONDS_OF_HALVES))
+        _check_optional(self, (*parts, "weight_bytes"), (*_SECONDS, *_SECONDS_OF_HALVES, "compile_seconds"))
         if self.variant is not None:
             fields.text(self.variant, "variant")
         if self.action_bytes is not None and not isinstance(self.action_bytes, ActionBytes):

@@ -8,14 +8,14 @@ weighs: that of a model whose layers are computed so.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.profiles.conditions import JOINED
 from varuna_capslog.profiles.record import Observation, Profile, layers_of_runs
 from varuna_capslog.profiles.runs import stage_runs
 
-__all__ = ["PLAIN", "alternatives_of", "text_of", "under", "variant_pairs"]
+__all__ = ["PLAIN", "alternatives_of", "compile_seconds", "text_of", "under", "variant_pairs"]
 
 PLAIN = "plain"
 """In rows of two layers: the one that is computed as configured."""
@@ -111,3 +111,12 @@ def _spared(rows: _Rows, layer: int, name: str) -> tuple[float, float]:
     forward = sum(row.forward_seconds or 0.0 for row in parts) - (pair.forward_seconds or 0.0)
     backward = sum(row.backward_seconds or 0.0 for row in parts) - (pair.backward_seconds or 0.0)
     return forward, backward
+
+
+def compile_seconds(profile: Profile, names: Collection[str]) -> float:
+    """What compiling took before the runs of a profile in which all layers but plain ones have one of these variants.
+
+    torch keeps code on disk, so that of several runs of a layer only the first has taken long.
+    """
+    rows = [row for row in profile.observations if row.variant is not None]
+    return sum(row.compile_seconds or 0.0 for row in rows if set((row.variant or "").split(",")) <= {PLAIN, *names})

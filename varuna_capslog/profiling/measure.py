@@ -39,8 +39,9 @@ from varuna_capslog.profiling.launches import (
 )
 from varuna_capslog.profiling.skeleton import skeleton
 from varuna_capslog.profiling.trim import TrimmedRun
-from varuna_capslog.profiling.variant_rows import VariantRun, joined_variants, variant_runs
+from varuna_capslog.profiling.variant_rows import VariantRun, allowed_variants, joined_variants, variant_runs
 from varuna_capslog.profiling.worker import FreeBytes, Given, Task, Workers
+from varuna_capslog.variants.registry import Variant
 
 __all__ = ["modules_of", "profile_config", "profile_workload"]
 
@@ -58,9 +59,9 @@ def profile_config(
         workers: processes that measure at the same time, each with a light companion; None: one per pipeline device,
             and always so many in the orders capslog and mcap, which launch pipelines.
         use_cache: take the profile of the same model and conditions that was measured before, and keep a new one.
-        variants: a numerical class: measure too what layers cost in other ways of this class or a stricter one. Such
-            runs that do the same work are carried out once, in one launch with those of the plain layers where the
-            order is packed, else in a launch behind theirs.
+        variants: a numerical class: measure too what layers cost in other ways of this class or a stricter one
+            (`variant_rows.allowed_variants`). Such runs that do the same work are carried out once, in one launch with
+            those of the plain layers where the order is packed, else in a launch behind theirs.
 
     Raises:
         DoesNotFit: a run needs more memory than there is.
@@ -76,7 +77,8 @@ def profile_config(
         progress,
         order=order,
     )
-    return _profile(workload, conditions, launch, use_cache, variants)
+    others = None if variants is None else allowed_variants(variants, config.profile.variants)
+    return _profile(workload, conditions, launch, use_cache, others)
 
 
 def profile_workload(
@@ -107,7 +109,8 @@ def profile_workload(
     conditions = conditions or RunConditions()
     conditions = replace(conditions, input=shapes_of(workload.profile_inputs(conditions.microbatch_size)))
     launch = _Launch(Given(workload), workers, threads, progress, free_bytes, order)
-    return _profile(workload, conditions, launch, use_cache=False, variants=variants)
+    others = None if variants is None else allowed_variants(variants)
+    return _profile(workload, conditions, launch, use_cache=False, variants=others)
 
 
 ORDERS = ("packed", "capslog", "mcap")
@@ -126,7 +129,11 @@ class _Launch:
 
 
 def _profile(
-    workload: Workload, conditions: RunConditions, launch: _Launch, use_cache: bool, variants: str | None
+    workload: Workload,
+    conditions: RunConditions,
+    launch: _Launch,
+    use_cache: bool,
+    variants: Sequence[Variant] | None,
 ) -> Profile:
     if conditions.device == "cuda" and not torch.cuda.is_available():
         raise CapslogError(

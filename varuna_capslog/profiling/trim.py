@@ -43,8 +43,7 @@ from varuna_capslog.profiling.program import (
 from varuna_capslog.profiling.skeleton import real_tensors
 from varuna_capslog.profiling.weighing import ActionProbe, ActionWeights, HalfWeights, Halves, Left
 from varuna_capslog.schedules import Schedule, to_strings
-from varuna_capslog.variants.registry import variant_named
-from varuna_capslog.variants.wrapped import leave_layouts
+from varuna_capslog.variants.registry import tell_readers, variant_named
 
 __all__ = [
     "HALVED_MICROBATCHES",
@@ -163,7 +162,7 @@ def trimmed_chain(chain: Chain, run: TrimmedRun, real: bool) -> Chain:
                 variant_named(name).rewrite(module)
         whole = [*(old.module for old in chain.layers[: run.first]), *modules]
         whole += [old.module for old in chain.layers[run.end :]]
-        leave_layouts(whole, [old.writes for old in chain.layers], chain.readers)
+        tell_readers(whole, [old.writes for old in chain.layers], chain.readers)
     built = [replace(old, module=new) for old, new in zip(layers, modules, strict=True)]
     enters, leaves = chain.crossing(run.first), chain.crossing(run.end)
     if run.has_upstream:
@@ -340,7 +339,7 @@ def observe(
     bytes_ = (probe.peak_bytes, meter.static_bytes, meter.saved_bytes)
     actions = weights.result(probe.end_bytes - meter.static_bytes, meter)
     row = conditions.row((run.first, run.end), (run.specs[0], run.specs[-1]), bytes_, seconds, actions)
-    return replace(row, variant=text_of(run.variants))
+    return replace(row, variant=text_of(run.variants), compile_seconds=engine.compile_seconds or None)
 
 
 def _observe_halves(engine: PipelineEngine, measured: MeasuredStage, minibatch: Minibatch, run: TrimmedRun) -> Halves:

@@ -8,7 +8,8 @@ too long.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.engine.compiling.forward import CompiledForward
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.signature import layer_signature
 from varuna_capslog.model.trace import ShapeTable, call_on, fake_operands
@@ -24,7 +26,16 @@ from varuna_capslog.model.workload import Workload
 from varuna_capslog.profiling.skeleton import real_tensors, skeleton
 from varuna_capslog.profiling.trim import dummy_inputs
 from varuna_capslog.variants.check import Difference, difference
-from varuna_capslog.variants.registry import NUMERICS, TOLERANCES, Variant, apply_variants, known_variants, matched
+from varuna_capslog.variants.registry import (
+    NUMERICS,
+    TOLERANCES,
+    Variant,
+    apply_variants,
+    known_variants,
+    matched,
+    tell_readers,
+)
+from varuna_capslog.variants.wrapped import backend_of
 
 __all__ = ["VariantCheck", "check_variants", "checked_choices", "plain_chain"]
 
@@ -146,6 +157,10 @@ class _Sizes:
         cuts = self._cuts[part]
         return None if cuts is None else tuple(cuts[layer][name] for name in self._chain.layers[layer].reads)
 
+    def unread(self, layer: int) -> list[str]:
+        """What the layer writes, and neither another one nor the loss reads."""
+        return [name for name in self._chain.layers[layer].writes if (name, layer) not in self._chain.readers]
+
     def _boundaries(self, part: int) -> list[dict[str, TensorSpec]] | None:
         if part == 1:
             return self._table.boundaries(self._inputs)
@@ -182,10 +197,15 @@ def _check(layer: Layer, name: str, sizes: _Sizes, number: int) -> VariantCheck 
             other = copy.deepcopy(plain)
             if variant.rewrite(other) is None:
                 return None
+            unread = sizes.unread(number)
+            tell_readers([other], [layer.writes], {(name, 0): (1,) for name in layer.writes if name not in unread})
+            compare = functools.partial(
+                _difference, plain, other, variant, [at for at, name in enumerate(layer.writes) if name in unread]
+            )
             try:
-                found = _difference(plain, other, list(_arguments(read, drawn=True)), variant)
+                found = compare(list(_arguments(read, drawn=True)))
             except (IndexError, RuntimeError, ValueError):  # such as numbers of classes, of which there are fewer
-                found = _difference(plain, other, list(_arguments(read, drawn=False)), variant)
+                found = compare(list(_arguments(read, drawn=False)))
     except Exception as error:  # a variant may be anybody's code
         reason = " ".join(str(error).split()) or type(error).__name__
         return VariantCheck((), (), name, "the shapes of the run", False, f"it cannot be checked: {reason}")
@@ -194,23 +214,33 @@ def _check(layer: Layer, name: str, sizes: _Sizes, number: int) -> VariantCheck 
     return replace(report, fault=f"{found.what} differs by {found.part:.1e} of the largest value")
 
 
-def _difference(plain: nn.Module, other: nn.Module, arguments: list[Tensor], variant: Variant) -> Difference:
+def _difference(
+    plain: nn.Module, other: nn.Module, variant: Variant, unread: Collection[int], arguments: list[Tensor]
+) -> Difference:
     """In float32; the gradients of a `close` variant in float64, where the layers can run in it.
 
     A layer with a ReLU has gradients that jump where a value is near 0: two right ways to add up in float32 may stand
     on both sides of it.
     """
+    compare = functools.partial(difference, unread=unread)
     if variant.numerics != "close":
-        return difference(plain, other, arguments)
+        return compare(plain, other, arguments, call=_code_of(other))
     wide = [
         one.detach().double().requires_grad_(one.requires_grad) if one.is_floating_point() else one for one in arguments
     ]
+    wide_other, code = copy.deepcopy(other).double(), _code_of(other)
     try:
-        found = difference(copy.deepcopy(plain).double(), copy.deepcopy(other).double(), wide)
+        found = compare(copy.deepcopy(plain).double(), wide_other, wide, call=_code_of(wide_other))
     except RuntimeError:  # types that the layer's code or graph fixes
-        return difference(plain, other, arguments)
-    narrow = difference(plain, other, arguments, gradients=False)
+        return compare(plain, other, arguments, call=code)
+    narrow = compare(plain, other, arguments, gradients=False, call=code)
     return max(found, narrow, key=lambda one: one.part)
+
+
+def _code_of(layer: nn.Module) -> CompiledForward | None:
+    """What a run calls in the place of a layer whose variant compiles it."""
+    backend = backend_of(layer)
+    return None if backend is None else CompiledForward(layer, backend)
 
 
 def _work(layer: Layer, read: Sequence[TensorSpec]) -> int:

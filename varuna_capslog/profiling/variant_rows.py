@@ -14,22 +14,34 @@ from typing import Any
 
 from torch import nn
 
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.signature import layer_signature
 from varuna_capslog.profiles.conditions import JOINED
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiles.variants import PLAIN, text_of, variant_pairs
 from varuna_capslog.profiling.estimate import StageEstimator, key_of_range, row_of
-from varuna_capslog.variants.registry import NUMERICS, Variant, known_variants
-from varuna_capslog.variants.wrapped import leave_layouts
+from varuna_capslog.variants.registry import NUMERICS, Variant, known_variants, tell_readers, variant_named
 
 __all__ = ["VariantRun", "allowed_variants", "joined_variants", "variant_runs", "with_variant_rows"]
 
 
-def allowed_variants(numerics: str) -> list[Variant]:
-    """Those that planners may choose whose class is this one or a stricter one."""
+def allowed_variants(numerics: str, more: Sequence[str] = ()) -> list[Variant]:
+    """Those that planners may choose whose class is this one or a stricter one.
+
+    more: names of such that are searched only where a config asks for them (`profile.variants`).
+
+    Raises CapslogError for one of these that is unknown or of a weaker class.
+    """
     classes, known = list(NUMERICS), known_variants().values()
-    return [one for one in known if one.searched and classes.index(one.numerics) <= classes.index(numerics)]
+    for one in map(variant_named, more):
+        if classes.index(one.numerics) > classes.index(numerics):
+            raise CapslogError(
+                f"profile.variants names {one.name!r}, which promises {NUMERICS[one.numerics]}, but "
+                f"numerics={numerics} allows {NUMERICS[numerics]} at most; leave it out, or set numerics={one.numerics}"
+            )
+    allowed = [one for one in known if classes.index(one.numerics) <= classes.index(numerics)]
+    return [one for one in allowed if one.searched or one.name in more]
 
 
 @dataclass(frozen=True)
@@ -61,14 +73,12 @@ class VariantRun:
         return key, self.first > 0, self.end < len(self.chain)
 
 
-def variant_runs(chain: Chain, numerics: str) -> list[VariantRun]:
-    """The runs of every variant of an allowed class that changes a layer.
+def variant_runs(chain: Chain, variants: Sequence[Variant]) -> list[VariantRun]:
+    """The runs of every one of some variants that changes a layer.
 
-    Args:
-        chain: with the plain layers; not changed.
-        numerics: the weakest class.
+    chain: with the plain layers; not changed.
     """
-    rewritten = _rewritten(chain, allowed_variants(numerics))
+    rewritten = _rewritten(chain, variants)
     alternatives: dict[int, list[str]] = {}
     for layer, name in rewritten:
         alternatives.setdefault(layer, []).append(name)
@@ -85,12 +95,12 @@ def joined_variants(runs: Sequence[VariantRun]) -> dict[str, list[str]]:
     return {JOINED: sorted(names)} if names else {}
 
 
-def with_variant_rows(profile: Profile, estimator: StageEstimator, numerics: str) -> Profile:
-    """An estimated profile with rows of all `variant_runs`.
+def with_variant_rows(profile: Profile, estimator: StageEstimator, variants: Sequence[Variant]) -> Profile:
+    """An estimated profile with rows of all `variant_runs`, but for variants whose costs no estimate knows.
 
     profile: of the estimator's workload.
     """
-    rows, runs = [], variant_runs(estimator.chain, numerics)
+    rows, runs = [], variant_runs(estimator.chain, [one for one in variants if one.estimated])
     for run in runs:
         row = row_of(estimator.of_chain(run.chain), run.first, run.end)
         rows.append(dataclasses.replace(row, variant=text_of(run.names)))
@@ -122,7 +132,7 @@ def _with_modules(chain: Chain, modules: Mapping[int, nn.Module]) -> Chain:
     layers = [
         dataclasses.replace(layer, module=own.get(number, layer.module)) for number, layer in enumerate(chain.layers)
     ]
-    leave_layouts([layer.module for layer in layers], [layer.writes for layer in layers], chain.readers)
+    tell_readers([layer.module for layer in layers], [layer.writes for layer in layers], chain.readers)
     return Chain(layers, chain.inputs, chain.outputs, chain.name)
 
 

@@ -23,7 +23,8 @@ def with_checked_variants(config: Config, say: Callable[[str], object] = lambda 
     """The config without the variants of layers that fail their check; the same config where all pass.
 
     Args:
-        say: told one sentence for each kind of layer whose variant fails, or was checked on smaller inputs.
+        say: told one sentence for each kind of layer whose variant fails, or was checked on smaller inputs; before
+            that, that layers are compiled.
 
     Raises:
         CapslogError: an unknown variant, a pattern that matches nothing, a class that `numerics` does not allow.
@@ -33,6 +34,8 @@ def with_checked_variants(config: Config, say: Callable[[str], object] = lambda 
     from varuna_capslog.model.workload import load_workload
     from varuna_capslog.profiling.variant_check import checked_choices
 
+    if "compiled" in config.variants.values():
+        say("layers are compiled to check them, which may take minutes the first time; torch keeps the code on disk")
     passed, checks = checked_choices(load_workload(config), config.train.microbatch_size)
     for one in checks:
         if one.fault or one.smaller:

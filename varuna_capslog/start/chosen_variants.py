@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from varuna_capslog.base.units import format_bytes
@@ -17,7 +17,7 @@ from varuna_capslog.planners import BUDGET
 from varuna_capslog.planning.layerwise import budget_plan, check_memory, judged_whole, layerwise_plan
 from varuna_capslog.planning.variant_search import VariantChoice, choose_variants
 from varuna_capslog.plans.plan import Plan
-from varuna_capslog.profiles.variants import alternatives_of
+from varuna_capslog.profiles.variants import alternatives_of, compile_seconds
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.start.default_planner import with_defaults
 from varuna_capslog.start.layerwise_start import asks_layerwise, configured_link
@@ -27,7 +27,22 @@ if TYPE_CHECKING:
     from varuna_capslog.profiles.record import Profile
     from varuna_capslog.profiling.estimate import Memo
 
-__all__ = ["may_choose", "with_chosen_variants"]
+__all__ = ["may_choose", "say_what_is_not_estimated", "with_chosen_variants"]
+
+
+def say_what_is_not_estimated(config: Config, say: Callable[[str], object]) -> None:
+    """Of a config whose profile is estimated: that some of its own variants count as the layers without them."""
+    unknown = _not_estimated(sorted(set(config.variants.values()))) if config.profile.source == "estimated" else ""
+    if unknown:
+        say(f"{unknown}, so the estimate is of these layers without it; profile.source=measured measures them")
+
+
+def _not_estimated(names: Iterable[str]) -> str:
+    from varuna_capslog.variants.registry import known_variants
+
+    known = known_variants()
+    unknown = [name for name in names if name in known and not known[name].estimated]
+    return f"no estimate knows what layers cost as {' or '.join(unknown)}" if unknown else ""
 
 
 def may_choose(config: Config) -> bool:
@@ -63,7 +78,7 @@ def with_chosen_variants(
     from varuna_capslog.profiling.variant_check import check_variants, plain_chain
 
     workload, refused = load_workload(config), dict[int, list[str]]()
-    full = profile if memo is None else _estimated(config, profile, memo)
+    full = profile if memo is None else _estimated(config, profile, memo, say)
     while alternatives_of(full):
         found = _searched(decided, full, link)
         checks = check_variants(
@@ -75,20 +90,25 @@ def with_chosen_variants(
             for layer in one.layers:
                 refused.setdefault(layer, []).append(one.variant)
         if not failed:
-            say(_sentence(config, profile, found))
+            say(_sentence(config, full, found))
             chosen = {f"#{layer}": name for layer, name in found.chosen.items()}
             return config.model_copy(update={"variants": chosen})
         full = _without(full, refused)
     return config
 
 
-def _estimated(config: Config, profile: Profile, memo: Memo) -> Profile:
+def _estimated(config: Config, profile: Profile, memo: Memo, say: Callable[[str], object]) -> Profile:
     """The profile with rows of variants; without any where the layers are those of factories."""
     from varuna_capslog.profiling.estimate import StageEstimator
-    from varuna_capslog.profiling.variant_rows import with_variant_rows
+    from varuna_capslog.profiling.variant_rows import allowed_variants, with_variant_rows
 
     estimator = StageEstimator.of_config(config, memo)
-    return profile if estimator.chain.factories is not None else with_variant_rows(profile, estimator, config.numerics)
+    if estimator.chain.factories is not None:
+        return profile
+    allowed = allowed_variants(config.numerics, config.profile.variants)
+    if unknown := _not_estimated(one.name for one in allowed):
+        say(f"{unknown}, so these ways are not weighed; set profile.source=measured")
+    return with_variant_rows(profile, estimator, allowed)
 
 
 def _without(profile: Profile, refused: Mapping[int, Sequence[str]]) -> Profile:
@@ -129,7 +149,19 @@ def _sentence(config: Config, profile: Profile, found: VariantChoice) -> str:
         f"{name} for {count} of {size} layers ({_range(profile, found, name)})" for name, count in counts.items()
     )
     how = "of all choices" if found.every else f"of the {found.weighed} choices that were weighed"
-    return f"variants ({config.numerics}): {what}; {_gain(found)}; the best {how}"
+    return f"variants ({config.numerics}): {what}; {_gain(found)}; the best {how}{_compiling(profile, found)}"
+
+
+def _compiling(profile: Profile, found: VariantChoice) -> str:
+    """What compiling costs, where a chosen variant compiles."""
+    spent = compile_seconds(profile, set(found.chosen.values()))
+    if not spent:
+        return ""
+    step, plain = found.plan.step_seconds, found.plain.step_seconds
+    gains = (
+        "" if step is None or plain is None or step >= plain else f", the gain of {spent / (plain - step):.0f} steps"
+    )
+    return f"; compiling took {spent:.0f} s while the layers were measured{gains}, and torch keeps the code on disk"
 
 
 def _range(profile: Profile, found: VariantChoice, name: str) -> str:

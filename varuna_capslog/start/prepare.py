@@ -155,7 +155,7 @@ def profile_and_variants(
 
     say: told what is chosen, and what it gains.
     """
-    from varuna_capslog.start.chosen_variants import may_choose, with_chosen_variants
+    from varuna_capslog.start.chosen_variants import may_choose, say_what_is_not_estimated, with_chosen_variants
 
     before = config.run_dir / "config.yaml"
     if config.resume != "never" and before.exists() and any((config.run_dir / "checkpoints").glob("step-*")):
@@ -163,6 +163,7 @@ def profile_and_variants(
         if kept.numerics == config.numerics and not config.variants:
             config = config.model_copy(update={"variants": kept.variants})
             return config, profile_run(config, show, memo)
+    say_what_is_not_estimated(config, say)
     measured = config.numerics if memo is None and may_choose(config) else None
     profile = profile_run(config, show, memo, measured)
     chosen = with_chosen_variants(config, profile, memo, link, say)

@@ -9,21 +9,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 __all__ = [
     "AttentionCore",
     "ChunkedAttention",
     "EagerAttention",
     "SdpaAttention",
+    "SdpaEfficientAttention",
+    "SdpaFlashAttention",
+    "SdpaMathAttention",
     "SplitKeysAttention",
+    "chunks",
     "merged",
     "put_in",
+    "wide_type",
 ]
 
 QUERIES = 256
@@ -133,9 +140,9 @@ class _SoftmaxAndSum(torch.autograd.Function):
         maps = logits.softmax(-1)
         ctx.save_for_backward(maps)
         if not logits.shape[-1]:
-            return maps, logits.new_full(logits.shape[:-1], -math.inf, dtype=_wide(maps))
+            return maps, logits.new_full(logits.shape[:-1], -math.inf, dtype=wide_type(maps))
         # the largest entry of a softmax is 1 / the sum of exp(logit - the largest)
-        return maps, logits.amax(-1).to(_wide(maps)) - maps.amax(-1).to(_wide(maps)).log()
+        return maps, logits.amax(-1).to(wide_type(maps)) - maps.amax(-1).to(wide_type(maps)).log()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -148,7 +155,13 @@ class _SoftmaxAndSum(torch.autograd.Function):
 
 
 class SdpaAttention(AttentionCore):
-    """`torch.nn.functional.scaled_dot_product_attention`, whose kernels keep no map."""
+    """`torch.nn.functional.scaled_dot_product_attention`, whose kernels keep no map.
+
+    Attributes:
+        kernels: it may choose among; (): all that torch has.
+    """
+
+    kernels: tuple[SDPBackend, ...] = ()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None = None) -> Tensor:
         """See `AttentionCore`."""
@@ -160,7 +173,26 @@ class SdpaAttention(AttentionCore):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
         rate = self.rate if self.training else 0.0
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=rate, scale=scale)
+        with sdpa_kernel(list(self.kernels)) if self.kernels else nullcontext():
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=rate, scale=scale)
+
+
+class SdpaMathAttention(SdpaAttention):
+    """`SdpaAttention` by matrices, whose maps are kept."""
+
+    kernels = (SDPBackend.MATH,)
+
+
+class SdpaEfficientAttention(SdpaAttention):
+    """`SdpaAttention` by the memory-efficient kernel; by matrices on a device, or for types, that it is not for."""
+
+    kernels = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+
+
+class SdpaFlashAttention(SdpaAttention):
+    """`SdpaAttention` by the flash kernel; by matrices on a device, or for types or masks, that it is not for."""
+
+    kernels = (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)
 
 
 class ChunkedAttention(AttentionCore):
@@ -227,11 +259,11 @@ class _InChunks(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, how: _How) -> tuple[Tensor, Tensor]:
         ctx.how, ctx.random = how, _random_state(q) if how.rate else None
         found = q.new_empty(*q.shape[:2], v.shape[-1])
-        most, sums = (q.new_empty(*q.shape[:2], 1, dtype=_wide(q)) for _ in range(2))
+        most, sums = (q.new_empty(*q.shape[:2], 1, dtype=wide_type(q)) for _ in range(2))
         with torch.autocast(q.device.type, enabled=False):
-            for rows in _chunks(q.shape[1], how.queries):
+            for rows in chunks(q.shape[1], how.queries):
                 merging = _Merged(found[:, rows], most[:, rows], sums[:, rows])
-                for columns in _chunks(k.shape[1], how.keys):
+                for columns in chunks(k.shape[1], how.keys):
                     logits = _logits(q[:, rows], k[:, columns], bias, rows, columns, how.heads)
                     merging.add(logits, v[:, columns], how.rate)
                 merging.finish()
@@ -243,14 +275,14 @@ class _InChunks(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor | None, of_seen: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, bias, found, most, sums = ctx.saved_tensors
-        wide, how, parts = _wide(q), ctx.how, _chunks(k.shape[1], ctx.how.keys)
+        wide, how, parts = wide_type(q), ctx.how, chunks(k.shape[1], ctx.how.keys)
         gradient = torch.zeros_like(found) if gradient is None else gradient
         of_q, of_k, of_v = (torch.zeros_like(one, dtype=wide) for one in (q, k, v))
         devices = [q.device] if q.is_cuda else []
         with torch.autocast(q.device.type, enabled=False), torch.random.fork_rng(devices, enabled=how.rate > 0):
             if how.rate:
                 _set_random_state(q, ctx.random)
-            for rows in _chunks(q.shape[1], how.queries):
+            for rows in chunks(q.shape[1], how.queries):
                 part, upper = q[:, rows], gradient[:, rows]
                 # the row's sum of of_maps * maps over all keys
                 of_row = (upper.to(wide) * found[:, rows].to(wide)).sum(-1, keepdim=True)
@@ -308,11 +340,13 @@ class _Merged:
             self._out.copy_(self._total / self._sums)
 
 
-def _chunks(count: int, size: int) -> list[slice]:
+def chunks(count: int, size: int) -> list[slice]:
+    """The parts of so many things, `size` in each but the last."""
     return [slice(begin, min(begin + size, count)) for begin in range(0, count, size)]
 
 
-def _wide(q: Tensor) -> torch.dtype:
+def wide_type(q: Tensor) -> torch.dtype:
+    """In which sums over a tensor are made: float32 for one of 16 bits, else its own."""
     return torch.float32 if q.dtype in _HALVES else q.dtype
 
 
@@ -325,7 +359,7 @@ def _logits(
     part: Tensor, k: Tensor, bias: Tensor | None, rows: slice, columns: slice, heads: tuple[int, int]
 ) -> Tensor:
     """[N, rows, columns], float32 for halves."""
-    logits = torch.bmm(part, k.transpose(1, 2)).to(_wide(part))
+    logits = torch.bmm(part, k.transpose(1, 2)).to(wide_type(part))
     if bias is not None:
         own = bias[:, :, rows if bias.shape[2] > 1 else slice(None), columns if bias.shape[3] > 1 else slice(None)]
         logits.unflatten(0, heads).add_(own)

@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from varuna_capslog.variants.attention import AttentionCore, put_in
 
-__all__ = ["attention_everywhere"]
+__all__ = ["attention_everywhere", "take_graph"]
 
 _ATEN = torch.ops.aten
 _SCALED = {_ATEN.mul.Tensor: 1, _ATEN.div.Tensor: -1}
@@ -81,8 +81,12 @@ def _replace(module: fx.GraphModule, kind: type[AttentionCore]) -> None:
             last.replace_all_uses_with(graph.call_module(name, (place.q, place.k, place.v, place.bias)))
         for node in reversed(place.nodes):
             graph.erase_node(node)
-    # A module and its copies share one class with the code of the graph, so this one gets a class of its own. Of what
-    # it holds nothing changes: neither the parameters nor their order.
+    take_graph(module, graph)
+
+
+def take_graph(module: fx.GraphModule, graph: fx.Graph) -> None:
+    """Runs this graph from now on; of what the module holds nothing changes, neither the parameters nor their order."""
+    # a module and its copies share one class with the code of the graph, so this one gets a class of its own
     built = type(module).__mro__[1](module, graph)
     held = ("_modules", "_parameters", "_buffers", "training")
     vars(module).update({name: value for name, value in vars(built).items() if name not in held})

@@ -6,8 +6,9 @@ and runs on the CPU, in the types of the tensors it is given.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,14 @@ class Difference:
     part: float
 
 
-def difference(plain: nn.Module, other: nn.Module, arguments: Sequence[Tensor], gradients: bool = True) -> Difference:
+def difference(
+    plain: nn.Module,
+    other: nn.Module,
+    arguments: Sequence[Tensor],
+    gradients: bool = True,
+    call: Callable[..., Any] | None = None,
+    unread: Collection[int] = (),
+) -> Difference:
     """Runs both layers forward and backward on the same values.
 
     Outputs are compared by max|a - b| / max|b|, gradients by max|a - b| / max(max|b|, 1e-3 of the largest gradient of
@@ -39,12 +47,17 @@ def difference(plain: nn.Module, other: nn.Module, arguments: Sequence[Tensor], 
         plain, other: with the same parameters' names and values; both get their mode set.
         arguments: what the layer is called with; those that require a gradient are compared by it as well.
         gradients: compare them too.
+        call: what runs in the place of `other`, such as its compiled code; None: the module itself.
+        unread: numbers of outputs that nobody reads: they are not compared, and have no gradient.
 
     Raises:
         Exception: whatever one of the layers raises on these arguments.
     """
     trains = not _is_random(plain, arguments)
-    of_plain, of_other = (_results(layer.train(trains), arguments, gradients) for layer in (plain, other))
+    of_plain, of_other = (
+        _results(layer.train(trains), run or layer, arguments, gradients, unread)
+        for layer, run in ((plain, None), (other, call))
+    )
     greatest = max([_size(value) for name, value in of_plain if name.startswith("the gradient")], default=0.0)
     worst = Difference("every tensor", 0.0)
     for (name, expected), (_, found) in zip(of_plain, of_other, strict=True):
@@ -74,24 +87,28 @@ def _is_random(layer: nn.Module, arguments: Sequence[Tensor]) -> bool:
     return not all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def _outputs(layer: nn.Module, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _outputs(layer: Callable[..., Any], arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
     # a layer may work in place on what it is given
     result = layer(*(argument.clone() for argument in arguments))
     return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
-def _results(layer: nn.Module, arguments: Sequence[Tensor], with_gradients: bool) -> list[tuple[str, Tensor | None]]:
+def _results(
+    layer: nn.Module,
+    call: Callable[..., Any],
+    arguments: Sequence[Tensor],
+    with_gradients: bool,
+    unread: Collection[int],
+) -> list[tuple[str, Tensor | None]]:
     """Names and values of all that is compared; None: no gradient."""
     given = [argument.detach().clone().requires_grad_(argument.requires_grad) for argument in arguments]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        outputs = _outputs(layer, given)
-        found: list[tuple[str, Tensor | None]] = [
-            (f"output {number}", output.detach()) for number, output in enumerate(outputs)
-        ]
+        outputs = {number: one for number, one in enumerate(_outputs(call, given)) if number not in unread}
+        found: list[tuple[str, Tensor | None]] = [(f"output {number}", one.detach()) for number, one in outputs.items()]
         wanted = [(f"input {number}", one) for number, one in enumerate(given) if one.requires_grad]
         wanted += [(name, one) for name, one in layer.named_parameters() if one.requires_grad]
-        ends = [output for output in outputs if output.requires_grad]
+        ends = [one for one in outputs.values() if one.requires_grad]
         if with_gradients and ends and wanted:
             torch.manual_seed(1)
             # not randn_like, whose values follow the memory of the output

@@ -13,14 +13,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib.metadata import entry_points
+from typing import Any
 
 from torch import nn
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.variants.attention import ChunkedAttention, EagerAttention, SdpaAttention, SplitKeysAttention
+from varuna_capslog.variants.attention import (
+    ChunkedAttention,
+    EagerAttention,
+    SdpaAttention,
+    SdpaEfficientAttention,
+    SdpaFlashAttention,
+    SdpaMathAttention,
+    SplitKeysAttention,
+)
 from varuna_capslog.variants.captured import attention_everywhere
-from varuna_capslog.variants.wrapped import in_bfloat16, in_channels_last
+from varuna_capslog.variants.chunked_loss import chunked_loss, leave_logits
+from varuna_capslog.variants.wrapped import compiled, in_bfloat16, in_channels_last, leave_layouts, without_onednn
 
 __all__ = [
     "NUMERICS",
@@ -31,6 +41,7 @@ __all__ = [
     "layers_meant",
     "matched",
     "register",
+    "tell_readers",
     "variant_named",
 ]
 
@@ -50,7 +61,9 @@ class Variant:
         numerics: its class, a key of `NUMERICS`.
         rewrite: changes a layer's module in place; returns how many parts it changed, and None where the layer has
             nothing that the variant is for.
-        searched: planners may choose it, which takes runs of every layer that it is for; else a config alone.
+        searched: planners may choose it, which takes runs of every layer that it is for; else only where
+            `profile.variants` of a config names it, or where its `variants` choose it.
+        estimated: an estimate knows what it costs; else planners choose it by measured profiles alone.
         joined: between neighbours that have it a conversion falls away, so that together they take less than alone.
     """
 
@@ -59,6 +72,7 @@ class Variant:
     rewrite: Callable[[nn.Module], int | None]
     searched: bool = True
     joined: bool = False
+    estimated: bool = True
 
     def __post_init__(self) -> None:
         fields.text(self.name, "name of a variant")
@@ -72,14 +86,22 @@ _ATTENTION = {
     "sdpa": SdpaAttention,
     "chunked": ChunkedAttention,
     "split-keys": SplitKeysAttention,
+    "sdpa-math": SdpaMathAttention,
+    "sdpa-efficient": SdpaEfficientAttention,
+    "sdpa-flash": SdpaFlashAttention,
 }
+_SEARCHED = ("eager", "sdpa", "chunked")
+"""Of these; the others are for users who know why: what they gain, if anything, `chunked` or `sdpa` mostly do too."""
 _registered: dict[str, Variant] = {
     **{
-        name: Variant(name, "close", functools.partial(attention_everywhere, kind=kind), name != "split-keys")
+        name: Variant(name, "close", functools.partial(attention_everywhere, kind=kind), name in _SEARCHED)
         for name, kind in _ATTENTION.items()
     },
     "channels-last": Variant("channels-last", "close", in_channels_last, joined=True),
     "bfloat16": Variant("bfloat16", "loose", in_bfloat16),
+    "chunked-loss": Variant("chunked-loss", "close", chunked_loss),
+    "compiled": Variant("compiled", "close", compiled, searched=False, estimated=False),
+    "onednn-off": Variant("onednn-off", "close", without_onednn, searched=False, estimated=False),
 }
 
 
@@ -196,3 +218,20 @@ def apply_variants(
                 "it out, or name other layers"
             )
     return found
+
+
+def tell_readers(
+    layers: Sequence[nn.Module], writes: Sequence[Sequence[str]], readers: Mapping[Any, Sequence[int]]
+) -> None:
+    """Tells the layers of one chain, some of them rewritten, who reads what they write: layouts that neighbours share
+    are left as they are, and logits that nobody reads are not made whole.
+
+    What a layer computes does not depend on it, nor does it on cuts.
+
+    Args:
+        layers: all of the chain.
+        writes: the names of what each writes, in order.
+        readers: (name, layer that writes it) -> the layers that read it, rising; the loss is the one behind the last.
+    """
+    leave_layouts(layers, writes, readers)
+    leave_logits(layers, writes, readers)

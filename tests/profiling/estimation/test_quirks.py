@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.profiling.workloads import Equal, Megabytes
 from varuna_capslog.base.errors import CapslogError
@@ -19,6 +20,7 @@ from varuna_capslog.profiling.estimation.lifetimes import Lifetimes
 from varuna_capslog.profiling.estimation.quirks import QUIRKS, Quirks
 
 N = 1 << 16
+MATH, EFFICIENT = SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION
 
 
 def peak(device: str, program: Callable[[], object]) -> tuple[int, set[str]]:
@@ -62,6 +64,9 @@ def fused_attention() -> None:
         on_cuda, seen = peak("cuda", attend)
         assert on_cuda < maps / 8
         assert "_scaled_dot_product_efficient_attention" in seen
+    for backends, taken in (([MATH, EFFICIENT], "_scaled_dot_product_efficient_attention"), ([MATH], "_safe_softmax")):
+        with sdpa_kernel(backends):
+            assert taken in peak("cuda", functools.partial(F.scaled_dot_product_attention, q, q, q))[1]
     half = q.detach().bfloat16().requires_grad_()
     _, seen = peak("cuda", lambda: F.scaled_dot_product_attention(half, half, half).sum().backward())
     assert "_scaled_dot_product_flash_attention_backward" in seen

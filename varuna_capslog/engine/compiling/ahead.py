@@ -1,8 +1,8 @@
 """Compiles one rank's layers, one by one (engine rule 4), before the first step that needs them.
 
-The engine calls it where `train.compile` names a backend. Every process that runs a layer compiles the same graph for
-the same shapes, whatever the cuts are, so that the bits stay those of one process. Nothing is compiled inside a step,
-where the other ranks would wait for it.
+The engine calls it where `train.compile` names a backend, or some layers' variant compiles them. Every process that
+runs a layer compiles the same graph for the same shapes, whatever the cuts are, so that the bits stay those of one
+process. Nothing is compiled inside a step, where the other ranks would wait for it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from varuna_capslog.engine.compiling.forward import CompiledForward, check_backe
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.model.chain import Chain, TensorSpec, Value
 from varuna_capslog.model.workload import Minibatch
+from varuna_capslog.variants.wrapped import backend_of
 
 __all__ = ["LayerCompiler"]
 
@@ -33,19 +34,35 @@ class LayerCompiler:
     A layer that keeps running statistics stays as it is, since these are collected by hooks around its modules.
 
     Args:
+        backend: for all layers; None: those whose variant compiles them alone, each with its own.
         layers: of this rank; those that were compiled for an earlier engine stay so.
+        says: how long it took, on rank 0; False for a run whose observer asks.
+
+    Attributes:
+        seconds: that compiling has taken so far.
 
     Raises:
         CapslogError: an unknown backend.
     """
 
-    def __init__(self, backend: str, chain: Chain, layers: Sequence[EngineLayer], communicator: Communicator) -> None:
-        check_backend(backend)
+    def __init__(
+        self,
+        backend: str | None,
+        chain: Chain,
+        layers: Sequence[EngineLayer],
+        communicator: Communicator,
+        says: bool = True,
+    ) -> None:
+        if backend is not None:
+            check_backend(backend)
         self._backend, self._reads, self._communicator = backend, chain.reads, communicator
         self._met: set[Any] = set()
+        self._says = says
+        self.seconds = 0.0
         for layer in layers:
-            if not layer.statistics and layer.compiled is None:
-                layer.compiled = CompiledForward(layer.layer.module, backend)
+            own = backend or backend_of(layer.layer.module)
+            if own is not None and not layer.statistics and layer.compiled is None:
+                layer.compiled = CompiledForward(layer.layer.module, own)
 
     def prepare(
         self, minibatch: Minibatch, stages: Callable[[], Iterable[tuple[Sequence[EngineLayer], Calls]]]
@@ -65,7 +82,7 @@ class LayerCompiler:
         self._communicator.together(lambda: self._compile(stages()))
 
     def _compile(self, stages: Iterable[tuple[Sequence[EngineLayer], Calls]]) -> None:
-        begun, done, count = time.perf_counter(), set(), 0
+        begun, done, count, names = time.perf_counter(), set(), 0, dict[str, None]()
         for layers, calls in stages:
             for specs in calls:
                 for layer in layers:
@@ -74,11 +91,14 @@ class LayerCompiler:
                     if layer.compiled is not None and key not in done:
                         done.add(key)
                         self._try(layer, reads)
+                        names[layer.compiled.backend] = None
                         count += 1
-        if count and self._communicator.rank == 0:
+        spent = time.perf_counter() - begun
+        self.seconds += spent
+        if count and self._says and self._communicator.rank == 0:
             sys.stdout.write(
-                f"rank 0 has compiled {count} layers and sizes with {self._backend} in "
-                f"{time.perf_counter() - begun:.1f} s, as every rank has its own\n"
+                f"rank 0 has compiled {count} layers and sizes with {', '.join(names)} in {spent:.1f} s, as every rank "
+                "has its own\n"
             )
 
     def _try(self, layer: EngineLayer, reads: Mapping[str, TensorSpec]) -> None:
@@ -93,8 +113,11 @@ class LayerCompiler:
         except Exception as error:  # the backend's own, of any library
             cause = getattr(error, "inner_exception", error)  # of torch's own, what the backend raised
             reason = next((line.strip() for line in str(cause).splitlines() if line.strip()), "")
+            what, advice = "variant 'compiled'", "leave it out of the layers that have this variant"
+            if self._backend is not None:
+                what = f"train.compile={self._backend!r}"
+                advice = "choose another backend, or null, which runs the layers as they are"
             raise CapslogError(
-                f"layer {layer.name!r} cannot be compiled with train.compile={self._backend!r} "
-                f"({type(cause).__name__}: {reason[:300]}); choose another backend, or null, which runs the layers as "
-                "they are"
+                f"layer {layer.name!r} cannot be compiled with {what} ({type(cause).__name__}: {reason[:300]}); "
+                f"{advice}"
             ) from error

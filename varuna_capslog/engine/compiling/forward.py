@@ -1,6 +1,7 @@
 """One layer as torch.compile makes it, with code that does not depend on what else its process has run.
 
-`ahead` makes it, and `layers` calls it in training. Nothing here decides which layers are compiled.
+`ahead` makes it, and `layers` calls it in training; so does the check of a variant that compiles
+(`profiling/variant_check`). Nothing here decides which layers are compiled.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class CompiledForward:
     """
 
     def __init__(self, module: torch.nn.Module, backend: str) -> None:
+        self.backend = backend
         self._call = torch.compile(module, backend=backend, dynamic=False)
         self._limits = torch._dynamo.config.patch(
             recompile_limit=_MOST_VERSIONS,

@@ -29,7 +29,7 @@ __all__ = [
     "Quirks",
 ]
 
-QUIRKS_VERSION = 8
+QUIRKS_VERSION = 9
 """Raised whenever an entry, or what an estimate tells, changes; a condition of every estimated profile."""
 
 _aten = torch.ops.aten
@@ -74,7 +74,8 @@ QUIRKS = {
     "fused attention": Quirk(
         ("cuda",),
         "scaled_dot_product_attention takes the flash kernel for 16-bit inputs without a mask, else the "
-        "memory-efficient one, which also drops out; the CPU's falls back to plain matrices when it must drop out.",
+        "memory-efficient one, which also drops out, and plain matrices where neither is allowed; the CPU's falls back "
+        "to these when it must drop out.",
     ),
     "autocast to float32": Quirk(
         ("cuda",),
@@ -233,8 +234,13 @@ def _fused_attention(
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
-    if attn_mask is None and query.dtype in (torch.float16, torch.bfloat16):
+    allowed = torch.backends.cuda  # by `torch.nn.attention.sdpa_kernel`
+    if allowed.flash_sdp_enabled() and attn_mask is None and query.dtype in (torch.float16, torch.bfloat16):
         return _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    if not allowed.mem_efficient_sdp_enabled():
+        return _aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale
+        )[0]
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
