@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import platform
+import queue
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -206,7 +207,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
             if error is not None:
                 raise SystemExit(f"rank {rank} failed: {error}")
             found[rank] = value
-        except multiprocessing.queues.Empty:
+        except queue.Empty:
             ended = {rank: process.exitcode for rank, process in enumerate(processes) if process.exitcode}
             if ended:
                 raise SystemExit(f"ranks ended without an error of their own, with status {ended}") from None

@@ -91,7 +91,8 @@ class Both:
 
     def score(self, outputs_of: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> dict[str, Any]:
         """COCO's numbers on the validation pictures."""
-        data, evaluator = self.workload.val_data(), self.workload.evaluator()
+        data = self.workload.val_data()
+        evaluator: Any = self.workload.evaluator()
         assert data is not None
         assert evaluator is not None
         evaluator.detections_path = None

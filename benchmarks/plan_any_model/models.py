@@ -68,7 +68,7 @@ def t5_large() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     return T5ForConditionalGeneration(
-        T5Config(
+        T5Config(  # type: ignore[call-arg]
             d_model=1024,
             d_ff=4096,
             num_layers=24,

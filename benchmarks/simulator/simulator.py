@@ -180,11 +180,12 @@ def _engine(
     values = {key: _values(spec) for key, spec in specs.items()}
     owned = sum(p.numel() * p.itemsize for layer in engine.layers for p in layer.parameters.values())
     costs: dict[str, Any] = {"parameter_bytes": owned, "update_seconds": []}
-    norms, apply = engine._squared_norms, engine.optimizer.step
+    book = engine._gradients
+    norms, apply = book.squared_norms, engine.optimizer.step
 
-    def timed_norms() -> Tensor:
+    def timed_norms(layers: Sequence[int]) -> dict[int, Tensor]:
         began = time.perf_counter()
-        result = norms()
+        result = norms(layers)
         costs["update_seconds"].append(time.perf_counter() - began)
         return result
 
@@ -194,7 +195,7 @@ def _engine(
         costs["update_seconds"][-1] += time.perf_counter() - began
         return result
 
-    engine._squared_norms = timed_norms  # type: ignore[method-assign]
+    book.squared_norms = timed_norms  # type: ignore[method-assign]
     engine.optimizer.step = timed_apply  # type: ignore[method-assign]
     steps = itertools.count(1)
     return lambda: train_step(engine, next(steps), minibatch, lambda _: values), costs

@@ -36,7 +36,7 @@ def gpt2() -> tuple[nn.Module, dict[str, Tensor]]:
     """4 blocks of width 128, eager attention."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(
+    config = GPT2Config(  # type: ignore[call-arg]
         n_embd=128,
         n_layer=4,
         n_head=4,
@@ -53,7 +53,7 @@ def bert() -> tuple[nn.Module, dict[str, Tensor]]:
     """4 layers of width 128, eager attention, with the head for masked tokens."""
     from transformers import BertConfig, BertForMaskedLM
 
-    config = BertConfig(
+    config = BertConfig(  # type: ignore[call-arg]
         vocab_size=2048, hidden_size=128, num_hidden_layers=4, num_attention_heads=4, intermediate_size=512,
         attn_implementation="eager",
     )  # fmt: skip

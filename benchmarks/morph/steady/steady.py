@@ -131,7 +131,8 @@ def main() -> None:
                 )
             run.wait_for(8)  # past the step in which peaks are measured
             run.signal(signal.SIGSTOP)
-        stack.callback(lambda: [run.signal(signal.SIGKILL) for run in runs.values()])
+        for run in runs.values():
+            stack.callback(run.signal, signal.SIGKILL)
         base = given.runs[0]
         turns: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
         for number in range(rounds):
@@ -176,15 +177,16 @@ def protected_bytes(config_path: Path, overrides: list[str], devices: int) -> di
     from varuna_capslog.config.reading import load_config
     from varuna_capslog.model.workload import load_workload
     from varuna_capslog.training import layer_state
-    from varuna_capslog.training.run_setup import build_chain
+    from varuna_capslog.training.run_setup import set_up_run
 
     sys.path.insert(0, str(HERE))
     config = load_config(config_path, [f"pipeline.devices={devices}", "elastic.enabled=true", *overrides])
-    chain, _ = build_chain(config, load_workload(config))
+    setup = set_up_run(config, load_workload(config))
+    chain, recipe = setup.chain, setup.options.recipe
     parameters = [p for layer in chain.layers for p in layer.module.parameters()]
     return {
         "layers": len(chain),
-        "state_bytes": sum(layer_state.size_of(chain, index) for index in range(len(chain))),
+        "state_bytes": sum(layer_state.size_of(chain, index, recipe) for index in range(len(chain))),
         "copied_bytes_per_step": sum(p.numel() * p.element_size() for p in parameters if p.requires_grad),
     }
 
