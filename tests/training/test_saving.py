@@ -255,15 +255,15 @@ def test_a_write_that_fails_under_torch_says_why(tmp_path: Path) -> None:
 def test_ranks_wait_for_a_rank_whose_disk_is_slower_than_the_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shared file system may take half a second for each sync; the others took rank 0 for lost while it gave the
+    """A shared file system may take a second for each sync; the others took rank 0 for lost while it gave the
     checkpoint its name.
     """
     sync = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda descriptor: (time.sleep(0.5), sync(descriptor)))
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (time.sleep(0.8), sync(descriptor)))
     store, paths = dist.HashStore(), {}
 
     def take_part(rank: int) -> None:
-        group = connect_group(store, "slow", rank, 2, timeout_seconds=1.0)
+        group = connect_group(store, "slow", rank, 2, timeout_seconds=2.0)
         nothing = SimpleNamespace(reporter=None, name="c", layers=(), shared=())
         engine = SimpleNamespace(communicator=group, layers=(), layout=nothing, optimizer=None, chain=nothing)
         paths[rank] = Saving(tmp_path, 3, 1, engine, {}, copies=None).complete()  # type: ignore[arg-type]
