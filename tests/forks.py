@@ -33,6 +33,7 @@ _IMPORTED_ONCE = [
     "varuna_capslog.start.prepare",
     "varuna_capslog.elastic.member.pipeline_work",
     "transformers.models.rt_detr.modeling_rt_detr",  # skipped where transformers is not installed
+    "tests.frozen",
 ]
 
 

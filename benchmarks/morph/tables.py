@@ -164,7 +164,7 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "steady": steady,
     "recipes": recipes,
 }
-_NEWEST = {"planned": 3, "crash": 3, "join": 3, "equality": 1000, "steady": 6, "recipes": 1000}
+_NEWEST = {"planned": 3, "crash": 3, "join": 3, "equality": 1000, "steady": 10, "recipes": 1000}
 
 
 def fill(readme: Path, tables: str) -> None:
