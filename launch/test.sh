@@ -7,7 +7,7 @@ usage() {
 usage: launch/test.sh [PYTEST ARGUMENTS ...]
 
 Installs the package with its extras all and test into .venv (unless that was done) and runs the tests. At the end the skipped
-tests are listed, one line per reason, those that need outside data by name. Five files at a time are run: many tests
+tests are listed, one line per reason, those that need outside data by name. Six files at a time are run: many tests
 start processes and wait for them.
 
   CAPSLOG_DATA   folder with outside data sets (bccd/, coco-eval-100/); tests that need one are skipped without it
@@ -24,4 +24,4 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # hundreds of processes import the package, each of which would compile it first
 unset PYTHONDONTWRITEBYTECODE
 .venv/bin/python -m compileall -q -j 2 varuna_capslog detr_pipeline tests
-exec .venv/bin/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder "$@"
+exec .venv/bin/python -m pytest -n 6 --dist loadfile --no-loadscope-reorder "$@"

@@ -22,19 +22,30 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that is killed 
 
 LONGEST = (
     "test_torchrun.py",
-    "test_faults.py",
-    "commands/test_chaos.py",
-    "elastic/test_launchers.py",
-    "start/test_elastic_host.py",
-    "elastic/store/test_etcd_store.py",
-    "elastic/script/test_script.py",
-    "start/test_given_plan.py",
     "profiling/test_estimate.py",
+    "test_faults.py",
     "profiling/test_rehearsal.py",
+    "commands/test_chaos.py",
     "rig/search/test_explore.py",
+    "elastic/test_launchers.py",
+    "reports/test_page.py",
+    "start/test_elastic_host.py",
+    "profiling/test_measure.py",
+    "elastic/store/test_etcd_store.py",
+    "model/capture/test_assign.py",
+    "elastic/script/test_script.py",
     "rig/search/test_forgetting.py",
+    "start/test_given_plan.py",
+    "start/test_prepare.py",
+    "elastic/test_live_plans.py",
+    "engine/test_detr.py",
+    "elastic/test_live.py",
+    "training/test_saving.py",
+    "start/test_replicated_start.py",
+    "rig/test_verdict.py",
 )
-"""Files that take a minute or so, and wait much. They come first, so that none of them is what the end waits for."""
+"""Files that take a minute or so. They come first, so that none of them is what the end waits for, and those that wait
+much are beside others that compute."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
