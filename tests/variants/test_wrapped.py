@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from varuna_capslog.engine.layers import EngineLayer
+from varuna_capslog.model.chain import Layer
 from varuna_capslog.variants.check import difference
 from varuna_capslog.variants.registry import TOLERANCES, known_variants
 from varuna_capslog.variants.wrapped import leave_layouts
@@ -90,6 +92,37 @@ def test_onednn_is_off_while_the_layer_works_and_on_for_its_neighbours() -> None
     with pytest.raises(RuntimeError):
         layers[1](torch.ones(1, 3))
     assert torch.backends.mkldnn.enabled
+
+
+class _Failing(torch.autograd.Function):
+    """Hands on x, and raises in the backward, as an operator does that finds no memory."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        raise RuntimeError("no memory")
+
+
+class _Unlucky(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return _Failing.apply(super().forward(x))
+
+
+def test_onednn_is_on_again_when_the_engine_drops_a_step_that_broke_off_in_the_layers_backward() -> None:
+    layer = _Unlucky(2, 2)
+    known_variants()["onednn-off"].rewrite(layer)
+    taken = EngineLayer(0, Layer("unlucky", layer), torch.device("cpu"), "float32", {})
+    try:
+        with pytest.raises(RuntimeError, match="no memory"):
+            layer(torch.ones(1, 2)).sum().backward()
+        assert not torch.backends.mkldnn.enabled
+        taken.reset()
+        assert torch.backends.mkldnn.enabled
+    finally:
+        torch.backends.mkldnn.enabled = True  # type: ignore[assignment]
 
 
 def test_between_neighbours_with_channels_last_nothing_is_converted() -> None:

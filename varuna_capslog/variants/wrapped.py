@@ -54,6 +54,23 @@ def _wide(tensor: Any) -> Any:
 
 
 class _WithoutOnednn(nn.Module):
+    inside = False
+    """An operator of its backward works, or has raised: oneDNN is off."""
+
+    def train(self, mode: bool = True) -> Any:
+        """The engine calls it where it drops a step that broke off, perhaps inside this layer's backward."""
+        if self.inside:
+            self._leave()
+        return super().train(mode)
+
+    def _enter(self, *_: Any) -> None:
+        self.inside = True
+        _switch_off()
+
+    def _leave(self, *_: Any) -> None:
+        _switch_on()
+        self.inside = False
+
     def forward(self, *tensors: Any) -> Any:
         if not torch.backends.mkldnn.enabled:  # the whole process is without it
             return super().forward(*tensors)
@@ -62,8 +79,8 @@ class _WithoutOnednn(nn.Module):
             found = super().forward(*tensors)
         if torch.is_grad_enabled():
             for node in _nodes([found] if isinstance(found, Tensor) else found, before):
-                node.register_prehook(_switch_off)
-                node.register_hook(_switch_on)
+                node.register_prehook(self._enter)
+                node.register_hook(self._leave)
         return found
 
 
@@ -76,11 +93,11 @@ def _switched_off() -> Iterator[None]:
         _switch_on()
 
 
-def _switch_off(*_: Any) -> None:
+def _switch_off() -> None:
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
 
 
-def _switch_on(*_: Any) -> None:
+def _switch_on() -> None:
     torch.backends.mkldnn.enabled = True  # type: ignore[assignment]
 
 
