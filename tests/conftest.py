@@ -60,7 +60,9 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """From here on there is garbage, which is not to be looked for in the tests and the libraries themselves."""
+    """From here on there is garbage, which is not to be looked for in the tests and the libraries themselves, and not
+    as often as by default.
+    """
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
     gc.enable()

@@ -21,16 +21,11 @@ from torch.autograd.graph import get_gradient_edge
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common import interleave, median_ratio, run_ranks, write_json
-from one_stage import CLIP, CPU, DECAY, RATE, TRANSFORMERS, Unsplit, make_case
+from one_stage import CLIP, DECAY, RATE, TRANSFORMERS, Unsplit, engine_of, make_case
 
 from varuna_capslog.base.seeds import mix
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import keep_layout
-from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.learning_rate import LearningRate
-from varuna_capslog.engine.options import EngineOptions
-from varuna_capslog.engine.pipeline import PipelineEngine
-from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.engine.step import train_step
 
 PARTS = {
@@ -93,14 +88,7 @@ def measure(communicator: Communicator, name: str, rounds: int) -> dict[str, Any
 
         return step
 
-    options = EngineOptions(
-        len(inputs),
-        schedule="1f1b",
-        recompute=False,
-        clip_norm=CLIP,
-        recipe=Recipe(LearningRate(RATE), weight_decay=DECAY),
-    )
-    engine = PipelineEngine(chain, loss, Layout.pipelines((0,), len(chain)), options, communicator, CPU)
+    engine = engine_of(chain, loss, len(inputs), communicator)
     numbers = itertools.count(1)
     runs = {
         "plain loop": loop(),

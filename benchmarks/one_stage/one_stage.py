@@ -116,6 +116,20 @@ class Unsplit(nn.Module):
         return {name: values[name] for name in self.outputs}
 
 
+def engine_of(
+    chain: Chain, loss: Loss, microbatches: int, communicator: Communicator, device: torch.device = CPU
+) -> PipelineEngine:
+    """Our engine with the whole chain as its one stage, and the optimizer and clipping of the plain loop."""
+    options = EngineOptions(
+        microbatches,
+        schedule="1f1b",
+        recompute=False,
+        clip_norm=CLIP,
+        recipe=Recipe(LearningRate(RATE), weight_decay=DECAY),
+    )
+    return PipelineEngine(chain, loss, Layout.pipelines((0,), len(chain)), options, communicator, device)
+
+
 def measure(communicator: Communicator, name: str, rounds: int, device: torch.device = CPU) -> dict[str, Any]:
     """Times and losses of both runs."""
     chain, loss, minibatch, inputs = make_case(name)
@@ -135,14 +149,7 @@ def measure(communicator: Communicator, name: str, rounds: int, device: torch.de
         optimizer.zero_grad()
         plain.append(total)
 
-    options = EngineOptions(
-        len(inputs),
-        schedule="1f1b",
-        recompute=False,
-        clip_norm=CLIP,
-        recipe=Recipe(LearningRate(RATE), weight_decay=DECAY),
-    )
-    engine = PipelineEngine(chain, loss, Layout.pipelines((0,), len(chain)), options, communicator, device)
+    engine = engine_of(chain, loss, len(inputs), communicator, device)
     ours: list[float] = []
 
     def step_ours() -> None:
