@@ -13,7 +13,7 @@ VERSION = next(
     if line.startswith("__version__")
 )
 
-CORE = ["torch>=2.11", "numpy>=1.26", "PyYAML>=6.0", "pydantic>=2.7", "typer>=0.12", "rich>=13.7"]
+CORE = ["torch>=2.11", "numpy>=1.26", "PyYAML>=6.0", "pydantic>=2.7", "typer>=0.12", "rich>=13.7", "cryptography>=42"]
 """Plans, estimates and trains any model."""
 EXTRAS = {
     "detr": [

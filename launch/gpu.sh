@@ -11,8 +11,8 @@ GPU, NCCL, changes of an elastic run, overheads, and what CUDA itself takes. A r
 GPU those of the GPU are not, and those of the CPU are. FILE (build/gpu/result.json) gets all numbers, again after every part.
 
 Nothing is installed. The interpreter must have torch (2.11 or newer), torchvision, numpy, scipy and PyYAML. Where it has no
-pydantic, the wheels in build/wheels are unpacked and used; `pip download pydantic -d build/wheels` puts them there, with
---platform, --python-version and --only-binary=:all: if the GPU is in another machine.
+pydantic or no cryptography, the wheels in build/wheels are unpacked and used; `pip download pydantic cryptography -d
+build/wheels` puts them there, with --platform, --python-version and --only-binary=:all: if the GPU is in another machine.
 
   PYTHON   the interpreter (default .venv/bin/python if it is there, else python3)
 TEXT
@@ -31,11 +31,11 @@ if [[ -z "${PYTHON:-}" ]]; then
     [[ -x "$root/.venv/bin/python" ]] && PYTHON="$root/.venv/bin/python"
 fi
 packages="$root/build/gpu/packages"
-if ! "$PYTHON" -c "import pydantic" 2> /dev/null; then
+if ! "$PYTHON" -c "import cryptography, pydantic" 2> /dev/null; then
     shopt -s nullglob
     wheels=("$root"/build/wheels/*.whl)
     if [[ ${#wheels[@]} -eq 0 ]]; then
-        echo "$PYTHON has no pydantic, and build/wheels has no wheels: run \`pip download pydantic -d build/wheels\` first" >&2
+        echo "$PYTHON has no pydantic or no cryptography, and build/wheels has no wheels: run \`pip download pydantic cryptography -d build/wheels\` first" >&2
         exit 2
     fi
     mkdir -p "$packages"
@@ -43,7 +43,7 @@ if ! "$PYTHON" -c "import pydantic" 2> /dev/null; then
         "$PYTHON" -m zipfile -e "$wheel" "$packages"
     done
     export PYTHONPATH="$packages${PYTHONPATH:+:$PYTHONPATH}"
-    if ! "$PYTHON" -c "import pydantic" 2> /dev/null; then
+    if ! "$PYTHON" -c "import cryptography, pydantic" 2> /dev/null; then
         echo "the wheels in build/wheels are not for $("$PYTHON" -V) on this machine: download them again, with --python-version and --platform" >&2
         exit 2
     fi

