@@ -13,7 +13,7 @@ from varuna_capslog.config.train import ParameterGroup, Train
 from varuna_capslog.engine.host.tier import HostTier, TierOptions
 from varuna_capslog.engine.layers import EngineLayer, take_layers
 from varuna_capslog.engine.learning_rate import LearningRate
-from varuna_capslog.engine.optimizer import StageOptimizer
+from varuna_capslog.engine.optimizer import StageOptimizer, step_alike
 from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.model.chain import Chain, Layer
 from varuna_capslog.training import layer_state
@@ -173,6 +173,30 @@ def test_any_cuts_step_as_the_optimizer_itself_does_over_the_whole_model(recipe:
                 torch.testing.assert_close(parameter.detach(), averages[address], rtol=3e-7, atol=1e-9)
         for address, parameter in parameters_of(layers).items():
             torch.testing.assert_close(parameter, whole[address], rtol=3e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize("ema", [None, 0.9])
+@pytest.mark.parametrize("recipe", OPTIMIZERS, ids=str)
+def test_optimizers_that_step_together_change_what_they_would_change_alone(recipe: Recipe, ema: float | None) -> None:
+    groups = (ParameterGroup(vectors=True, weight_decay=0.0), ParameterGroup(match="l2.*", lr_factor=3.0))
+    recipe = Recipe(LearningRate(0.01, warmup_steps=2), recipe.optimizer, recipe.arguments, 0.1, groups, ema)
+    every = [[layers_of(index) for index in range(3)] for _ in range(2)]
+    alone, together = [[StageOptimizer(layers, recipe) for layers in row] for row in every]
+    for step in (1, 2, 3, 4):
+        for layers in (layers for row in every for layers in row):
+            for address, parameter in parameters_of(layers).items():
+                if (address, step) != ("l1.weight", 3):  # in one step it has no gradient
+                    parameter.grad = gradient(address, parameter, step)
+        for optimizer in alone:
+            optimizer.step(step, 0.5)
+        step_alike(together, step, 0.5)
+        for layers, one, other in zip(every[0], alone, together, strict=True):
+            assert all(parameter.grad is None for parameter in other.parameters.values())
+            mine, theirs = (
+                digest(layer_state.capture(found[0], optimizer, copy=False))
+                for found, optimizer in ((layers, one), (every[1][layers[0].index], other))
+            )
+            assert mine == theirs
 
 
 def test_the_average_begins_slowly_where_it_is_asked_to() -> None:

@@ -20,7 +20,7 @@ from varuna_capslog.engine.host.tier import HostTier
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.recipe import AVERAGE, Recipe
 
-__all__ = ["StageOptimizer"]
+__all__ = ["StageOptimizer", "step_alike"]
 
 
 class StageOptimizer:
@@ -68,6 +68,7 @@ class StageOptimizer:
             assert tier is not None, "moments wait in a tier"
             self._away = HostMoments(tier, {one: recipe.kept(one) for own in self._in_turn for one in own})
         self._on_cpu = all(layer.device.type == "cpu" for layer in layers)
+        self._is_plain = self._on_cpu and recipe.is_plain_adamw
         here = {address: one for address, one in self.parameters.items() if address not in self._elsewhere}
         self._torch = recipe.build(here, self._on_cpu)
         self._averages: dict[nn.Parameter, Tensor] = {}
@@ -118,18 +119,16 @@ class StageOptimizer:
             self._keep(parameter, {})
 
     def _step_those_with_gradients(self, step: int, scale: float) -> None:
-        trained = [parameter for parameter in self.parameters.values() if parameter.grad is not None]
-        if scale != 1.0 and trained:
-            torch._foreach_mul_([parameter.grad for parameter in trained if parameter.grad is not None], scale)
+        trained = self._with_gradients()
         if self._recipe.ema is not None:
             for parameter in trained:
                 if parameter not in self._averages:
                     self._averages[parameter] = parameter.detach().clone()
-        ready = all(parameter in self._torch.state for parameter in trained)
-        if self._on_cpu and ready and self._recipe.is_plain_adamw:
-            for group in self._torch.param_groups:
-                self._step_group(group)
+        if self._is_plain and self._have_moments(trained):
+            _step_plainly([self], scale)
         else:
+            if scale != 1.0 and trained:
+                torch._foreach_mul_([parameter.grad for parameter in trained if parameter.grad is not None], scale)
             self._torch.step()
         if self._recipe.ema is not None and trained:
             values = [parameter.detach() for parameter in trained]
@@ -138,30 +137,17 @@ class StageOptimizer:
         for parameter in trained:
             parameter.grad = None
 
-    def _step_group(self, group: Mapping[str, Any]) -> None:
-        """What `AdamW.step` does for one group, without its search for hooks, profilers and gradients: for layers of
-        some thousand parameters that takes longer than the step.
-        """
-        trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-        states = [self._torch.state[parameter] for parameter in trained]
-        if trained:
-            with torch.no_grad():
-                adamw(
-                    trained,
-                    [parameter.grad for parameter in trained],
-                    [state["exp_avg"] for state in states],
-                    [state["exp_avg_sq"] for state in states],
-                    [],
-                    [state["step"] for state in states],
-                    fused=True,
-                    amsgrad=False,
-                    beta1=group["betas"][0],
-                    beta2=group["betas"][1],
-                    lr=group["lr"],
-                    weight_decay=group["weight_decay"],
-                    eps=group["eps"],
-                    maximize=False,
-                )
+    def _with_gradients(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.parameters.values() if parameter.grad is not None]
+
+    def _have_moments(self, trained: Sequence[nn.Parameter]) -> bool:
+        return all(parameter in self._torch.state for parameter in trained)
+
+    @property
+    def _steps_in_one_call(self) -> bool:
+        """Whether its step is one call of torch's fused AdamW, and nothing besides."""
+        beside = self._recipe.ema is not None or self._updates is not None or self._in_turn
+        return self._is_plain and not beside and self._have_moments(self._with_gradients())
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -197,7 +183,7 @@ class StageOptimizer:
         for group in self._torch.param_groups:
             if "foreach" in group:
                 group["foreach"], group["fused"] = True, None
-        self._on_cpu = False
+        self._on_cpu = self._is_plain = False
 
     def moments(self, address: str) -> dict[str, Any]:
         """What is kept of one address, by key, such as {"exp_avg", "exp_avg_sq", "step"} and, with an average, "ema".
@@ -264,3 +250,57 @@ class StageOptimizer:
         assert self._away is not None
         self._away.leave(parameter, taken)
         self._away.settle()
+
+
+def step_alike(optimizers: Sequence[StageOptimizer], step: int, scale: float) -> None:
+    """`step` of optimizers of one recipe over different parameters, in one call where they can: to the same bits, since
+    a recipe's optimizer treats every parameter by itself.
+    """
+    together = [one for one in optimizers if one._steps_in_one_call]
+    for one in optimizers:
+        if one not in together:
+            one.step(step, scale)
+    if together:
+        rate = together[0]._recipe.rate.at(step)
+        for group in (group for one in together for group in one._torch.param_groups):
+            group["lr"] = rate * group["lr_factor"]
+        _step_plainly(together, scale)
+        for parameter in (parameter for one in together for parameter in one.parameters.values()):
+            parameter.grad = None
+
+
+def _step_plainly(optimizers: Sequence[StageOptimizer], scale: float) -> None:
+    """What `AdamW.step` does, for all groups with equal settings at once, and without its search for hooks, profilers
+    and gradients: for layers of some thousand parameters that takes longer than the step.
+    """
+    alike: dict[tuple[float, float], list[tuple[nn.Parameter, Tensor, Mapping[str, Tensor]]]] = {}
+    for one in optimizers:
+        for group in one._torch.param_groups:
+            row = alike.setdefault((group["lr"], group["weight_decay"]), [])
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    row.append((parameter, parameter.grad, one._torch.state[parameter]))
+    common = optimizers[0]._torch.param_groups[0]
+    for (rate, decay), row in alike.items():
+        if not row:
+            continue
+        parameters, gradients, states = map(list, zip(*row, strict=True))
+        with torch.no_grad():
+            if scale != 1.0:
+                torch._foreach_mul_(gradients, scale)
+            adamw(
+                parameters,
+                gradients,
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                [state["step"] for state in states],
+                fused=True,
+                amsgrad=False,
+                beta1=common["betas"][0],
+                beta2=common["betas"][1],
+                lr=rate,
+                weight_decay=decay,
+                eps=common["eps"],
+                maximize=False,
+            )

@@ -12,7 +12,7 @@ again. `Follower` is the one of our engine's layers; the Varuna plugin has one f
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.layers import EngineLayer, persistent_buffers, take_layers
-from varuna_capslog.engine.optimizer import StageOptimizer
+from varuna_capslog.engine.optimizer import StageOptimizer, step_alike
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.model.chain import Chain
@@ -29,6 +29,7 @@ __all__ = [
     "Follower",
     "LayerState",
     "StateFollower",
+    "apply_together",
     "capture",
     "cloned",
     "copy_in",
@@ -203,13 +204,16 @@ class StateFollower(abc.ABC):
         Raises:
             CapslogError: an update of another layer.
         """
+        self._take_update(update)
+        self._step(step, scale)
+
+    def _take_update(self, update: Mapping[str, Tensor]) -> None:
         for key, tensor in update.items():
             kind, name = key.split("/", 1)
             if kind == "gradients" and name in self._parameters:
                 self._parameters[name].grad = tensor.to(self._parameters[name].device)
             elif not self._take(kind, name, tensor):
                 raise CapslogError(f"layer {self._name!r} has nothing to do with {key!r}: an update of another")
-        self._step(step, scale)
 
     @abc.abstractmethod
     def _live(self) -> LayerState:
@@ -255,7 +259,24 @@ class Follower(StateFollower):
 
     def _step(self, step: int, scale: float) -> None:
         self._optimizer.step(step, scale)
+        self._commit()
+
+    def _commit(self) -> None:
         statistics, self._statistics = self._statistics, {}
         if self._layer.statistics and statistics:
             calls = {microbatch: [found[k] for k in sorted(found)] for microbatch, found in statistics.items()}
             self._layer.statistics.commit(calls)
+
+
+def apply_together(due: Iterable[tuple[Follower, Mapping[str, Tensor], int, float]]) -> None:
+    """`Follower.apply` of several followers of one engine, each with its update, step and scale, in fewer calls of the
+    optimizer's kernels.
+    """
+    alike: dict[tuple[int, float], list[Follower]] = {}
+    for follower, update, step, scale in due:
+        follower._take_update(update)
+        alike.setdefault((step, scale), []).append(follower)
+    for (step, scale), followers in alike.items():
+        step_alike([follower._optimizer for follower in followers], step, scale)
+        for follower in followers:
+            follower._commit()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
@@ -42,6 +42,10 @@ class Work:
     def follow(self, layer: int, state: LayerState) -> Follower:
         self.followers.append(Follower(state))
         return self.followers[-1]
+
+    def apply_to_copies(self, due: Sequence[tuple[Follower, Mapping[str, Tensor], int, float]]) -> None:
+        for follower, *step in due:
+            follower.apply(*step)
 
     def shelve(self) -> Mapping[int, LayerState]:
         own, self.own = self.own, {}

@@ -85,7 +85,7 @@ class Holdings:
             if copy is None or stamp not in copy.stamps:
                 continue
             if stamp != copy.stands_at:
-                self._make_due(layer, copy)
+                self._make_due((layer, copy))
             return copy.followed.state(copy=False)
         raise KeyError((layer, stamp))
 
@@ -95,7 +95,7 @@ class Holdings:
         if copy is None:
             return None
         if (layer, copy.stands_at) not in held:
-            self._make_due(layer, copy)
+            self._make_due((layer, copy))
         return copy.stands_at, copy.followed.state(copy=False)
 
     def everything(self, held: Held) -> dict[tuple[int, Stamp], LayerState]:
@@ -174,7 +174,7 @@ class Holdings:
         for stamp in sorted(copy.stamps, reverse=True):
             if (layer, stamp) in self._held and (layer, stamp) not in self._kept:
                 if stamp != copy.stands_at:
-                    self._make_due(layer, copy)
+                    self._make_due((layer, copy))
                 self._kept.setdefault((layer, stamp), copy.followed.state(copy=False))
 
     def _wanted(self, layer: int, copy: Copy) -> bool:
@@ -207,25 +207,32 @@ class Holdings:
     def advance(self, held: Held, generation: int) -> None:
         """Every copy can give the boundaries of the applied steps whose updates are here."""
         self._held = held
-        for layer, copy in self.copies.items():
-            while self.live is not None and copy.stamp.step < self.live.step:
+        while following := [(layer, copy) for layer, copy in self.copies.items() if self._can_follow(layer, copy)]:
+            self._make_due(*following)
+            for layer, copy in following:
                 step = copy.stamp.step + 1
-                update = self.updates.get((layer, step))
-                if update is None or step not in self.scales:
-                    break
-                self._make_due(layer, copy)
-                copy.due = Due(copy.stamp, update, step, self.scales[step])
+                copy.due = Due(copy.stamp, self.updates.pop((layer, step)), step, self.scales[step])
                 copy.stamp = Stamp(step, generation)
-                del self.updates[(layer, step)]
 
-    def _make_due(self, layer: int, copy: Copy) -> None:
-        """Makes the step that is due, if one is."""
-        due, copy.due = copy.due, None
-        if due is None:
-            return
-        if (layer, due.before) in self._held:
-            self._kept[(layer, due.before)] = copy.followed.state(copy=True)
-        copy.followed.apply(due.update, due.step, due.scale)
+    def _can_follow(self, layer: int, copy: Copy) -> bool:
+        """Whether its next step was applied and all that it needs for it is here."""
+        step = copy.stamp.step + 1
+        return (
+            self.live is not None and step <= self.live.step and step in self.scales and (layer, step) in self.updates
+        )
+
+    def _make_due(self, *copies: tuple[int, Copy]) -> None:
+        """Makes the steps that are due, if some are."""
+        found: list[tuple[Followed, Mapping[str, Tensor], int, float]] = []
+        for layer, copy in copies:
+            due, copy.due = copy.due, None
+            if due is None:
+                continue
+            if (layer, due.before) in self._held:
+                self._kept[(layer, due.before)] = copy.followed.state(copy=True)
+            found.append((copy.followed, due.update, due.step, due.scale))
+        if found:
+            self._work.apply_to_copies(found)
 
     def prune(self, step: int, behind: bool) -> None:
         """After a step was applied: drops updates and scales that no copy will ask for.

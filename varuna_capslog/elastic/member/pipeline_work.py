@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -331,6 +331,11 @@ class PipelineWork(Work):
 
     def follow(self, layer: int, state: LayerState) -> Followed:
         return layer_state.Follower(self.chain, layer, self.setup.options, self.device, state)
+
+    def apply_to_copies(self, due: Sequence[tuple[Followed, Mapping[str, torch.Tensor], int, float]]) -> None:
+        layer_state.apply_together(
+            [(cast("layer_state.Follower", followed), update, step, scale) for followed, update, step, scale in due]
+        )
 
     def initial(self, layer: int) -> LayerState:
         if self._fresh is None:  # the run's seed gives the same weights again

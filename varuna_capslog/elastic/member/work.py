@@ -168,6 +168,11 @@ class Work(Protocol):
         """Begins to follow another member's layer."""
         raise AssertionError("no member follows a layer of this work")
 
+    def apply_to_copies(self, due: Sequence[tuple[Followed, Mapping[str, Tensor], int, float]]) -> None:
+        """`Followed.apply` of these copies, each with its update, step and scale."""
+        for followed, update, step, scale in due:
+            followed.apply(update, step, scale)
+
     def initial(self, layer: int) -> LayerState:
         """A layer before step 1."""
 
