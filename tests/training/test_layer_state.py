@@ -235,3 +235,52 @@ def test_a_follower_is_its_owner_to_the_last_bit(pool: WorkerPool, layout: Cuts)
     assert not keys[0], "nothing of a frozen layer changes"
     for index in SHARED:
         assert "gradients/head.0.weight" in keys[index], "the total, wherever its leaf lies"
+
+
+def places(layer: EngineLayer) -> list[int]:
+    return [parameter.data_ptr() for parameter in layer.parameters.values()]
+
+
+def test_a_copy_becomes_the_layer_and_the_layer_a_copy_without_being_copied() -> None:
+    """As on a member whose layers change at a boundary; the values go on as if nothing had been."""
+    expected = make_engine()
+    train(expected, 1, 2, 3, 4)
+    engine = make_engine()
+    train(engine, 1, 2)
+    chain = models.build_chain()
+    followers = {
+        index: layer_state.Follower(chain, index, OPTIONS, CPU, state) for index, state in states(engine).items()
+    }
+    taken = {index: follower.layer for index, follower in followers.items()}
+    for index, follower in followers.items():
+        assert layer_state.lies_in(follower.state(copy=False), taken[index]) == bool(follower.state(copy=False))
+    assert not layer_state.lies_in(followers[1].state(copy=True), taken[1])
+    lay = {index: places(layer) for index, layer in taken.items() if not layer.shared}
+    second = make_engine(layers=taken, chain=chain)
+    for layer in second.layers:
+        layer_state.install(layer, second.optimizer, followers[layer.index].state(copy=False))
+    assert {layer.index: places(layer) for layer in second.layers if not layer.shared} == lay
+    train(second, 3)
+    live, engine_layers = states(second, copy=False), {layer.index: layer for layer in second.layers}
+    copies = {
+        index: layer_state.Follower(chain, index, OPTIONS, CPU, live[index], layer)
+        for index, layer in engine_layers.items()
+    }
+    assert {index: places(copies[index].layer) for index in lay} == lay
+    for index in SHARED:  # an engine's uses of a shared parameter lie in one place, a copy in one of its own
+        assert places(copies[index].layer) != places(engine_layers[index])
+    third = make_engine()
+    for layer in third.layers:
+        layer_state.install(layer, third.optimizer, copies[layer.index].state(copy=False))
+    minibatch, inputs = models.make_minibatch(4, 4)
+    third.compute(4, minibatch, inputs.__getitem__)
+    updates = {index: third.update_of(index) for index in copies}
+    updates = {index: {key: tensor.clone() for key, tensor in update.items()} for index, update in updates.items()}
+    verdict = third.vote(4, minibatch)
+    third.apply(verdict)
+    layer_state.apply_together([(copy, updates[index], 4, verdict.scale) for index, copy in copies.items()])
+    wanted = digests(states(expected))
+    assert digests(states(third)) == wanted
+    assert digests({index: copy.state(copy=False) for index, copy in copies.items()}) == wanted
+    other = layer_state.Follower(chain, 1, OPTIONS, CPU, states(third)[1], engine_layers[1])
+    assert places(other.layer) != places(engine_layers[1]), "a state of another memory is copied"

@@ -37,6 +37,7 @@ __all__ = [
     "gradient_size",
     "initial",
     "install",
+    "lies_in",
     "model_state",
     "moments_of",
     "plain_number",
@@ -152,6 +153,12 @@ def install(layer: EngineLayer, optimizer: StageOptimizer, state: Mapping[str, T
         optimizer.take_moments(layer.address(name), moments_of(state, name), copy=not own)
 
 
+def lies_in(state: Mapping[str, Tensor], layer: EngineLayer) -> bool:
+    """Whether a state's parameters and buffers are the very memory of a layer that has some."""
+    own = flatten(layer.parameters, layer.buffers, {})
+    return bool(own) and all(key in state and state[key].data_ptr() == mine.data_ptr() for key, mine in own.items())
+
+
 def initial(chain: Chain, index: int) -> LayerState:
     """The state before step 1, copied from the chain, which must not have been trained: see `take_layers`."""
     chain.fill([index])
@@ -236,25 +243,37 @@ class Follower(StateFollower):
         options: the owner's.
         device: where the copy lies; its kernels must be those of the owner's device for equal bits.
         state: to begin with; copied.
+        ready: a layer that an engine had and that no engine runs any more. Where `state` is its own live state, it
+            becomes the copy, and nothing is copied; layers with shared parameters never do.
+
+    Attributes:
+        layer: where the copy lies. An engine may take it as it is; then this follower must make no step any more.
     """
 
     def __init__(
-        self, chain: Chain, index: int, options: EngineOptions, device: torch.device, state: Mapping[str, Tensor]
+        self,
+        chain: Chain,
+        index: int,
+        options: EngineOptions,
+        device: torch.device,
+        state: Mapping[str, Tensor],
+        ready: EngineLayer | None = None,
     ) -> None:
-        (self._layer,) = take_layers(chain, [index], device, options.precision, ready={})
-        super().__init__(self._layer.name, self._layer.parameters)
-        self._optimizer = StageOptimizer([self._layer], options.recipe)
+        known = {index: ready} if ready is not None and lies_in(state, ready) else {}
+        (self.layer,) = take_layers(chain, [index], device, options.precision, ready=known)
+        super().__init__(self.layer.name, self.layer.parameters)
+        self._optimizer = StageOptimizer([self.layer], options.recipe)
         self._statistics: dict[int, dict[int, Tensor]] = {}
-        install(self._layer, self._optimizer, state)
+        install(self.layer, self._optimizer, state)
 
     def _live(self) -> LayerState:
-        return capture(self._layer, self._optimizer, copy=False)
+        return capture(self.layer, self._optimizer, copy=False)
 
     def _take(self, kind: str, name: str, tensor: Tensor) -> bool:
-        if kind != "statistics" or not self._layer.statistics:
+        if kind != "statistics" or not self.layer.statistics:
             return False
         microbatch, number = name.split("/")
-        self._statistics.setdefault(int(microbatch), {})[int(number)] = tensor.to(self._layer.device)
+        self._statistics.setdefault(int(microbatch), {})[int(number)] = tensor.to(self.layer.device)
         return True
 
     def _step(self, step: int, scale: float) -> None:
@@ -263,9 +282,9 @@ class Follower(StateFollower):
 
     def _commit(self) -> None:
         statistics, self._statistics = self._statistics, {}
-        if self._layer.statistics and statistics:
+        if self.layer.statistics and statistics:
             calls = {microbatch: [found[k] for k in sorted(found)] for microbatch, found in statistics.items()}
-            self._layer.statistics.commit(calls)
+            self.layer.statistics.commit(calls)
 
 
 def apply_together(due: Iterable[tuple[Follower, Mapping[str, Tensor], int, float]]) -> None:

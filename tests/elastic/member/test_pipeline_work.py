@@ -5,14 +5,24 @@ That the chain of a member has no values while it trains is looked at in `tests.
 
 from __future__ import annotations
 
+import datetime
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.elastic import scenarios
-from tests.elastic.live import Cradle, Live, Truth, check, config_of, describe, truth_of
+from tests.elastic.live import CUTS, Cradle, Live, Truth, check, config_of, describe, truth_of
+from varuna_capslog.elastic.member.pipeline_work import PipelineRun, PipelineWork
+from varuna_capslog.elastic.member.start_up import MemberStart
+from varuna_capslog.elastic.member.work import Opening
+from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.membership.generation import INITIAL, MemberLayout, Stamp
+from varuna_capslog.model.workload import load_workload
+from varuna_capslog.plans.plan import Plan
 from varuna_capslog.rig.faults import Fault
+from varuna_capslog.training import layer_state
 
 FACTORIES = {"chain": "factory_chain"}
 
@@ -52,3 +62,62 @@ def test_layers_of_factories_move_to_a_member_that_joins_and_from_one_that_leave
     assert outcome.kinds().count("morph") == 2, describe(outcome)
     assert len(outcome.rows) == 12
     check(outcome, truth_of_factories)
+
+
+def test_layers_that_change_between_own_and_copy_keep_their_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a change of members nothing is copied in memory that this member has already."""
+    config = config_of(tmp_path / "run", 2)
+    workload = load_workload(config)
+    count = len(workload.build_chain())
+
+    def plan_of(*cuts: int) -> Plan:
+        units = {"num_microbatches": config.num_microbatches, "microbatch_size": config.train.microbatch_size}
+        return Plan.of_cuts(count, cuts, model=workload.build_chain().name, schedule="1f1b", **units)
+
+    start = MemberStart("m0", tmp_path / "run")
+    work = PipelineWork(start, PipelineRun(config, workload, plan_of(0), None), torch.device("cpu"))
+
+    def opened(number: int, plan: Plan, states: dict[int, layer_state.LayerState]) -> dict[int, list[int]]:
+        """Where the parameters lie of what this member owns."""
+        members = ("m0", "m1")[: len(plan.stages)]
+        mine = range(len(states))
+        copied = {"m0": tuple(index for index in range(count) if index not in mine)}
+        layout = MemberLayout.of_plan(plan, members, copied)
+        base = INITIAL if number == 1 else Stamp(1, 1)
+        alone = Communicator(0, len(members), number, datetime.timedelta(seconds=1))
+        work.open(Opening(number, base, layout, members), alone, states)
+        return {index: places(work.state(index, copy=False)) for index in mine}
+
+    def places(state: layer_state.LayerState) -> list[int]:
+        return [tensor.data_ptr() for tensor in state.values()]
+
+    opened(1, plan_of(0), {index: work.initial(index) for index in range(count)})
+    work.compute(1)
+    work.vote(1, b"")
+    work.apply(1)
+    shelved = dict(work.shelve())
+    lay = {index: places(state) for index, state in shelved.items()}
+    shared = {index for use in work.chain.shared for index in use.layers}
+    behind = CUTS[2][1]
+    assert 0 < behind < min(shared)
+    assert opened(2, plan_of(*CUTS[2]), {index: shelved.pop(index) for index in range(behind)}) == {
+        index: lay[index] for index in range(behind)
+    }
+    elsewhere = {behind: layer_state.cloned(shelved[behind])}
+    freed = weakref.ref(next(iter(shelved.pop(behind).values())))
+    copies = {index: work.follow(index, shelved.pop(index)) for index in range(behind + 1, count)}
+    for index, copy in copies.items():
+        assert (places(copy.state(copy=False)) == lay[index]) == (index not in shared)
+    assert freed() is not None
+    monkeypatch.setattr(work.loop, "compute", lambda step: None)
+    work.compute(2)
+    assert freed() is None, "what has not become a copy when training goes on takes no memory"
+    del lay[behind]
+    states = dict(work.shelve()) | elsewhere | {index: copy.state(copy=False) for index, copy in copies.items()}
+    again = opened(3, plan_of(0), states)
+    assert {index: again[index] for index in lay if index not in shared} == {
+        index: lay[index] for index in lay if index not in shared
+    }
+    work.close()

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -166,6 +167,7 @@ class PipelineWork(Work):
         self._table = ShapeTable(self.chain, device.type, run.config.train.precision)
         self._by_index: dict[int, EngineLayer] = {}
         self._shelved: dict[int, tuple[EngineLayer, LayerState]] = {}
+        self._followers: WeakValueDictionary[int, layer_state.Follower] = WeakValueDictionary()
         self._part_names: list[str] | None = None
 
     def warm_up(self) -> None:
@@ -245,7 +247,12 @@ class PipelineWork(Work):
             for index, (layer, shelved) in self._shelved.items()
             if index in states and states[index] is shelved and not layer.shared
         }
-        self._shelved = {}  # what is not taken up again makes room for what is
+        for index, follower in self._followers.items():
+            if index in states and layer_state.lies_in(states[index], follower.layer):
+                kept[index] = follower.layer  # the copy becomes the layer itself
+        copied = opening.layout.copied.get(self.start.me, ())
+        # what is neither taken up again nor becomes a copy makes room for what is
+        self._shelved = {index: found for index, found in self._shelved.items() if index in copied}
         ready = Ready(self._table, kept, next((names for names in opening.told if names is not None), None))
         schedule = plan.schedule or self.setup.options.schedule
         options = dataclasses.replace(self.setup.options, actions=plan.actions, schedule=schedule)
@@ -304,6 +311,7 @@ class PipelineWork(Work):
         return self.loop.is_done(step)
 
     def compute(self, step: int) -> bool:
+        self._shelved = {}  # what has not become a copy by now never will
         self.loop.compute(step)
         return True  # the vote adds everything up, and finds what is not finite
 
@@ -330,7 +338,10 @@ class PipelineWork(Work):
         return self._running.update_of(layer)
 
     def follow(self, layer: int, state: LayerState) -> Followed:
-        return layer_state.Follower(self.chain, layer, self.setup.options, self.device, state)
+        before, _ = self._shelved.pop(layer, (None, None))
+        follower = layer_state.Follower(self.chain, layer, self.setup.options, self.device, state, before)
+        self._followers[layer] = follower
+        return follower
 
     def apply_to_copies(self, due: Sequence[tuple[Followed, Mapping[str, torch.Tensor], int, float]]) -> None:
         layer_state.apply_together(
