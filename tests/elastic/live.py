@@ -80,6 +80,7 @@ class Truth:
 
 def truth_of(run_dir: Path, steps: int = STEPS, **sections: Any) -> Truth:
     """The uninterrupted run in one process."""
+    torch.set_num_threads(1)  # as in the members: the bits depend on it
     config = cases.run_config(str(run_dir), train={"max_steps": steps} | sections.pop("train", {}), **sections)
     communicator = connect_group(torch.distributed.HashStore(), "alone", 0, 1)
     assert cases.train_run(communicator, config, (0,))["step"] == steps
