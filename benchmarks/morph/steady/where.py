@@ -1,0 +1,138 @@
+"""Where the processor time of a protected step goes: by thread, and by what the member's own thread does in it.
+
+A run of two devices with each kind of protection, one after the other. The members' entry below puts a clock around
+some functions of the runtime and writes what it has counted between two steps. Prints the tables of README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from live import HERE, Live
+from steady import PATIENT, PROTECTION, Turns
+
+STEPS = "CAPSLOG_WHERE_STEPS"
+"""Names the variable that tells the members between which steps to count."""
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class Clocks:
+    """Seconds of processor time of the calling thread inside the functions that were given clocks, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    def put(self, owner: Any, name: str, what: str) -> None:
+        """Puts one around a function."""
+        work: Callable[..., Any] = getattr(owner, name)
+
+        @functools.wraps(work)
+        def timed(*given: Any, **named: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return work(*given, **named)
+            finally:
+                self.seconds[what] += time.thread_time() - began
+
+        setattr(owner, name, timed)
+
+
+def threads() -> dict[str, float]:
+    """Processor seconds of each thread of this process so far; those that Python does not know are torch's."""
+    known = {thread.native_id: thread.name for thread in threading.enumerate()} | {os.getpid(): "the member's own"}
+    found: defaultdict[str, float] = defaultdict(float)
+    for task in os.listdir("/proc/self/task"):
+        fields = Path(f"/proc/self/task/{task}/stat").read_text().rpartition(")")[2].split()
+        name = known.get(int(task), "torch's own").split("-h-")[0]
+        found[name] += (int(fields[11]) + int(fields[12])) / TICKS
+    return found
+
+
+def main_of_member(arguments: Sequence[str]) -> int:
+    """The entry of a member."""
+    from varuna_capslog.elastic.member import holdings, peers, pipeline_work, training
+    from varuna_capslog.start import member_worker
+
+    clocks = Clocks()
+    work = pipeline_work.PipelineWork
+    clocks.put(work, "compute", "forwards and backwards")
+    clocks.put(work, "vote", "vote")
+    clocks.put(work, "apply", "optimizer")
+    clocks.put(holdings.Holdings, "keep_before", "keeps the boundary before")
+    clocks.put(holdings.Holdings, "advance", "steps of copies")
+    clocks.put(training.Training, "_send_updates", "hands out updates")
+    clocks.put(peers, "_write", "(peers-send) writes messages")
+    clocks.put(peers, "_read_tensors", "(peers-receive) reads tensors")
+    first, last = map(int, os.environ[STEPS].split())
+    applied = work.apply
+    before: dict[str, float] = {}
+
+    def apply(self: Any, step: int) -> None:
+        applied(self, step)
+        if step == first:
+            clocks.seconds.clear()
+            before.update(threads())
+        if step == last:
+            after = threads()
+            told = {
+                "threads": {name: after[name] - before.get(name, 0.0) for name in after},
+                "functions": dict(clocks.seconds),
+            }
+            folder = Path(arguments[0]) / "where"
+            folder.mkdir(exist_ok=True)
+            (folder / f"{os.environ['CAPSLOG_MEMBER']}.json").write_text(json.dumps(told))
+
+    work.apply = apply  # type: ignore[method-assign]
+    return member_worker.main(arguments)
+
+
+def measure(kind: str, config: Path, first: int, last: int, overrides: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Milliseconds of both members together per step, by thread and by function."""
+    with Live(config, [*PROTECTION[kind], *PATIENT, *overrides], 2, "where:main_of_member") as run:
+        turns = Turns(run.folder)
+        turns.wait_for(last + 2, 1200.0)
+        told = [json.loads(path.read_text()) for path in (run.folder / "where").glob("*.json")]
+    return {
+        group: {
+            name: 1e3 * sum(one[group].get(name, 0.0) for one in told) / (last - first)
+            for name in sorted({name for one in told for name in one[group]})
+        }
+        for group in ("threads", "functions")
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", nargs="+", default=list(PROTECTION), choices=list(PROTECTION))
+    parser.add_argument("--config", type=Path, default=HERE / "small.yaml")
+    parser.add_argument("--steps", type=int, nargs=2, default=[100, 500], help="between which to count")
+    parser.add_argument("overrides", nargs="*", help="of the config's keys")
+    given = parser.parse_args()
+    here = str(Path(__file__).parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ[STEPS] = " ".join(map(str, given.steps))
+    found = {kind: measure(kind, given.config, *given.steps, given.overrides) for kind in given.runs}
+    for group in ("threads", "functions"):
+        print(f"| {group}, ms of a step | {' | '.join(found)} |\n|---|{'---|' * len(found)}")
+        names = sorted({name for row in found.values() for name in row[group]})
+        for name in names:
+            values = [row[group].get(name, 0.0) for row in found.values()]
+            if max(values) >= 0.05:
+                print(f"| {name} | {' | '.join(f'{value:.2f}' for value in values)} |")
+        print()
+
+
+if __name__ == "__main__":
+    main()
