@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, BinaryIO
 
@@ -105,10 +105,12 @@ def start_command(
         return Fork(f"{__name__}:_command", (list(arguments),), environment, descriptors, folder)
 
 
-@pytest.fixture
-def forked_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def forked_servers() -> Iterator[None]:
     """Fork servers of commands that run in this process are forks themselves."""
-    monkeypatch.setattr(fork_server, "subprocess", _with_popen(_fork_server_of))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fork_server, "subprocess", _with_popen(_fork_server_of))
+        yield
 
 
 def _fork_server_of(command: Sequence[str], **given: Any) -> Fork:
