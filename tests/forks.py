@@ -18,6 +18,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, BinaryIO
 
@@ -42,6 +43,24 @@ def prepared_context() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED_ONCE)
     return context
+
+
+_WAY_THERE = ("_forkserver_address", "_forkserver_authkey")  # the key since Python 3.14
+
+
+def server_for_all() -> dict[str, Any]:
+    """The way to that process, for the other processes of pytest; each of them would spend five seconds on its own."""
+    prepared_context()
+    forkserver.ensure_running()
+    known = vars(forkserver._forkserver)
+    return {name: known[name] for name in _WAY_THERE if name in known}
+
+
+def take_server(way: Mapping[str, Any]) -> None:
+    """From now on this process has the forks of that one, whose end is not its business."""
+    own = forkserver._forkserver
+    vars(own).update(way, _forkserver_alive_fd=os.open(os.devnull, os.O_RDONLY))
+    own.ensure_running = forkserver.ensure_running = resource_tracker.ensure_running
 
 
 class Fork:
