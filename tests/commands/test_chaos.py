@@ -15,18 +15,14 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.cli import app
 from varuna_capslog.rig.namespaces import how_to_enter
 
-pytestmark = pytest.mark.usefixtures("forked_servers")
-
 FAULTS = ("kill", "cut", "in-apply", "clock", "memory")
-SLOW = "data.pause_seconds=0.01"
-"""Of each microbatch: what happens in a second of a run is made again, alone, to judge it."""
 
 
 def test_a_run_on_two_machines_comes_through_a_kill_a_cut_a_loss_inside_apply_a_lack_and_a_clock_that_jumps(tmp_path):
     results = tmp_path / "results.jsonl"
     words = ["chaos", "--faults", "5", "--workers", "1", "--seed", "352", "--mean", "50ms", "--kinds", ",".join(FAULTS)]
     folder = tmp_path / "run"
-    done = CliRunner().invoke(app, [*words, SLOW, "-o", str(folder), "--results", str(results), "--json"])
+    done = CliRunner().invoke(app, [*words, "-o", str(folder), "--results", str(results), "--json"])
     assert done.exit_code == 0, done.output
     found = json.loads(results.read_text())
     assert json.loads(done.stdout) == found
@@ -45,7 +41,7 @@ def test_a_run_on_two_machines_comes_through_a_kill_a_cut_a_loss_inside_apply_a_
     assert metrics == list(range(1, found["steps"] + 1))
 
 
-def test_every_generation_may_run_a_plan_that_its_founder_drew(tmp_path):
+def test_every_generation_may_run_a_plan_that_its_founder_drew(tmp_path, forked_servers):
     """Stages of any kind, direct routes and orders among them, through a kill and a notice: all that the verdict asks
     holds for them, too, also where tensors travel as over NCCL. How many generations a run has depends on the machine's
     speed, so up to three runs draw.
@@ -55,7 +51,7 @@ def test_every_generation_may_run_a_plan_that_its_founder_drew(tmp_path):
         folder = tmp_path / seed
         words = ["chaos", "model.towers=true", "train.accumulation_blocks=4", "pipeline.schedule=zb-h1", "--plans"]
         words += ["--network", "loopback", "--faults", "2", "--seed", seed]
-        words += [SLOW, "pipeline.transport=varuna_capslog.rig.nccl_manners:open_group"]
+        words += ["pipeline.transport=varuna_capslog.rig.nccl_manners:open_group"]
         words += ["--mean", "50ms", "--kinds", "kill,notice", "-o", str(folder), "--json"]
         done = CliRunner().invoke(app, words)
         assert done.exit_code == 0, done.output
@@ -72,11 +68,11 @@ def test_every_generation_may_run_a_plan_that_its_founder_drew(tmp_path):
     raise AssertionError("one of the kinds of plan was never drawn")
 
 
-def test_a_run_loses_a_server_of_its_store_together_with_a_worker_and_goes_on(tmp_path):
+def test_a_run_loses_a_server_of_its_store_together_with_a_worker_and_goes_on(tmp_path, forked_servers):
     find_etcd()
     words = ["chaos", "--store", "etcd", "--network", "loopback", "--hosts", "1", "--workers", "2", "--faults", "2"]
     folder = tmp_path / "run"
-    done = CliRunner().invoke(app, [*words, SLOW, "--kinds", "store", "--mean", "50ms", "-o", str(folder), "--json"])
+    done = CliRunner().invoke(app, [*words, "--kinds", "store", "--mean", "50ms", "-o", str(folder), "--json"])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert (found["outcome"], found["faults"], found["store"], found["store_losses"]) == ("passed", 2, "etcd", 0)
@@ -92,7 +88,7 @@ def test_machines_with_networks_of_their_own_are_cut_off_by_the_kernel(tmp_path)
         pytest.skip(str(error))
     folder = tmp_path / "run"
     words = ["chaos", "--network", "namespaces", "--workers", "1", "--faults", "1", "--kinds", "cut", "--mean", "50ms"]
-    command = [sys.executable, "-m", "varuna_capslog.cli", *words, SLOW, "--seed", "5", "-o", str(folder), "--json"]
+    command = [sys.executable, "-m", "varuna_capslog.cli", *words, "--seed", "5", "-o", str(folder), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
