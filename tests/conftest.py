@@ -6,11 +6,15 @@ import gc
 import os
 import signal
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
-from tests.forks import forked_servers  # noqa: F401 (a fixture)
+from tests.forks import (
+    forked_servers,  # noqa: F401 (a fixture)
+    server_for_all,
+    take_server,
+)
 from tests.skips import pytest_terminal_summary  # noqa: F401 (pytest calls it at the end of a run)
 
 # A shell that starts the suite in the background makes it ignore Ctrl-C, and every process it starts inherits that; the
@@ -46,6 +50,18 @@ LONGEST = (
 )
 """Files that take a minute or so. They come first, so that none of them is what the end waits for, and those that wait
 much are beside others that compute."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """In the process that hands out the tests, for each of those that run them: all fork from one process."""
+    node.workerinput["fork_server"] = server_for_all()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """In a process that runs what it is handed."""
+    if hasattr(config, "workerinput"):
+        take_server(config.workerinput["fork_server"])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -17,7 +17,8 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, BinaryIO
 
@@ -42,6 +43,26 @@ def prepared_context() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED_ONCE)
     return context
+
+
+_WAY_THERE = ("_forkserver_address", "_forkserver_authkey")  # the key since Python 3.14
+
+
+def server_for_all() -> dict[str, Any]:
+    """The way to that process, for the other processes of pytest; each of them would spend five seconds on its own."""
+    prepared_context()
+    forkserver.ensure_running()
+    known = vars(forkserver._forkserver)
+    return {name: known[name] for name in _WAY_THERE if name in known}
+
+
+def take_server(way: Mapping[str, Any]) -> None:
+    """From now on this process has the forks of that one, whose end is not its business."""
+    if _WAY_THERE[0] not in way:
+        return  # a Python that keeps it elsewhere: each process has a server of its own
+    own = forkserver._forkserver
+    vars(own).update(way, _forkserver_alive_fd=os.open(os.devnull, os.O_RDONLY))
+    own.ensure_running = forkserver.ensure_running = resource_tracker.ensure_running
 
 
 class Fork:
@@ -105,10 +126,19 @@ def start_command(
         return Fork(f"{__name__}:_command", (list(arguments),), environment, descriptors, folder)
 
 
-@pytest.fixture
-def forked_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork servers of commands that run in this process are forks themselves."""
-    monkeypatch.setattr(fork_server, "subprocess", _with_popen(_fork_server_of))
+@contextlib.contextmanager
+def forking_servers() -> Iterator[None]:
+    """Fork servers that begin meanwhile are forks themselves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fork_server, "subprocess", _with_popen(_fork_server_of))
+        yield
+
+
+@pytest.fixture(scope="module")
+def forked_servers() -> Iterator[None]:
+    """So are those of commands that run in this process."""
+    with forking_servers():
+        yield
 
 
 def _fork_server_of(command: Sequence[str], **given: Any) -> Fork:

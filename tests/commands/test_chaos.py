@@ -41,7 +41,7 @@ def test_a_run_on_two_machines_comes_through_a_kill_a_cut_a_loss_inside_apply_a_
     assert metrics == list(range(1, found["steps"] + 1))
 
 
-def test_every_generation_may_run_a_plan_that_its_founder_drew(tmp_path):
+def test_every_generation_may_run_a_plan_that_its_founder_drew(tmp_path, forked_servers):
     """Stages of any kind, direct routes and orders among them, through a kill and a notice: all that the verdict asks
     holds for them, too, also where tensors travel as over NCCL. How many generations a run has depends on the machine's
     speed, so up to three runs draw.
@@ -68,7 +68,7 @@ def test_every_generation_may_run_a_plan_that_its_founder_drew(tmp_path):
     raise AssertionError("one of the kinds of plan was never drawn")
 
 
-def test_a_run_loses_a_server_of_its_store_together_with_a_worker_and_goes_on(tmp_path):
+def test_a_run_loses_a_server_of_its_store_together_with_a_worker_and_goes_on(tmp_path, forked_servers):
     find_etcd()
     words = ["chaos", "--store", "etcd", "--network", "loopback", "--hosts", "1", "--workers", "2", "--faults", "2"]
     folder = tmp_path / "run"

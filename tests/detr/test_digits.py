@@ -6,7 +6,6 @@ import multiprocessing
 import numpy as np
 import pytest
 from PIL import Image
-from sklearn.datasets import load_digits
 
 from detr_pipeline import digits
 from detr_pipeline.coco import read_coco
@@ -60,6 +59,8 @@ def test_equal_parameters_give_equal_pictures_and_others_do_not(folder, tmp_path
 
 
 def test_train_and_val_share_no_digit(monkeypatch, tmp_path):
+    from sklearn.datasets import load_digits  # takes half a second, which every process that collects tests would wait
+
     drawn = []
     original = digits._picture
 

@@ -209,7 +209,7 @@ def test_a_run_of_joint_plans_uses_every_number_of_devices(cradle: Cradle, truth
 
 
 def test_a_run_that_has_grown_is_evaluated_and_reported_by_its_last_plan(
-    cradle: Cradle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    forked_servers: None, cradle: Cradle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It began with two devices and ends with three, in pipelines of one stage and of two. The scores are those that
     one device finds.

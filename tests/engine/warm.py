@@ -1,4 +1,6 @@
-"""What the process that the pool forks its workers from does once: a first trace takes seconds."""
+"""What the process that all others are forked from does once: a first trace takes seconds, to measure the CPU a part
+of one.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,11 @@ import contextlib
 import torch
 
 from tests.engine import cases, models
+from varuna_capslog.profiling.estimation.roofline import speed_of
 
 torch.set_num_threads(1)
 with contextlib.suppress(Exception):  # what fails here fails in a worker again, which tells it
     for step in (1, 2):
         for values in models.make_minibatch(4, step)[0].inputs:
             cases.shapes_of().boundaries(values)
+speed_of("cpu")

@@ -304,7 +304,7 @@ def test_layers_of_factories_cost_what_ready_made_ones_cost() -> None:
         for name in ("factory_chain", "factory_chain_by_hand")
     ]
     conditions = RunConditions(microbatch_size=2)
-    # the seconds of a CPU are measured anew for every estimate
+    # seconds that nobody measures
     estimated = [estimate_workload(one, dataclasses.replace(conditions, device="cuda")) for one in made]
     assert estimated[0] == estimated[1]
     ranks = [rehearse(StageEstimator(one, conditions), (0, 4, 9), "1f1b", 4) for one in made]

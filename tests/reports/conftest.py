@@ -26,3 +26,15 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Figure]]:
     monkeypatch.setattr(style, "Figure", Kept)
     yield drawn
     assert drawn, "the test drew nothing"
+
+
+class _Sketch(Figure):
+    def savefig(self, *given: Any, **named: Any) -> None:
+        self.set_layout_engine("none")
+        super().savefig(*given, dpi=16, **named)
+
+
+@pytest.fixture
+def sketched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is drawn, but a tenth as large, and nothing is moved: for who reads the page beside its pictures."""
+    monkeypatch.setattr(style, "Figure", _Sketch)

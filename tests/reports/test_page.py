@@ -38,7 +38,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Plan, Page]:
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Path:
+def small(tmp_path: Path, sketched: None) -> Path:
     """A short run on two stages, to be damaged."""
     write_run(tmp_path / "run", num_layers=6, stages=2, steps=60, evaluations=2, microbatches=4)
     return tmp_path / "run"

@@ -12,12 +12,14 @@ from varuna_capslog.rig.judge import Truth
 from varuna_capslog.rig.toy import toy_config
 from varuna_capslog.rig.verdict import truth_of
 
+pytestmark = pytest.mark.usefixtures("forked_servers")
+
 # the schedule ends not at the last step
 RECIPE = ["train.checkpoint_every=1", "train.optimizer=nadam", "train.lr_schedule=cosine", "train.ema=0.9"]
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Truth]:
+def alone(forked_servers: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Truth]:
     """A run of one device, and what comes of two steps of it."""
     config = toy_config(tmp_path_factory.mktemp("alone"), [*RECIPE, "pipeline.devices=1"])
     return config, truth_of(config, 2, 2)

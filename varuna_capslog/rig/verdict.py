@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import os
+import queue
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.fork_server import ForkServer
 from varuna_capslog.config.settings import Config
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.rig.judge import Segment, Truth, judge
+from varuna_capslog.start.preloading import training_modules
 from varuna_capslog.start.prepare import prepare_run
 from varuna_capslog.training.checkpoint import open_checkpoint
 from varuna_capslog.training.digests import digest
@@ -76,14 +77,23 @@ def truth_of(config: Config, last: int, reached: int) -> Truth:
         }
     )
     prepare_run(plain, show=False)
-    command = [sys.executable, "-m", "varuna_capslog.start.worker", str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise CapslogError(f"the uninterrupted run failed with {done.returncode}: {done.stderr.strip()[-500:]}")
+    _train(plain, folder)
     rows = files.read_jsonl(folder / "metrics.jsonl")
     numbers = {row["step"]: (row["loss"], row["grad_norm"]) for row in rows}
     return Truth(numbers, weights_of_run(plain, folder, last))
+
+
+def _train(config: Config, folder: Path) -> None:
+    """The run of a prepared folder in a process of its own, whose output goes to a file there."""
+    told: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    log, variables = folder / "worker.log", {"OMP_NUM_THREADS": "1"}
+    with ForkServer("varuna_capslog.start.worker:forked", told.put, log, training_modules(config), variables) as server:
+        server.fork({"member": "alone", "environment": {}, "log": str(log), "arguments": [str(folder)]})
+        while not (ended := {"status", "signal", "gone"} & (what := told.get()).keys()):
+            pass
+    if what.get("status") != 0:
+        how = " ".join(f"{key} {what[key]}" for key in ended)
+        raise CapslogError(f"the uninterrupted run failed with {how}: {log.read_text().strip()[-500:]}")
 
 
 def _decay_steps(config: Config) -> int | None:

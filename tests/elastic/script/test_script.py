@@ -11,7 +11,6 @@ import os
 import runpy
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.forks import Fork, start_command
 from varuna_capslog import cli
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, StepRefused
@@ -295,25 +295,23 @@ def test_both_examples_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None
     assert plain == elastic
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], process: Fork, said: Path, seconds: float = 60.0) -> None:
     until = time.monotonic() + seconds
     while not condition():
-        assert process.poll() is None, f"it has ended: {process.communicate()[0]}"
+        assert process.poll() is None, f"it has ended: {said.read_text()}"
         assert time.monotonic() < until, "waited in vain"
         time.sleep(0.01)
 
 
 def test_kills_leaves_joins_and_a_new_start_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = tmp_path / "run"
+    run, said = tmp_path / "run", tmp_path / "said"
 
-    def start(steps: int) -> subprocess.Popen[str]:
-        code = "from varuna_capslog.cli import program; program()"
-        command = [sys.executable, "-c", code, "script", "--nproc", "3", "--run-dir", str(run), "--name", "h"]
+    def start(steps: int) -> Fork:
+        command = ["script", "--nproc", "3", "--run-dir", str(run), "--name", "h"]
         command += ["--elastic", "patience_seconds=0.3", str(ELASTIC), "--steps", str(steps)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(
-            command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        with said.open("wb") as output:
+            variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+            return start_command(command, variables, output.fileno(), output.fileno(), tmp_path)
 
     def rows() -> list[dict[str, Any]]:
         path = run / "metrics.jsonl"
@@ -323,23 +321,21 @@ def test_kills_leaves_joins_and_a_new_start_change_no_bit(tmp_path: Path, monkey
         return any((row["generation"], row["world_size"]) == (generation, members) for row in rows()[-20:])
 
     first = start(100_000)
-    wait_until(lambda: trains(1, 3), first)
+    wait_until(lambda: trains(1, 3), first, said)
     os.kill(json.loads((run / "workers" / "h-1.json").read_text())["pid"], signal.SIGKILL)  # who writes the metrics
-    wait_until(lambda: trains(2, 2), first)
+    wait_until(lambda: trains(2, 2), first, said)
     assert cli._run(["notice", str(run), "--member", "h-2"]) == 0
-    wait_until(lambda: trains(3, 1), first)
+    wait_until(lambda: trains(3, 1), first, said)
     assert cli._run(["morph", str(run), "--devices", "2"]) == 0
-    wait_until(lambda: trains(4, 2), first)
+    wait_until(lambda: trains(4, 2), first, said)
     first.send_signal(signal.SIGINT)
-    said, _ = first.communicate(timeout=60)
-    assert first.returncode == 130, said
+    assert first.wait(60) == 130, said.read_text()
     for part in ("generation 2: h-1 lost", "generation 3: h-2 left", "generation 4: h-4 joined"):
-        assert part in said, said
+        assert part in said.read_text(), said.read_text()
     reached = rows()[-1]["step"]
     second = start(reached + 5)
-    said, _ = second.communicate(timeout=60)
-    assert second.returncode == 0, said
-    assert f"after step {reached}" in said
+    assert second.wait(60) == 0, said.read_text()
+    assert f"after step {reached}" in said.read_text()
     assert rows()[-1]["generation"] == 5
 
     lines, found = run_here(ELASTIC, reached + 5, monkeypatch)

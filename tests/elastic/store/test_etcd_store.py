@@ -7,8 +7,6 @@ import itertools
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +19,7 @@ import torch
 
 from tests.elastic.etcd import start_etcd
 from tests.elastic.script.test_script import run_here
+from tests.forks import Fork, start_command
 from tests.secret import SECRET
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
@@ -251,22 +250,23 @@ def test_the_host_that_began_the_run_is_killed_and_the_run_goes_on(
 ) -> None:
     run, address = tmp_path / "run", cluster.address("live")
 
-    def start(name: str, *words: str) -> subprocess.Popen[str]:
-        code = "from varuna_capslog.cli import program; program()"
-        command = [sys.executable, "-c", code, "script", "--nproc", "1", "--run-dir", str(run), "--name", name, *words]
+    def start(name: str, *words: str) -> Fork:
+        command = ["script", "--nproc", "1", "--run-dir", str(run), "--name", name, *words]
         command += ["--elastic", "lease_seconds=1.5", "--elastic", "patience_seconds=0.3", str(EXAMPLE)]
-        return subprocess.Popen(
-            [*command, "--steps", "100000"], env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+        variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with (tmp_path / name).open("wb") as output:
+            return start_command([*command, "--steps", "100000"], variables, output.fileno(), output.fileno(), ROOT)
+
+    def said(name: str) -> str:
+        return (tmp_path / name).read_text()
 
     def rows() -> list[dict[str, Any]]:
         path = run / "metrics.jsonl"
         return files.read_jsonl(path) if path.exists() else []
 
     def trains(members: int) -> bool:
-        assert second.poll() is None, second.communicate()[0]
-        assert members == 1 or first.poll() is None, first.communicate()[0]
+        assert second.poll() is None, said("two")
+        assert members == 1 or first.poll() is None, said("one")
         return bool(rows()) and rows()[-1]["world_size"] == members
 
     first = start("one", "--serve", address, "--nnodes", "2")
@@ -279,13 +279,12 @@ def test_the_host_that_began_the_run_is_killed_and_the_run_goes_on(
         reached = rows()[-1]["step"]
         wait_until(lambda: rows()[-1]["step"] > reached + 20)
         second.send_signal(signal.SIGINT)
-        said, _ = second.communicate(timeout=60)
-        assert second.returncode == 130, said
+        assert second.wait(60) == 130, said("two")
     finally:
-        for process in (first, second):
+        for name, process in (("one", first), ("two", second)):
             if process.poll() is None:
                 process.kill()
-                print(process.communicate()[0])  # noqa: T201 - shown where the test fails
+                print(said(name))  # noqa: T201 - shown where the test fails
     accepted = {row["step"]: row["loss"] for row in rows()}
     assert list(accepted) == list(range(1, len(accepted) + 1))
     assert len(rows()) - len(accepted) <= 1
