@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
@@ -30,9 +30,13 @@ class Follower:
 
 
 class Work:
-    """Own layers whose step adds a number that depends on layer and step alone."""
+    """Own layers whose step adds a number that depends on layer and step alone.
 
-    def __init__(self) -> None:
+    beside: the steps of copies are made no earlier than somebody waits for them.
+    """
+
+    def __init__(self, beside: bool) -> None:
+        self.beside = beside
         self.own: dict[int, LayerState] = {}
         self.followers: list[Follower] = []
 
@@ -43,9 +47,17 @@ class Work:
         self.followers.append(Follower(state))
         return self.followers[-1]
 
-    def apply_to_copies(self, due: Sequence[tuple[Follower, Mapping[str, Tensor], int, float]]) -> None:
-        for follower, *step in due:
-            follower.apply(*step)
+    def apply_to_copies(
+        self, due: Sequence[tuple[Follower, Mapping[str, Tensor], int, float]]
+    ) -> Callable[[], None] | None:
+        def steps() -> None:
+            for follower, *step in due:
+                follower.apply(*step)
+
+        if self.beside:
+            return steps
+        steps()
+        return None
 
     def shelve(self) -> Mapping[int, LayerState]:
         own, self.own = self.own, {}
@@ -55,8 +67,8 @@ class Work:
 class Member:
     """The calls that the runtime makes, in its order; every layer is checked at every boundary that is held."""
 
-    def __init__(self, own: set[int], copies: set[int]) -> None:
-        self.work, self.generation = Work(), 0
+    def __init__(self, own: set[int], copies: set[int], beside: bool = False) -> None:
+        self.work, self.generation = Work(beside), 0
         self.holdings = Holdings(self.work)  # type: ignore[arg-type]
         self.at, self.own, self.copies = Stamp(0, 0), own, copies
         self.truth = {(layer, self.at): float(layer) for layer in range(5)}
@@ -156,11 +168,12 @@ def test_a_copy_whose_boundary_before_is_not_held_is_proved_at_its_newest() -> N
     assert (stamp, float(state["w"][0])) == (member.at, member.truth[1, member.at])
 
 
+@pytest.mark.parametrize("beside", [False, True], ids=["at once", "beside the training"])
 @pytest.mark.parametrize("seed", range(40))
-def test_any_course_of_generations(seed: int) -> None:
+def test_any_course_of_generations(seed: int, beside: bool) -> None:
     dice, layers = random.Random(seed), [0, 1, 2, 3, 4]
     own = set(dice.sample(layers, 2))
-    member = Member(own, set(layers) - own)
+    member = Member(own, set(layers) - own, beside)
     for _ in range(12):
         for _ in range(dice.choice([0, 1, 1, 2, 3])):
             member.step()

@@ -8,7 +8,7 @@ between two generations, so that a change of members costs it nothing where it s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -69,6 +69,7 @@ class Holdings:
         self._spare: dict[int, LayerState] = {}
         self._arriving: set[tuple[int, Stamp]] = set()
         self._shelf: dict[int, Copy] = {}
+        self._stepping: Callable[[], None] | None = None
         self.updates: dict[tuple[int, int], Mapping[str, Tensor]] = {}
         self.scales: dict[int, float] = {}
 
@@ -86,7 +87,7 @@ class Holdings:
                 continue
             if stamp != copy.stands_at:
                 self._make_due((layer, copy))
-            return copy.followed.state(copy=False)
+            return self._state_of(copy)
         raise KeyError((layer, stamp))
 
     def copied(self, layer: int, held: Held) -> tuple[Stamp, LayerState] | None:
@@ -96,7 +97,7 @@ class Holdings:
             return None
         if (layer, copy.stands_at) not in held:
             self._make_due((layer, copy))
-        return copy.stands_at, copy.followed.state(copy=False)
+        return copy.stands_at, self._state_of(copy)
 
     def everything(self, held: Held) -> dict[tuple[int, Stamp], LayerState]:
         """All that the protocol holds."""
@@ -175,7 +176,7 @@ class Holdings:
             if (layer, stamp) in self._held and (layer, stamp) not in self._kept:
                 if stamp != copy.stands_at:
                     self._make_due((layer, copy))
-                self._kept.setdefault((layer, stamp), copy.followed.state(copy=False))
+                self._kept.setdefault((layer, stamp), self._state_of(copy))
 
     def _wanted(self, layer: int, copy: Copy) -> bool:
         return any((layer, stamp) in self._held for stamp in copy.stamps)
@@ -222,7 +223,8 @@ class Holdings:
         )
 
     def _make_due(self, *copies: tuple[int, Copy]) -> None:
-        """Makes the steps that are due, if some are."""
+        """Makes the steps that are due, if some are; it may go on beside the training."""
+        self._settle()
         found: list[tuple[Followed, Mapping[str, Tensor], int, float]] = []
         for layer, copy in copies:
             due, copy.due = copy.due, None
@@ -232,7 +234,18 @@ class Holdings:
                 self._kept[(layer, due.before)] = copy.followed.state(copy=True)
             found.append((copy.followed, due.update, due.step, due.scale))
         if found:
-            self._work.apply_to_copies(found)
+            self._stepping = self._work.apply_to_copies(found)
+
+    def _state_of(self, copy: Copy) -> LayerState:
+        """As it is in memory."""
+        self._settle()
+        return copy.followed.state(copy=False)
+
+    def _settle(self) -> None:
+        """Waits for the steps of copies that are being made."""
+        stepping, self._stepping = self._stepping, None
+        if stepping is not None:
+            stepping()
 
     def prune(self, step: int, behind: bool) -> None:
         """After a step was applied: drops updates and scales that no copy will ask for.

@@ -13,6 +13,7 @@ import datetime
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakValueDictionary
@@ -167,6 +168,9 @@ class PipelineWork(Work):
         self._table = ShapeTable(self.chain, device.type, run.config.train.precision)
         self._by_index: dict[int, EngineLayer] = {}
         self._shelved: dict[int, tuple[EngineLayer, LayerState]] = {}
+        # with as many threads inside torch as this one has: a kernel's bits may depend on that
+        threads = torch.get_num_threads()
+        self._copies = ThreadPoolExecutor(1, "copies", initializer=torch.set_num_threads, initargs=(threads,))
         self._followers: WeakValueDictionary[int, layer_state.Follower] = WeakValueDictionary()
         self._part_names: list[str] | None = None
 
@@ -343,10 +347,15 @@ class PipelineWork(Work):
         self._followers[layer] = follower
         return follower
 
-    def apply_to_copies(self, due: Sequence[tuple[Followed, Mapping[str, torch.Tensor], int, float]]) -> None:
-        layer_state.apply_together(
-            [(cast("layer_state.Follower", followed), update, step, scale) for followed, update, step, scale in due]
-        )
+    def apply_to_copies(
+        self, due: Sequence[tuple[Followed, Mapping[str, torch.Tensor], int, float]]
+    ) -> Callable[[], None] | None:
+        steps = [(cast("layer_state.Follower", followed), update, step, scale) for followed, update, step, scale in due]
+        # a user's optimizer might not bear a thread of its own, and a GPU works beside this process anyway
+        if self.device.type != "cpu" or ":" in self.setup.options.recipe.optimizer:
+            layer_state.apply_together(steps)
+            return None
+        return self._copies.submit(layer_state.apply_together, steps).result
 
     def initial(self, layer: int) -> LayerState:
         if self._fresh is None:  # the run's seed gives the same weights again
@@ -394,5 +403,6 @@ class PipelineWork(Work):
         files.append_jsonl(self.setup.run_dir / "events.jsonl", line)
 
     def close(self) -> None:
-        """Stops the loading threads and the terminal's progress bar."""
+        """Stops the threads and the terminal's progress bar."""
+        self._copies.shutdown()
         self.loop.close()

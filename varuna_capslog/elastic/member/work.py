@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -168,10 +168,17 @@ class Work(Protocol):
         """Begins to follow another member's layer."""
         raise AssertionError("no member follows a layer of this work")
 
-    def apply_to_copies(self, due: Sequence[tuple[Followed, Mapping[str, Tensor], int, float]]) -> None:
-        """`Followed.apply` of these copies, each with its update, step and scale."""
+    def apply_to_copies(
+        self, due: Sequence[tuple[Followed, Mapping[str, Tensor], int, float]]
+    ) -> Callable[[], None] | None:
+        """Begins `Followed.apply` of these copies, each with its update, step and scale.
+
+        Returns:
+            The wait for it, where it goes on beside the training; None: it is done.
+        """
         for followed, update, step, scale in due:
             followed.apply(update, step, scale)
+        return None
 
     def initial(self, layer: int) -> LayerState:
         """A layer before step 1."""
