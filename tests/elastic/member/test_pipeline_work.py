@@ -46,22 +46,25 @@ def test_so_does_a_run_of_factories(cradle: Cradle, truth_of_factories: Truth, t
 
 
 def test_layers_of_factories_move_to_a_member_that_joins_and_from_one_that_leaves(
-    cradle: Cradle, truth_of_factories: Truth, tmp_path: Path
+    cradle: Cradle, tmp_path: Path
 ) -> None:
-    faults = [Fault("m0", "compute", "wait", 4, "four"), Fault("m1", "compute", "wait", 8, "eight")]
-    live = Live(cradle, config_of(tmp_path, 2, model=FACTORIES), faults=faults)
+    """One leaves in the first step of the other one, however long it takes to join."""
+    steps = 24
+    truth = truth_of(tmp_path / "alone", steps, model={"chain": "factory_chain_by_hand"})
+    faults = [Fault("m0", "compute", "wait", 4, "four"), Fault("m2", "compute", "wait", 1, "joined")]
+    live = Live(cradle, config_of(tmp_path / "run", 2, steps=steps, model=FACTORIES), faults=faults)
     live.when("four")
     live.until_asked(live.join())
     live.go("four")
-    live.when("eight")
+    live.when("joined")
     live.leave("m0")
     live.until(lambda: live.heard("notice"), "the notice")
-    live.go("eight")
+    live.go("joined")
     outcome = live.finish()
     assert outcome.status == {"m0": 0, "m1": 0, "m2": 0}, describe(outcome)
     assert outcome.kinds().count("morph") == 2, describe(outcome)
-    assert len(outcome.rows) == 12
-    check(outcome, truth_of_factories)
+    assert len(outcome.rows) == steps
+    check(outcome, truth, steps)
 
 
 def test_layers_that_change_between_own_and_copy_keep_their_memory(
