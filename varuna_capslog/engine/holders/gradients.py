@@ -20,7 +20,7 @@ from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.model.chain import Chain, TensorSpec
 
-__all__ = ["GradientBook", "norms_of"]
+__all__ = ["GradientBook", "norm_of"]
 
 _BLOCK_TAG = 1 << 28
 _SUM_TAG = 7 << 27
@@ -99,21 +99,19 @@ class GradientBook:
 
         A shared parameter counts under its first layer only (engine rule 1).
         """
-        counted = {index: self._counted(self._by_index[index]) for index in layers}
-        norms = iter(norms_of([gradient for row in counted.values() for gradient in row]))
         found = []
-        for index, row in counted.items():
-            if row:
-                found.append(torch.stack([next(norms) for _ in row]).square().sum())
+        for layer in map(self._by_index.__getitem__, layers):
+            counted = {name: self._first_use[address] == layer.index for name, address in layer.shared.items()}
+            norms = [
+                norm_of(parameter.grad)
+                for name, parameter in layer.parameters.items()
+                if parameter.grad is not None and counted.get(name, True)
+            ]
+            if norms:
+                found.append(torch.stack(norms).square().sum())
             else:
-                found.append(torch.zeros((), dtype=torch.float64, device=self._by_index[index].device))
+                found.append(torch.zeros((), dtype=torch.float64, device=layer.device))
         return dict(zip(layers, torch.stack(found).cpu(), strict=True))
-
-    def _counted(self, layer: EngineLayer) -> list[Tensor]:
-        """The gradients that count under a layer."""
-        first = {name: self._first_use[address] == layer.index for name, address in layer.shared.items()}
-        parameters = layer.parameters.items()
-        return [one.grad for name, one in parameters if one.grad is not None and first.get(name, True)]
 
     def forget(self) -> None:
         """Drops the blocks of a broken-off step."""
@@ -227,15 +225,9 @@ def _unpack(flat: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str, T
     return found
 
 
-def norms_of(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """The norm of each in float64, added in one order for each shape."""
-    if any(one.device.type != "cpu" for one in gradients):
-        return [torch.linalg.vector_norm(one, dtype=torch.float64) for one in gradients]
-    small = [one for one in gradients if one.numel() <= _ONE_PIECE]
-    norms = iter(torch._foreach_norm(small, 2, torch.float64) if small else ())
-    return [next(norms) if one.numel() <= _ONE_PIECE else _norm_in_pieces(one) for one in gradients]
-
-
-def _norm_in_pieces(gradient: Tensor) -> Tensor:
+def norm_of(gradient: Tensor) -> Tensor:
+    """The norm in float64, added in one order for each shape."""
+    if gradient.device.type != "cpu" or gradient.numel() <= _ONE_PIECE:
+        return torch.linalg.vector_norm(gradient, dtype=torch.float64)
     pieces = gradient.reshape(-1).split(_PIECE)
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(pieces, 2, torch.float64)))
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(one, dtype=torch.float64) for one in pieces]))
