@@ -8,13 +8,11 @@ import pytest
 import torch
 
 from tests.elastic.live import Cradle, Truth, truth_of
-from tests.forks import forking_servers
 
 
 @pytest.fixture(scope="session")
 def fork_server_of_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cradle]:
-    with forking_servers():
-        found = Cradle(tmp_path_factory.mktemp("cradle"))
+    found = Cradle(tmp_path_factory.mktemp("cradle"))
     yield found
     found.close()
 
