@@ -123,7 +123,8 @@ def main() -> None:
     here = str(Path(__file__).parent)
     os.environ["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
     os.environ[STEPS] = " ".join(map(str, given.steps))
-    found = {kind: measure(kind, given.config, *given.steps, given.overrides) for kind in given.runs}
+    first, last = given.steps
+    found = {kind: measure(kind, given.config, first, last, given.overrides) for kind in given.runs}
     for group in ("threads", "functions"):
         print(f"| {group}, ms of a step | {' | '.join(found)} |\n|---|{'---|' * len(found)}")
         names = sorted({name for row in found.values() for name in row[group]})

@@ -13,10 +13,8 @@ import datetime
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, cast
-from weakref import WeakValueDictionary
 
 import torch
 
@@ -25,6 +23,7 @@ from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import DiskFailed, StepRefused
 from varuna_capslog.config.settings import Config
 from varuna_capslog.elastic.member.balance import Balance
+from varuna_capslog.elastic.member.copies import LayerCopies
 from varuna_capslog.elastic.member.held_state import write_held
 from varuna_capslog.elastic.member.pace import Pace
 from varuna_capslog.elastic.member.start_up import MemberStart
@@ -167,11 +166,7 @@ class PipelineWork(Work):
         self._pace = Pace(RunShape.of_config(run.config).settled(), device.type)
         self._table = ShapeTable(self.chain, device.type, run.config.train.precision)
         self._by_index: dict[int, EngineLayer] = {}
-        self._shelved: dict[int, tuple[EngineLayer, LayerState]] = {}
-        # with as many threads inside torch as this one has: a kernel's bits may depend on that
-        threads = torch.get_num_threads()
-        self._copies = ThreadPoolExecutor(1, "copies", initializer=torch.set_num_threads, initargs=(threads,))
-        self._followers: WeakValueDictionary[int, layer_state.Follower] = WeakValueDictionary()
+        self._copies = LayerCopies(self.chain, self.setup.options, device)
         self._part_names: list[str] | None = None
 
     def warm_up(self) -> None:
@@ -246,17 +241,7 @@ class PipelineWork(Work):
         assert plan is not None
         layout = self._run.layout_of(plan)
         assert layout.layers_of(communicator.rank) == sorted(states), "a plan of other members"
-        kept = {
-            index: layer
-            for index, (layer, shelved) in self._shelved.items()
-            if index in states and states[index] is shelved and not layer.shared
-        }
-        for index, follower in self._followers.items():
-            if index in states and layer_state.lies_in(states[index], follower.layer):
-                kept[index] = follower.layer  # the copy becomes the layer itself
-        copied = opening.layout.copied.get(self.start.me, ())
-        # what is neither taken up again nor becomes a copy makes room for what is
-        self._shelved = {index: found for index, found in self._shelved.items() if index in copied}
+        kept = self._copies.ready(states, opening.layout.copied.get(self.start.me, ()))
         ready = Ready(self._table, kept, next((names for names in opening.told if names is not None), None))
         schedule = plan.schedule or self.setup.options.schedule
         options = dataclasses.replace(self.setup.options, actions=plan.actions, schedule=schedule)
@@ -295,7 +280,7 @@ class PipelineWork(Work):
             return {}
         self.loop.end()
         states = {layer.index: layer_state.capture(layer, engine.optimizer, copy=False) for layer in engine.layers}
-        self._shelved = {layer.index: (layer, states[layer.index]) for layer in engine.layers}
+        self._copies.keep(engine.layers, states)
         self._by_index = {}
         return states
 
@@ -315,7 +300,7 @@ class PipelineWork(Work):
         return self.loop.is_done(step)
 
     def compute(self, step: int) -> bool:
-        self._shelved = {}  # what has not become a copy by now never will
+        self._copies.let_go()
         self.loop.compute(step)
         return True  # the vote adds everything up, and finds what is not finite
 
@@ -342,20 +327,13 @@ class PipelineWork(Work):
         return self._running.update_of(layer)
 
     def follow(self, layer: int, state: LayerState) -> Followed:
-        before, _ = self._shelved.pop(layer, (None, None))
-        follower = layer_state.Follower(self.chain, layer, self.setup.options, self.device, state, before)
-        self._followers[layer] = follower
-        return follower
+        return self._copies.follow(layer, state)
 
     def apply_to_copies(
         self, due: Sequence[tuple[Followed, Mapping[str, torch.Tensor], int, float]]
     ) -> Callable[[], None] | None:
-        steps = [(cast("layer_state.Follower", followed), update, step, scale) for followed, update, step, scale in due]
-        # a user's optimizer might not bear a thread of its own, and a GPU works beside this process anyway
-        if self.device.type != "cpu" or ":" in self.setup.options.recipe.optimizer:
-            layer_state.apply_together(steps)
-            return None
-        return self._copies.submit(layer_state.apply_together, steps).result
+        own = [(cast("layer_state.Follower", followed), update, step, scale) for followed, update, step, scale in due]
+        return self._copies.apply(own)
 
     def initial(self, layer: int) -> LayerState:
         if self._fresh is None:  # the run's seed gives the same weights again
@@ -404,5 +382,5 @@ class PipelineWork(Work):
 
     def close(self) -> None:
         """Stops the threads and the terminal's progress bar."""
-        self._copies.shutdown()
+        self._copies.close()
         self.loop.close()
