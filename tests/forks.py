@@ -126,18 +126,11 @@ def start_command(
         return Fork(f"{__name__}:_command", (list(arguments),), environment, descriptors, folder)
 
 
-@contextlib.contextmanager
-def forking_servers() -> Iterator[None]:
-    """Fork servers that begin meanwhile are forks themselves."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fork_server, "subprocess", _with_popen(_fork_server_of))
-        yield
-
-
 @pytest.fixture(scope="module")
 def forked_servers() -> Iterator[None]:
-    """So are those of commands that run in this process."""
-    with forking_servers():
+    """Fork servers of commands that run in this process are forks themselves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fork_server, "subprocess", _with_popen(_fork_server_of))
         yield
 
 

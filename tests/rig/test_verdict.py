@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Config
 from varuna_capslog.plans.plan import Plan, write_plan
+from varuna_capslog.rig import verdict
 from varuna_capslog.rig.judge import Truth
 from varuna_capslog.rig.toy import toy_config
 from varuna_capslog.rig.verdict import truth_of
@@ -43,3 +45,10 @@ def test_the_uninterrupted_run_of_a_given_plan_has_one_device(tmp_path: Path, al
     write_plan(path, Plan.of_cuts(8, (0, 2, 5)))
     given = truth_of(toy_config(tmp_path / "given", [*RECIPE, f"pipeline.plan={path}"]), 2, 2)
     assert given == alone[1]
+
+
+def test_an_uninterrupted_run_that_fails_is_no_truth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here its folder was not prepared."""
+    monkeypatch.setattr(verdict, "prepare_run", lambda config, show: None)
+    with pytest.raises(CapslogError, match=r"the uninterrupted run failed with 2: .*config\.yaml"):
+        truth_of(toy_config(tmp_path, ["pipeline.devices=1"]), 2, 2)

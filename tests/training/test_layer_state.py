@@ -253,7 +253,7 @@ def test_a_copy_becomes_the_layer_and_the_layer_a_copy_without_being_copied() ->
     }
     taken = {index: follower.layer for index, follower in followers.items()}
     for index, follower in followers.items():
-        assert layer_state.lies_in(follower.state(copy=False), taken[index]) == bool(follower.state(copy=False))
+        assert layer_state.lies_in(follower.state(copy=False), taken[index])
     assert not layer_state.lies_in(followers[1].state(copy=True), taken[1])
     lay = {index: places(layer) for index, layer in taken.items() if not layer.shared}
     second = make_engine(layers=taken, chain=chain)

@@ -67,10 +67,10 @@ class StageOptimizer:
         if self._in_turn:
             assert tier is not None, "moments wait in a tier"
             self._away = HostMoments(tier, {one: recipe.kept(one) for own in self._in_turn for one in own})
-        self._on_cpu = all(layer.device.type == "cpu" for layer in layers)
-        self._is_plain = self._on_cpu and recipe.is_plain_adamw
+        on_cpu = all(layer.device.type == "cpu" for layer in layers)
+        self._is_plain = on_cpu and recipe.is_plain_adamw
         here = {address: one for address, one in self.parameters.items() if address not in self._elsewhere}
-        self._torch = recipe.build(here, self._on_cpu)
+        self._torch = recipe.build(here, on_cpu)
         self._averages: dict[nn.Parameter, Tensor] = {}
 
     def step(self, step: int, scale: float) -> float:
@@ -79,9 +79,7 @@ class StageOptimizer:
         Raises:
             PeerLost: a rank is gone from which updated values were to come.
         """
-        rate = self._recipe.rate.at(step)
-        for group in self._torch.param_groups:
-            group["lr"] = rate * group["lr_factor"]
+        rate = self._set_rate(step)
         for parameter in self._elsewhere.values():
             parameter.grad = None
         waiting = {one: one.grad for own in self._in_turn for one in own}
@@ -98,6 +96,12 @@ class StageOptimizer:
             self._away.settle()
         if self._updates is not None:
             self._updates.hand_on()
+        return rate
+
+    def _set_rate(self, step: int) -> float:
+        rate = self._recipe.rate.at(step)
+        for group in self._torch.param_groups:
+            group["lr"] = rate * group["lr_factor"]
         return rate
 
     def _bring_back(self, number: int) -> None:
@@ -183,7 +187,7 @@ class StageOptimizer:
         for group in self._torch.param_groups:
             if "foreach" in group:
                 group["foreach"], group["fused"] = True, None
-        self._on_cpu = self._is_plain = False
+        self._is_plain = False
 
     def moments(self, address: str) -> dict[str, Any]:
         """What is kept of one address, by key, such as {"exp_avg", "exp_avg_sq", "step"} and, with an average, "ema".
@@ -260,12 +264,12 @@ def step_alike(optimizers: Sequence[StageOptimizer], step: int, scale: float) ->
     for one in optimizers:
         if one not in together:
             one.step(step, scale)
+    for one in together:
+        one._set_rate(step)
     if together:
-        rate = together[0]._recipe.rate.at(step)
-        for group in (group for one in together for group in one._torch.param_groups):
-            group["lr"] = rate * group["lr_factor"]
         _step_plainly(together, scale)
-        for parameter in (parameter for one in together for parameter in one.parameters.values()):
+    for one in together:
+        for parameter in one.parameters.values():
             parameter.grad = None
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import queue
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.fork_server import ForkServer
+from varuna_capslog.base.starters import Forks
 from varuna_capslog.config.settings import Config
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.rig.judge import Segment, Truth, judge
@@ -85,15 +83,11 @@ def truth_of(config: Config, last: int, reached: int) -> Truth:
 
 def _train(config: Config, folder: Path) -> None:
     """The run of a prepared folder in a process of its own, whose output goes to a file there."""
-    told: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    log, variables = folder / "worker.log", {"OMP_NUM_THREADS": "1"}
-    with ForkServer("varuna_capslog.start.worker:forked", told.put, log, training_modules(config), variables) as server:
-        server.fork({"member": "alone", "environment": {}, "log": str(log), "arguments": [str(folder)]})
-        while not (ended := {"status", "signal", "gone"} & (what := told.get()).keys()):
-            pass
-    if what.get("status") != 0:
-        how = " ".join(f"{key} {what[key]}" for key in ended)
-        raise CapslogError(f"the uninterrupted run failed with {how}: {log.read_text().strip()[-500:]}")
+    modules, log = training_modules(config), folder / "worker.log"
+    with Forks("varuna_capslog.start.worker:forked", [str(folder)], modules, {"OMP_NUM_THREADS": "1"}) as start:
+        status = start(1, {}, log).wait()  # the output of a rank 0 would go to this process's own
+    if status:
+        raise CapslogError(f"the uninterrupted run failed with {status}: {log.read_text().strip()[-500:]}")
 
 
 def _decay_steps(config: Config) -> int | None:

@@ -154,9 +154,9 @@ def install(layer: EngineLayer, optimizer: StageOptimizer, state: Mapping[str, T
 
 
 def lies_in(state: Mapping[str, Tensor], layer: EngineLayer) -> bool:
-    """Whether a state's parameters and buffers are the very memory of a layer that has some."""
+    """Whether a state's parameters and buffers are the very memory of a layer."""
     own = flatten(layer.parameters, layer.buffers, {})
-    return bool(own) and all(key in state and state[key].data_ptr() == mine.data_ptr() for key, mine in own.items())
+    return all(key in state and state[key].data_ptr() == mine.data_ptr() for key, mine in own.items())
 
 
 def initial(chain: Chain, index: int) -> LayerState:

@@ -100,16 +100,18 @@ def test_layers_that_change_between_own_and_copy_keep_their_memory(
     work.compute(1)
     work.vote(1, b"")
     work.apply(1)
+    behind = CUTS[2][1]
+    assert work.engine is not None
+    freed = weakref.ref(next(iter(work.engine.layers[behind].parameters.values())))
     shelved = dict(work.shelve())
     lay = {index: places(state) for index, state in shelved.items()}
     shared = {index for use in work.chain.shared for index in use.layers}
-    behind = CUTS[2][1]
     assert 0 < behind < min(shared)
     assert opened(2, plan_of(*CUTS[2]), {index: shelved.pop(index) for index in range(behind)}) == {
         index: lay[index] for index in range(behind)
     }
     elsewhere = {behind: layer_state.cloned(shelved[behind])}
-    freed = weakref.ref(next(iter(shelved.pop(behind).values())))
+    del shelved[behind]
     copies = {index: work.follow(index, shelved.pop(index)) for index in range(behind + 1, count)}
     for index, copy in copies.items():
         assert (places(copy.state(copy=False)) == lay[index]) == (index not in shared)
@@ -119,7 +121,10 @@ def test_layers_that_change_between_own_and_copy_keep_their_memory(
     assert freed() is None, "what has not become a copy when training goes on takes no memory"
     del lay[behind]
     states = dict(work.shelve()) | elsewhere | {index: copy.state(copy=False) for index, copy in copies.items()}
-    again = opened(3, plan_of(0), states)
+    apart = {0, behind + 1}  # these come from elsewhere, while a layer of theirs is here
+    assert not apart & shared
+    again = opened(3, plan_of(0), states | {index: layer_state.cloned(states[index]) for index in apart})
+    assert all(set(again[index]).isdisjoint(lay.pop(index)) for index in apart)
     assert {index: again[index] for index in lay if index not in shared} == {
         index: lay[index] for index in lay if index not in shared
     }

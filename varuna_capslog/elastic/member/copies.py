@@ -34,15 +34,15 @@ class LayerCopies:
 
     def __init__(self, chain: Chain, options: EngineOptions, device: torch.device) -> None:
         self._chain, self._options, self._device = chain, options, device
-        self._trained: dict[int, tuple[EngineLayer, LayerState]] = {}
+        self._trained: dict[int, EngineLayer] = {}
         self._followers: WeakValueDictionary[int, layer_state.Follower] = WeakValueDictionary()
         # with as many threads inside torch as this one has: a kernel's bits may depend on that
         threads = torch.get_num_threads()
         self._beside = ThreadPoolExecutor(1, "copies", initializer=torch.set_num_threads, initargs=(threads,))
 
-    def keep(self, layers: Iterable[EngineLayer], states: Mapping[int, LayerState]) -> None:
-        """A generation has ended: what its engine had here, with the live states."""
-        self._trained = {layer.index: (layer, states[layer.index]) for layer in layers}
+    def keep(self, layers: Iterable[EngineLayer]) -> None:
+        """A generation has ended: what its engine had here."""
+        self._trained = {layer.index: layer for layer in layers}
 
     def ready(self, states: Mapping[int, LayerState], copied: Collection[int]) -> dict[int, EngineLayer]:
         """The layers that the next engine can take as they are, since these states lie in them.
@@ -51,16 +51,13 @@ class LayerCopies:
             states: of all that it will have, by layer.
             copied: layers that this member will have copies of; other layers that it trained are let go.
         """
-        found = {
-            index: layer
-            for index, (layer, state) in self._trained.items()
-            if index in states and states[index] is state and not layer.shared
+        here = [*self._trained.values(), *(follower.layer for follower in self._followers.values())]
+        self._trained = {index: layer for index, layer in self._trained.items() if index in copied}
+        return {
+            layer.index: layer
+            for layer in here
+            if layer.index in states and layer_state.lies_in(states[layer.index], layer)
         }
-        for index, follower in self._followers.items():
-            if index in states and layer_state.lies_in(states[index], follower.layer):
-                found[index] = follower.layer
-        self._trained = {index: trained for index, trained in self._trained.items() if index in copied}
-        return found
 
     def let_go(self) -> None:
         """Training goes on: what has not become a copy by now never will."""
@@ -68,7 +65,7 @@ class LayerCopies:
 
     def follow(self, index: int, state: LayerState) -> layer_state.Follower:
         """A copy of a layer, from this state on."""
-        before, _ = self._trained.pop(index, (None, None))
+        before = self._trained.pop(index, None)
         follower = layer_state.Follower(self._chain, index, self._options, self._device, state, before)
         self._followers[index] = follower
         return follower

@@ -280,7 +280,7 @@ class PipelineWork(Work):
             return {}
         self.loop.end()
         states = {layer.index: layer_state.capture(layer, engine.optimizer, copy=False) for layer in engine.layers}
-        self._copies.keep(engine.layers, states)
+        self._copies.keep(engine.layers)
         self._by_index = {}
         return states
 
