@@ -72,7 +72,7 @@ def main() -> int:
     chosen = [part for part in PARTS if not given.only or part in given.only]
     report = Report(given.output)
     for part in chosen:
-        for device in DEVICES:
+        for device in given.devices:
             rows = importlib.import_module(f"parts.{part}").ROWS[device]
             report.rows += [Row(part, device, name, aim) for name, aim in rows.items()]
     status = 0
@@ -146,6 +146,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "build/gpu/result.json", help="file for the JSON")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), help="these parts alone")
+    parser.add_argument("--devices", nargs="+", choices=DEVICES, default=list(DEVICES), help="rows of these alone")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all parts together")
     # for the processes of the parts
     parser.add_argument("--part", choices=["facts", *PARTS], help=argparse.SUPPRESS)

@@ -30,7 +30,7 @@ from varuna_capslog.profiling.admission import free_bytes
 from varuna_capslog.profiling.conditions import shapes_of
 from varuna_capslog.profiling.estimate import StageEstimator, estimate_config
 from varuna_capslog.profiling.estimation.headroom import state_headroom
-from varuna_capslog.profiling.launches import LaunchTimes, in_one_launch
+from varuna_capslog.profiling.launches import LaunchTimes, devices_of, in_one_launch
 from varuna_capslog.profiling.rehearsal import rehearse
 from varuna_capslog.profiling.trim import RunConditions, TrimmedRun
 from varuna_capslog.profiling.worker import Workers
@@ -182,7 +182,7 @@ def measured(
         waiting.append((TrimmedRun(first, end, len(estimator.chain), specs, *loss), 0))
     names = [layer.name for layer in estimator.chain.layers]
     source = functools.partial(load_workload, config)
-    workers = Workers(source, [torch.device(device)], 1, (), conditions, free_bytes, names)
+    workers = Workers(source, devices_of(device, 1), 1, (), conditions, free_bytes, names)
     with workers.group(1) as group:
         found = in_one_launch(waiting, group, workers, LaunchTimes(), lambda *_: None)
     return {(first, end): result for (first, end, _), result in found.items()}
