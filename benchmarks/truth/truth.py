@@ -18,7 +18,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import torch
 from common import write_json
 
 from varuna_capslog.config.reading import Config, dump_config, section
@@ -126,7 +125,7 @@ def summary(errors: Sequence[float]) -> str:
 def false_fits(predicted: Sequence[int], measured: Sequence[int], headroom: Headroom) -> tuple[int, int, int]:
     """Trials with a capacity from 0.9 to 1.1 of what was measured: their number, false "fits", false "does not fit"."""
     trials = [
-        (headroom.reserved(guess) <= part * real / 100, real <= part * real / 100)
+        (headroom.device(guess) <= part * real / 100, real <= part * real / 100)
         for guess, real in zip(predicted, measured, strict=True)
         for part in range(90, 111)
     ]

@@ -77,7 +77,7 @@ def test_a_profile_is_written_where_asked_and_tells_the_kind(capsys: pytest.Capt
     assert "written to profile.json" in capsys.readouterr().out
     profile = read_profile("profile.json")
     assert (profile.source, profile.conditions["device"], profile.conditions["gpu"]) == ("estimated", "cuda", "h200")
-    assert profile.conditions["seconds"] == "roofline(h200)"
+    assert profile.conditions["seconds"] == "classes(h200)"
     assert len(profile.layers) == 4
     assert run("profile", "stack", *X, "--device", "cuda:h200") == 0
     assert "not written; -o FILE keeps it" in capsys.readouterr().out
@@ -100,7 +100,7 @@ def test_a_profile_is_written_where_asked_and_tells_the_kind(capsys: pytest.Capt
         ("stack", ("--input", "x=float32[2,9]"), "module 'blocks.0' (Linear) cannot be captured"),
         ("plain", ("--input", "x=float32[2,9]"), "layer '0' cannot run on x[2, 9]"),
         ("plain", ("--input", "x=int64[2,8]"), "layer '0' cannot run on x[2, 8]: matrices of int64 and float32"),
-        ("plain", (*X, "--device", "cuda:a100"), "the kind of GPU 'a100' is not in the table; known: t4"),
+        ("plain", (*X, "--device", "cuda:a100"), "sold with several memories; choose a100-40gb or a100-80gb"),
         ("plain", (*X, "--device", "cuda:t4", "--measure"), "--device cuda:t4 goes with --estimate"),
     ],
 )

@@ -15,7 +15,7 @@ from varuna_capslog.config.settings import Config
 from varuna_capslog.elastic.host.terminal import describe as line_of
 from varuna_capslog.plans.pipelines import pipelines_of
 from varuna_capslog.plans.plan import Plan, read_plan, write_plan
-from varuna_capslog.profiling.estimation import roofline
+from varuna_capslog.profiling.estimation import rates
 from varuna_capslog.rig.faults import Fault
 from varuna_capslog.schedules import schedule_of, to_strings
 from varuna_capslog.start.given_plan import with_given_plan
@@ -53,7 +53,7 @@ def kept_profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def one_processor(kept_profiles: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Estimates are of the same processor on every machine: which plan is the fastest depends on what it reaches."""
-    monkeypatch.setattr(roofline, "calibrated_cpu", lambda: roofline.Speed("a processor", 1e11, 1e11, 1e10, 4.4e-6))
+    monkeypatch.setattr(rates, "calibrated_cpu", lambda: rates.cpu_speed("a processor", 1e11, 1e11, 1e10, 4.4e-6))
     monkeypatch.setenv("XDG_CACHE_HOME", str(kept_profiles))
 
 

@@ -29,7 +29,7 @@ from varuna_capslog.profiling.estimate import Memo, StageEstimator, estimate_con
 from varuna_capslog.profiling.estimation.allocator import replay
 from varuna_capslog.profiling.estimation.lifetimes import Recipes
 from varuna_capslog.profiling.estimation.quirks import LIMITS, QUIRKS, Quirk, Quirks
-from varuna_capslog.profiling.estimation.roofline import RTX_A4000
+from varuna_capslog.profiling.estimation.rates import cpu_speed
 from varuna_capslog.profiling.measure import profile_workload
 from varuna_capslog.profiling.rehearsal import rehearse
 from varuna_capslog.start.prepare import profile_run
@@ -235,7 +235,7 @@ def test_a_cuda_profile_needs_no_cuda_and_states_its_conditions() -> None:
     told = profile.conditions
     assert told["device"] == "cuda"
     assert told["attention"] == "eager"
-    assert told["seconds"] == "roofline(rtx a4000)"
+    assert told["seconds"] == "classes(a4000)"
     assert told["optimizer"] == "adamw"
     assert told["dilation"] == 1
     assert told["quirks_version"] >= 1
@@ -327,18 +327,21 @@ def almost_equal(device: str, **sections: Any) -> Config:
     return section(Config, values | {"profile": {"source": "estimated", "device": device}} | sections, "")
 
 
+SPEED = cpu_speed("a processor", 19e12, 13.4e12, 360e9, 5e-6)
+
+
 @functools.cache
 def reused(device: str, schedule: str) -> tuple[Config, Memo, Profile]:
     config, memo = almost_equal(device, pipeline={"schedule": schedule}), Memo()
     with pytest.MonkeyPatch.context() as patch:  # a clock tells no two speeds alike
-        patch.setattr(estimate, "speed_of", lambda device, gpu: RTX_A4000)
+        patch.setattr(estimate, "speed_of", lambda device, gpu: SPEED)
         return config, memo, estimate_config(config, memo=memo)
 
 
 @pytest.mark.parametrize(("device", "schedule"), [("cuda", "varuna"), ("cpu", "zb-h1")])
 def test_a_profile_with_reuse_is_that_without(device: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that are equal but for a rate, an eps, a layout, a tie or a frozen weight are costed for themselves."""
-    monkeypatch.setattr(estimate, "speed_of", lambda device, gpu: RTX_A4000)  # a clock tells no two speeds alike
+    monkeypatch.setattr(estimate, "speed_of", lambda device, gpu: SPEED)  # a clock tells no two speeds alike
     config, memo, profile = reused(device, schedule)
     # one run for two pairs of equal blocks, although four are equal
     assert len(memo.runs) == 2 * len(profile.layers) - 1 - 2
@@ -349,6 +352,7 @@ def test_a_profile_with_reuse_is_that_without(device: str, schedule: str, monkey
     assert json.dumps(estimate_config(config, memo=slow).to_json()) == json.dumps(profile.to_json())
 
 
-def test_a_model_on_the_meta_device_has_the_profile_of_an_ordinary_one() -> None:
+def test_a_model_on_the_meta_device_has_the_profile_of_an_ordinary_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate, "speed_of", lambda device, gpu: SPEED)
     on_meta = almost_equal("cuda", arguments={"on_meta": True})
     assert estimate_config(on_meta).to_json() == reused("cuda", "varuna")[2].to_json()

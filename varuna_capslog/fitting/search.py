@@ -221,8 +221,7 @@ class StepSearch:
                         f"({type(error).__name__}: {error}); let the module and the loss depend on shapes only"
                     ) from error
             if quirks.has("caching allocator"):
-                before = [(0, quirks.lasting_bytes)] if quirks.lasting_bytes else []
-                return replay([*before, *followed.events]).allocated_bytes
+                return replay([*quirks.taken_before(), *followed.events]).allocated_bytes
             return followed.peak_bytes
 
 

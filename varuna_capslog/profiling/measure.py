@@ -7,11 +7,9 @@ computes M_i and M_a from what comes back (CAPSlog, Sec. III-A). It never touche
 from __future__ import annotations
 
 import functools
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -286,11 +284,4 @@ def _describe(workload: Workload, chain: Chain, conditions: RunConditions, launc
 
 
 def _device_name(device: str) -> str:
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.machine())
+    return torch.cuda.get_device_name() if device == "cuda" else cache.cpu_name()

@@ -24,8 +24,8 @@ from varuna_capslog.model.trace import a_number
 
 __all__ = ["Lifetimes", "Recipes", "Temporary"]
 
-Temporary = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], int]
-"""(operator, its arguments, its keywords, its result) -> bytes that its kernel takes and gives back while it runs."""
+Temporary = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], Sequence[int]]
+"""(operator, its arguments, its keywords, its result) -> blocks, in bytes, that its kernel holds while it runs."""
 
 # prim.device asks where a tensor is; it is the most frequent of all
 _prim_device = torch.ops.prim.device.default
@@ -157,9 +157,10 @@ class Lifetimes(TorchDispatchMode):
                 if isinstance(part, Tensor):
                     self._follow(part, number)
         if self._temporary is not None:
-            taken = self._temporary(func, args, kwargs, result)
-            if (key := self._allocated(taken)) is not None:
-                self._released(key, taken)
+            blocks = [(self._allocated(size), size) for size in self._temporary(func, args, kwargs, result)]
+            for key, size in blocks:
+                if key is not None:
+                    self._released(key, size)
         if self.observer is not None:
             self.observer(func, args, kwargs, result)
         return result
