@@ -1,0 +1,225 @@
+"""Corrects the seconds of estimates by measured profiles of this machine's device.
+
+`capslog profile` measures layers and calls `learn`: what each of them took beside what its operators' classes say. The
+factors of `rates.GROUPS` that bring the two together are kept per kind of device, and `corrected_speed` gives them to
+estimates of that kind from then on. The newest profile of each model counts; nothing is ever forgotten but by deleting
+the file, which is beside the cached profiles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from varuna_capslog.base import files
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.gpus import GPUS, gpu_named
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.profiling import cache
+from varuna_capslog.profiling.estimation.operators import Work
+from varuna_capslog.profiling.estimation.rates import CLASSES, GROUPS, Speed, speed_of
+
+__all__ = ["Calibration", "corrected_speed", "device_kind", "learn"]
+
+_log = logging.getLogger(__name__)
+
+_LEAST_RUNS = 8
+"""Forwards and backwards below which nothing is corrected."""
+_MODELS = 24
+_SHEET_WEIGHT = 0.05
+"""How much a factor of 1 counts, in parts of all measured runs."""
+_SMALLEST, _LARGEST = 0.1, 10.0
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """One forward or backward: its work by class, and the seconds that it took."""
+
+    work: Work
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What measured profiles say of one kind of device.
+
+    Attributes:
+        device: its kind in `GPUS`, or a name made of torch's and the number of threads.
+        base: seconds of a unit of each class before any correction.
+        host_seconds: of the host for each operator, 0 on a CPU.
+        models: digest of a model -> the runs of its newest profile.
+        date: of the newest profile.
+    """
+
+    device: str
+    base: Mapping[str, float]
+    host_seconds: float
+    models: Mapping[str, Sequence[MeasuredRun]] = field(default_factory=dict)
+    date: str = ""
+
+    @property
+    def runs(self) -> list[MeasuredRun]:
+        """All runs of all models."""
+        return [run for runs in self.models.values() for run in runs]
+
+    def parts(self, run: MeasuredRun) -> list[float]:
+        """The uncorrected seconds of a run in each of `GROUPS`."""
+        seconds = dict.fromkeys(GROUPS, 0.0)
+        for kind, amount in run.work.items():
+            seconds[CLASSES[kind].group] += amount * self.base[kind]
+        return list(seconds.values())
+
+    def factors(self) -> dict[str, float]:
+        """The factor of each group, for which the sum of squared relative errors of all runs is least; 1 of a group
+        that no run has.
+
+        Coordinate descent on a quadratic of four variables, each within bounds: convex, so that it ends at the least.
+        """
+        runs = self.runs
+        if len(runs) < _LEAST_RUNS:
+            return dict.fromkeys(GROUPS, 1.0)
+        # a run that the host limits says nothing of the device
+        shares = np.array([np.array(self.parts(run)) / run.seconds for run in runs if not self._is_of_host(run)])
+        if not len(shares):
+            return dict.fromkeys(GROUPS, 1.0)
+        weight = _SHEET_WEIGHT * len(shares)
+        factors = np.ones(len(GROUPS))
+        for _ in range(200):
+            for place in range(len(GROUPS)):
+                column = shares[:, place]
+                rest = 1.0 - shares @ factors + column * factors[place]
+                # the sheet's factor counts as a run of this group alone would
+                scale = weight * float((column**2).mean())
+                best = (float(column @ rest) + scale) / max(float(column @ column) + scale, 1e-30)
+                factors[place] = min(max(best, _SMALLEST), _LARGEST) if column.any() else 1.0
+        return dict(zip(GROUPS, map(float, factors.round(4)), strict=True))
+
+    def _is_of_host(self, run: MeasuredRun) -> bool:
+        return self.host_seconds > 0 and sum(self.parts(run)) < run.seconds / 3
+
+    def speed(self) -> Speed:
+        """The corrected speed."""
+        factors = self.factors()
+        seconds = {kind: value * factors[CLASSES[kind].group] for kind, value in self.base.items()}
+        host = [
+            run.seconds / run.work["launch"] for run in self.runs if self._is_of_host(run) and run.work.get("launch")
+        ]
+        host_seconds = statistics.median(host) if host else self.host_seconds
+        source = f"{len(self.models)} measured profiles, the newest of {self.date}"
+        plain = speed_of("cuda", self.device) if self.device in GPUS else Speed(self.device, {})
+        return dataclasses.replace(plain, seconds_of=seconds, host_seconds=host_seconds, source=source)
+
+    def error(self, factors: Mapping[str, float]) -> float:
+        """The median relative error of all runs with these factors."""
+        weights = [factors[group] for group in GROUPS]
+        errors = [abs(float(np.dot(self.parts(run), weights)) / run.seconds - 1) for run in self.runs]
+        return statistics.median(errors)
+
+    def with_profile(self, model: str, runs: Sequence[MeasuredRun], date: str) -> Calibration:
+        """The same with the newest profile of a model; the oldest one goes where there are too many."""
+        models = {key: value for key, value in self.models.items() if key != model} | {model: list(runs)}
+        kept = dict(list(models.items())[-_MODELS:])
+        return dataclasses.replace(self, models=kept, date=date)
+
+
+def device_kind(device: str, name: str, threads: int | None = None) -> str:
+    """What corrections of a device are kept under: its kind in `GPUS`, or torch's name of it in small letters.
+
+    Args:
+        device: "cpu" or "cuda".
+        name: as torch or the processor gives it.
+        threads: of a CPU.
+    """
+    if device != "cpu":
+        try:
+            return gpu_named(name)
+        except CapslogError:
+            pass
+    plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return plain if threads is None else f"{plain}-{threads}-threads"
+
+
+def corrected_speed(device: str, gpu: str = "") -> Speed:
+    """What estimates for a device reckon with: `rates.speed_of`, corrected where profiles of this kind were measured.
+
+    Args:
+        gpu: kind of GPU (`base.gpus`); "" for none in particular, which nothing corrects.
+    """
+    kind = gpu if device != "cpu" else device_kind("cpu", cache.cpu_name(), torch.get_num_threads())
+    known = _read(kind) if kind else None
+    if known is None or len(known.runs) < _LEAST_RUNS:
+        return speed_of(device, gpu)
+    return known.speed()
+
+
+def learn(profile: Profile, work_of_runs: Mapping[tuple[int, int], Mapping[str, Work]]) -> Calibration | None:
+    """Adds a measured profile to what is known of its device, and keeps it; None where it says nothing.
+
+    Args:
+        work_of_runs: layers (first, end) of a run -> its work by class, forward "F" and backward "B".
+    """
+    conditions = profile.conditions
+    device = str(conditions["device"])
+    threads = int(conditions.get("threads", 1)) if device == "cpu" else None
+    kind = device_kind(device, str(conditions.get("device_name", device)), threads)
+    runs = []
+    for row in profile.observations:
+        work = work_of_runs.get(row.layers)
+        if work is None or row.variant is not None:
+            continue
+        measured = (("F", row.forward_seconds), ("B", row.backward_seconds))
+        runs += [MeasuredRun(dict(work[half]), seconds) for half, seconds in measured if seconds and work[half]]
+    if len(runs) < _LEAST_RUNS:
+        return None
+    known = _read(kind)
+    if known is None:
+        plain = speed_of(device, kind if kind in GPUS else "")
+        known = Calibration(kind, plain.seconds_of, plain.host_seconds)
+    known = known.with_profile(str(conditions["model_digest"]), runs, time.strftime("%Y-%m-%d", time.gmtime()))
+    try:
+        path = _path(kind)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_json(path, dataclasses.asdict(known))
+    except (CapslogError, OSError) as error:
+        _log.warning("what the profile says of this device's speed is not kept: %s", error)
+    return known
+
+
+def _path(kind: str) -> Path:
+    return cache.folder().parent / "speeds" / f"{kind}.json"
+
+
+def _read(kind: str) -> Calibration | None:
+    """What is known of a kind of device; a file that cannot be read is told in the log and not used."""
+    path = _path(kind)
+    if not path.exists():
+        return None
+    try:
+        return _calibration(files.read_json(path))
+    except (CapslogError, KeyError, TypeError, ValueError) as error:
+        _log.warning("%s does not hold corrections of seconds (%s); delete it, or measure a profile again", path, error)
+        return None
+
+
+def _calibration(value: Any) -> Calibration:
+    models = {
+        str(digest): [
+            MeasuredRun({kind: float(row["work"][kind]) for kind in row["work"]}, float(row["seconds"])) for row in rows
+        ]
+        for digest, rows in value["models"].items()
+    }
+    base = {kind: float(value["base"][kind]) for kind in CLASSES}
+    unknown = {kind for runs in models.values() for run in runs for kind in run.work} - set(CLASSES)
+    if unknown or any(run.seconds <= 0 for runs in models.values() for run in runs):
+        raise ValueError(f"classes {sorted(unknown)} are unknown, or seconds are not above 0")
+    return Calibration(str(value["device"]), base, float(value["host_seconds"]), models, str(value["date"]))
