@@ -221,7 +221,9 @@ def say_assumptions(config: Config) -> None:
 def _announce_runs(config: Config) -> None:
     import torch
 
-    if config.profile.device == "cuda" and not torch.cuda.is_available():
+    from varuna_capslog import accelerator
+
+    if accelerator.why_unusable(config.profile.device or "cpu") is not None:
         return  # nothing will be measured
 
     from varuna_capslog.profiling.estimate import estimate_config
