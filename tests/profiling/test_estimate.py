@@ -294,7 +294,7 @@ def test_a_loss_that_fails_is_named_and_random_numbers_stay_as_they_were() -> No
 
 
 def test_an_unknown_device_is_refused() -> None:
-    with pytest.raises(CapslogError, match="no table of quirks for the device 'tpu'"):
+    with pytest.raises(CapslogError, match="estimates know cpu, cuda and cuda:KIND, but the device is tpu"):
         StageEstimator(Equal(), RunConditions(device="tpu"))
 
 

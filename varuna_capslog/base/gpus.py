@@ -6,11 +6,12 @@ seconds from the rates (`profiling.estimation.roofline`). Nothing here asks a de
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from varuna_capslog.base.errors import CapslogError
 
-__all__ = ["GPUS", "Gpu", "gpu_of", "parse_device"]
+__all__ = ["GPUS", "Gpu", "gpu_of", "parse_device", "parse_device_type"]
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,12 @@ GPUS = {
 
 
 def gpu_of(device: str) -> Gpu | None:
-    """The kind that a device such as cuda:a100-80gb names; None for cpu and for cuda alone."""
+    """The kind that a device such as cuda:a100-80gb names; None for a type of device alone."""
     return GPUS.get(device.partition(":")[2])
 
 
 def parse_device(text: str) -> str:
-    """A device that a profile may be for: cpu, cuda, or cuda:KIND with a kind of `GPUS`.
+    """A device that a profile may be for: a type that torch may know, or cuda:KIND with a kind of `GPUS`.
 
     Raises:
         CapslogError: it is none of these; the known kinds are named.
@@ -71,6 +72,28 @@ def parse_device(text: str) -> str:
     if device == "cuda" and colon:
         if kind not in GPUS:
             raise CapslogError(f"the kind of GPU {kind!r} is not in the table; known: {', '.join(GPUS)}")
-    elif text not in ("cpu", "cuda"):
-        raise CapslogError(f"the device {text!r} is unknown; choose cpu, cuda or cuda:KIND, such as cuda:a100-80gb")
+    elif text == "auto" or not _is_type(text):
+        raise CapslogError(
+            f"the device {text!r} is unknown; choose cpu, cuda, another accelerator of torch such as xpu, or "
+            "cuda:KIND, such as cuda:a100-80gb"
+        )
     return text
+
+
+def parse_device_type(text: str) -> str:
+    """A type of device that a run may ask for: auto, cpu, or one that torch may know. Only torch knows which are here.
+
+    Raises:
+        CapslogError: it is no such name, such as one with a number.
+    """
+    if not _is_type(text):
+        raise CapslogError(
+            f"device={text} is no type of device; choose auto, cpu, cuda or another accelerator of torch such as xpu, "
+            "without a number: workers take the devices of a machine in turn"
+        )
+    return text
+
+
+def _is_type(text: str) -> bool:
+    """Whether torch, or a backend of somebody else's, may have this type; `gpu`, which people write, nobody has."""
+    return text != "gpu" and re.fullmatch(r"[a-z][a-z0-9_]*", text) is not None

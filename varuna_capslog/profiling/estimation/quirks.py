@@ -172,7 +172,10 @@ class Quirks:
 
     def __post_init__(self) -> None:
         if self.device not in KERNELS:
-            raise CapslogError(f"there is no table of quirks for the device {self.device!r}; choose cpu or cuda")
+            raise CapslogError(
+                f"estimates know cpu, cuda and cuda:KIND, but the device is {self.device}; measure where it is "
+                "(profile.source=measured), or set profile.device to one that they know"
+            )
         self._threads: set[bool] = set()
         self._kernels = KERNELS[self.device]
 
