@@ -18,7 +18,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import torch
 from common import write_json
 
 from varuna_capslog.config.reading import Config, dump_config, section
