@@ -173,8 +173,8 @@ class Quirks:
     def __post_init__(self) -> None:
         if self.device not in KERNELS:
             raise CapslogError(
-                f"estimates know cpu, cuda and cuda:KIND, but the device is {self.device}; measure where it is "
-                "(profile.source=measured), or set profile.device to one that they know"
+                f"estimates know cpu, cuda and cuda:KIND, but the device is {self.device}; measure there instead "
+                "(profile.source=measured, --measure), or plan for one that they know (profile.device, --device)"
             )
         self._threads: set[bool] = set()
         self._kernels = KERNELS[self.device]
