@@ -39,8 +39,8 @@ _UNFIT = {"mps": "it has no float64, in which the norms of gradients are added"}
 
 def auto_type() -> str:
     """The type of device that `device: auto` takes: of the accelerator that torch can use here, else cpu."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if found is None or found.type in _UNFIT else found.type
+    usable = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if usable is None or usable.type in _UNFIT else usable.type
 
 
 def why_unusable(kind: str) -> str | None:
