@@ -9,7 +9,8 @@ from varuna_capslog.base.gpus import GPUS, gpu_of, parse_device
 
 
 def test_a_device_names_a_kind_or_none() -> None:
-    assert [gpu_of(parse_device(text)) for text in ("cpu", "cuda", "cuda:t4")] == [None, None, GPUS["t4"]]
+    devices = ("cpu", "cuda", "xpu", "cuda:t4")
+    assert [gpu_of(parse_device(text)) for text in devices] == [None, None, None, GPUS["t4"]]
     assert 79 * 2**30 < GPUS["a100-80gb"].memory_bytes < 80 * 2**30
 
 
@@ -46,7 +47,7 @@ def test_sheets_agree_with_themselves() -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("gpu", "choose cpu, cuda or cuda:KIND"),
+        ("gpu", "choose cpu, cuda, another accelerator of torch such as xpu, or cuda:KIND"),
         ("cuda:a100", "several memories; choose a100-40gb or a100-80gb"),
         ("v100", "several memories; choose v100-16gb or v100-32gb"),
         ("rtx3080ti", "the nearest are .*rtx3080ti-laptop"),

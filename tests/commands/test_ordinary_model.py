@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.accelerators import torch_has
 from varuna_capslog import cli
 from varuna_capslog.base.gpus import GPUS
+from varuna_capslog.commands.ordinary_model import announced
+from varuna_capslog.config.reading import Config, section
 from varuna_capslog.profiles.record import read_profile
 
 NETS = """
@@ -77,7 +80,7 @@ def test_a_profile_is_written_where_asked_and_tells_the_kind(capsys: pytest.Capt
     assert "written to profile.json" in capsys.readouterr().out
     profile = read_profile("profile.json")
     assert (profile.source, profile.conditions["device"], profile.conditions["gpu"]) == ("estimated", "cuda", "h200")
-    assert profile.conditions["seconds"] == "classes(h200)"
+    assert profile.conditions["seconds"] == "classes(h200), data sheet"
     assert len(profile.layers) == 4
     assert run("profile", "stack", *X, "--device", "cuda:h200") == 0
     assert "not written; -o FILE keeps it" in capsys.readouterr().out
@@ -110,3 +113,18 @@ def test_mistakes_are_one_sentence_and_status_2(
     assert run("plan", function, "--devices", "2", "--json", *arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert reason in line
+
+
+def test_an_accelerator_that_estimates_do_not_know(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is measured where it is; nothing is announced then, since an estimate says how long measuring takes."""
+    assert run("plan", "plain", *X, "--devices", "2", "--device", "xpu") == 2
+    refusal = capsys.readouterr().err
+    assert "estimates know cpu, cuda and cuda:KIND, but the device is xpu; measure there instead" in refusal
+    assert run("plan", "plain", *X, "--devices", "2", "--device", "xpu", "--measure") == 2
+    assert "the profile is for device xpu, but torch can use no such device here" in capsys.readouterr().err
+    torch_has(monkeypatch, "xpu", 1)
+    profile = {"device": "xpu", "source": "measured"}
+    with announced(section(Config, {"workload": "no:such", "profile": profile}, "")):
+        assert capsys.readouterr().err == ""

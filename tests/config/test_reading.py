@@ -143,7 +143,11 @@ def test_what_only_a_run_with_changing_members_needs_is_asked_of_no_other(tmp_pa
         ("elastic: {lease_second: 1}", "elastic.lease_second is not a known key; did you mean elastic.lease_seconds?"),
         ("engine: varuna\nelastic: {enabled: true}", "elastic.enabled=true but engine=varuna"),
         ("pipeline: {transport: ncl}", "'ncl' is none of gloo, nccl, or a function"),
-        ("device: gpu", "device is \"gpu\" but must be 'cpu', 'cuda' or 'auto'"),
+        (
+            "device: gpu",
+            "device=gpu is no type of device; choose auto, cpu, cuda or another accelerator of torch such as",
+        ),
+        ("device: cuda:0", "such as xpu, without a number: workers take the devices of a"),
         ("train: {minibatch_size: 9, microbatch_size: 2}", "train.minibatch_size=9 is not divisible by"),
         ("train: {accumulation_blocks: 3}", "train.accumulation_blocks=3 must divide the 8 microbatches"),
         ("train: {accumulation_blocks: 1}\npipeline: {replicas: 2}", "a multiple of pipeline.replicas=2"),

@@ -38,6 +38,7 @@ from varuna_capslog.training import checkpoint
 from varuna_capslog.training.boundaries import verify_copies
 from varuna_capslog.training.run import Run
 
+CPU = torch.device("cpu")
 SECOND = datetime.timedelta(seconds=1)
 SETTINGS: dict[str, Any] = {"num_microbatches": 4, "num_blocks": 2, "seed": 7, "recipe": Recipe(LearningRate(1e-3))}
 
@@ -70,10 +71,12 @@ def train(
     twist: str | None = None,
     copies: str | None = None,
     made: str = "build_chain",
+    device: torch.device = CPU,
 ) -> dict[str, Any]:
     """Some steps of the tiny chain.
 
     Args:
+        device: of this rank; what is returned lies on the CPU.
         made: the function of `models` that gives the chain, or the name of one of its graphs.
         twist: "even" gives a graph's microbatches one size, and no dropout; "pair groups" sends over one group per
             ordered pair, as NCCL does; the others break the engine on purpose, to see that a comparison notices: "drop"
@@ -84,16 +87,16 @@ def train(
     chain = _built(made, dtype, 0.0 if twist == "even" else 0.1)
     settings = EngineOptions(**(SETTINGS | options))
     placed = layout_for(layout, len(chain), settings.num_blocks)
-    tier = None if copies is None else copying(copies, settings)
+    tier = None if copies is None else copying(copies, settings, device)
     ready = Ready(shapes_of(made, dtype, settings.precision), tier=tier)
-    engine = PipelineEngine(chain, model.loss, placed, settings, communicator, torch.device("cpu"), ready)
+    engine = PipelineEngine(chain, model.loss, placed, settings, communicator, device, ready)
     first: dict[str, Tensor] = {}
     results = []
 
     def keep_gradients() -> None:
         for address, parameter in engine.optimizer.parameters.items():
             if parameter.grad is not None:
-                first[address] = parameter.grad.clone()
+                first[address] = parameter.grad.clone().cpu()
 
     if twist == "pair groups":
         os.environ[nccl_manners.MANNERS] = "0,0,0"
@@ -126,8 +129,8 @@ def train(
         "norms": [result.grad_norm for result in results],
         "gradients": first,
         "calls": calls,
-        "state": {f"{layer.name}.{n}": p.detach().clone() for layer in layers for n, p in layer.parameters.items()},
-        "buffers": {f"{layer.name}.{n}": b.clone() for layer in layers for n, b in layer.buffers.items()},
+        "state": {f"{one.name}.{n}": p.detach().clone().cpu() for one in layers for n, p in one.parameters.items()},
+        "buffers": {f"{one.name}.{n}": b.clone().cpu() for one in layers for n, b in one.buffers.items()},
     }
 
 
@@ -175,9 +178,8 @@ class Failing(HostTier):
         super().carry(source, target)
 
 
-def copying(kind: str, options: EngineOptions) -> HostTier:
+def copying(kind: str, options: EngineOptions, device: torch.device) -> HostTier:
     """A host tier whose copies are "plain", "slow" (64 KiB in a second), "late", "early", "reordered" or "failing"."""
-    device = torch.device("cpu")
     if kind == "slow":
         return HostTier(device, dataclasses.replace(options.tier, bandwidth=1 << 16))
     kinds = {"plain": HostTier, "late": Late, "early": Early, "reordered": Reordered, "failing": Failing}
@@ -236,6 +238,7 @@ def train_run(
     stop_after: int | None = None,
     full_disk_at: int | None = None,
     starve: tuple[int, str] | None = None,
+    device: torch.device = CPU,
 ) -> dict[str, Any]:
     """A whole `Run` on these ranks.
 
@@ -270,7 +273,7 @@ def train_run(
         plan if isinstance(plan, Plan) else Plan.of_cuts(num_layers=11, cuts=plan, model="tiny"),
         load_workload(config),
         communicator,
-        torch.device("cpu"),
+        device,
         stop_wished=lambda: (
             communicator.rank == last and stop_after is not None and asked["run"].loop.step + 1 >= stop_after
         ),

@@ -175,7 +175,7 @@ def test_a_workload_that_no_process_can_be_sent_is_measured_as_others_are() -> N
 def test_cuda_that_is_not_there_is_refused() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    with pytest.raises(CapslogError, match="no CUDA device here"):
+    with pytest.raises(CapslogError, match="for device cuda, but torch can use no such device here"):
         profile_workload(Equal(), RunConditions(device="cuda"))
 
 

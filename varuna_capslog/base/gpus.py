@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from varuna_capslog.base.errors import CapslogError
 
-__all__ = ["GPUS", "Gpu", "gpu_named", "gpu_of", "parse_device"]
+__all__ = ["GPUS", "Gpu", "gpu_named", "gpu_of", "parse_device", "parse_device_type"]
 
 
 @dataclass(frozen=True)
@@ -155,15 +155,15 @@ def gpu_named(text: str) -> str:
 
 
 def gpu_of(device: str) -> Gpu | None:
-    """The kind that a device such as cuda:a100-80gb names; None for cpu and for cuda alone."""
+    """The kind that a device such as cuda:a100-80gb names; None for a type of device alone."""
     return GPUS.get(device.partition(":")[2])
 
 
 def parse_device(text: str) -> str:
-    """The device that a profile is for: cpu, cuda, or cuda:KIND with a name of `GPUS`.
+    """The device that a profile is for: a type that torch may know, or cuda:KIND with a name of `GPUS`.
 
     Args:
-        text: cpu, cuda, cuda:KIND or KIND, the kind as `gpu_named` reads it.
+        text: a type such as cpu, cuda:KIND or KIND, the kind as `gpu_named` reads it.
 
     Raises:
         CapslogError: it is none of these; the nearest kinds are named.
@@ -171,13 +171,35 @@ def parse_device(text: str) -> str:
     device, colon, kind = text.partition(":")
     if device == "cuda" and colon:
         return f"cuda:{gpu_named(kind)}"
-    if text in ("cpu", "cuda"):
+    if text != "auto" and _is_type(text):
         return text
     try:
         return f"cuda:{gpu_named(text)}"
     except CapslogError as error:
         if text.isalpha() or colon:
             raise CapslogError(
-                f"the device {text!r} is unknown; choose cpu, cuda or cuda:KIND, such as cuda:a100-80gb"
+                f"the device {text!r} is unknown; choose cpu, cuda, another accelerator of torch such as xpu, or "
+                "cuda:KIND, such as cuda:a100-80gb"
             ) from None
         raise error
+
+
+def parse_device_type(text: str) -> str:
+    """A type of device that a run may ask for: auto, cpu, or one that torch may know. Only torch knows which are here.
+
+    Raises:
+        CapslogError: it is no such name, such as one with a number.
+    """
+    if not _is_type(text):
+        raise CapslogError(
+            f"device={text} is no type of device; choose auto, cpu, cuda or another accelerator of torch such as xpu, "
+            "without a number: workers take the devices of a machine in turn"
+        )
+    return text
+
+
+def _is_type(text: str) -> bool:
+    """Whether torch, or a backend of somebody else's, may have this type: one word of letters, as no kind is.
+    `gpu`, which people write, nobody has.
+    """
+    return text != "gpu" and re.fullmatch(r"[a-z_]+", text) is not None

@@ -221,8 +221,11 @@ def say_assumptions(config: Config) -> None:
 def _announce_runs(config: Config) -> None:
     import torch
 
-    if config.profile.device == "cuda" and not torch.cuda.is_available():
-        return  # nothing will be measured
+    from varuna_capslog import accelerator
+
+    device = config.profile.device or "cpu"
+    if device not in ("cpu", "cuda") or accelerator.why_unusable(device) is not None:
+        return  # no estimate says how long it takes, or nothing will be measured
 
     from varuna_capslog.profiling.estimate import estimate_config
     from varuna_capslog.profiling.trim import MICROBATCHES
@@ -237,7 +240,7 @@ def _announce_runs(config: Config) -> None:
     seconds = 2 * (time.perf_counter() - began) + busy * MICROBATCHES * _STEPS / workers
     duration = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
     typer.echo(
-        f"capslog: measuring {len(rows)} runs of one and two layers on this machine's {config.profile.device}, which "
+        f"capslog: measuring {len(rows)} runs of one and two layers on this machine's {device}, which "
         f"takes {duration} or more, and longer where other programs run; --estimate takes seconds",
         err=True,
     )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from varuna_capslog import accelerator
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.seeds import mix
 from varuna_capslog.engine.compiling.forward import CompiledForward
@@ -106,15 +107,7 @@ def seed_layer(device: torch.device, seed: int, step: int, microbatch: int, laye
     Random numbers depend on what is computed, never on where or when: dropout is the same under any cut list, schedule,
     recomputation or number of replicas.
     """
-    _seed(device, mix(seed, step, microbatch, layer))
-
-
-def _seed(device: torch.device, value: int) -> None:
-    # not torch.manual_seed: it also visits every other device and, before CUDA starts, records a stack trace
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(value)
-    else:
-        torch.default_generator.manual_seed(value)
+    accelerator.seed(device, mix(seed, step, microbatch, layer))
 
 
 class EngineLayer:
@@ -175,7 +168,7 @@ class EngineLayer:
             graph: keep the autograd graph.
             record: count running statistics (False in a recomputation).
         """
-        _seed(self.device, mix(self.index, after=seeds))
+        accelerator.seed(self.device, mix(self.index, after=seeds))
         if self._plain and self.compiled is None and torch.is_grad_enabled() is graph:
             return self.layer.run(values)  # what is below, where it would do nothing else
         versions = None

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from varuna_capslog import accelerator
 from varuna_capslog.base.errors import CapslogError, PeerLost
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.compiling.ahead import LayerCompiler
@@ -344,8 +345,8 @@ class PipelineEngine:
 
     def forget(self) -> None:
         """Drops all traces of a broken-off step."""
-        if self.communicator.aborted and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # what was begun still writes into tensors of this step
+        if self.communicator.aborted:
+            accelerator.synchronize(self.device)  # what was begun still writes into tensors of this step
         if self._executor is not None:
             self._executor.stopwatch.reset()
         for stage in self.stages.values():

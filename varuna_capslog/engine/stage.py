@@ -193,7 +193,7 @@ class Stage:
         try:
             self.in_loss = True
             with torch.enable_grad():
-                parts = self._loss(outputs, known_targets(targets), context.normalisers)
+                parts = self._loss(outputs, known_targets(targets, self.device), context.normalisers)
         except StepRefused as refusal:
             # the step goes on without this microbatch's gradient, so that every rank reaches the vote and refuses it
             # there

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from varuna_capslog import accelerator
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.signature import layer_signature
@@ -45,12 +46,12 @@ class ShapeTable:
 
     Args:
         chain: real or on the meta device; it is not changed and not kept.
-        device_type: where the run happens ("cpu" or "cuda"); without a CUDA device the trace runs on fake CPU tensors.
+        device_type: where the run happens, such as "cuda"; without such a device the trace runs on fake CPU tensors.
         precision: "float32" or "bfloat16" (autocast changes the dtypes on the wire).
     """
 
     def __init__(self, chain: Chain, device_type: str = "cpu", precision: str = "float32") -> None:
-        self._device = device_type if device_type != "cuda" or torch.cuda.is_available() else "cpu"
+        self._device = device_type if device_type == accelerator.auto_type() else "cpu"
         self._precision = precision
         # copied as a whole, so that tied modules stay tied, with shapes in place of parameters and buffers
         memo: dict[int, Any] = {}

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.variants.chunked_loss import chunked_cross_entropy
 
-__all__ = ["LOSSES", "METRICS", "Outputs", "returned", "to_device"]
+__all__ = ["LOSSES", "METRICS", "Outputs", "returned"]
 
 
 class Outputs(dict[str, Tensor]):
@@ -33,11 +31,6 @@ def returned(outputs: Mapping[str, Tensor]) -> Any:
     if all(name.isdigit() for name in outputs):
         return tuple(outputs.values())
     return Outputs(outputs)
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with all its tensors on a device."""
-    return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def _scores_and_classes(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:

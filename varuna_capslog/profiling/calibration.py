@@ -12,9 +12,9 @@ import dataclasses
 import logging
 import re
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,13 @@ import numpy as np
 import torch
 
 from varuna_capslog.base import files
+from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.gpus import GPUS, gpu_named
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiling import cache
 from varuna_capslog.profiling.estimation.operators import Work
-from varuna_capslog.profiling.estimation.rates import CLASSES, GROUPS, Speed, speed_of
+from varuna_capslog.profiling.estimation.rates import CLASSES, GROUPS, RATES_VERSION, Speed, speed_of
 
 __all__ = ["Calibration", "corrected_speed", "device_kind", "learn"]
 
@@ -57,6 +58,7 @@ class Calibration:
         device: its kind in `GPUS`, or a name made of torch's and the number of threads.
         base: seconds of a unit of each class before any correction.
         host_seconds: of the host for each operator, 0 on a CPU.
+        rates_version: `rates.RATES_VERSION` of `base` and `host_seconds`.
         models: digest of a model -> the runs of its newest profile.
         date: of the newest profile.
     """
@@ -64,6 +66,7 @@ class Calibration:
     device: str
     base: Mapping[str, float]
     host_seconds: float
+    rates_version: int
     models: Mapping[str, Sequence[MeasuredRun]] = field(default_factory=dict)
     date: str = ""
 
@@ -116,7 +119,7 @@ class Calibration:
         ]
         host_seconds = statistics.median(host) if host else self.host_seconds
         source = f"{len(self.models)} measured profiles, the newest of {self.date}"
-        plain = speed_of("cuda", self.device) if self.device in GPUS else Speed(self.device, {})
+        plain = Speed.of_gpu(self.device, GPUS[self.device]) if self.device in GPUS else Speed(self.device, {})
         return dataclasses.replace(plain, seconds_of=seconds, host_seconds=host_seconds, source=source)
 
     def error(self, factors: Mapping[str, float]) -> float:
@@ -136,7 +139,7 @@ def device_kind(device: str, name: str, threads: int | None = None) -> str:
     """What corrections of a device are kept under: its kind in `GPUS`, or torch's name of it in small letters.
 
     Args:
-        device: "cpu" or "cuda".
+        device: its type.
         name: as torch or the processor gives it.
         threads: of a CPU.
     """
@@ -184,8 +187,10 @@ def learn(profile: Profile, work_of_runs: Mapping[tuple[int, int], Mapping[str, 
     known = _read(kind)
     if known is None:
         plain = speed_of(device, kind if kind in GPUS else "")
-        known = Calibration(kind, plain.seconds_of, plain.host_seconds)
-    known = known.with_profile(str(conditions["model_digest"]), runs, time.strftime("%Y-%m-%d", time.gmtime()))
+        known = Calibration(kind, plain.seconds_of, plain.host_seconds, RATES_VERSION)
+    known = known.with_profile(
+        str(conditions["model_digest"]), runs, str(datetime.fromtimestamp(wall_seconds(), UTC).date())
+    )
     try:
         path = _path(kind)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -200,12 +205,14 @@ def _path(kind: str) -> Path:
 
 
 def _read(kind: str) -> Calibration | None:
-    """What is known of a kind of device; a file that cannot be read is told in the log and not used."""
+    """What is known of a kind of device, by today's rates; a file that cannot be read is told in the log."""
     path = _path(kind)
     if not path.exists():
         return None
     try:
-        return _calibration(files.read_json(path))
+        value = files.read_json(path)
+        # of other classes of operators nothing is known any more
+        return _calibration(value) if value["rates_version"] == RATES_VERSION else None
     except (CapslogError, KeyError, TypeError, ValueError) as error:
         _log.warning("%s does not hold corrections of seconds (%s); delete it, or measure a profile again", path, error)
         return None
@@ -218,8 +225,9 @@ def _calibration(value: Any) -> Calibration:
         ]
         for digest, rows in value["models"].items()
     }
-    base = {kind: float(value["base"][kind]) for kind in CLASSES}
+    base = {str(kind): float(seconds) for kind, seconds in value["base"].items()}
     unknown = {kind for runs in models.values() for run in runs for kind in run.work} - set(CLASSES)
     if unknown or any(run.seconds <= 0 for runs in models.values() for run in runs):
         raise ValueError(f"classes {sorted(unknown)} are unknown, or seconds are not above 0")
-    return Calibration(str(value["device"]), base, float(value["host_seconds"]), models, str(value["date"]))
+    host_seconds, version = float(value["host_seconds"]), int(value["rates_version"])
+    return Calibration(str(value["device"]), base, host_seconds, version, models, str(value["date"]))

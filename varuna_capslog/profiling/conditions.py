@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from varuna_capslog import accelerator
 from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.workload import Workload
@@ -48,7 +47,7 @@ class RunConditions:
     """What holds for every run of a profile.
 
     Attributes:
-        device: "cpu" or "cuda".
+        device: its type, such as "cpu" or "cuda".
         input: shape of every input of the chain.
         recompute, stage_inputs: as in the config's `pipeline` section.
         blocks: accumulation blocks of one pipeline; from two on, a second sum of gradients is alive.
@@ -116,7 +115,7 @@ def conditions_of_run(config: Config, inputs: Mapping[str, TensorSpec]) -> RunCo
     """The conditions of the training run that a config describes, for chain inputs of these sizes."""
     device = config.profile.device or config.device
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = accelerator.auto_type()
     device, _, kind = device.partition(":")
     run = RunShape.of_config(config).share(config.pipeline.replicas)
     return RunConditions(

@@ -105,7 +105,7 @@ class StageEstimator:
         grain: microbatches of one call; the other arguments are of one microbatch.
 
     Raises:
-        CapslogError: there is no table of quirks for the device, or a layer cannot run on these inputs.
+        CapslogError: estimates do not know the device, or a layer cannot run on these inputs.
     """
 
     def __init__(

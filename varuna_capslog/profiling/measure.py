@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
+from varuna_capslog import accelerator
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config
-from varuna_capslog.engine.probe import CPU_SOURCE, CUDA_SOURCE
+from varuna_capslog.engine.probe import peak_source
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Workload, load_workload
@@ -101,7 +102,8 @@ def profile_workload(
         free_bytes: what a device has left.
 
     Raises:
-        as `profile_config`; also CapslogError where CUDA is in use and the workload cannot be sent to a process.
+        as `profile_config`; also CapslogError where an accelerator is in use and the workload cannot be sent to another
+        process.
     """
     fields.choice(order, "order", ORDERS)
     conditions = conditions or RunConditions()
@@ -133,10 +135,11 @@ def _profile(
     use_cache: bool,
     variants: Sequence[Variant] | None,
 ) -> Profile:
-    if conditions.device == "cuda" and not torch.cuda.is_available():
+    reason = accelerator.why_unusable(conditions.device)
+    if reason is not None:
         raise CapslogError(
-            "the profile is for device cuda, but there is no CUDA device here; run it where there is one, or set "
-            "profile.device=cpu for numbers of the CPU"
+            f"the profile is for device {conditions.device}, but torch can use no such device here ({reason}); run it "
+            "where there is one, or set profile.device=cpu for numbers of the CPU"
         )
     if launch.workers < 1:
         raise CapslogError(f"workers={launch.workers}; at least one process must measure")
@@ -277,11 +280,11 @@ def _describe(workload: Workload, chain: Chain, conditions: RunConditions, launc
         "accumulation_blocks": conditions.blocks,
         "threads": launch.threads,
         "order": launch.order,
-        "peak_source": CUDA_SOURCE if conditions.device == "cuda" else CPU_SOURCE,
+        "peak_source": peak_source(conditions.device),
         "torch": torch.__version__,
         "model_digest": cache.model_digest(workload, chain),
     }
 
 
 def _device_name(device: str) -> str:
-    return torch.cuda.get_device_name() if device == "cuda" else cache.cpu_name()
+    return accelerator.device_name(device) if device != "cpu" else cache.cpu_name()

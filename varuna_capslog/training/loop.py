@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from varuna_capslog import accelerator
 from varuna_capslog.engine.interface import Engine
 from varuna_capslog.engine.probe import PeakProbe, held_inputs, resident_tensors
 from varuna_capslog.engine.step import Verdict
@@ -34,7 +35,8 @@ class PeakMeter:
     """The measured peak of every stage, once per generation. It travels with the ballots of a vote only.
 
     A whole step is measured in two halves, one step's update and the next step's forward and backward, so that the peak
-    is known when that next step is voted on. On CUDA a peak holds what protection keeps on the device, too.
+    is known when that next step is voted on. On an accelerator a peak holds what protection keeps on the device, too;
+    where torch counts no bytes there, none is measured.
 
     Attributes:
         source: how peaks are measured; None before the first measurement.
@@ -49,6 +51,8 @@ class PeakMeter:
     def begin(self, generation: int) -> None:
         """A new generation, numbered from 1 within the run; every member calls it with the same number."""
         self._at, self._steps, self._bytes = _FIRST if generation == 1 else _LATER, 0, None
+        if not accelerator.counts_memory(self._device):
+            self._at = 0  # no step has this number
 
     @contextlib.contextmanager
     def computing(self, engine: Engine) -> Iterator[bool]:

@@ -262,5 +262,5 @@ def test_the_cpu_sees_none_of_cudas() -> None:
 
 
 def test_other_devices_are_refused() -> None:
-    with pytest.raises(CapslogError, match="choose cpu or cuda"):
+    with pytest.raises(CapslogError, match="estimates know cpu, cuda and cuda:KIND, but the device is mps; measure"):
         Quirks("mps")

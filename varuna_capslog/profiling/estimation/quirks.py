@@ -205,7 +205,10 @@ class Quirks:
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):
-            raise CapslogError(f"there is no table of quirks for the device {self.device!r}; choose cpu or cuda")
+            raise CapslogError(
+                f"estimates know cpu, cuda and cuda:KIND, but the device is {self.device}; measure there instead "
+                "(profile.source=measured, --measure), or plan for one that they know (profile.device, --device)"
+            )
         self._threads: set[bool] = set()
         self._adds_bias = False
 

@@ -100,17 +100,14 @@ CLASSES = {
 """By name. The classes, in words:
 
 - product half, tf32, float32: matrices in tiles of 32 rows and columns; "even" and "odd" are 16-bit ones whose rows do
-not
-  begin at multiples of 16 bytes (a vocabulary of 50,257 tokens), "columns" TF32 ones with both sides on their sides, as
-  in gradients of weights; bytes are those of both sides and the result.
+  not begin at multiples of 16 bytes (a vocabulary of 50,257 tokens), "columns" TF32 ones with both sides on their
+  sides, as in gradients of weights; bytes are those of both sides and the result.
 - attention: the fused kernels, in blocks of 128 queries and keys; the backward counts 3.5 times the forward.
-- convolution: channels filled up to tiles; grouped ones are as wide as a tile of several groups. Where the channels do
-not
-  lie last, images are converted and back.
+- convolution: channels filled up to tiles; grouped ones are as wide as a tile of several groups. Where the channels
+  do not lie last, images are converted and back.
 - depthwise: one channel at a time, by torch's own kernels, by cuDNN's, and with the channels last.
 - bytes: of every operator that memory limits. What else it does is counted by element: norms, softmax, sums, gathers
-and
-  scatters, copies that change the order of dimensions, and elementwise operators that broadcast, mask or draw.
+  and scatters, copies that change the order of dimensions, and elementwise operators that broadcast, mask or draw.
 """
 
 
