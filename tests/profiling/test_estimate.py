@@ -334,14 +334,14 @@ SPEED = cpu_speed("a processor", 19e12, 13.4e12, 360e9, 5e-6)
 def reused(device: str, schedule: str) -> tuple[Config, Memo, Profile]:
     config, memo = almost_equal(device, pipeline={"schedule": schedule}), Memo()
     with pytest.MonkeyPatch.context() as patch:  # a clock tells no two speeds alike
-        patch.setattr(estimate, "corrected_speed", lambda device, gpu: SPEED)
+        patch.setattr(estimate, "corrected_speed", lambda *kind: SPEED)
         return config, memo, estimate_config(config, memo=memo)
 
 
 @pytest.mark.parametrize(("device", "schedule"), [("cuda", "varuna"), ("cpu", "zb-h1")])
 def test_a_profile_with_reuse_is_that_without(device: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that are equal but for a rate, an eps, a layout, a tie or a frozen weight are costed for themselves."""
-    monkeypatch.setattr(estimate, "corrected_speed", lambda device, gpu: SPEED)  # a clock tells no two speeds alike
+    monkeypatch.setattr(estimate, "corrected_speed", lambda *kind: SPEED)  # a clock tells no two speeds alike
     config, memo, profile = reused(device, schedule)
     # one run for two pairs of equal blocks, although four are equal
     assert len(memo.runs) == 2 * len(profile.layers) - 1 - 2
@@ -353,6 +353,6 @@ def test_a_profile_with_reuse_is_that_without(device: str, schedule: str, monkey
 
 
 def test_a_model_on_the_meta_device_has_the_profile_of_an_ordinary_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimate, "corrected_speed", lambda device, gpu: SPEED)
+    monkeypatch.setattr(estimate, "corrected_speed", lambda *kind: SPEED)
     on_meta = almost_equal("cuda", arguments={"on_meta": True})
     assert estimate_config(on_meta).to_json() == reused("cuda", "varuna")[2].to_json()

@@ -100,7 +100,7 @@ class ModelFlags:
         str | None,
         option(
             "Device that the costs are for: cpu, cuda, or cuda:KIND, such as cuda:a100-80gb (an unknown kind names the "
-            "known ones). A kind's memory is the capacity, where none is given.",
+            "nearest). A kind's memory is the capacity, where none is given.",
             "CONFIG's; with --model the GPU of this machine, or its cpu",
         ),
     ] = None
@@ -199,12 +199,15 @@ def say_assumptions(config: Config) -> None:
     from varuna_capslog.base.gpus import gpu_of
     from varuna_capslog.base.units import format_bytes
     from varuna_capslog.planners import LAYERWISE
+    from varuna_capslog.profiling.conditions import kind_here
 
     device, train = config.profile.device or "cpu", config.train
     capacity = config.pipeline.capacity
     gpu = gpu_of(device)
     if gpu is not None:
         where = f"{device} with {format_bytes(gpu.memory_bytes)}"
+    elif device == "cuda" and kind_here():
+        where = f"cuda, by the GPU of this machine ({kind_here()})"
     elif device == "cuda":
         where = "cuda, with the seconds of an RTX A4000 (--device cuda:KIND takes those of another GPU)"
     else:

@@ -64,26 +64,22 @@ def _learned(settings: Config, profile: Profile) -> list[str]:
     """Corrects the seconds of later estimates by a measured profile; a sentence that says how."""
     if profile.source != "measured":
         return []
-    from varuna_capslog.base.gpus import GPUS
-    from varuna_capslog.profiling.calibration import device_kind, learn
+    from varuna_capslog.profiling.calibration import learn
     from varuna_capslog.profiling.estimate import StageEstimator
-    from varuna_capslog.profiling.estimation.rates import speed_of
 
-    device = str(profile.conditions["device"])
-    kind = device_kind(device, str(profile.conditions["device_name"]))
     try:
-        estimator = StageEstimator.of_config(settings, speed=speed_of(device, kind if kind in GPUS else ""))
+        estimator = StageEstimator.of_config(settings)
         work = {row.layers: estimator.stage(*row.layers).work for row in profile.observations if row.variant is None}
     except CapslogError as error:
         return [f"estimates are not corrected by this profile: {error}"]
     known = learn(profile, work)
     if known is None:
         return []
-    factors, plain = known.factors(), dict.fromkeys(known.factors(), 1.0)
-    shown = ", ".join(f"{group} {factor:.2f}" for group, factor in factors.items())
+    shown = ", ".join(f"{group} {factor:.2f}" for group, factor in known.factors().items())
+    before, after = (known.error(speed) for speed in (known.uncorrected, known.speed))
     return [
-        f"estimates for {known.device} are corrected from now on by {len(known.models)} measured profile(s): {shown}; "
-        f"median error of a run {known.error(plain):.0%} before, {known.error(factors):.0%} after"
+        f"estimates for {known.device} are corrected from now on, by measured profiles of {len(known.models)} models: "
+        f"{shown}; median error of a run {before:.0%} before, {after:.0%} after"
     ]
 
 

@@ -37,9 +37,9 @@ _log = logging.getLogger(__name__)
 _LEAST_RUNS = 8
 """Forwards and backwards below which nothing is corrected."""
 _MODELS = 24
-_SHEET_WEIGHT = 0.05
+_SHEET_WEIGHT = 0.02
 """How much a factor of 1 counts, in parts of all measured runs."""
-_SMALLEST, _LARGEST = 0.1, 10.0
+_SMALLEST, _LARGEST = 0.1, 30.0
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Calibration:
         return [run for runs in self.models.values() for run in runs]
 
     def parts(self, run: MeasuredRun) -> list[float]:
-        """The uncorrected seconds of a run in each of `GROUPS`."""
+        """The seconds of a run in each of `GROUPS` before any correction."""
         seconds = dict.fromkeys(GROUPS, 0.0)
         for kind, amount in run.work.items():
             seconds[CLASSES[kind].group] += amount * self.base[kind]
@@ -84,32 +84,41 @@ class Calibration:
 
     def factors(self) -> dict[str, float]:
         """The factor of each group, for which the sum of squared relative errors of all runs is least; 1 of a group
-        that no run has.
+        that no run has. A run counts as much as its part of the seconds of its model.
 
         Coordinate descent on a quadratic of four variables, each within bounds: convex, so that it ends at the least.
         """
-        runs = self.runs
-        if len(runs) < _LEAST_RUNS:
+        rows, weights = [], []
+        for runs in self.models.values():
+            total = sum(run.seconds for run in runs)
+            # a run that the host limits says nothing of the device
+            of_device = [run for run in runs if not self._is_of_host(run)]
+            rows += [np.array(self.parts(run)) / run.seconds for run in of_device]
+            weights += [run.seconds / total for run in of_device]
+        if len(self.runs) < _LEAST_RUNS or not rows:
             return dict.fromkeys(GROUPS, 1.0)
-        # a run that the host limits says nothing of the device
-        shares = np.array([np.array(self.parts(run)) / run.seconds for run in runs if not self._is_of_host(run)])
-        if not len(shares):
-            return dict.fromkeys(GROUPS, 1.0)
-        weight = _SHEET_WEIGHT * len(shares)
+        shares, weight = np.array(rows), np.array(weights)
         factors = np.ones(len(GROUPS))
         for _ in range(200):
-            for place in range(len(GROUPS)):
+            for place in np.flatnonzero(shares.any(axis=0)):
                 column = shares[:, place]
                 rest = 1.0 - shares @ factors + column * factors[place]
-                # the sheet's factor counts as a run of this group alone would
-                scale = weight * float((column**2).mean())
-                best = (float(column @ rest) + scale) / max(float(column @ column) + scale, 1e-30)
-                factors[place] = min(max(best, _SMALLEST), _LARGEST) if column.any() else 1.0
+                # the sheet's factor of 1 counts as a part of all runs
+                sheet = _SHEET_WEIGHT * float(weight @ column**2)
+                best = (float(weight * column @ rest) + sheet) / (float(weight @ column**2) + sheet)
+                factors[place] = min(max(best, _SMALLEST), _LARGEST)
         return dict(zip(GROUPS, map(float, factors.round(4)), strict=True))
 
     def _is_of_host(self, run: MeasuredRun) -> bool:
         return self.host_seconds > 0 and sum(self.parts(run)) < run.seconds / 3
 
+    @property
+    def uncorrected(self) -> Speed:
+        """The speed before any correction."""
+        plain = Speed.of_gpu(self.device, GPUS[self.device]) if self.device in GPUS else Speed(self.device, {})
+        return dataclasses.replace(plain, seconds_of=self.base, host_seconds=self.host_seconds)
+
+    @property
     def speed(self) -> Speed:
         """The corrected speed."""
         factors = self.factors()
@@ -118,15 +127,12 @@ class Calibration:
             run.seconds / run.work["launch"] for run in self.runs if self._is_of_host(run) and run.work.get("launch")
         ]
         host_seconds = statistics.median(host) if host else self.host_seconds
-        source = f"{len(self.models)} measured profiles, the newest of {self.date}"
-        plain = Speed.of_gpu(self.device, GPUS[self.device]) if self.device in GPUS else Speed(self.device, {})
-        return dataclasses.replace(plain, seconds_of=seconds, host_seconds=host_seconds, source=source)
+        source = f"measured profiles: {len(self.models)}, the newest of {self.date}"
+        return dataclasses.replace(self.uncorrected, seconds_of=seconds, host_seconds=host_seconds, source=source)
 
-    def error(self, factors: Mapping[str, float]) -> float:
-        """The median relative error of all runs with these factors."""
-        weights = [factors[group] for group in GROUPS]
-        errors = [abs(float(np.dot(self.parts(run), weights)) / run.seconds - 1) for run in self.runs]
-        return statistics.median(errors)
+    def error(self, speed: Speed) -> float:
+        """The median relative error of all runs by a speed."""
+        return statistics.median(abs(speed.seconds(run.work) / run.seconds - 1) for run in self.runs)
 
     def with_profile(self, model: str, runs: Sequence[MeasuredRun], date: str) -> Calibration:
         """The same with the newest profile of a model; the oldest one goes where there are too many."""
@@ -152,17 +158,18 @@ def device_kind(device: str, name: str, threads: int | None = None) -> str:
     return plain if threads is None else f"{plain}-{threads}-threads"
 
 
-def corrected_speed(device: str, gpu: str = "") -> Speed:
+def corrected_speed(device: str, gpu: str = "", threads: int | None = None) -> Speed:
     """What estimates for a device reckon with: `rates.speed_of`, corrected where profiles of this kind were measured.
 
     Args:
         gpu: kind of GPU (`base.gpus`); "" for none in particular, which nothing corrects.
+        threads: of a worker on a CPU; None: those of this process.
     """
-    kind = gpu if device != "cpu" else device_kind("cpu", cache.cpu_name(), torch.get_num_threads())
+    kind = gpu if device != "cpu" else device_kind("cpu", cache.cpu_name(), threads or torch.get_num_threads())
     known = _read(kind) if kind else None
     if known is None or len(known.runs) < _LEAST_RUNS:
-        return speed_of(device, gpu)
-    return known.speed()
+        return speed_of(device, gpu, threads)
+    return known.speed
 
 
 def learn(profile: Profile, work_of_runs: Mapping[tuple[int, int], Mapping[str, Work]]) -> Calibration | None:
@@ -186,7 +193,7 @@ def learn(profile: Profile, work_of_runs: Mapping[tuple[int, int], Mapping[str, 
         return None
     known = _read(kind)
     if known is None:
-        plain = speed_of(device, kind if kind in GPUS else "")
+        plain = speed_of(device, kind if kind in GPUS else "", threads)
         known = Calibration(kind, plain.seconds_of, plain.host_seconds, RATES_VERSION)
     known = known.with_profile(
         str(conditions["model_digest"]), runs, str(datetime.fromtimestamp(wall_seconds(), UTC).date())

@@ -6,12 +6,16 @@ begin with them. Sizes come from the workload's description of its data; nothing
 
 from __future__ import annotations
 
+import functools
+import subprocess
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from varuna_capslog import accelerator
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.gpus import gpu_named
 from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.workload import Workload
@@ -29,6 +33,7 @@ __all__ = [
     "RunConditions",
     "conditions_of_run",
     "input_sizes",
+    "kind_here",
     "profile_of",
     "shapes_of",
 ]
@@ -117,6 +122,8 @@ def conditions_of_run(config: Config, inputs: Mapping[str, TensorSpec]) -> RunCo
     if device == "auto":
         device = accelerator.auto_type()
     device, _, kind = device.partition(":")
+    if device == "cuda" and not kind:
+        kind = kind_here()
     run = RunShape.of_config(config).share(config.pipeline.replicas)
     return RunConditions(
         device=device,
@@ -131,6 +138,25 @@ def conditions_of_run(config: Config, inputs: Mapping[str, TensorSpec]) -> RunCo
         recipe=Recipe.of_config(config.train),
         grains=() if config.pipeline.plan is None else _grains(read_plan(config.pipeline.plan)),
     )
+
+
+@functools.cache
+def kind_here() -> str:
+    """The kind in `GPUS` of this machine's GPUs; "" where there are none, or several kinds, or none of the table.
+
+    Asks `nvidia-smi`: torch would start CUDA, which takes memory, and no process that was forked later could use it.
+    """
+    try:
+        asked = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    names = set(asked.stdout.split("\n")) - {""} if asked.returncode == 0 else set()
+    try:
+        return gpu_named(names.pop()) if len(names) == 1 else ""
+    except CapslogError:
+        return ""
 
 
 def _grains(plan: Plan) -> tuple[int, ...]:

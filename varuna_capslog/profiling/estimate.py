@@ -82,7 +82,7 @@ class Memo:
         alive: what the keys name by identity, so that no identity comes twice.
         recipes: for the operators of runs that are not known yet.
         estimators: of configs, by their text and conditions.
-        speeds: of those, by device and kind of GPU; a CPU's is measured once, so that their seconds can be compared.
+        speeds: of those, by device, kind of GPU and threads; a CPU's is measured once: its seconds can be compared.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class Memo:
         self.alive: list[object] = []
         self.recipes = Recipes()
         self.estimators: dict[str, StageEstimator] = {}
-        self.speeds: dict[tuple[str, str], Speed] = {}
+        self.speeds: dict[tuple[str, str, int], Speed] = {}
 
 
 class StageEstimator:
@@ -146,7 +146,7 @@ class StageEstimator:
         return self._memo.recipes
 
     @classmethod
-    def of_config(cls, config: Config, memo: Memo | None = None, speed: Speed | None = None) -> StageEstimator:
+    def of_config(cls, config: Config, memo: Memo | None = None) -> StageEstimator:
         """The estimator for the training run that a config describes, at the largest inputs that it can meet; the one
         that the memo has where it has one.
         """
@@ -158,11 +158,10 @@ class StageEstimator:
         pipeline = config.pipeline.model_copy(update=anyhow)
         text = dump_config(config.model_copy(update={"pipeline": pipeline})) + repr(conditions)
         if text not in memo.estimators:
-            kind = conditions.device, conditions.gpu
-            if speed is None and kind not in memo.speeds:
+            kind = conditions.device, conditions.gpu, config.train.threads
+            if kind not in memo.speeds:
                 memo.speeds[kind] = corrected_speed(*kind)
-            speed = speed or memo.speeds[kind]
-            memo.estimators[text] = cls(load_workload(config), conditions, speed=speed, memo=memo)
+            memo.estimators[text] = cls(load_workload(config), conditions, speed=memo.speeds[kind], memo=memo)
         return memo.estimators[text]
 
     def at(self, inputs: Mapping[str, TensorSpec]) -> StageEstimator:

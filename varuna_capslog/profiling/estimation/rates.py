@@ -166,24 +166,32 @@ class Speed:
         return max(device, self.host_seconds * work.get("launch", 0.0))
 
 
-def speed_of(device: str, gpu: str = "") -> Speed:
+def speed_of(device: str, gpu: str = "", threads: int | None = None) -> Speed:
     """What estimates for a device reckon with: cpu is this machine's, cuda a kind of GPU, by default that of the
     CAPSlog paper.
+
+    Args:
+        threads: of a worker on a CPU; None: those of this process.
     """
     if device == "cpu":
-        return calibrated_cpu()
+        return calibrated_cpu(threads or torch.get_num_threads())
     kind = gpu or USUAL_GPU
     return Speed.of_gpu(kind, GPUS[kind])
 
 
-def calibrated_cpu() -> Speed:
-    """This machine's CPU with the threads of this process, from a quarter of a second of work: 384 x 384 matrices, 64
-    channels of 3 x 3, 16 MiB scaled. A process works so once for each number of threads, and its estimates agree.
-    """
-    return _calibrated(torch.get_num_threads())
-
-
 @functools.cache
+def calibrated_cpu(threads: int) -> Speed:
+    """This machine's CPU with so many threads, from a quarter of a second of work: 384 x 384 matrices, 64 channels of
+    3 x 3, 16 MiB scaled. A process works so once for each number of threads, and its estimates agree.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return _calibrated(threads)
+    finally:
+        torch.set_num_threads(before)
+
+
 def _calibrated(threads: int) -> Speed:
     a, b = torch.full((384, 384), 0.5), torch.full((384, 384), 0.5)
     x, w = torch.full((1, 64, 56, 56), 0.5), torch.full((64, 64, 3, 3), 0.5)
