@@ -38,12 +38,13 @@ from varuna_capslog.training import checkpoint
 from varuna_capslog.training.boundaries import verify_copies
 from varuna_capslog.training.run import Run
 
+ALL_GRAPHS = models.GRAPHS | models.SPLIT | models.LINE
 SECOND = datetime.timedelta(seconds=1)
 SETTINGS: dict[str, Any] = {"num_microbatches": 4, "num_blocks": 2, "seed": 7, "recipe": Recipe(LearningRate(1e-3))}
 
 
 def _built(made: str, dtype: torch.dtype, dropout: float) -> Chain:
-    graph = (models.GRAPHS | models.SPLIT).get(made)
+    graph = ALL_GRAPHS.get(made)
     chain: Chain = (graph.build_chain if graph else getattr(models, made))(dtype=dtype, dropout=dropout)
     return chain
 
@@ -76,11 +77,12 @@ def train(
     Args:
         made: the function of `models` that gives the chain, or the name of one of its graphs.
         twist: "even" gives a graph's microbatches one size, and no dropout; "pair groups" sends over one group per
-            ordered pair, as NCCL does; the others break the engine on purpose, to see that a comparison notices: "drop"
+            ordered pair, as NCCL does; "overflow" gives one microbatch of step 2 a target so far away that gradients of
+            float16 overflow; the others break the engine on purpose, to see that a comparison notices: "drop"
             loses a gradient, "swap" gives two microbatches each other's targets, "reseed" draws other dropout masks.
         copies: how those to and from the host tier go; see `copying`.
     """
-    model: Any = (models.GRAPHS | models.SPLIT).get(made, models)
+    model: Any = ALL_GRAPHS.get(made, models)
     chain = _built(made, dtype, 0.0 if twist == "even" else 0.1)
     settings = EngineOptions(**(SETTINGS | options))
     placed = layout_for(layout, len(chain), settings.num_blocks)
@@ -110,6 +112,8 @@ def train(
         minibatch, inputs = model.make_minibatch(settings.num_microbatches, step, dtype, **even)
         if twist == "swap":
             minibatch.targets[0], minibatch.targets[3] = minibatch.targets[3], minibatch.targets[0]
+        if twist == "overflow" and step == 2:
+            minibatch.targets[1] = 1e15 * minibatch.targets[1]
         if twist == "reseed":
             engine.options = EngineOptions(**(SETTINGS | options | {"seed": 8}))
         results.append(
@@ -124,6 +128,7 @@ def train(
         "host bytes": (0, 0) if tier is None else (tier.bytes - waiting, tier.peak_bytes - waiting),
         "parts": [result.parts for result in results],
         "norms": [result.grad_norm for result in results],
+        "scales": [(result.loss_scale, result.skipped) for result in results],
         "gradients": first,
         "calls": calls,
         "state": {f"{layer.name}.{n}": p.detach().clone() for layer in layers for n, p in layer.parameters.items()},

@@ -96,6 +96,11 @@ def test_estimates_meet_the_real_allocator(recompute: bool) -> None:
     compare(Megabytes(), 4, 1e-5, recompute=recompute)
 
 
+@pytest.mark.skipif(Quirks("cpu").half, reason="oneDNN's float16 products are not modelled")
+def test_estimates_in_float16_meet_it_too() -> None:
+    compare(Megabytes(), 4, 1e-5, precision="float16")
+
+
 @pytest.mark.skipif("512" not in torch.backends.cpu.get_cpu_capability(), reason="the table holds for AVX-512")
 def test_convolutions_and_running_statistics_meet_it_too() -> None:
     compare(Blocks((1, 2, 1)), 1, 1e-3)
@@ -160,10 +165,14 @@ def test_what_the_caching_allocator_gives_beyond_requests_counts_as_saved(
 def test_a_profile_that_is_known_to_be_too_low_says_so_and_no_plan_promises_bytes(
     amx: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(estimate, "Quirks", functools.partial(Quirks, amx=amx))
+    monkeypatch.setattr(estimate, "Quirks", functools.partial(Quirks, amx=amx, half=not amx))
     low = estimate_workload(Blocks((1, 1)), RunConditions(precision="bfloat16", device="cpu"))
     assert low.conditions["limits"] == ["16-bit convolutions on the CPU"]
-    assert list(LIMITS) == ["16-bit convolutions on the CPU", "bfloat16 products on a CPU without AMX"]
+    assert list(LIMITS) == [
+        "16-bit convolutions on the CPU",
+        "bfloat16 products on a CPU without AMX",
+        "float16 products by oneDNN on the CPU",
+    ]
     found = plan(low, 2, capacity=1 << 40)
     assert (found.fits, found.peak_bytes) == (None, None)
     assert "the estimate is too low for 16-bit convolutions on the CPU; measure the profile" in found.notes[0]
@@ -172,10 +181,12 @@ def test_a_profile_that_is_known_to_be_too_low_says_so_and_no_plan_promises_byte
         estimate_workload(Blocks((1, 1)), RunConditions(precision="bfloat16", device="cuda")),
     ]
     products = estimate_workload(Megabytes(), RunConditions(precision="bfloat16", device="cpu"))
+    halves = estimate_workload(Megabytes(), RunConditions(precision="float16", device="cpu"))
     if amx:
-        others.append(products)
+        others += [products, halves]
     else:
         assert products.conditions["limits"] == ["bfloat16 products on a CPU without AMX"]
+        assert halves.conditions["limits"] == ["float16 products by oneDNN on the CPU"]
         assert plan(products, 2, capacity=1 << 40).fits is None
     for profile in others:
         assert "limits" not in profile.conditions

@@ -163,8 +163,9 @@ def test_a_ballot_comes_out_as_it_went_in() -> None:
     assert meter.opened([meter.sealed(b""), b'{"finite":true}']) == ((b"", b'{"finite":true}'), None)
 
 
+@pytest.mark.parametrize("skips", [False, True])
 @pytest.mark.parametrize(("generation", "step"), [(1, 2), (2, 5), (7, 5)])
-def test_which_step_is_measured(generation: int, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_step_is_measured(generation: int, step: int, skips: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     class Nothing:
         layers = ()
         optimizer = None
@@ -173,7 +174,7 @@ def test_which_step_is_measured(generation: int, step: int, monkeypatch: pytest.
     monkeypatch.setattr("varuna_capslog.training.loop.resident_tensors", lambda layers, optimizer: [])
     meter.begin(generation)
     measured = []
-    for number in range(1, 9):
+    for number in range(1, 10):
         with meter.computing(Nothing()) as due:  # type: ignore[arg-type]
             kept = torch.ones(1000)
         if due:
@@ -181,6 +182,7 @@ def test_which_step_is_measured(generation: int, step: int, monkeypatch: pytest.
             assert meter._bytes is not None
             assert meter._bytes >= kept.nbytes
         assert (meter.sealed(b"") != b"") == due
-        with meter.applying(Nothing()):  # type: ignore[arg-type]
+        skipped = skips and number in (1, step + 2)
+        with meter.applying(Nothing(), skipped):  # type: ignore[arg-type]
             pass
-    assert measured == [step]
+    assert measured == [step + skips], "a step that is skipped before it makes no moments"

@@ -1,7 +1,8 @@
 """The optimizer over one rank's layers, its state addressed by layer and parameter name.
 
 Every rank steps its own parameters as the run's `Recipe` says; the learning rate is a function of the step, so nothing
-else needs to be remembered. A shared parameter is stepped once per rank, with the same gradient everywhere.
+else needs to be remembered but, in float16, the loss scale. A shared parameter is stepped once per rank, with the same
+gradient everywhere.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from varuna_capslog.engine.holders.updates import SharedUpdates
 from varuna_capslog.engine.host.moments import HostMoments, leaves
 from varuna_capslog.engine.host.tier import HostTier
 from varuna_capslog.engine.layers import EngineLayer
+from varuna_capslog.engine.loss_scale import LossScale
 from varuna_capslog.engine.recipe import AVERAGE, Recipe
 
 __all__ = ["StageOptimizer", "step_alike"]
@@ -31,9 +33,11 @@ class StageOptimizer:
         tier: that tier, where there are such layers.
         updates: with the other holders of the layers, where one of them updates some for all; the gradients of layers
             that another one updates are dropped here.
+        loss_scale: that of the first step; None: the loss is not scaled.
 
     Attributes:
         parameters: all that are trained, by address; of a shared parameter the first leaf here.
+        loss_scale: that of the next step.
 
     Raises:
         CapslogError: the tier is full.
@@ -46,8 +50,9 @@ class StageOptimizer:
         away: Collection[int] = (),
         tier: HostTier | None = None,
         updates: SharedUpdates | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
-        self._recipe, self._updates = recipe, updates
+        self._recipe, self._updates, self.loss_scale = recipe, updates, loss_scale
         elsewhere = frozenset[int]() if updates is None else updates.taken
         self.parameters: dict[str, nn.Parameter] = {}
         self._elsewhere: dict[str, nn.Parameter] = {}
@@ -74,12 +79,19 @@ class StageOptimizer:
         self._averages: dict[nn.Parameter, Tensor] = {}
 
     def step(self, step: int, scale: float) -> float:
-        """Applies the gradients times `scale` (the clipping coefficient) and drops them; returns the learning rate.
+        """Applies the gradients times `scale` (the verdict's) and drops them; returns the learning rate.
+
+        Args:
+            scale: 0: the step is skipped; neither parameters nor averages change, and the optimizer counts no step.
 
         Raises:
             PeerLost: a rank is gone from which updated values were to come.
         """
-        rate = self._set_rate(step)
+        rate = self._begin(step, scale)
+        if not scale:
+            for parameter in self.parameters.values():
+                parameter.grad = None
+            return rate
         for parameter in self._elsewhere.values():
             parameter.grad = None
         waiting = {one: one.grad for own in self._in_turn for one in own}
@@ -98,7 +110,9 @@ class StageOptimizer:
             self._updates.hand_on()
         return rate
 
-    def _set_rate(self, step: int) -> float:
+    def _begin(self, step: int, scale: float) -> float:
+        if self.loss_scale is not None:
+            self.loss_scale = self.loss_scale.after(applied=scale > 0)
         rate = self._recipe.rate.at(step)
         for group in self._torch.param_groups:
             group["lr"] = rate * group["lr_factor"]
@@ -260,12 +274,12 @@ def step_alike(optimizers: Sequence[StageOptimizer], step: int, scale: float) ->
     """`step` of optimizers of one recipe over different parameters, in one call where they can: to the same bits, since
     a recipe's optimizer treats every parameter by itself.
     """
-    together = [one for one in optimizers if one._steps_in_one_call]
+    together = [one for one in optimizers if one._steps_in_one_call] if scale else []
     for one in optimizers:
         if one not in together:
             one.step(step, scale)
     for one in together:
-        one._set_rate(step)
+        one._begin(step, scale)
     if together:
         _step_plainly(together, scale)
     for one in together:

@@ -142,7 +142,8 @@ class PipelineEngine:
         if opener is not None:
             communicator.open_pair_groups(self.pairs(), opener, device)
         updates = SharedUpdates(self.layers, communicator, layout)
-        self.optimizer = StageOptimizer(self.layers, options.recipe, layout.moments_away(self.rank), tier, updates)
+        away, scale = layout.moments_away(self.rank), options.loss_scale
+        self.optimizer = StageOptimizer(self.layers, options.recipe, away, tier, updates, scale)
         self._observer = observer
         # on fake tensors there is nothing to compile: such runs are of the layers as they are
         self._compiler = None if ready.device_type else self._made_compiler()
@@ -194,6 +195,8 @@ class PipelineEngine:
 
     def _contexts(self, minibatch: Minibatch, step: int) -> Contexts:
         """What every call must know of its microbatches, made once."""
+        loss_scale = self.optimizer.loss_scale
+        scale = 1.0 if loss_scale is None else loss_scale.scale
 
         @functools.cache
         def context(microbatches: tuple[int, ...]) -> MicrobatchContext:
@@ -201,7 +204,7 @@ class PipelineEngine:
             targets = [minibatch.targets[one] for one in microbatches]
             specs, reach = self._specs_of(inputs)
             return MicrobatchContext(
-                microbatches, specs, reach, targets, minibatch.normalisers, (self.options.seed, step)
+                microbatches, specs, reach, targets, minibatch.normalisers, (self.options.seed, step), scale
             )
 
         return context
@@ -291,11 +294,12 @@ class PipelineEngine:
     ) -> Verdict:
         """As `Engine.vote`. A step with a `refusal` must not be applied: `forget` drops it."""
         norms = self._gradients.squared_norms(self._reported) if self._reported else {}
+        loss_scale = self.optimizer.loss_scale if self.layout.reporter(0) == self.rank else None
         if self._executor is not None:
             data = dataclasses.replace(data, busy_seconds=self._executor.stopwatch.take())
         try:
             last = [stage for stage in self.stages.values() if stage.ends_in_loss]
-            return self._poll.hold(step, minibatch, last, norms, stop, ballot, data)
+            return self._poll.hold(step, minibatch, last, norms, stop, ballot, data, loss_scale)
         except BaseException:
             self.forget()
             raise
@@ -304,7 +308,8 @@ class PipelineEngine:
         """After `compute`: what `apply` will make of one of this rank's layers, for those who hold a copy of it.
 
         Returns:
-            "gradients/<name>": of the whole minibatch; a shared parameter's is the sum over all its uses.
+            "gradients/<name>": of the whole minibatch, times the loss scale; a shared parameter's is the sum over all
+                its uses.
             "statistics/<microbatch>/<k>": of the k-th module call, [2, features].
             References: they change with `apply`.
         """
@@ -320,7 +325,7 @@ class PipelineEngine:
         return update
 
     def apply(self, verdict: Verdict) -> float:
-        """As `Engine.apply`: clipping, optimizer, running statistics."""
+        """As `Engine.apply`: clipping, optimizer, running statistics; a skipped step changes the last ones alone."""
         rate = self.optimizer.step(verdict.step, verdict.scale)
         self._statistics.commit()
         return rate

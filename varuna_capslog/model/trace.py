@@ -27,14 +27,16 @@ from varuna_capslog.model.signature import layer_signature
 
 __all__ = ["ShapeTable", "a_number", "autocast_context", "call_on", "fake_operands"]
 
+_AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
 
 def autocast_context(device_type: str, precision: str) -> AbstractContextManager[Any]:
-    """The context a layer runs under: nothing for "float32", autocast for "bfloat16"."""
+    """The context a layer runs under: nothing for "float32", autocast for "bfloat16" and "float16"."""
     if precision == "float32":
         return nullcontext()
-    if precision == "bfloat16":
-        return torch.autocast(device_type, torch.bfloat16)
-    raise CapslogError(f"precision={precision!r} is unknown; choose float32 or bfloat16")
+    if precision in _AUTOCAST:
+        return torch.autocast(device_type, _AUTOCAST[precision])
+    raise CapslogError(f"precision={precision!r} is unknown; choose float32, bfloat16 or float16")
 
 
 class ShapeTable:
@@ -46,7 +48,7 @@ class ShapeTable:
     Args:
         chain: real or on the meta device; it is not changed and not kept.
         device_type: where the run happens ("cpu" or "cuda"); without a CUDA device the trace runs on fake CPU tensors.
-        precision: "float32" or "bfloat16" (autocast changes the dtypes on the wire).
+        precision: as of `autocast_context` (autocast changes the dtypes on the wire).
     """
 
     def __init__(self, chain: Chain, device_type: str = "cpu", precision: str = "float32") -> None:

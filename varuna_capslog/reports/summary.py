@@ -21,8 +21,8 @@ from varuna_capslog.reports.wording import UNKNOWN, duration, moment, plain, plu
 
 __all__ = ["stage_parts", "summary_parts"]
 
-_PARAMETER_WIDTH = {"float64": 8, "float32": 4, "bfloat16": 4}
-"""Bytes of one parameter by the profile's dtype; bfloat16 means autocast, which leaves parameters in float32."""
+_PARAMETER_WIDTH = {"float64": 8, "float32": 4, "bfloat16": 4, "float16": 4}
+"""Bytes of one parameter by the profile's dtype; 16 bits mean autocast, which leaves parameters in float32."""
 _MOST_NAMES = 40
 _MUCH_WAITING = 0.1
 """Share of the time in steps from which on the page says what may help."""

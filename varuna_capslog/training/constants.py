@@ -30,6 +30,7 @@ def run_constants(config: Config, grains: Sequence[int] = ()) -> dict[str, Any]:
         "microbatch_size": train.microbatch_size,
         "accumulation_blocks": config.num_blocks,
         "precision": train.precision,
+        **({"loss_scale": train.loss_scale} if train.precision == "float16" else {}),
     }
 
 

@@ -3,7 +3,8 @@
 Keys are "parameters/<name>", "buffers/<name>", "optimizer/<name>/<key>" and, for what an optimizer keeps as a plain
 number, "number/<name>/<key>"; names as inside the layer, or as in the whole model where the layer is a piece of a
 CutPoint model. A shared parameter is in the state of every layer that uses it, moments included, so that each layer can
-be built from its own state alone; only a checkpoint keeps it once. Nothing here knows ranks or checkpoints.
+be built from its own state alone; only a checkpoint keeps it once. In float16 every layer's state has the run's loss
+scale at that boundary too, "scaler/<key>", so that whoever has a layer has it. Nothing here knows ranks or checkpoints.
 
 A follower is a copy of a layer that makes every step together with its owner, so that no rank need send it the state
 again. `Follower` is the one of our engine's layers; the Varuna plugin has one for its pieces.
@@ -12,6 +13,7 @@ again. `Follower` is the one of our engine's layers; the Varuna plugin has one f
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -41,6 +43,7 @@ __all__ = [
     "model_state",
     "moments_of",
     "plain_number",
+    "scaler_state",
     "size_of",
 ]
 
@@ -87,6 +90,11 @@ def plain_number(value: Tensor) -> float:
     return int(number) if number.is_integer() else number
 
 
+def scaler_state(numbers: Mapping[str, float]) -> LayerState:
+    """What every layer's state has of a `LossScale`: its scale and its streak."""
+    return {f"scaler/{key}": torch.tensor(numbers[key], dtype=torch.float64) for key in ("scale", "streak")}
+
+
 def copy_in(
     state: Mapping[str, Tensor],
     parameters: Mapping[str, nn.Parameter],
@@ -129,6 +137,8 @@ def capture(layer: EngineLayer, optimizer: StageOptimizer, copy: bool) -> LayerS
     """
     moments = {name: optimizer.moments(layer.address(name)) for name in layer.parameters}
     state = flatten(layer.parameters, layer.buffers, moments)
+    if optimizer.loss_scale is not None:
+        state |= scaler_state(vars(optimizer.loss_scale))
     return cloned(state) if copy else state
 
 
@@ -149,6 +159,9 @@ def install(layer: EngineLayer, optimizer: StageOptimizer, state: Mapping[str, T
         return CapslogError(f"{where} has {what} of shape {list(value.shape)}, the model wants {list(target.shape)}")
 
     own = copy_in(state, layer.parameters, layer.buffers, mismatch)
+    if optimizer.loss_scale is not None and "scaler/scale" in state:
+        scale, streak = float(state["scaler/scale"]), int(state["scaler/streak"])
+        optimizer.loss_scale = dataclasses.replace(optimizer.loss_scale, scale=scale, streak=streak)
     for name in layer.parameters:
         optimizer.take_moments(layer.address(name), moments_of(state, name), copy=not own)
 
@@ -202,11 +215,11 @@ class StateFollower(abc.ABC):
         return cloned(state) if copy else state
 
     def apply(self, update: Mapping[str, Tensor], step: int, scale: float) -> None:
-        """Makes a step that was voted for.
+        """Makes a step that was voted for, or skips its update.
 
         Args:
             update: the owner's; its gradients are used up.
-            scale: the verdict's.
+            scale: the verdict's; 0: the step is skipped.
 
         Raises:
             CapslogError: an update of another layer.
@@ -262,7 +275,7 @@ class Follower(StateFollower):
         known = {index: ready} if ready is not None and lies_in(state, ready) else {}
         (self.layer,) = take_layers(chain, [index], device, options.precision, ready=known)
         super().__init__(self.layer.name, self.layer.parameters)
-        self._optimizer = StageOptimizer([self.layer], options.recipe)
+        self._optimizer = StageOptimizer([self.layer], options.recipe, loss_scale=options.loss_scale)
         self._statistics: dict[int, dict[int, Tensor]] = {}
         install(self.layer, self._optimizer, state)
 

@@ -59,9 +59,11 @@ class PeakMeter:
             yield measured
 
     @contextlib.contextmanager
-    def applying(self, engine: Engine) -> Iterator[None]:
-        """Around the update of a step."""
-        with self._probed(engine) if self._steps == self._at - 1 else contextlib.nullcontext():
+    def applying(self, engine: Engine, skipped: bool) -> Iterator[None]:
+        """Around the update of a step; the step that is measured comes later by each step that is skipped before."""
+        if skipped and self._steps < self._at:
+            self._steps -= 1
+        with self._probed(engine) if self._steps == self._at - 1 and not skipped else contextlib.nullcontext():
             yield
 
     def sealed(self, ballot: bytes) -> bytes:
@@ -206,7 +208,7 @@ class TrainingLoop:
         engine, verdict, minibatch = self.running, self.verdict, self.minibatch
         assert verdict is not None
         assert minibatch is not None
-        with self._meter.applying(engine):
+        with self._meter.applying(engine, verdict.skipped):
             rate = engine.apply(verdict)
         self.verdict = self.minibatch = None
         self.step = verdict.step

@@ -141,12 +141,15 @@ QUIRKS = {
 
 _LOW_CONVOLUTIONS = "16-bit convolutions on the CPU"
 _LOW_PRODUCTS = "bfloat16 products on a CPU without AMX"
+_HALF_PRODUCTS = "float16 products by oneDNN on the CPU"
 
 LIMITS = {
     _LOW_CONVOLUTIONS: "oneDNN keeps copies and sums of 32 bits by rules that are not modelled. Single "
     "kernels take up to 2.7 times the copies of the float32 table, those of one element copies where it has none.",
     _LOW_PRODUCTS: "oneDNN copies panels whose sizes are not modelled. Small products and those with a narrow matrix "
     "take up to 4 times the bytes of the table and 0.2 MiB more (AVX-512 BF16); large ones take less.",
+    _HALF_PRODUCTS: "What oneDNN copies where the CPU has float16 instructions was never measured. Without these "
+    "torch's own kernels multiply, and copy nothing.",
 }
 """By name, what estimates are known to be too low for. A profile that met one says so in its conditions (`limits`), and
 planners then promise no bytes."""
@@ -160,6 +163,7 @@ class Quirks:
         device: "cpu" or "cuda"; CapslogError for others.
         gpu: kind of GPU (`base.gpus`); "" for none in particular.
         amx: whether the CPU multiplies bfloat16 matrices in AMX tiles.
+        half: whether oneDNN multiplies float16 matrices on the CPU.
         lasting_bytes: of workspaces that have been taken and stay.
         limits: names of `LIMITS` that were met.
     """
@@ -167,6 +171,7 @@ class Quirks:
     device: str
     gpu: str = ""
     amx: bool = field(default_factory=torch.cpu._is_amx_tile_supported)
+    half: bool = field(default_factory=torch.ops.mkldnn._is_mkldnn_fp16_supported)
     lasting_bytes: int = 0
     limits: set[str] = field(default_factory=set)
 
@@ -192,6 +197,8 @@ class Quirks:
             self.limits.add(_LOW_CONVOLUTIONS)
         if self.device == "cpu" and not self.amx and func in _GEMMS and args[1].dtype == torch.bfloat16:
             self.limits.add(_LOW_PRODUCTS)
+        if self.device == "cpu" and self.half and func in _GEMMS and args[1].dtype == torch.float16:
+            self.limits.add(_HALF_PRODUCTS)
         kernel = self._kernels.get(func)
         return 0 if kernel is None else kernel(args, result)
 
