@@ -29,7 +29,7 @@ __all__ = [
     "Quirks",
 ]
 
-QUIRKS_VERSION = 9
+QUIRKS_VERSION = 10
 """Raised whenever an entry, or what an estimate tells, changes; a condition of every estimated profile."""
 
 _aten = torch.ops.aten
