@@ -52,14 +52,19 @@ def _built(made: str, dtype: torch.dtype, dropout: float) -> Chain:
 TINY = "tests.engine.workload:workload"
 
 
-def shapes_of(made: str = "build_chain", dtype: torch.dtype = torch.float32, precision: str = "float32") -> ShapeTable:
+def shapes_of(
+    made: str = "build_chain",
+    dtype: torch.dtype = torch.float32,
+    precision: str = "float32",
+    weights: str = "float32",
+) -> ShapeTable:
     """The shapes of a chain, which a process traces once: a trace takes longer than a step."""
-    return _shapes_of("build_chain" if made.startswith("factory_chain") else made, dtype, precision)
+    return _shapes_of("build_chain" if made.startswith("factory_chain") else made, dtype, precision, weights)
 
 
 @functools.cache
-def _shapes_of(made: str, dtype: torch.dtype, precision: str) -> ShapeTable:
-    return ShapeTable(_built(made, dtype, 0.1), "cpu", precision)
+def _shapes_of(made: str, dtype: torch.dtype, precision: str, weights: str) -> ShapeTable:
+    return ShapeTable(_built(made, dtype, 0.1), "cpu", precision, weights)
 
 
 def train(
@@ -87,7 +92,7 @@ def train(
     settings = EngineOptions(**(SETTINGS | options))
     placed = layout_for(layout, len(chain), settings.num_blocks)
     tier = None if copies is None else copying(copies, settings)
-    ready = Ready(shapes_of(made, dtype, settings.precision), tier=tier)
+    ready = Ready(shapes_of(made, dtype, settings.precision, settings.weights), tier=tier)
     engine = PipelineEngine(chain, model.loss, placed, settings, communicator, torch.device("cpu"), ready)
     first: dict[str, Tensor] = {}
     results = []
@@ -131,7 +136,13 @@ def train(
         "scales": [(result.loss_scale, result.skipped) for result in results],
         "gradients": first,
         "calls": calls,
-        "state": {f"{layer.name}.{n}": p.detach().clone() for layer in layers for n, p in layer.parameters.items()},
+        "state": {f"{layer.name}.{n}": p.detach().clone() for layer in layers for n, p in layer.values.items()},
+        "weights": {f"{layer.name}.{n}": p.detach().clone() for layer in layers for n, p in layer.parameters.items()},
+        "moments": {
+            f"{address}.{key}": one.clone()
+            for address in engine.optimizer.parameters
+            for key, one in engine.optimizer.moments(address).items()
+        },
         "buffers": {f"{layer.name}.{n}": b.clone() for layer in layers for n, b in layer.buffers.items()},
     }
 
@@ -266,7 +277,8 @@ def train_run(
 
     def build(parts: EngineParts) -> PipelineEngine:
         made = config.model.get("graph") or config.model.get("chain", "build_chain")
-        table = shapes_of(made, precision=parts.options.precision) if config.workload == TINY else None
+        types = {"precision": parts.options.precision, "weights": parts.options.weights}
+        table = shapes_of(made, **types) if config.workload == TINY else None
         ready = Ready(table)
         return Starved(parts.chain, parts.loss, parts.layout, parts.options, parts.communicator, parts.device, ready)
 

@@ -201,10 +201,11 @@ def plain_step(
     loss: Callable[..., dict[str, Tensor]] = loss,
     precision: str = "float32",
     scaler: torch.amp.GradScaler | None = None,
+    after_backward: Callable[[int], None] = lambda index: None,
 ) -> dict[str, float]:
     """The oracle: the unsplit model in one autograd graph per microbatch; gradients in `.grad`, loss parts returned.
 
-    scaler: scales the loss, and so the gradients.
+    scaler: scales the loss, and so the gradients. after_backward: called with each microbatch.
     """
     device, total = torch.device("cpu"), {}
     for layer in chain.layers:
@@ -215,6 +216,7 @@ def plain_step(
             outputs = chain.run(values, lambda done, index=index: seed_layer(device, seed, step, index, done + 1))
         parts = loss(outputs, minibatch.targets[index], minibatch.normalisers)
         (parts["loss"] if scaler is None else scaler.scale(parts["loss"])).backward()
+        after_backward(index)
         for name, part in parts.items():
             total[name] = total.get(name, 0.0) + float(part.detach())
     return total

@@ -45,8 +45,12 @@ OPTIONS = EngineOptions(
     ),
 )
 SHARED = (8, 9, 10)
-FLOAT16 = dataclasses.replace(OPTIONS, precision="float16", loss_scale=LossScale(8.0))
-TYPES = pytest.mark.parametrize("options", [OPTIONS, FLOAT16], ids=["float32", "float16"])
+FLOAT16 = dataclasses.replace(OPTIONS, precision="float16", weights="float16", loss_scale=LossScale(8.0))
+ROUNDED = dataclasses.replace(OPTIONS.recipe, moments="bfloat16")
+BFLOAT16 = dataclasses.replace(OPTIONS, precision="bfloat16", weights="bfloat16", recipe=ROUNDED)
+TYPES = pytest.mark.parametrize(
+    "options", [OPTIONS, FLOAT16, BFLOAT16], ids=["float32", "float16 weights", "bfloat16 weights and moments"]
+)
 
 
 def make_engine(
@@ -58,7 +62,8 @@ def make_engine(
 ) -> PipelineEngine:
     alone = communicator or Communicator(0, 1, 0, datetime.timedelta(0))
     chain = chain or models.build_chain()
-    placed, shapes = layout_for(layout, len(chain), options.num_blocks), cases.shapes_of(precision=options.precision)
+    placed = layout_for(layout, len(chain), options.num_blocks)
+    shapes = cases.shapes_of(precision=options.precision, weights=options.weights)
     return PipelineEngine(chain, models.loss, placed, options, alone, CPU, Ready(shapes, layers))
 
 
@@ -104,13 +109,13 @@ def test_keys_name_parameters_buffers_and_moments_of_every_use() -> None:
         assert torch.equal(found[index]["optimizer/head.0.weight/exp_avg"], found[8]["optimizer/head.0.weight/exp_avg"])
 
 
-def test_sizes_are_those_of_a_trained_state() -> None:
-    engine, chain = make_engine(), models.build_chain()
+@TYPES
+def test_sizes_are_those_of_a_trained_state(options: EngineOptions) -> None:
+    engine, chain = make_engine(options=options), models.build_chain()
     train(engine, 1)
     for index, state in states(engine).items():
-        assert layer_state.size_of(chain, index, OPTIONS.recipe) == sum(
-            t.numel() * t.dtype.itemsize for t in state.values()
-        )
+        size = sum(t.numel() * t.dtype.itemsize for key, t in state.items() if not key.startswith("scaler/"))
+        assert layer_state.size_of(chain, index, options.recipe, options.weights) == size
 
 
 def test_initial_is_the_untrained_layer_even_after_training() -> None:
@@ -184,13 +189,15 @@ def test_an_installed_state_goes_on_to_the_last_bit(live: bool, options: EngineO
         assert digests(kept) == before, "what was installed is a copy"
 
 
-def test_installing_an_untrained_state_forgets_the_moments() -> None:
-    engine, chain = make_engine(), models.build_chain()
-    fresh = digests(states(engine))
+@TYPES
+def test_installing_an_untrained_state_forgets_the_moments(options: EngineOptions) -> None:
+    engine, chain = make_engine(options=dataclasses.replace(options, loss_scale=None)), models.build_chain()
+    fresh, low = digests(states(engine)), [one.detach().clone() for one in engine.optimizer.parameters.values()]
     train(engine, 1)
     for layer in engine.layers:
         layer_state.install(layer, engine.optimizer, layer_state.initial(chain, layer.index))
     assert digests(states(engine)) == fresh
+    assert all(map(torch.equal, engine.optimizer.parameters.values(), low))
 
 
 def test_a_state_of_another_layer_is_one_sentence() -> None:
@@ -231,7 +238,9 @@ def follow(communicator: Communicator, layout: Cuts, options: EngineOptions) -> 
         )
         scales.append(verdict.scale)
         theirs = digests({index: follower.state(copy=False) for index, follower in followers.items()})
-        equal.append(theirs == digests(states(engine)))
+        low = [(layer.parameters, followers[layer.index].layer.parameters) for layer in engine.layers]
+        alike = all(torch.equal(mine[name], copy[name]) for mine, copy in low for name in mine)
+        equal.append(alike and theirs == digests(states(engine)))
         traced.append({index: sorted(update) for index, update in updates.items()})
     return {"scales": scales, "equal": equal, "keys": traced[0]}
 
@@ -257,41 +266,42 @@ def test_a_follower_is_its_owner_to_the_last_bit(pool: WorkerPool, layout: Cuts,
 
 
 def places(layer: EngineLayer) -> list[int]:
-    return [parameter.data_ptr() for parameter in layer.parameters.values()]
+    return [tensor.data_ptr() for tensor in (*layer.parameters.values(), *layer.masters.values())]
 
 
-def test_a_copy_becomes_the_layer_and_the_layer_a_copy_without_being_copied() -> None:
+@TYPES
+def test_a_copy_becomes_the_layer_and_the_layer_a_copy_without_being_copied(options: EngineOptions) -> None:
     """As on a member whose layers change at a boundary; the values go on as if nothing had been."""
-    expected = make_engine()
+    expected = make_engine(options=options)
     train(expected, 1, 2, 3, 4)
-    engine = make_engine()
+    engine = make_engine(options=options)
     train(engine, 1, 2)
     chain = models.build_chain()
     followers = {
-        index: layer_state.Follower(chain, index, OPTIONS, CPU, state) for index, state in states(engine).items()
+        index: layer_state.Follower(chain, index, options, CPU, state) for index, state in states(engine).items()
     }
     taken = {index: follower.layer for index, follower in followers.items()}
     for index, follower in followers.items():
         assert layer_state.lies_in(follower.state(copy=False), taken[index])
     assert not layer_state.lies_in(followers[1].state(copy=True), taken[1])
     lay = {index: places(layer) for index, layer in taken.items() if not layer.shared}
-    second = make_engine(layers=taken, chain=chain)
+    second = make_engine(layers=taken, chain=chain, options=options)
     for layer in second.layers:
         layer_state.install(layer, second.optimizer, followers[layer.index].state(copy=False))
     assert {layer.index: places(layer) for layer in second.layers if not layer.shared} == lay
     train(second, 3)
     live, engine_layers = states(second, copy=False), {layer.index: layer for layer in second.layers}
     copies = {
-        index: layer_state.Follower(chain, index, OPTIONS, CPU, live[index], layer)
+        index: layer_state.Follower(chain, index, options, CPU, live[index], layer)
         for index, layer in engine_layers.items()
     }
     assert {index: places(copies[index].layer) for index in lay} == lay
     for index in SHARED:  # an engine's uses of a shared parameter lie in one place, a copy in one of its own
         assert places(copies[index].layer) != places(engine_layers[index])
-    third = make_engine()
+    third = make_engine(options=options)
     for layer in third.layers:
         layer_state.install(layer, third.optimizer, copies[layer.index].state(copy=False))
-    minibatch, inputs = models.make_minibatch(4, 4)
+    minibatch, inputs = minibatch_of(options, 4)
     third.compute(4, minibatch, inputs.__getitem__)
     updates = {index: third.update_of(index) for index in copies}
     updates = {index: {key: tensor.clone() for key, tensor in update.items()} for index, update in updates.items()}
@@ -301,5 +311,5 @@ def test_a_copy_becomes_the_layer_and_the_layer_a_copy_without_being_copied() ->
     wanted = digests(states(expected))
     assert digests(states(third)) == wanted
     assert digests({index: copy.state(copy=False) for index, copy in copies.items()}) == wanted
-    other = layer_state.Follower(chain, 1, OPTIONS, CPU, states(third)[1], engine_layers[1])
+    other = layer_state.Follower(chain, 1, options, CPU, states(third)[1], engine_layers[1])
     assert places(other.layer) != places(engine_layers[1]), "a state of another memory is copied"

@@ -69,8 +69,10 @@ def assert_same(one: Any, other: Any) -> None:
         assert one == other
 
 
-TYPES = {
+BFLOAT16 = {"precision": "bfloat16", "weights": "bfloat16", "moments": "bfloat16"}
+TYPES: dict[str, Any] = {
     "float16": {"train": {"precision": "float16"}, "data": {"far": 5}},
+    "bfloat16": {"train": BFLOAT16},
 }
 
 
@@ -111,6 +113,9 @@ def test_a_changed_constant_is_refused(pool: WorkerPool, whole: Path, tmp_path: 
     ("before", "now", "message"),
     [
         ({}, {"precision": "float16"}, r"train\.precision=float32, the config says float16"),
+        ({}, {"moments": "bfloat16"}, r"train\.moments=float32, the config says bfloat16"),
+        ({"precision": "bfloat16"}, BFLOAT16, r"train\.weights=float32, the config says bfloat16"),
+        (BFLOAT16, {"precision": "bfloat16"}, r"train\.weights=bfloat16, the config says float32"),
         (
             {"precision": "float16"},
             {"precision": "float16", "loss_scale": 8.0},
@@ -124,6 +129,35 @@ def test_other_types_are_refused(tmp_path: Path, before: dict[str, Any], now: di
     check_continues(one, "tiny", manifest, tmp_path)
     with pytest.raises(CapslogError, match=message):
         check_continues(other, "tiny", manifest, tmp_path)
+
+
+def test_a_checkpoint_of_before_there_were_other_types_is_one_of_float32(tmp_path: Path) -> None:
+    config = cases.run_config(str(tmp_path), train={"precision": "bfloat16"})
+    constants = run_constants(config)
+    del constants["weights"], constants["moments"]
+    check_continues(config, "tiny", {"model": "tiny", "constants": constants}, tmp_path)
+    other = cases.run_config(str(tmp_path), train=BFLOAT16)
+    with pytest.raises(CapslogError, match=r"train\.weights=float32, the config says bfloat16"):
+        check_continues(other, "tiny", {"model": "tiny", "constants": constants}, tmp_path)
+
+
+def test_a_run_begins_from_one_of_other_types(pool: WorkerPool, whole: Path, tmp_path: Path) -> None:
+    """From float32 to 16 bits and back: the masters are the weights, and only what is frozen is rounded."""
+    still = {"max_steps": 1, "lr": 1e-30}
+    for name, source, types in (("low", whole, BFLOAT16), ("wide", tmp_path / "low", {})):
+        assert train(pool, tmp_path / name, train=still | types, init_from=str(source))["step"] == 1
+    first, low, wide = (
+        latest_checkpoint(folder / "checkpoints")[0] for folder in (whole, tmp_path / "low", tmp_path / "wide")
+    )
+    assert first is not None
+    assert low is not None
+    assert wide is not None
+    for layer in first.manifest["layers"]:
+        for name, tensor in first.layer(layer)["parameters"].items():
+            found, back = low.layer(layer)["parameters"][name], wide.layer(layer)["parameters"][name]
+            frozen = layer == "stem"
+            assert torch.equal(found, tensor.bfloat16() if frozen else tensor), (layer, name)
+            assert torch.equal(back, found.float())
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:

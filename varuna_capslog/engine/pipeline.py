@@ -120,8 +120,9 @@ class PipelineEngine:
         self.communicator, self.device = communicator, device
         self.rank = communicator.rank
         communicator.describe_ranks({rank: layout.describe(rank) for rank in range(communicator.world_size)})
-        self.table = ready.table or ShapeTable(chain, device.type, options.precision)
-        self.layers = take_layers(chain, layout.layers_of(self.rank), device, options.precision, ready.layers)
+        types = options.precision, options.weights
+        self.table = ready.table or ShapeTable(chain, device.type, *types)
+        self.layers = take_layers(chain, layout.layers_of(self.rank), device, types[0], ready.layers, types[1])
         by_index = {layer.index: layer for layer in self.layers}
         tier = ready.tier or HostTier(device, options.tier)
         self._graph = layout.graph(options.num_microbatches, chain.edges)

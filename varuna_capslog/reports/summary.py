@@ -94,6 +94,8 @@ def _parameters(profile: Profile) -> str | None:
     again = sum(shared.bytes * (len(shared.layers) - 1) for shared in profile.shared)
     total = sum(size for size in sizes if size is not None) - again
     width = _PARAMETER_WIDTH.get(str(profile.conditions.get("dtype")).removeprefix("torch."))
+    if "weights" in profile.conditions:
+        width = None  # frozen ones have 16 bits, those with masters 32
     return format_bytes(total) if width is None else f"{total // width:,} ({format_bytes(total)})"
 
 
@@ -108,7 +110,7 @@ def _placement(run: RunRecord) -> dict[str, str]:
         rows["Schedule"] = f"{schedule}, {recompute}, stage inputs on the {pipeline.stage_inputs}"
         rows["Minibatch"] = (
             f"{plural(train.minibatch_size, 'sample')} in {plural(config.num_microbatches, 'microbatch', 'es')} of "
-            f"{train.microbatch_size}, {train.precision}"
+            f"{train.microbatch_size}, {train.types}"
         )
     if plan is not None:
         planner = plan.planner or "none, the cuts were given"

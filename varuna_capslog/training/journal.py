@@ -111,7 +111,8 @@ def step_numbers(record: Mapping[str, Any]) -> list[str]:
     """What is shown of a step: those of its numbers that it has."""
     shown = {"loss": "loss {:.4f}", "grad_norm": "|grad| {:.3g}", "lr": "lr {:.2g}"}
     shown["samples_per_second"] = "{:.1f} samples/s"
-    return [form.format(record[name]) for name, form in shown.items() if record.get(name) is not None]
+    skipped = ["skipped, since its gradients overflow"] if record.get("skipped") else []
+    return [*(form.format(record[name]) for name, form in shown.items() if record.get(name) is not None), *skipped]
 
 
 def score_line(step: int, scores: Mapping[str, Any]) -> str:

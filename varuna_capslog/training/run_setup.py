@@ -110,6 +110,7 @@ def set_up_run(config: Config, workload: Workload, plan: Plan | None = None) -> 
         EngineOptions.of_config(config).settled(),
         transport=pipeline.transport,
         precision=train.precision,
+        weights=train.weights,
         compile=train.compile,
         seed=train.seed,
         clip_norm=train.clip_norm,
