@@ -60,8 +60,8 @@ class StageOptimizer:
         self._rounded = [layer for layer in layers if layer.masters]
         self._elsewhere: dict[str, nn.Parameter] = {}
         self._in_turn: list[list[nn.Parameter]] = []
-        """Of each layer whose moments are kept in another type than they are stepped in, or wait in the host tier: these
-        come last."""
+        """Of each layer whose moments are kept in another type than they are stepped in, or wait in the host tier; the
+        latter come last."""
         self._places: dict[nn.Parameter, Mapping[str, Any]] = {}
         """Of the layer that is being stepped, what was kept of its parameters, where it is rounded again."""
         waiting: list[list[nn.Parameter]] = []

@@ -46,9 +46,13 @@ class PeakMeter:
         self._bytes: int | None = None
         self.source: str | None = None
 
-    def begin(self, generation: int) -> None:
-        """A new generation, numbered from 1 within the run; every member calls it with the same number."""
-        self._at, self._steps, self._bytes = _FIRST if generation == 1 else _LATER, 0, None
+    def begin(self, generation: int, rounds_moments: bool = False) -> None:
+        """A new generation, numbered from 1 within the run; every member calls it with the same number.
+
+        Args:
+            rounds_moments: an update finds rounded moments beside those that it makes, but for the first one.
+        """
+        self._at, self._steps, self._bytes = _FIRST + rounds_moments if generation == 1 else _LATER, 0, None
 
     @contextlib.contextmanager
     def computing(self, engine: Engine) -> Iterator[bool]:
@@ -140,7 +144,7 @@ class TrainingLoop:
         generation = number + self.offset
         self.engine, self.step = engine, base
         self._feed = self.setup.feed(engine.loaded_microbatches, engine.judged_microbatches)
-        self._meter.begin(number)
+        self._meter.begin(number, engine.options.recipe.rounds_moments)
         self.boundaries.begin(engine, generation, base, saved)
         self.log.begin(writes, base, generation, engine.communicator.world_size)
 
