@@ -215,7 +215,7 @@ def say_assumptions(config: Config) -> None:
     limit = "without a limit of memory" if capacity is None else "within its capacity"
     again = "where memory asks for it" if config.pipeline.planner in LAYERWISE else "by every stage"
     typer.echo(
-        f"capslog: estimated for {where}, {limit}: {train.precision}, AdamW, microbatches of {train.microbatch_size}, "
+        f"capslog: estimated for {where}, {limit}: {train.types}, AdamW, microbatches of {train.microbatch_size}, "
         f"activations recomputed {again}; --measure runs the layers here instead",
         err=True,
     )

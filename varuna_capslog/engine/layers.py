@@ -24,6 +24,8 @@ from varuna_capslog.engine.host.offload import GradientBox, laid_out
 from varuna_capslog.engine.routes import Gradients
 from varuna_capslog.engine.statistics import RunningStatistics, tracking_modules
 from varuna_capslog.model.chain import Chain, Layer, Value
+from varuna_capslog.model.hollow import replace_parameters
+from varuna_capslog.model.low_weights import low_parameters
 from varuna_capslog.model.trace import autocast_context
 
 __all__ = ["EngineLayer", "LayerGraph", "keep_layout", "persistent_buffers", "seed_layer", "take_layers"]
@@ -116,13 +118,21 @@ class EngineLayer:
     Attributes:
         index: position in the chain.
         parameters: name inside the layer -> this layer's own leaf (a shared parameter's leaves share one storage).
+        masters: name -> the float32 master of a parameter that is trained and kept in 16 bits; the optimizer steps it,
+            and the parameter is its rounding. The uses of a shared parameter have one master.
         shared: name inside the layer -> address of the shared parameter, for those that are shared.
         compiled: what runs in training in the module's place; it always builds a graph, since torch compiles other code
             for a forward without one. None: the module itself runs.
     """
 
     def __init__(
-        self, index: int, layer: Layer, device: torch.device, precision: str, shared: Mapping[str, str]
+        self,
+        index: int,
+        layer: Layer,
+        device: torch.device,
+        precision: str,
+        shared: Mapping[str, str],
+        masters: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
         self.index = index
         self.layer = layer
@@ -130,6 +140,7 @@ class EngineLayer:
         self.device = device
         self.shared = dict(shared)
         self.parameters: dict[str, nn.Parameter] = dict(layer.module.named_parameters())
+        self.masters: dict[str, nn.Parameter] = dict(masters or {})
         self.statistics = RunningStatistics(layer.module)
         self.compiled: CompiledForward | None = None
         self._precision = precision
@@ -145,6 +156,18 @@ class EngineLayer:
     def address(self, name: str) -> str:
         """The address of one of its parameters: its own, or that of the shared parameter which it is."""
         return self.shared.get(name, f"{self.name}.{name}")
+
+    @property
+    def values(self) -> dict[str, nn.Parameter]:
+        """What its state has of its parameters, by name: masters, where there are some."""
+        return self.parameters | self.masters
+
+    def round_masters(self) -> None:
+        """Makes its parameters of 16 bits the roundings of their masters."""
+        if self.masters:
+            with torch.no_grad():
+                low: list[Tensor] = [self.parameters[name] for name in self.masters]
+                torch._foreach_copy_(low, [*self.masters.values()])
 
     @property
     def compiles(self) -> bool:
@@ -214,12 +237,14 @@ def take_layers(
     device: torch.device,
     precision: str = "float32",
     ready: Mapping[int, EngineLayer] | None = None,
+    weights: str = "float32",
 ) -> list[EngineLayer]:
     """The engine's own layers, of a chain's, on `device`, in training mode.
 
     A parameter used by several layers gets one storage on this device and one leaf per using layer.
 
     Args:
+        weights: the type in which parameters are kept (`low_parameters`).
         ready: layers of an earlier engine of this process, by index: they are taken as they are, except those with
             shared parameters, whose storage depends on which layers live together. Whatever is not among them is
             made anew, for a state that is put into it, and the chain stays as it is. None: the first engine of a
@@ -231,6 +256,7 @@ def take_layers(
     if ready is None:
         chain.fill(indices)
     storage: dict[nn.Parameter, Tensor] = {}
+    known: _Masters = {}
     taken = []
     for index in indices:
         layer = chain.layers[index]
@@ -257,8 +283,39 @@ def take_layers(
                 device
             )  # not called for a module that is there: torch would replace the fake tensors of an estimate
         module.train()
-        taken.append(EngineLayer(index, replace(layer, module=module), device, precision, shared))
+        masters = _lower(module, weights, known)
+        taken.append(EngineLayer(index, replace(layer, module=module), device, precision, shared, masters))
     return taken
+
+
+_Masters = dict[tuple[int, int], tuple[nn.Parameter, Tensor]]
+"""By storage and place on it: a parameter of float32, and its rounding."""
+
+
+def _lower(module: nn.Module, weights: str, known: _Masters) -> dict[str, nn.Parameter]:
+    """Puts leaves of 16 bits in the place of a module's parameters; returns the masters of those that are trained.
+
+    A gradient of 16 bits becomes one of float32 where it reaches its leaf, so that microbatches are added in float32.
+
+    known: those of the layers before, with which parameters may share a storage.
+    """
+    lowered = low_parameters(module, weights)
+    if not lowered:
+        return {}
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    masters: dict[str, nn.Parameter] = {}
+    leaves: dict[nn.Parameter, nn.Parameter] = {}
+    for parameter, dtype in lowered.items():
+        place = parameter.untyped_storage()._cdata, int(parameter.storage_offset())
+        if place not in known:
+            known[place] = parameter, parameter.detach().to(dtype)
+        master, low = known[place]
+        leaf = leaves[parameter] = nn.Parameter(low, requires_grad=parameter.requires_grad)
+        if leaf.requires_grad:
+            leaf.grad_dtype = torch.float32
+            masters[names[parameter]] = master
+    replace_parameters([module], leaves)
+    return masters
 
 
 def _refuse_shared_statistics(chain: Chain, index: int) -> None:

@@ -201,11 +201,12 @@ def held_inputs(load: Load, local: Sequence[int]) -> Load:
 
 
 def resident_tensors(layers: Sequence[EngineLayer], optimizer: StageOptimizer) -> list[Tensor]:
-    """What a rank holds between two steps: parameters, their gradients, buffers and the optimizer's moments, but
-    for what waits in the host tier.
+    """What a rank holds between two steps: parameters, their masters and gradients, buffers and the optimizer's
+    moments, but for what waits in the host tier.
     """
     tensors: list[Tensor] = []
     for layer in layers:
+        tensors += [master.detach() for master in layer.masters.values()]
         for parameter in layer.parameters.values():
             tensors.append(parameter.detach())
             if parameter.grad is not None:

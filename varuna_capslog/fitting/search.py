@@ -48,9 +48,9 @@ Loss = Callable[[Mapping[str, Tensor]], Tensor]
 class Loop:
     """What is known of the loop in which the module trains.
 
-    precision: "float32", or "bfloat16" for a loop under autocast. moments: tensors of its own size that the optimizer
-    keeps for each trained parameter. host_bandwidth: bytes per second between device and host; None: nothing is
-    offloaded.
+    precision: "float32", or "bfloat16" or "float16" for a loop under autocast. moments: tensors of its own size that
+    the optimizer keeps for each trained parameter. host_bandwidth: bytes per second between device and host; None:
+    nothing is offloaded.
     """
 
     precision: str = "float32"

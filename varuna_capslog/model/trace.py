@@ -24,18 +24,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from varuna_capslog import accelerator
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
+from varuna_capslog.model.hollow import replace_parameters
+from varuna_capslog.model.low_weights import low_parameters
 from varuna_capslog.model.signature import layer_signature
 
 __all__ = ["ShapeTable", "a_number", "autocast_context", "call_on", "fake_operands"]
 
+_AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
 
 def autocast_context(device_type: str, precision: str) -> AbstractContextManager[Any]:
-    """The context a layer runs under: nothing for "float32", autocast for "bfloat16"."""
+    """The context a layer runs under: nothing for "float32", autocast for "bfloat16" and "float16"."""
     if precision == "float32":
         return nullcontext()
-    if precision == "bfloat16":
-        return torch.autocast(device_type, torch.bfloat16)
-    raise CapslogError(f"precision={precision!r} is unknown; choose float32 or bfloat16")
+    if precision in _AUTOCAST:
+        return torch.autocast(device_type, _AUTOCAST[precision])
+    raise CapslogError(f"precision={precision!r} is unknown; choose float32, bfloat16 or float16")
 
 
 class ShapeTable:
@@ -47,10 +51,13 @@ class ShapeTable:
     Args:
         chain: real or on the meta device; it is not changed and not kept.
         device_type: where the run happens, such as "cuda"; without such a device the trace runs on fake CPU tensors.
-        precision: "float32" or "bfloat16" (autocast changes the dtypes on the wire).
+        precision: as of `autocast_context` (autocast changes the dtypes on the wire).
+        weights: as of `low_parameters`; an embedding of 16 bits writes 16 bits.
     """
 
-    def __init__(self, chain: Chain, device_type: str = "cpu", precision: str = "float32") -> None:
+    def __init__(
+        self, chain: Chain, device_type: str = "cpu", precision: str = "float32", weights: str = "float32"
+    ) -> None:
         self._device = device_type if device_type == accelerator.auto_type() else "cpu"
         self._precision = precision
         # copied as a whole, so that tied modules stay tied, with shapes in place of parameters and buffers
@@ -61,8 +68,13 @@ class ShapeTable:
                 memo[id(parameter)] = nn.Parameter(hollow, requires_grad=parameter.requires_grad)
             memo |= {id(buffer): buffer.detach().to("meta") for buffer in layer.module.buffers()}
         self._chain = copy.deepcopy(chain, memo)
-        for layer in self._chain.layers:
-            layer.module.train()
+        modules = [layer.module for layer in self._chain.layers]
+        low = {one: dtype for module in modules for one, dtype in low_parameters(module, weights).items()}
+        if low:
+            new = {one: nn.Parameter(one.detach().to(dtype), one.requires_grad) for one, dtype in low.items()}
+            replace_parameters(modules, new)
+        for module in modules:
+            module.train()
         self._signatures = [layer_signature(layer) for layer in chain.layers]
         self._traced: dict[object, tuple[TensorSpec, ...]] = {}
         self._cache: dict[object, list[dict[str, TensorSpec]]] = {}

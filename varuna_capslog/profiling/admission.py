@@ -16,6 +16,7 @@ from varuna_capslog import accelerator
 from varuna_capslog.base.machine_memory import available_bytes
 from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
+from varuna_capslog.model.low_weights import low_bytes
 from varuna_capslog.model.signature import layer_signature
 from varuna_capslog.model.trace import autocast_context, call_on, fake_operands
 
@@ -39,14 +40,15 @@ class BoundTable:
     """Upper bounds on the bytes of trimmed runs, from one fake forward per distinct layer.
 
     A layer counts twice its trainable parameters (value and gradient; on an accelerator once more, for an update of all
-    of them together) and what the optimizer keeps of them, the largest one 3 times more, the frozen ones and its
-    buffers once, and twice what its forward saves (backward holds gradients of at most that size beside it). The loss
-    is not counted. Equal layers are traced once.
+    of them together), their copies of 16 bits and what the optimizer keeps of them, the largest one 3 times more, the
+    frozen ones and its buffers once, and twice what its forward saves (backward holds gradients of at most that size
+    beside it). The loss is not counted. Equal layers are traced once.
 
     Args:
         chain: from `skeleton`.
         specs: what crosses the cuts 0 .. L.
         blocks: accumulation blocks; from two on a second sum of gradients counts.
+        weights: the type in which parameters are kept; their layers are traced with parameters of float32.
     """
 
     def __init__(
@@ -57,7 +59,9 @@ class BoundTable:
         precision: str,
         blocks: int = 1,
         recipe: Recipe | None = None,
+        weights: str = "float32",
     ) -> None:
+        self._weights = weights
         self._chain, self._specs, self._device_type = chain, specs, device_type
         self._precision, self._blocks, self._recipe = precision, blocks, recipe or Recipe()
         self._traced: dict[object, int] = {}
@@ -78,7 +82,7 @@ class BoundTable:
 
     def _static(self, layer: Layer) -> int:
         copies = 2 + (self._blocks > 1) + (self._device_type != "cpu")
-        total = sum(buffer.nbytes for buffer in layer.module.buffers())
+        total = sum(buffer.nbytes for buffer in layer.module.buffers()) + low_bytes(layer.module, self._weights)[0]
         largest = 0
         for parameter in layer.module.parameters():
             size = parameter.numel() * parameter.itemsize

@@ -18,6 +18,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.gpus import gpu_named
 from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.model.chain import Chain, TensorSpec
+from varuna_capslog.model.low_weights import low_bytes
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.plans.plan import Plan, read_plan
 from varuna_capslog.profiles.action_bytes import ActionBytes
@@ -54,6 +55,7 @@ class RunConditions:
     Attributes:
         device: its type, such as "cpu" or "cuda".
         input: shape of every input of the chain.
+        precision, weights: as in the config's `train` section.
         recompute, stage_inputs: as in the config's `pipeline` section.
         blocks: accumulation blocks of one pipeline; from two on, a second sum of gradients is alive.
         halves: whether the training run splits its backwards: each row then says too what the halves take.
@@ -74,6 +76,24 @@ class RunConditions:
     gpu: str = ""
     recipe: Recipe = field(default_factory=Recipe)
     grains: tuple[int, ...] = ()
+    weights: str = "float32"
+
+    def types(self, chain: Chain) -> dict[str, Any]:
+        """What a profile's conditions say of types, and of what is held of each parameter of this chain.
+
+        Returns:
+            "dtype"; where weights have 16 bits "weights" and "weight_copies", their bytes in parts of those of the
+            trained parameters; and as `Recipe.described`.
+        """
+        parameters = chain.named_parameters().values()
+        told: dict[str, Any] = {"dtype": self.precision}
+        if self.weights != "float32":
+            trained = sum(
+                one.nbytes for layer in chain.layers for one in layer.module.parameters() if one.requires_grad
+            )
+            beside = sum(low_bytes(layer.module, self.weights)[0] for layer in chain.layers)
+            told |= {"weights": self.weights, "weight_copies": round(beside / max(1, trained), 4)}
+        return told | self.recipe.described(parameters)
 
     @property
     def schedule(self) -> str:
@@ -137,6 +157,7 @@ def conditions_of_run(config: Config, inputs: Mapping[str, TensorSpec]) -> RunCo
         gpu=kind,
         recipe=Recipe.of_config(config.train),
         grains=() if config.pipeline.plan is None else _grains(read_plan(config.pipeline.plan)),
+        weights=config.train.weights,
     )
 
 
@@ -178,8 +199,10 @@ def profile_of(
         specs: what crosses the cuts 0 .. L, from which the profile's `tensors` are made; () leaves them out.
     """
     names = [layer.name for layer in chain.layers]
+    weights = conditions.get("weights", "float32")
     parameters = [
-        sum(parameter.numel() * parameter.itemsize for parameter in layer.module.parameters()) for layer in chain.layers
+        sum(one.numel() * one.itemsize for one in layer.module.parameters()) - low_bytes(layer.module, weights)[1]
+        for layer in chain.layers
     ]
     return Profile(
         layers=layers_of_runs(names, rows, parameters, grown_from_first),

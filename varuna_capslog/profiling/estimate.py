@@ -130,7 +130,7 @@ class StageEstimator:
         self.conditions = replace(conditions, input=shapes_of(inputs))
         with quirks.dispatch():
             # on CPU tensors in any case, as the runs: both then see the same operators
-            shapes = ShapeTable(self.chain, "cpu", conditions.precision)
+            shapes = ShapeTable(self.chain, "cpu", conditions.precision, conditions.weights)
             self.specs, outputs = shapes.boundaries(inputs), shapes.boundaries(one)[-1]
         self._goal, self._loss = workload.profile_targets(conditions.microbatch_size), cast(LossFunction, workload.loss)
         if grain > 1:
@@ -356,14 +356,14 @@ def _key(estimator: StageEstimator, sizes: InputSizes, transport: str) -> dict[s
         "source": "estimated",
         "device": conditions.device,
         **({"gpu": conditions.gpu} if conditions.gpu else {}),
-        "dtype": conditions.precision,
-        "weights": "+".join(sorted({str(weight.dtype).removeprefix("torch.") for weight in _weights(chain)})) or "none",
+        "parameter_types": "+".join(sorted({str(one.dtype).removeprefix("torch.") for one in _weights(chain)}))
+        or "none",
         "memory_format": "channels_last" if any(map(_is_channels_last, _weights(chain))) else "contiguous",
         "microbatch_size": conditions.microbatch_size,
         "input": {name: list(shape) for name, shape in conditions.input.items()},
         "input_sizes": sizes.to_json(),
         "dilation": max(dilations, default=1),
-        **conditions.recipe.described(chain.named_parameters().values()),
+        **conditions.types(chain),
         "schedule": conditions.schedule,
         "recompute": conditions.recompute,
         "stage_inputs": conditions.stage_inputs,
@@ -408,6 +408,7 @@ def _run_key(chain: Chain, run: TrimmedRun, conditions: RunConditions, workload:
             conditions.device,
             conditions.gpu,
             conditions.precision,
+            conditions.weights,
             conditions.recompute,
             conditions.stage_inputs,
             conditions.blocks,

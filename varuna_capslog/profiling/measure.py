@@ -208,17 +208,10 @@ class _Runs:
         progress = launch.progress or (lambda done, total, text: None)
         # in one launch the processes get ready while this one traces shapes
         with self._workers.group(self._count) if launch.order == "packed" else nullcontext() as group:
-            specs = ShapeTable(self._chain, self._conditions.device, self._conditions.precision).boundaries(
-                self._inputs
-            )
-            bounds = BoundTable(
-                self._chain,
-                specs,
-                self._conditions.device,
-                self._conditions.precision,
-                self._conditions.blocks,
-                self._conditions.recipe,
-            )
+            asked = self._conditions
+            types = asked.precision, asked.weights
+            specs = ShapeTable(self._chain, asked.device, *types).boundaries(self._inputs)
+            bounds = BoundTable(self._chain, specs, asked.device, types[0], asked.blocks, asked.recipe, types[1])
             plain = [self._task(bounds, specs, run) for run in runs]
             work = [one.work(specs) for one in self._others]
             first = dict(zip(reversed(work), reversed(self._others), strict=True))
@@ -270,10 +263,9 @@ def _describe(workload: Workload, chain: Chain, conditions: RunConditions, launc
     return {
         "device": conditions.device,
         "device_name": _device_name(conditions.device),
-        "dtype": conditions.precision,
         "microbatch_size": conditions.microbatch_size,
         "input": {name: list(shape) for name, shape in conditions.input.items()},
-        **conditions.recipe.described(chain.named_parameters().values()),
+        **conditions.types(chain),
         "schedule": conditions.schedule,
         "recompute": conditions.recompute,
         "stage_inputs": conditions.stage_inputs,

@@ -214,8 +214,8 @@ def enough_microbatches(conditions: RunConditions, quirks: Quirks) -> int:
 
 def _begin_optimizer(engine: PipelineEngine, quirks: Quirks) -> None:
     """Gives the optimizer its moments and the kernels of the device, as if the engine had trained before."""
-    for address, parameter in engine.optimizer.parameters.items():
-        engine.optimizer.take_moments(address, engine.options.recipe.fresh(parameter), copy=False)
+    for address, value in engine.optimizer.values.items():
+        engine.optimizer.take_moments(address, engine.options.recipe.fresh(value), copy=False)
     if quirks.has("foreach update"):
         engine.optimizer.step_together()
 

@@ -33,7 +33,7 @@ __all__ = [
     "Quirks",
 ]
 
-QUIRKS_VERSION = 10
+QUIRKS_VERSION = 11
 """Raised whenever an entry, or what an estimate tells, changes; a condition of every estimated profile."""
 
 _aten = torch.ops.aten
@@ -174,12 +174,15 @@ QUIRKS = {
 
 _LOW_CONVOLUTIONS = "16-bit convolutions on the CPU"
 _LOW_PRODUCTS = "bfloat16 products on a CPU without AMX"
+_HALF_PRODUCTS = "float16 products by oneDNN on the CPU"
 
 LIMITS = {
     _LOW_CONVOLUTIONS: "oneDNN keeps copies and sums of 32 bits by rules that are not modelled. Single "
     "kernels take up to 2.7 times the copies of the float32 table, those of one element copies where it has none.",
     _LOW_PRODUCTS: "oneDNN copies panels whose sizes are not modelled. Small products and those with a narrow matrix "
     "take up to 4 times the bytes of the table and 0.2 MiB more (AVX-512 BF16); large ones take less.",
+    _HALF_PRODUCTS: "What oneDNN copies where the CPU has float16 instructions was never measured. Without these "
+    "torch's own kernels multiply, and copy nothing.",
 }
 """By name, what estimates are known to be too low for. A profile that met one says so in its conditions (`limits`), and
 planners then promise no bytes."""
@@ -193,6 +196,7 @@ class Quirks:
         device: "cpu" or "cuda"; CapslogError for others.
         gpu: kind of GPU (`base.gpus`); "" for none in particular.
         amx: whether the CPU multiplies bfloat16 matrices in AMX tiles.
+        half: whether oneDNN multiplies float16 matrices on the CPU.
         lasting: bytes of each workspace that has been taken and stays.
         limits: names of `LIMITS` that were met.
     """
@@ -200,6 +204,7 @@ class Quirks:
     device: str
     gpu: str = ""
     amx: bool = field(default_factory=torch.cpu._is_amx_tile_supported)
+    half: bool = field(default_factory=torch.ops.mkldnn._is_mkldnn_fp16_supported)
     lasting: list[int] = field(default_factory=list)
     limits: set[str] = field(default_factory=set)
 
@@ -235,6 +240,8 @@ class Quirks:
             self.limits.add(_LOW_CONVOLUTIONS)
         if not self.amx and func in _GEMMS and args[1].dtype == torch.bfloat16:
             self.limits.add(_LOW_PRODUCTS)
+        if self.half and func in _GEMMS and args[1].dtype == torch.float16:
+            self.limits.add(_HALF_PRODUCTS)
         on_cpu = KERNELS.get(func)
         return () if on_cpu is None else (on_cpu(args, result),)
 
