@@ -1,7 +1,7 @@
 """Our numbers for every table and figure of the CAPSlog paper, each row marked with where it comes from.
 
 `paper.py` calls one function per figure and draws what it returns; nothing here writes a file. Marks: *estimated* (fake
-tensors, exact for the range of layers), *predicted* (M_i + sum of M_a of the estimated profile), *simulated* (roofline
+tensors, exact for the range of layers), *predicted* (M_i + sum of M_a of the estimated profile), *simulated* (estimated
 seconds played through the schedule), *measured* (clocked here), *counted*, *extrapolated*, *printed* (by the paper).
 """
 

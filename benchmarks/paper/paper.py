@@ -33,7 +33,7 @@ ASSUMPTIONS = """\
 - Varuna's schedule: recomputation, stage inputs in host memory, so that one graph is alive on a GPU.
 - Varuna hands every rank the whole padded minibatch; its 8 pictures and masks (0.17 GB) are added to every peak.
 - GB means 2^30 bytes. Allocated bytes, not reserved ones, as the paper's code reads them.
-- Seconds are a roofline of an RTX A4000 (see `varuna_capslog/profiling/estimation/roofline.py`), and no link is
+- Seconds are those of an RTX A4000 by class (see `varuna_capslog/profiling/estimation/rates.py`), and no link is
   printed: both ends of what it may have been are shown.
 - Marks: *estimated* (fake tensors, each range of layers by itself), *predicted* (M_i + sum of M_a), *simulated*,
   *measured* (clocked here), *counted*, *extrapolated* (from the seconds of one cut list), *printed* (by the paper)."""

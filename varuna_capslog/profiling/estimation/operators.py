@@ -330,12 +330,16 @@ def _lie_alike(one: Tensor, other: Tensor) -> bool:
     """Whether equal places of both tensors are equal steps from their beginnings."""
     if one.shape != other.shape:
         return False
+    if one.stride() == other.stride():
+        return True
     both = zip(one.shape, one.stride(), other.stride(), strict=True)
     return all(size == 1 or step == step_of_other for size, step, step_of_other in both)
 
 
 def _is_dense(tensor: Tensor) -> bool:
     """Whether its elements lie without gaps, in whatever order of dimensions."""
+    if tensor.is_contiguous():
+        return True
     expected = 1
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:
