@@ -1,0 +1,180 @@
+"""What the caching allocator holds of the device beyond the peak: replayed, printed by others, and recorded."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from common import TransformerSize, token_loss, transformer_chain
+from torch import Tensor
+
+from varuna_capslog.engine.layout import Layout
+from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.model.chain import Chain, TensorSpec
+from varuna_capslog.model.workload import Workload
+from varuna_capslog.profiling import rehearsal
+from varuna_capslog.profiling.conditions import RunConditions
+from varuna_capslog.profiling.estimate import StageEstimator
+from varuna_capslog.profiling.estimation.allocator import AllocatorPeaks, CachingAllocator, Event, replay
+from varuna_capslog.profiling.estimation.headroom import fragmentation, run_of_steps
+from varuna_capslog.profiling.estimation.hollow import fake_step
+
+__all__ = ["compare_traces", "print_pairs", "replay_transformers"]
+
+TRACES = Path(__file__).with_name("traces.json.xz")
+SIZES = (
+    TransformerSize(blocks=8, dim=768, sequence=1024, microbatch_size=4, heads=12, vocabulary=50304),
+    TransformerSize(blocks=6, dim=2048, sequence=1024, microbatch_size=2, heads=16, vocabulary=32000),
+    TransformerSize(blocks=4, dim=4096, sequence=2048, microbatch_size=1, heads=32, vocabulary=32000),
+)
+
+
+def print_pairs(folder: Path) -> list[float]:
+    """Reserved / allocated of the runs whose cards print both."""
+    file = folder / "gpu-truth" / "bridge-cards-fit.json"
+    pairs = []
+    print("| model | run | allocated GiB | reserved GiB | ratio |\n|---|---|---|---|---|")
+    for row in json.loads(file.read_text())["rows"]:
+        if row["allocated_gib"] and row["reserved_gib"]:
+            pairs.append(row["reserved_gib"] / row["allocated_gib"])
+            numbers = f"{row['allocated_gib']:.1f} | {row['reserved_gib']:.1f} | {pairs[-1]:.3f}"
+            print(f"| {row['model']} | {row['item']} | {numbers} |")
+    print(f"{len(pairs)} pairs: {min(pairs):.3f} to {max(pairs):.3f}")
+    return pairs
+
+
+class Tokens(Workload):
+    """A transformer whose microbatches all have one size."""
+
+    name = "tokens"
+
+    def __init__(self, size: TransformerSize) -> None:
+        self.size = size
+
+    def build_chain(self) -> Chain:
+        return transformer_chain(self.size)
+
+    def loss(self, outputs: Any, targets: Any, normalisers: Any) -> dict[str, Tensor]:
+        return token_loss(outputs, targets, normalisers)
+
+    def profile_inputs(self, microbatch_size: int) -> dict[str, TensorSpec]:
+        return {"x": TensorSpec((microbatch_size, self.size.sequence), torch.int64)}
+
+    def profile_targets(self, microbatch_size: int) -> tuple[Any, dict[str, float]]:
+        shape = microbatch_size, self.size.sequence
+        return torch.zeros(shape, dtype=torch.long), {"tokens": float(microbatch_size * self.size.sequence)}
+
+    def train_data(self) -> Any:
+        raise NotImplementedError
+
+
+def replay_transformers() -> list[dict[str, Any]]:
+    """Reserved / predicted peak of two steps, of stages and of both ranks of a pipeline; prints a table."""
+    print("| transformer | step | what | peak MiB | ratio | expandable |\n|---|---|---|---|---|---|")
+    results = []
+    for size in SIZES:
+        for recompute, schedule in ((True, "varuna"), (False, "1f1b")):
+            conditions = RunConditions(
+                device="cuda", microbatch_size=size.microbatch_size, gpu="a100-80gb", recompute=recompute
+            )
+            estimator = StageEstimator(Tokens(size), conditions)
+            end = len(estimator.chain)
+            found = []
+            for first, stop in ((0, 1), (1, 2), (1, 3), (end - 2, end), (0, end)):
+                stage = estimator.stage(first, stop)
+                ratios = fragmentation([stage]), fragmentation([stage], expandable=True)
+                found.append((f"layers {first} to {stop - 1}", stage.peak_bytes, *ratios))
+            for rank, events in enumerate(_rank_events(estimator, size, recompute, schedule)):
+                peak, run = replay(events).allocated_bytes, run_of_steps([events], [0, 0])
+                ratios = tuple(replay(run, rules).reserved_bytes / peak for rules in (False, True))
+                found.append((f"rank {rank} of 2", peak, *ratios))
+            for what, peak, ratio, expandable in found:
+                how = f"{schedule}{', recompute' if recompute else ''}"
+                results.append({"size": str(size), "step": how, "what": what, "ratio": ratio, "expandable": expandable})
+                numbers = f"{peak / 2**20:.0f} | {ratio:.3f} | {expandable:.3f}"
+                print(f"| {size.blocks} blocks, d={size.dim} | {how} | {what} | {numbers} |", flush=True)
+    for rules in ("ratio", "expandable"):
+        print(f"{rules}: {len(results)} rows, highest {max(row[rules] for row in results):.3f}")
+    return results
+
+
+def _rank_events(
+    estimator: StageEstimator, size: TransformerSize, recompute: bool, schedule: str
+) -> list[Sequence[Event]]:
+    """The events of a step of each of two ranks."""
+    steps: list[Sequence[Event]] = []
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        steps.append((step := fake_step(*args, **kwargs))[1])
+        return step
+
+    end = len(estimator.chain)
+    options = EngineOptions(size.num_microbatches, schedule=schedule, recompute=recompute)
+    with mock.patch.object(rehearsal, "fake_step", recorded):
+        rehearsal.rank_peaks(estimator, Layout.pipelines((0, end // 2), end), options)
+    return steps
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A program's requests on an H200 in order, and the most that its allocator counted.
+
+    Attributes:
+        before: bytes of blocks that were there before, in an unknown place: workspaces of products.
+        requests: bytes of an allocation, or -1 - n for the release of the n-th.
+    """
+
+    name: str
+    expandable: bool
+    before: Sequence[int]
+    requests: Sequence[int]
+    allocated: int
+    reserved: int
+
+    def replayed(self) -> AllocatorPeaks:
+        """By the rules of `allocator`."""
+        allocator, following = CachingAllocator(self.expandable), -len(self.before)
+        for request in (*self.before, *self.requests):
+            if request > 0:
+                allocator.allocate(following, request)
+                following += 1
+            else:
+                allocator.release(-1 - request)
+        return allocator.peaks
+
+
+def read_traces() -> list[Trace]:
+    """Those that are kept beside this file."""
+    kept = json.loads(lzma.decompress(TRACES.read_bytes()))
+    traces = []
+    for row in kept["rows"]:
+        requests = kept["requests"][row.pop("requests")]
+        traces.append(Trace(requests=requests, **row))
+    return traces
+
+
+def compare_traces() -> list[dict[str, Any]]:
+    """What the replay of real requests reserves beside what the H200's allocator did; prints a table."""
+    print("| program | segments | requests | allocated | reserved MB | measured MB | error |")
+    print("|---|---|---|---|---|---|---|")
+    results = []
+    for trace in read_traces():
+        peaks = trace.replayed()
+        error = peaks.reserved_bytes / trace.reserved - 1
+        off = "equal" if peaks.allocated_bytes == trace.allocated else f"{peaks.allocated_bytes - trace.allocated:+,} B"
+        shown = "equal" if peaks.reserved_bytes == trace.reserved else f"{error:+.2%}"
+        numbers = f"{peaks.reserved_bytes / 1e6:.1f} | {trace.reserved / 1e6:.1f}"
+        rules = "expandable" if trace.expandable else "default"
+        print(f"| {trace.name} | {rules} | {len(trace.requests)} | {off} | {numbers} | {shown} |")
+        results.append({"name": trace.name, "rules": rules, "whole": not trace.before, "error": error})
+    for whole, words in ((True, "followed from their beginning"), (False, "followed after others")):
+        errors = [row["error"] for row in results if row["whole"] is whole]
+        off = [f"{error:+.2%}" for error in sorted(errors) if error]
+        print(f"{words}: {len(errors) - len(off)} of {len(errors)} equal, the others {', '.join(off)}")
+    return results
