@@ -257,10 +257,10 @@ def main() -> None:
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
     rows: list[Row] = []
     if {"timm", "layers", "h200", "constants"} & set(parts):
-        rows += [*layer_rows(cache), *model_rows(cache), *operator_rows(cache)]
+        rows += [*model_rows(cache), *operator_rows(cache)]
     if {"timm", "layers", "constants"} & set(parts):
         images, draw = drawn(cache, arguments.models, arguments.seed, arguments.all)
-        rows += images
+        rows += [*images, *layer_rows(cache)]
     if "timm" in parts:
         timm_part(rows, draw)
     if "layers" in parts:
