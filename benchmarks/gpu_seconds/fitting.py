@@ -1,0 +1,137 @@
+"""Fits the constants of `rates.CLASSES` to rows, and says how far seconds by constants are from what was measured.
+
+A constant belongs to a class, and where the table of `rates` has an architecture's own one, to both. Its fit is pulled
+a little towards what was expected of it, so that a constant without rows has a value. It is least squares of the
+relative errors, weighted again and again until it is nearly the sum of absolute logarithms, every family of rows being
+worth as much as any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from truths import Row
+
+from varuna_capslog.base.gpus import GPUS, Gpu
+from varuna_capslog.profiling.estimation.rates import CLASSES, Speed
+
+__all__ = ["Errors", "by_table", "errors", "fitted", "rank", "seconds_by"]
+
+EXPECTED = {
+    "product half": 1.15, "product half even": 3.5, "product half odd": 7.0, "product tf32": 1.4,
+    "product tf32 columns": 1.4, "product float32": 1.1, "product bytes": 1.0, "attention half": 2.0,
+    "attention float32": 1.6, "convolution half": 1.8, "convolution tf32": 2.5, "convolution float32": 2.0,
+    "conversion": 0.3, "conversion bytes": 2.5, "depthwise": 25.0, "depthwise cudnn": 9.0, "depthwise last": 12.0,
+    "depthwise last half": 5.0, "bytes": 1.25, "batch norm": 0.5, "batch norm last": 0.3, "batch norm backward": 1.0,
+    "batch norm backward last": 0.3, "batch norm bfloat16": 1.6, "batch norm bfloat16 last": 1.2,
+    "batch norm backward bfloat16": 2.6, "batch norm backward bfloat16 last": 0.6, "norm": 0.7, "norm backward": 1.4,
+    "softmax": 0.2, "reduced": 0.4, "indexed": 0.5, "strided": 0.9, "broadcast": 0.3, "launch": 5e-6,
+}  # fmt: skip
+"""Of a class, whatever the card: rounded values of single kernels on an H200 and of first fits."""
+PULL = 0.3
+"""What a constant's expectation weighs, beside a thirtieth of all rows."""
+WEIGHTS = {"timm nchw": 1.0, "timm nhwc": 0.5, "layers": 1.0, "h200 models": 1.0, "h200 operators": 0.35}
+FASTEST = 0.9
+"""The least constant of a class of FLOPs by the sheet: cards run above the sheet's clock, but not by more."""
+
+Constants = dict[tuple[str, str], float]
+"""(class, architecture or "" where all share one) -> parts of the sheet's seconds."""
+
+
+def _key(kind: str, gpu: Gpu) -> tuple[str, str]:
+    return kind, gpu.architecture if gpu.architecture in CLASSES[kind].by_architecture else ""
+
+
+def _by_sheet(row: Row) -> dict[tuple[str, str], float]:
+    """The seconds of each constant's class as if the constant were 1."""
+    gpu = GPUS[row.card]
+    units = Speed.of_gpu(row.card, gpu).seconds_of
+    found: dict[tuple[str, str], float] = {}
+    for kind, amount in row.work.items():
+        entry = CLASSES[kind]
+        found[_key(kind, gpu)] = amount * units[kind] / entry.by_architecture.get(gpu.architecture, entry.factor)
+    return found
+
+
+def seconds_by(constants: Constants, row: Row) -> float:
+    """The seconds of a row's device, without a floor of the host."""
+    return sum(one * constants.get(key, EXPECTED[key[0]]) for key, one in _by_sheet(row).items())
+
+
+def by_table(row: Row) -> float:
+    """The seconds of a row's device by the library's constants, without a floor of the host."""
+    seconds_of = Speed.of_gpu(row.card, GPUS[row.card]).seconds_of
+    return sum(amount * seconds_of[kind] for kind, amount in row.work.items())
+
+
+def fitted(rows: Sequence[Row], pull: float = PULL) -> Constants:
+    """The constants of the classes that these rows have."""
+    sheets = [_by_sheet(row) for row in rows]
+    keys, pairs = sorted({key for sheet in sheets for key in sheet}), list(zip(sheets, rows, strict=True))
+    shares = np.array([[sheet.get(key, 0.0) / row.seconds for key in keys] for sheet, row in pairs])
+    families: dict[tuple[str, str], int] = {}
+    for row in rows:
+        families[row.group, row.family] = families.get((row.group, row.family), 0) + 1
+    base = np.array([WEIGHTS[row.group] / families[row.group, row.family] ** 0.5 for row in rows])
+    hopes = np.array([EXPECTED[kind] for kind, _ in keys])
+    least = np.array([_least(kind) for kind, _ in keys])
+    pulls = (2 * pull) ** 2 * float(base @ base) / 30 / hopes**2
+    constants, weights = hopes.copy(), base
+    for _ in range(30):
+        weighted = shares * weights[:, None]
+        square = weighted.T @ weighted + np.diag(pulls)
+        wanted = weighted.T @ weights + pulls * hopes
+        constants = _descent(square, wanted, constants, least)
+        found = np.maximum(shares @ constants, 1e-9)
+        far = np.sqrt(np.maximum(np.abs(np.log(found)), 0.05))
+        weights = base / np.maximum(found, 0.3) / far
+    return dict(zip(keys, map(float, constants), strict=True))
+
+
+def _least(kind: str) -> float:
+    ours = kind.startswith(("product", "convolution")) and CLASSES[kind].unit in ("half", "tf32", "float32")
+    return FASTEST if ours else 0.0
+
+
+def _descent(square: np.ndarray, wanted: np.ndarray, start: np.ndarray, least: np.ndarray) -> np.ndarray:
+    """The least of a convex quadratic within lower bounds, one variable after the other."""
+    found = np.maximum(start, least)
+    for _ in range(300):
+        before = found.copy()
+        for place in range(len(found)):
+            rest = wanted[place] - square[place] @ found + square[place, place] * found[place]
+            found[place] = max(rest / square[place, place], least[place])
+        if np.all(np.abs(found - before) <= 1e-5 * np.abs(found)):
+            break
+    return found
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How far predictions are from rows: relative errors by their median and 90th percentile, and rank correlation."""
+
+    number: int
+    median: float
+    p90: float
+    rank: float
+
+    def __str__(self) -> str:
+        return f"{self.number} | {self.median:.1%} | {self.p90:.1%} | {self.rank:.3f}"
+
+
+def errors(rows: Sequence[Row], predict: Callable[[Row], float] | Mapping[str, float]) -> Errors:
+    """Of predictions by a function, or by the rows' names."""
+    found = np.array([predict(row) if callable(predict) else predict[row.name] for row in rows])
+    truth = np.array([row.seconds for row in rows])
+    off = np.abs(found / truth - 1)
+    return Errors(len(rows), float(np.median(off)), float(np.quantile(off, 0.9)), rank(truth, found))
+
+
+def rank(one: np.ndarray, other: np.ndarray) -> float:
+    """Spearman's rank correlation; equal values take their order."""
+    if len(one) < 2:
+        return float("nan")
+    places = [np.argsort(np.argsort(values, kind="stable")) for values in (one, other)]
+    return float(np.corrcoef(*places)[0, 1])
