@@ -129,3 +129,16 @@ def test_attention_counts_half_of_a_causal_matrix_in_blocks() -> None:
     whole = work(flash, query, query, query, 0.0, False)["attention half"]
     assert whole == 4 * 2 * 4 * 64 * 128 * 128
     assert work(flash, query, query, query, 0.0, True)["attention half"] == whole / 2
+    efficient = aten._scaled_dot_product_efficient_attention.default
+    for keeps in (False, True):  # the sums for the backward, which is another argument
+        assert work(efficient, query, query, query, None, keeps, 0.0, False)["attention half"] == whole
+        assert work(efficient, query, query, query, None, keeps, 0.0, True)["attention half"] == whole / 2
+
+
+def test_a_likelihood_reads_one_number_of_each_row_and_writes_whole_gradients() -> None:
+    logits, target = meta(512, 50257), meta(512, dtype=torch.int64)
+    forward = work(aten.nll_loss_forward.default, logits, target, None, 1, -100)
+    assert forward["bytes"] <= 512 * 12 + 8
+    one = torch.empty((), device="meta")
+    backward = (aten.nll_loss_backward.default, one, logits, target, None, 1, -100, one)
+    assert work(*backward)["bytes"] == pytest.approx(4 * 512 * 50257, rel=1e-3)

@@ -43,7 +43,7 @@ _SCATTERS = frozenset(
 _REDUCTIONS = frozenset(
     {"sum", "mean", "max", "amax", "amin", "min", "var", "std", "linalg_vector_norm", "cumsum", "argmax", "argmin",
      "topk", "sort", "avg_pool2d", "avg_pool2d_backward", "max_pool2d_with_indices", "max_pool2d_with_indices_backward",
-     "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "nll_loss_forward", "nll_loss_backward"}
+     "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward"}
 )  # fmt: skip
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm"})
 
@@ -87,6 +87,8 @@ def _kind_of(name: str) -> _Count:
         return _norm
     if name in _GATHERS or name in _SCATTERS:
         return _indexed
+    if name.startswith("nll_loss"):
+        return _chosen
     return _streamed
 
 
@@ -236,10 +238,17 @@ def _attention(
     if halves:
         queries, keys = round_up(queries, _BLOCK), round_up(keys, _BLOCK)
     flops = 4.0 * batch * width * queries * keys * (3.5 if backward else 1)
-    if any(value is True for value in args):  # causal: half of the matrix is never made
+    place = _place_of_causal(name)
+    if place < len(args) and args[place]:  # half of the matrix is never made
         flops /= 2
     kind = "half" if query.dtype in halves else "float32"
     return {f"attention {kind}": flops, "product bytes": _bytes(inputs + outputs), "launch": 1}
+
+
+@functools.cache
+def _place_of_causal(name: str) -> int:
+    names = [argument.name for argument in getattr(torch.ops.aten, name).default._schema.arguments]
+    return names.index("is_causal") if "is_causal" in names else len(names)
 
 
 def _recurrence(
@@ -298,6 +307,14 @@ def _indexed(
     source = inputs[0] if name == "embedding_dense_backward" else inputs[-1]
     made = 0 if name.endswith("_") else _bytes(outputs)
     return {"bytes": 3.0 * _bytes([source]) + made, "indexed": source.numel(), "launch": 1}
+
+
+def _chosen(
+    name: str, args: Sequence[Any], inputs: list[Tensor], outputs: list[Tensor], result: Any, halves: Halves
+) -> Work:
+    """A negative log likelihood: one number of each row, and zeros for the others in the backward."""
+    logits, target = (inputs[1], inputs[2]) if "backward" in name else (inputs[0], inputs[1])
+    return {"bytes": _bytes([*outputs, target]) + target.numel() * logits.itemsize, "launch": 1}
 
 
 def _streamed(

@@ -33,7 +33,7 @@ __all__ = [
     "speed_of",
 ]
 
-RATES_VERSION = 1
+RATES_VERSION = 2
 """Raised whenever a factor or what is counted changes; a condition of every estimated profile."""
 HOST_SECONDS = 15e-6
 """Of the host for each operator that it launches: assumed, between the 10 and 32 us that printed steps of small models
