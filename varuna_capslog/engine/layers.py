@@ -24,6 +24,7 @@ from varuna_capslog.engine.routes import Gradients
 from varuna_capslog.engine.statistics import RunningStatistics, tracking_modules
 from varuna_capslog.model.chain import Chain, Layer, Value
 from varuna_capslog.model.trace import autocast_context
+from varuna_capslog.model.training_modes import frozen_parts, put_in_training
 
 __all__ = ["EngineLayer", "LayerGraph", "keep_layout", "persistent_buffers", "seed_layer", "take_layers"]
 
@@ -137,6 +138,7 @@ class EngineLayer:
         self.device = device
         self.shared = dict(shared)
         self.parameters: dict[str, nn.Parameter] = dict(layer.module.named_parameters())
+        self._frozen = frozen_parts(layer.module)
         self.statistics = RunningStatistics(layer.module)
         self.compiled: CompiledForward | None = None
         self._precision = precision
@@ -144,10 +146,16 @@ class EngineLayer:
 
     def reset(self) -> None:
         """Forgets the step it was in: gradients and statistics."""
-        self.layer.module.train()
+        self.train()
         self.statistics.take()
         for parameter in self.parameters.values():
             parameter.grad = None
+
+    def train(self) -> None:
+        """Puts it back into training mode, but for what was in eval mode when it was taken."""
+        self.layer.module.train()
+        for part in self._frozen:
+            part.training = False
 
     def address(self, name: str) -> str:
         """The address of one of its parameters: its own, or that of the shared parameter which it is."""
@@ -222,7 +230,7 @@ def take_layers(
     precision: str = "float32",
     ready: Mapping[int, EngineLayer] | None = None,
 ) -> list[EngineLayer]:
-    """The engine's own layers, of a chain's, on `device`, in training mode.
+    """The engine's own layers, of a chain's, on `device`, in training mode but for what is frozen.
 
     A parameter used by several layers gets one storage on this device and one leaf per using layer.
 
@@ -238,14 +246,12 @@ def take_layers(
     if ready is None:
         chain.fill(indices)
     storage: dict[nn.Parameter, Tensor] = {}
-    taken = []
+    taken: dict[int, nn.Module] = {}
     for index in indices:
         layer = chain.layers[index]
         shared = chain.shared_names(index)
-        found = None if shared or ready is None else ready.get(index)
-        if found is not None:
-            found.reset()
-            taken.append(found)
+        if not shared and ready is not None and index in ready:
+            ready[index].reset()
             continue
         module = layer.module if ready is None else chain.new_module(index)
         if shared:
@@ -263,9 +269,17 @@ def take_layers(
             module.to(
                 device
             )  # not called for a module that is there: torch would replace the fake tensors of an estimate
-        module.train()
-        taken.append(EngineLayer(index, replace(layer, module=module), device, precision, shared))
-    return taken
+        taken[index] = module
+    put_in_training(taken.values(), [layer.module for layer in chain.layers])
+    layers = []
+    for index in indices:
+        if index in taken:
+            layer = replace(chain.layers[index], module=taken[index])
+            layers.append(EngineLayer(index, layer, device, precision, chain.shared_names(index)))
+        else:
+            assert ready is not None
+            layers.append(ready[index])
+    return layers
 
 
 def _refuse_shared_statistics(chain: Chain, index: int) -> None:

@@ -20,6 +20,7 @@ from varuna_capslog.fitting.search import Fit, Loop, StepSearch
 from varuna_capslog.fitting.segments import SegmentedChain
 from varuna_capslog.model.capture import captured_result
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
+from varuna_capslog.model.training_modes import in_training
 
 __all__ = ["FittedModule", "fit"]
 
@@ -102,9 +103,9 @@ class FittedModule(nn.Module):
         return [run.fit for run in self._runs.values()]
 
     def train(self, mode: bool = True) -> FittedModule:
-        """As of any module."""
-        super().train(mode)
-        self._model[0].training = mode
+        """As of the module itself, whose own `train` may leave parts in eval mode."""
+        self._model[0].train(mode)
+        self.training = mode
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -145,7 +146,8 @@ class _Run:
         if len(devices) != 1:
             where = ", ".join(sorted(map(str, devices)))
             raise CapslogError(f"the module and the sample are on {where}; move both to the device that trains")
-        chain = Chain.from_module(model, cut_points, bound, evaluates=False)
+        with in_training(model):
+            chain = Chain.from_module(model, cut_points, bound, evaluates=False)
         specs = {name: TensorSpec.of(tensor.detach()) for name, tensor in zip(chain.inputs, tensors, strict=True)}
         differentiated = _differentiated(chain, loss)
         searched = Chain([*chain.layers, _leaving(chain)], chain.inputs, chain.outputs, chain.name)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 
-from varuna_capslog.model.capture.runtime import ByMode, ByShape, CapturedGraph, Guard, SequentialSlice
+from varuna_capslog.model.capture.runtime import ByMode, ByShape, CapturedGraph, Frozen, Guard, SequentialSlice
 from varuna_capslog.model.layer import Layer
 
 __all__ = ["layer_signature", "run_signature"]
@@ -96,7 +96,10 @@ class _Description:
                 # made by a capture, under the names that the whole model has for its parts
                 children = [("", described) for _, described in children]
             own = (type(module), tuple(held), tuple(children), tuple(self._attributes(module)))
-        return module.training, tuple(hooks), own
+        frozen: tuple[int, ...] = ()
+        if isinstance(module, Frozen) and module.frozen:
+            frozen = tuple(at for at, (name, _) in enumerate(module.named_modules()) if name in module.frozen)
+        return (module.training, *frozen), tuple(hooks), own
 
     def value(self, value: object, numbers: dict[fx.Node, int] | None = None) -> object:
         """A value of an attribute or of an operation's argument.
@@ -140,7 +143,9 @@ class _Description:
             return
         rate = _RATES.get(f"{type(module).__module__}.{type(module).__qualname__}")
         for key, value in sorted(vars(module).items()):
-            if key in _OWN_OF_MODULES or (isinstance(module, SequentialSlice) and key == "meta"):
+            if key in _OWN_OF_MODULES or (
+                isinstance(module, SequentialSlice) and key in ("meta", "frozen", "_trained")
+            ):
                 continue
             if isinstance(module, ByMode) and key == "spec":
                 yield key, str(value)

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.signature import layer_signature
+from varuna_capslog.model.training_modes import put_in_training
 
 __all__ = ["ShapeTable", "a_number", "autocast_context", "call_on", "fake_operands"]
 
@@ -60,8 +61,7 @@ class ShapeTable:
                 memo[id(parameter)] = nn.Parameter(hollow, requires_grad=parameter.requires_grad)
             memo |= {id(buffer): buffer.detach().to("meta") for buffer in layer.module.buffers()}
         self._chain = copy.deepcopy(chain, memo)
-        for layer in self._chain.layers:
-            layer.module.train()
+        put_in_training(layer.module for layer in self._chain.layers)
         self._signatures = [layer_signature(layer) for layer in chain.layers]
         self._traced: dict[object, tuple[TensorSpec, ...]] = {}
         self._cache: dict[object, list[dict[str, TensorSpec]]] = {}

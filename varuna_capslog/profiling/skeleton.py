@@ -17,19 +17,22 @@ from torch import nn
 
 from varuna_capslog.model.chain import Chain, Layer
 from varuna_capslog.model.hollow import built_hollow
+from varuna_capslog.model.training_modes import put_in_training
 from varuna_capslog.model.workload import Workload
 
 __all__ = ["real_parameter", "real_tensors", "skeleton", "with_real_layers"]
 
 
 def skeleton(workload: Workload, evaluates: bool = False) -> Chain:
-    """The workload's chain with real buffers but all parameters on the meta device; see `built_hollow`.
+    """The workload's chain in training mode with real buffers but all parameters on the meta device; see
+    `built_hollow`.
 
     evaluates: whether its layers run in eval mode too.
     """
     torch.manual_seed(0)
     build = functools.partial(workload.chosen_chain, evaluates)
     chain, modules = built_hollow(build, lambda built: [layer.module for layer in built.layers])
+    put_in_training(modules)
     return _with_modules(chain, modules)
 
 

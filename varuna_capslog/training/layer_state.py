@@ -23,6 +23,7 @@ from varuna_capslog.engine.layers import EngineLayer, persistent_buffers, take_l
 from varuna_capslog.engine.optimizer import StageOptimizer, step_alike
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.recipe import Recipe
+from varuna_capslog.engine.statistics import BatchStatistics
 from varuna_capslog.model.chain import Chain
 
 __all__ = [
@@ -263,7 +264,7 @@ class Follower(StateFollower):
         (self.layer,) = take_layers(chain, [index], device, options.precision, ready=known)
         super().__init__(self.layer.name, self.layer.parameters)
         self._optimizer = StageOptimizer([self.layer], options.recipe)
-        self._statistics: dict[int, dict[int, Tensor]] = {}
+        self._statistics: dict[int, dict[int, BatchStatistics]] = {}
         install(self.layer, self._optimizer, state)
 
     def _live(self) -> LayerState:
@@ -272,8 +273,9 @@ class Follower(StateFollower):
     def _take(self, kind: str, name: str, tensor: Tensor) -> bool:
         if kind != "statistics" or not self.layer.statistics:
             return False
-        microbatch, number = name.split("/")
-        self._statistics.setdefault(int(microbatch), {})[int(number)] = tensor.to(self.layer.device)
+        microbatch, call, module = map(int, name.split("/"))
+        seen = BatchStatistics(module, tensor.to(self.layer.device))
+        self._statistics.setdefault(microbatch, {})[call] = seen
         return True
 
     def _step(self, step: int, scale: float) -> None:

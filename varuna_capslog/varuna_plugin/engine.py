@@ -24,6 +24,7 @@ from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.stage import LossFunction
 from varuna_capslog.engine.step import NO_REPORT, RankReport, Verdict, check_minibatch, data_failure
 from varuna_capslog.model.chain import Chain
+from varuna_capslog.model.training_modes import put_in_training
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.varuna_plugin.building import forward_only
 from varuna_capslog.varuna_plugin.inputs import Microbatches
@@ -121,6 +122,7 @@ class VarunaEngine:
         own = range(layout.cuts[pipeline_rank], ends[pipeline_rank])
         self._microbatches = layout.microbatches_of(self.rank, own[0], options.num_microbatches)
         shared = [chain.shared_names(index) for index in own]  # found while the chain is whole
+        put_in_training(layer.module for layer in chain.layers)
         with silent():
             install()
             configure(cuts=layout.cuts, loss="sum", timeout_seconds=parts.timeout_seconds)
@@ -226,6 +228,8 @@ class VarunaEngine:
             forward_only(self._varuna, Microbatches(batches), functools.partial(take, self._way))
         finally:
             self._varuna.train()
+            for layer in self.layers:
+                layer.train()
 
     def _inputs(self, step: int, minibatch: Minibatch, load: Load, index: int) -> dict[str, Any]:
         inputs = load(index) if self.layers[0].index == 0 else {}

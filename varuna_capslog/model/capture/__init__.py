@@ -28,6 +28,7 @@ from varuna_capslog.model.capture.sizes import localise_sizes
 from varuna_capslog.model.capture.split import split_graph
 from varuna_capslog.model.capture.text import CapturedLayers
 from varuna_capslog.model.layer import Layer
+from varuna_capslog.model.training_modes import freeze_layers, in_training
 
 __all__ = [
     "FixedSize",
@@ -105,34 +106,30 @@ def capture_layers(
     request = CaptureRequest(model, asked, (arguments, keywords), outputs, evaluates)
     if kept is not None and (found := kept.read(request)) is not None:
         return found
-    training = [(module, module.training) for module in model.modules()]
     alone: Captured | None = None
     try:
-        model.train()
-        captured = export_model(model, arguments, keywords)
-        localise_sizes(captured)
-        if lenient:
-            cut_points = [*forked_modules(captured, model, cut_points), *cut_points] or automatic_cut_points(model)
-        collapse_modules(captured, model, cut_points)
-        train_only: str | None = _NOT_ASKED
-        if evaluates:
-            alone = captured.copy() if kept is not None and kept.writes else None
-            model.eval()
-            try:
-                in_eval = export_model(model, arguments, keywords)
-                localise_sizes(in_eval)
-                collapse_modules(in_eval, model, cut_points)
-            except CapslogError as error:
-                train_only = f"in eval mode it cannot be captured ({error})"
-            else:
-                train_only = merge_modes(captured, in_eval, model)
+        with in_training(model):
+            captured = export_model(model, arguments, keywords)
+            localise_sizes(captured)
+            if lenient:
+                cut_points = [*forked_modules(captured, model, cut_points), *cut_points] or automatic_cut_points(model)
+            collapse_modules(captured, model, cut_points)
+            train_only: str | None = _NOT_ASKED
+            if evaluates:
+                alone = captured.copy() if kept is not None and kept.writes else None
+                model.eval()
+                try:
+                    in_eval = export_model(model, arguments, keywords)
+                    localise_sizes(in_eval)
+                    collapse_modules(in_eval, model, cut_points)
+                except CapslogError as error:
+                    train_only = f"in eval mode it cannot be captured ({error})"
+                else:
+                    train_only = merge_modes(captured, in_eval, model)
     except FixedSize as error:
         if kept is not None and kept.writes:
             kept.refuse(request, error)
         raise
-    finally:
-        for module, mode in training:
-            module.training = mode
     layers = split_graph(captured, model, cut_points, outputs, train_only, lenient)
     if kept is not None and kept.writes:
         kept.write(request, layers)
@@ -236,4 +233,6 @@ def _sequential_layers(model: nn.Sequential, cut_points: Sequence[str]) -> list[
             "the nn.Sequential holds one module twice, so its children's names do not give its order; "
             "make the second one a module of its own"
         )
-    return [Layer(part[0][0], SequentialSlice(part)) for part in slices]
+    layers = [Layer(part[0][0], SequentialSlice(part)) for part in slices]
+    freeze_layers(layers, model)
+    return layers

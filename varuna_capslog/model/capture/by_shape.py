@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.capture.runtime import ByShape, Guard, Sizes
+from varuna_capslog.model.capture.runtime import ByShape, CapturedGraph, Guard, Sizes
 from varuna_capslog.model.capture.text import CapturedLayers
 from varuna_capslog.model.layer import Layer
 from varuna_capslog.model.signature import run_signature
@@ -179,6 +179,8 @@ def _take_over(merged: ByShape, module: fx.GraphModule) -> None:
         out = {name for name, value in part._buffers.items() if id(value) in kept_out}
         part._non_persistent_buffers_set |= out
     merged.training = module.training
+    assert isinstance(module, CapturedGraph)
+    merged.freeze_as(module)
     for key, value in module.meta.items():
         before = merged.meta.get(key, ())
         both = isinstance(value, tuple) and isinstance(before, tuple)

@@ -9,7 +9,7 @@ import ast
 import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,6 +24,7 @@ __all__ = [
     "ByShape",
     "CapturedGraph",
     "FixedSize",
+    "Frozen",
     "Guard",
     "Region",
     "SequentialSlice",
@@ -53,7 +54,45 @@ class Varying:
         self.tensor, self.dimensions = tensor, tuple(dimensions)
 
 
-class CapturedGraph(fx.GraphModule):
+class Frozen(nn.Module):
+    """A layer of which some modules stay in eval mode when it is put into training mode.
+
+    frozen: their names in the layer.
+    """
+
+    frozen: tuple[str, ...] = ()
+    _trained: tuple[str, ...] = ()
+
+    def train(self, mode: bool = True) -> Any:
+        """As of any module, but for what is frozen."""
+        super().train(mode)
+        for name in self.frozen:
+            self.get_submodule(name).training = False
+        return self
+
+    def freeze(self, frozen: Collection[nn.Module], trained: Collection[nn.Module]) -> None:
+        """Notes which of its modules are frozen, and which were in training mode when they were captured."""
+        held = [(name, id(part)) for name, part in self.named_modules(remove_duplicate=False) if name]
+        rest, seen = {id(part) for part in frozen}, {id(part) for part in trained}
+        names = tuple(name for name, key in held if key in rest)
+        if names:
+            self.frozen = names
+        self._trained = tuple(name for name, key in held if key in seen)
+
+    def freeze_as(self, other: Frozen) -> None:
+        """Notes what is frozen in a layer that holds modules of the same names."""
+        names = {name for name, _ in self.named_modules(remove_duplicate=False)}
+        if frozen := tuple(name for name in other.frozen if name in names):
+            self.frozen = frozen
+        self._trained = tuple(name for name in other._trained if name in names)
+
+    @property
+    def trained(self) -> list[nn.Module]:
+        """Its modules that were in training mode when they were captured."""
+        return [self.get_submodule(name) for name in self._trained]
+
+
+class CapturedGraph(Frozen, fx.GraphModule):
     """A part of a captured model's graph. It never changes once it is made, so that copies share graph and code.
 
     A copy of an `fx.GraphModule` copies the graph and compiles its code anew, which takes longer than estimating it.
@@ -258,7 +297,7 @@ class Region(nn.Module):
             return self.body(*values)
 
 
-class SequentialSlice(nn.Sequential):
+class SequentialSlice(Frozen, nn.Sequential):
     """Consecutive children of an nn.Sequential, under their own names.
 
     The first of them may work in place (`nn.ReLU(inplace=True)`); its input has crossed a cut, where others read it

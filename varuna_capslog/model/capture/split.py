@@ -20,6 +20,7 @@ from varuna_capslog.model.capture.export import Captured, follow_device, module_
 from varuna_capslog.model.capture.runtime import CapturedGraph, Guard
 from varuna_capslog.model.capture.sizes import sizes_of
 from varuna_capslog.model.layer import Layer
+from varuna_capslog.model.training_modes import freeze_layers
 
 __all__ = ["layer_module", "split_graph"]
 
@@ -78,6 +79,7 @@ def split_graph(
         )
         layers.append(Layer(names[index], module, tuple(read_names), tuple(written for written, _ in writes)))
     layers[-1].module.meta["result"] = captured.result  # type: ignore[index, operator]
+    freeze_layers(layers, model)
     return layers, tuple(captured.inputs), tuple(wanted)
 
 
@@ -186,7 +188,7 @@ def _layer_module(
     return layer_module(graph, extra, model, paths)
 
 
-def layer_module(graph: fx.Graph, extra: Mapping[str, Any], model: nn.Module, paths: Sequence[str]) -> fx.GraphModule:
+def layer_module(graph: fx.Graph, extra: Mapping[str, Any], model: nn.Module, paths: Sequence[str]) -> CapturedGraph:
     """The module of a layer: its graph on the model's parameters and modules, and on what the model lacks.
 
     Args:

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from varuna_capslog.model.capture.runtime import ByMode, CapturedGraph, Guard, Region
 from varuna_capslog.model.capture.split import layer_module
 from varuna_capslog.model.layer import Layer
+from varuna_capslog.model.training_modes import freeze_layers
 
 __all__ = ["CapturedLayers", "NotText", "from_text", "to_text"]
 
@@ -74,6 +75,7 @@ def from_text(text: str, tensors: Mapping[str, Tensor], model: nn.Module) -> Cap
         graph, extra = _graph_from(one, f"{number}.", tensors)
         module = layer_module(graph, extra, model, one["paths"])
         layers.append(Layer(one["name"], module, tuple(one["reads"]), tuple(one["writes"])))
+    freeze_layers(layers, model)
     return layers, tuple(read["inputs"]), tuple(read["outputs"])
 
 
