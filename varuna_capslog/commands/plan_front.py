@@ -38,6 +38,7 @@ def plan_front(request: PlanRequest, planner: str, output: Path | None, as_json:
     if request.devices > profile.num_layers:
         raise CapslogError(
             f"{request.devices} devices but only {profile.num_layers} layers; use --joint for more devices"
+            f"{profile.why_few}"
         )
     value = {
         "model": profile.model,

@@ -8,11 +8,14 @@ from the others. That makes every sum of gradients the same for any cut list (en
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from varuna_capslog.base.errors import CapslogError
@@ -22,7 +25,10 @@ from varuna_capslog.engine.halves import WeightHalf, input_half
 from varuna_capslog.engine.host.offload import GradientBox, laid_out
 from varuna_capslog.engine.routes import Gradients
 from varuna_capslog.engine.statistics import RunningStatistics, tracking_modules
+from varuna_capslog.model.capture.python_calls import Whole, WholeModel
 from varuna_capslog.model.chain import Chain, Layer, Value
+from varuna_capslog.model.python_state import PythonState
+from varuna_capslog.model.random_states import GLOBAL, RandomStates, crafted_draws, seed_generators
 from varuna_capslog.model.trace import autocast_context
 from varuna_capslog.model.training_modes import frozen_parts, put_in_training
 
@@ -125,8 +131,7 @@ class EngineLayer:
         index: position in the chain.
         parameters: name inside the layer -> this layer's own leaf (a shared parameter's leaves share one storage).
         shared: name inside the layer -> address of the shared parameter, for those that are shared.
-        compiled: what runs in training in the module's place; it always builds a graph, since torch compiles other code
-            for a forward without one. None: the module itself runs.
+        compiled: what runs in training in the module's place. None: the module itself runs.
     """
 
     def __init__(
@@ -142,7 +147,10 @@ class EngineLayer:
         self.statistics = RunningStatistics(layer.module)
         self.compiled: CompiledForward | None = None
         self._precision = precision
+        self._python = any(isinstance(part, (Whole, WholeModel)) for part in layer.module.modules())
         self._stateless = self._plain = False
+        self._generators: Mapping[str, Any] | None = None
+        """What its Python code draws from, beside torch; None: its first forward in training will show it."""
 
     def reset(self) -> None:
         """Forgets the step it was in: gradients and statistics."""
@@ -167,6 +175,13 @@ class EngineLayer:
         return self.compiled is not None and self.layer.module.training
 
     @property
+    def builds_graph(self) -> bool:
+        """Whether it builds a graph wherever it runs: compiled code is made with one, and Python code that runs as a
+        whole may differentiate in its forward.
+        """
+        return self._python or self.compiles
+
+    @property
     def buffers(self) -> dict[str, Tensor]:
         """Persistent buffers by name inside the layer."""
         return persistent_buffers(self.layer.module, self.parameters)
@@ -177,13 +192,14 @@ class EngineLayer:
         """Runs the layer; returns what it writes.
 
         Args:
-            values: at least the tensors it reads; where `compiles`, with a gradient wherever their specs want one, also
-                without a graph.
+            values: at least the tensors it reads; where it `builds_graph`, with a gradient wherever their specs want
+                one, also without a graph.
             seeds: `seeds.mixed` of (run seed, step, microbatch), for the random numbers.
             graph: keep the autograd graph.
             record: count running statistics (False in a recomputation).
         """
-        _seed(self.device, mix(self.index, after=seeds))
+        seed = mix(self.index, after=seeds)
+        _seed(self.device, seed)
         if self._plain and self.compiled is None and torch.is_grad_enabled() is graph:
             return self.layer.run(values)  # what is below, where it would do nothing else
         versions = None
@@ -192,18 +208,48 @@ class EngineLayer:
         if self.statistics:
             self.statistics.begin(microbatch if record else None)
         try:
-            compiles = self.compiles
-            with torch.set_grad_enabled(graph or compiles), autocast_context(self.device.type, self._precision):
-                written = self.layer.run(values, self.compiled if compiles else None)
+            builds = self.builds_graph
+            with (
+                self._drawing(seed, any(isinstance(one, FakeTensor) for one in values.values())),
+                torch.set_grad_enabled(graph or builds),
+                autocast_context(self.device.type, self._precision),
+            ):
+                written = self.layer.run(values, self.compiled if self.compiles else None)
         finally:
             self.statistics.end()
         if self.statistics and record:
             self.statistics.arrange(microbatch)
-        if compiles and not graph:
+        if builds and not graph:
             written = {name: tensor.detach() for name, tensor in written.items()}
         if versions is not None:
             self._check_state(versions)
         return written
+
+    @contextmanager
+    def _drawing(self, seed: int, fake: bool) -> Iterator[None]:
+        """While it is open, what the layer's Python code draws, if it draws at all, follows from the seed.
+
+        Args:
+            fake: the run is an estimate: draws are the highest ones, by which code that leaves something out at random
+                leaves nothing out.
+        """
+        if fake:
+            with crafted_draws(high=True):
+                yield
+            return
+        generators = self._generators
+        if generators is None:
+            own = PythonState(dict(self.layer.module.named_modules()), files=True).generators
+            generators = {**GLOBAL, **own}
+        before = RandomStates(generators)
+        seed_generators(generators, seed)
+        seeded = RandomStates(generators) if self._generators is None else before
+        try:
+            yield
+            if self._generators is None and self.layer.module.training:
+                self._generators = generators if seeded.drawn() else {}
+        finally:
+            before.put_back()
 
     def _check_state(self, versions: Mapping[str, int]) -> None:
         """After the first forward: refuses modules that change buffers while they run (engine rule 1)."""
@@ -214,8 +260,8 @@ class EngineLayer:
                     "statistics may change there, since recomputation would repeat the change: make it an output or "
                     "a parameter"
                 )
-        self._stateless = True
-        self._plain = self._precision == "float32" and not self.statistics
+        self._stateless = self._generators is not None
+        self._plain = self._stateless and self._precision == "float32" and not (self.statistics or self._generators)
 
 
 def persistent_buffers(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -244,6 +290,7 @@ def take_layers(
         CapslogError: layers share a module that keeps running statistics.
     """
     if ready is None:
+        chain.check_unchanged()
         chain.fill(indices)
     storage: dict[nn.Parameter, Tensor] = {}
     taken: dict[int, nn.Module] = {}

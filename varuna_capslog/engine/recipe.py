@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError, ConfigError
 from varuna_capslog.base.functions import imported
 from varuna_capslog.engine.learning_rate import LearningRate
-from varuna_capslog.model.trace import a_number
+from varuna_capslog.model.hollow import ReadNumbers
 
 if TYPE_CHECKING:
     from varuna_capslog.config.train import ParameterGroup, Train
@@ -178,7 +177,7 @@ class Recipe:
         else:
             stepped = nn.Parameter(parameter.detach())
             stepped.grad = torch.empty_like(stepped)
-            with _ReadNumbers():
+            with ReadNumbers():
                 built = self.build({"": stepped}, on_cpu=True)
                 built.step()
             found = dict(built.state[stepped])
@@ -256,15 +255,6 @@ class Recipe:
                 parameter.grad = values[name].flip(0) * step
             optimizer.step()
         return [parameter.detach().flatten().tolist() for parameter in parameters.values()]
-
-
-class _ReadNumbers(TorchDispatchMode):
-    """Reading a number out of a fake tensor gives `a_number`."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return a_number(args[0].dtype)
-        return func(*args, **(kwargs or {}))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -15,10 +15,20 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from varuna_capslog.base.errors import CapslogError
 
-__all__ = ["Stripped", "built_hollow", "hollow_copy", "hollow_parameter", "on_host", "replace_parameters"]
+__all__ = [
+    "ReadNumbers",
+    "Stripped",
+    "a_number",
+    "built_hollow",
+    "hollow_copy",
+    "hollow_parameter",
+    "on_host",
+    "replace_parameters",
+]
 
 _Built = TypeVar("_Built")
 Stripped = dict[int, tuple["weakref.ref[nn.Parameter]", nn.Parameter]]
@@ -160,3 +170,21 @@ def _on_meta(parameter: nn.Parameter, stripped: Stripped) -> nn.Parameter:
         hollow = hollow_parameter(parameter)
         known = stripped[id(parameter)] = (weakref.ref(parameter), hollow)
     return known[1]
+
+
+class ReadNumbers(TorchDispatchMode):
+    """While it is open, reading a number out of a fake tensor gives `a_number`."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return a_number(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def a_number(dtype: torch.dtype) -> bool | int | float:
+    """What reading a number out of a fake tensor gives: True, 1 or 1.5, by which an optimizer of torch can divide, and
+    by whose difference from 1, too.
+    """
+    if dtype == torch.bool:
+        return True
+    return 1.5 if dtype.is_floating_point else 1

@@ -214,7 +214,13 @@ class ModelWorkload(Workload):
     def _from_module(self, model: nn.Module, evaluates: bool) -> Chain:
         """One capture for all sizes where torch can leave those open that change, else one for each of them."""
         capture = functools.partial(
-            Chain.from_module, model, self._settings.cut_points, name=self.name, evaluates=evaluates, kept=self._kept
+            Chain.from_module,
+            model,
+            self._settings.cut_points,
+            name=self.name,
+            evaluates=evaluates,
+            kept=self._kept,
+            compares=self._kept is not None and self._kept.writes,
         )
         fixed: FixedSize | None = None
         if not any(spec.choices for spec in self._specs):

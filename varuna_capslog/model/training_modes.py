@@ -50,7 +50,7 @@ def freeze_layers(layers: Iterable[Layer], model: nn.Module) -> None:
 def put_in_training(layers: Iterable[nn.Module], chain: Sequence[nn.Module] | None = None) -> None:
     """Puts layers into training mode, but for what is frozen in them.
 
-    Beside what was frozen when a model was captured, its modules count that are in eval mode now and were not then;
+    OfTheModel what was frozen when a model was captured, its modules count that are in eval mode now and were not then;
     and of layers that were not captured those that are in eval mode. Unless all of the one or of the other kind are:
     then their user has evaluated the model.
 

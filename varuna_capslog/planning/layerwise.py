@@ -79,7 +79,7 @@ def layerwise_plan(
     if names == (LOOPED,) and STAGES_PER_RANK * devices > profile.num_layers:
         raise CapslogError(
             f"{devices} devices with {STAGES_PER_RANK} stages each, but only {profile.num_layers} layers; every stage "
-            "holds at least one layer, so set devices lower, or choose schedule 1f1b"
+            f"holds at least one layer, so set devices lower, or choose schedule 1f1b{profile.why_few}"
         )
     first = "1f1b" if names[0] in WIDER else names[0]
     shape = dataclasses.replace(with_microbatches(run, devices), schedule=first)

@@ -212,9 +212,10 @@ def rehearsed(
 def check_devices(devices: int, profile: Profile) -> None:
     """Raises CapslogError for more devices than layers."""
     if devices > profile.num_layers:
+        instead = "change what keeps it whole" if profile.why_few else "a chain with more cut points"
         raise CapslogError(
             f"{devices} devices but only {profile.num_layers} layers; every stage holds at least one layer, "
-            f"so use at most {profile.num_layers} devices or a chain with more cut points"
+            f"so use at most {profile.num_layers} devices or {instead}{profile.why_few}"
         )
 
 

@@ -14,7 +14,7 @@ from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.schedules.shape import STAGE_INPUTS
 
-__all__ = ["CACHE_BYTES", "JOINED", "PURPOSE", "UPDATE_RATE", "checked"]
+__all__ = ["CACHE_BYTES", "JOINED", "KEPT_WHOLE", "PURPOSE", "UPDATE_RATE", "checked"]
 
 UPDATE_RATE = "update_seconds_per_parameter_byte"
 """Where a profile's conditions say what norm, clipping and optimizer cost: seconds per byte of parameters."""
@@ -26,6 +26,9 @@ CACHE_BYTES = "cache_bytes_of_a_sequence"
 
 JOINED = "joined_variants"
 """Where a profile names the variants whose neighbours do not convert what they hand to each other."""
+
+KEPT_WHOLE = "kept_whole"
+"""Where a profile says which parts of a captured model run as a whole, as Python, and why."""
 
 _MOST = 100
 """More than any allocator reserves beyond what it hands out or an optimizer keeps, and what products of bytes stay
@@ -86,6 +89,7 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "headroom": _headroom,
     "limits": _texts,
     JOINED: _texts,
+    KEPT_WHOLE: _texts,
     "microbatch_size": partial(fields.whole, minimum=1),
     "optimizer_copies": _copies,
     "recompute": fields.boolean,

@@ -378,7 +378,8 @@ def _of_cuts(config: Config, profile: Profile | None, link: Link | None) -> Plan
         if stages > profile.num_layers:
             raise CapslogError(
                 f"{devices} devices with {pipeline.rounds} stages each, but only {profile.num_layers} layers; every "
-                "stage holds at least one layer, so set pipeline.stages_per_rank or pipeline.devices lower"
+                f"stage holds at least one layer, so set pipeline.stages_per_rank or pipeline.devices lower"
+                f"{profile.why_few}"
             )
         run = RunShape.of_config(config).share(pipeline.replicas)
         planner = _planner_of_one(config)

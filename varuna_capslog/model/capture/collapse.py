@@ -23,9 +23,9 @@ __all__ = ["collapse_modules", "mutated_arguments"]
 def collapse_modules(captured: Captured, model: nn.Module, cut_points: Sequence[str]) -> None:
     """Replaces, outermost first, each call of a submodule by one `call_module` node; changes the graph in place.
 
-    A call is replaced when no cut point lies inside the module, every call of it in this model had one tensor as its
-    only argument and returned one tensor, and its operations form one run of nodes that take one value from outside
-    (beside the module's own parameters and buffers) and leave one value.
+    A call is replaced when neither a cut point nor a module that is kept whole lies inside the module, every call of it
+    in this model had one tensor as its only argument and returned one tensor, and its operations form one run of nodes
+    that take one value from outside (beside the module's own parameters and buffers) and leave one value.
 
     Raises:
         CapslogError: a module that is no batch norm changes a buffer or a parameter in its forward.
@@ -43,6 +43,8 @@ def collapse_modules(captured: Captured, model: nn.Module, cut_points: Sequence[
         indices, path = spans[key], paths[key]
         if done & set(indices) or any(cut.startswith(path + ".") for cut in cut_points):
             continue
+        if any(f"{whole}.".startswith(f"{path}.") for whole in captured.whole):
+            continue  # its own call of Python knows what it makes
         module = model.get_submodule(path)
         if id(module) not in captured.simple or indices[-1] - indices[0] + 1 != len(indices):
             continue

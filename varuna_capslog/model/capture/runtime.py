@@ -26,10 +26,12 @@ __all__ = [
     "FixedSize",
     "Frozen",
     "Guard",
+    "OfTheModel",
     "Region",
     "SequentialSlice",
     "Sizes",
     "Varying",
+    "hold",
     "names_of",
 ]
 
@@ -52,6 +54,19 @@ class Varying:
 
     def __init__(self, tensor: Tensor, dimensions: Sequence[int]) -> None:
         self.tensor, self.dimensions = tensor, tuple(dimensions)
+
+
+class OfTheModel:
+    """Something of the captured model that a layer or chain knows; its copies and pickles are of no model."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def __deepcopy__(self, memo: object) -> OfTheModel:
+        return OfTheModel()
+
+    def __reduce__(self) -> Any:
+        return OfTheModel, ()
 
 
 class Frozen(nn.Module):
@@ -105,6 +120,21 @@ class CapturedGraph(Frozen, fx.GraphModule):
         memo[id(self._graph)] = self._graph
         copied.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
         return copied
+
+
+def hold(layer: fx.GraphModule, name: str, value: Any) -> None:
+    """Gives a captured layer something under a qualified name, as its constructor does with what its graph names."""
+    path, _, last = name.rpartition(".")
+    if isinstance(value, nn.Module):
+        layer.add_submodule(name, value)
+        return
+    if path and not any(known == path for known, _ in layer.named_modules(remove_duplicate=False)):
+        layer.add_submodule(path, nn.Module())
+    owner = layer.get_submodule(path)
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        owner.register_buffer(last, value)
+    else:
+        setattr(owner, last, value)
 
 
 class Guard(nn.Module):
@@ -290,6 +320,11 @@ class Region(nn.Module):
         super().__init__()
         self.body: fx.GraphModule = body
         self.context, self.arguments = context, tuple(arguments)
+
+    @property
+    def key(self) -> object:
+        """Equal for regions that do the same."""
+        return self.context, self.arguments, str(self.body.graph)
 
     def forward(self, *values: Any) -> Any:
         """The body's outputs, a tuple."""

@@ -17,7 +17,8 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.assign import assign_layers
 from varuna_capslog.model.capture.collapse import mutated_arguments
 from varuna_capslog.model.capture.export import Captured, follow_device, module_path, same_storage
-from varuna_capslog.model.capture.runtime import CapturedGraph, Guard
+from varuna_capslog.model.capture.python_calls import Whole
+from varuna_capslog.model.capture.runtime import CapturedGraph, Guard, OfTheModel
 from varuna_capslog.model.capture.sizes import sizes_of
 from varuna_capslog.model.layer import Layer
 from varuna_capslog.model.training_modes import freeze_layers
@@ -78,7 +79,12 @@ def split_graph(
             captured, model, names[index], part, reads, read_names, [n for _, n in writes], train_only
         )
         layers.append(Layer(names[index], module, tuple(read_names), tuple(written for written, _ in writes)))
-    layers[-1].module.meta["result"] = captured.result  # type: ignore[index, operator]
+    changes = captured.watch.changes if captured.watch is not None and captured.watch.keeps else []
+    left = [(change.put, values) for change, values in zip(changes, captured.left or (), strict=True)]
+    watch = captured.watch
+    python = bool(captured.whole or (watch is not None and (watch.drawn or watch.changes)))
+    told = {"result": captured.result, "whole": captured.whole, "left": OfTheModel(left), "python": python}
+    layers[-1].module.meta |= told  # type: ignore[operator]
     freeze_layers(layers, model)
     return layers, tuple(captured.inputs), tuple(wanted)
 
@@ -198,6 +204,9 @@ def layer_module(graph: fx.Graph, extra: Mapping[str, Any], model: nn.Module, pa
     targets = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
     held = {target: extra[target] if target in extra else operator.attrgetter(target)(model) for target in targets}
     module = CapturedGraph(held, graph, class_name="CapturedLayer")
+    for part in list(module.modules()):
+        if isinstance(part, Whole):
+            module.add_submodule(part.path, part.module)
     _keep_persistence(module, model)
     known = {id(submodule) for submodule in model.modules()}
     for submodule in module.modules():
