@@ -21,7 +21,7 @@ from varuna_capslog.engine.interface import Engine, Load
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.stage import Stage
 from varuna_capslog.model.chain import Chain
-from varuna_capslog.model.workload import Minibatch
+from varuna_capslog.model.workload import COUNTED, Minibatch
 
 __all__ = ["NO_REPORT", "Poll", "RankReport", "Verdict", "check_minibatch", "data_failure", "train_step"]
 
@@ -52,7 +52,7 @@ class Verdict:
     Attributes:
         parts: the loss and its parts, of the whole minibatch.
         grad_norm: global norm of the gradients, before clipping.
-        scale: what clipping multiplies the gradients with.
+        scale: what the gradients are multiplied with: by clipping, and where `workload.COUNTED` targets are unequal.
         finite: whether loss and gradients are finite.
         refusal: why the step must not be applied; None for one that may. Where the loss itself refused outputs, its
             words are known on the ranks of the last stage only.
@@ -184,10 +184,16 @@ class Poll:
             refusal = data_failure(step, self._communicator.gather(data.failure))
         elif self._options.refuses and not finite:
             refusal = _refusal(step, names, losses, norms, minibatch, refusals, self._chain)
-        norm, largest = math.sqrt(squared), self._options.clip_norm
-        scale = min(1.0, largest / (norm + 1e-6)) if largest > 0 else 1.0
-        ballots = tuple(self._communicator.gather(ballot)) if any(given.tolist()) else ()
         parts = dict(zip(names, total, strict=True))
+        # the mean over all targets of the minibatch, of which microbatches may have unequally many
+        weight = parts.pop(COUNTED, float(count)) / count
+        if weight == 0:
+            refusal = refusal or f"step {step}: none of its targets counts in the loss; nothing was applied"
+            weight = 1.0
+        parts = {name: part / weight for name, part in parts.items()}
+        norm, largest = math.sqrt(squared) / weight, self._options.clip_norm
+        scale = (min(1.0, largest / (norm + 1e-6)) if largest > 0 else 1.0) / weight
+        ballots = tuple(self._communicator.gather(ballot)) if any(given.tolist()) else ()
         seconds = {"waited_seconds": tuple(waited.tolist()), "busy_seconds": tuple(busy.tolist())}
         return Verdict(step, parts, norm, scale, finite, refusal, bool(stops[0] > 0), ballots, **seconds)
 
