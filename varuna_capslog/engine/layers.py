@@ -144,6 +144,9 @@ class EngineLayer:
         self.shared = dict(shared)
         self.parameters: dict[str, nn.Parameter] = dict(layer.module.named_parameters())
         self._frozen = frozen_parts(layer.module)
+        for part in layer.module.modules():
+            if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse and part.weight.requires_grad:
+                part.weight.register_hook(_dense)
         self.statistics = RunningStatistics(layer.module)
         self.compiled: CompiledForward | None = None
         self._precision = precision
@@ -262,6 +265,10 @@ class EngineLayer:
                 )
         self._stateless = self._generators is not None
         self._plain = self._stateless and self._precision == "float32" and not (self.statistics or self._generators)
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def persistent_buffers(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

@@ -137,18 +137,24 @@ class Recipe:
         Raises:
             ConfigError: its class refuses the arguments, or one of the parameters.
         """
-        shared: dict[tuple[float, float], list[nn.Parameter]] = {}
+        shared: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
         for address, parameter in parameters.items():
-            shared.setdefault(self.settings(address, parameter.dim()), []).append(parameter)
-        shared = shared or {(1.0, self.weight_decay): []}  # torch takes no empty list of groups
+            key = *self.settings(address, parameter.dim()), parameter.is_complex()
+            shared.setdefault(key, []).append(parameter)
+        shared = shared or {(1.0, self.weight_decay, False): []}  # torch takes no empty list of groups
         takes = inspect.signature(self.kind).parameters
         decays = "weight_decay" in takes
         arguments = {"lr": self.rate.base, **self.arguments}
-        if on_cpu and self.optimizer.lower() in _FUSED and not {"fused", "foreach", "differentiable"} & set(arguments):
-            arguments["fused"] = True
+        fuses = on_cpu and self.optimizer.lower() in _FUSED
+        fuses &= not {"fused", "foreach", "differentiable"} & set(arguments)
         groups = [
-            {"params": group, "lr_factor": factor, **({"weight_decay": decay} if decays else {})}
-            for (factor, decay), group in shared.items()
+            {
+                "params": group,
+                "lr_factor": factor,
+                **({"weight_decay": decay} if decays else {}),
+                **({"fused": not is_complex} if fuses else {}),  # the fused kernels know no complex numbers
+            }
+            for (factor, decay, is_complex), group in shared.items()
         ]
         try:
             built: torch.optim.Optimizer = self.kind(groups, **arguments)

@@ -20,6 +20,7 @@ from varuna_capslog.fitting.search import Fit, Loop, StepSearch
 from varuna_capslog.fitting.segments import SegmentedChain
 from varuna_capslog.model.capture import LEFT, capture_layers, captured_result, leave_behind, open_state
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
+from varuna_capslog.model.hollow import NeedsValues
 from varuna_capslog.model.python_state import PythonState
 from varuna_capslog.model.training_modes import in_training
 
@@ -180,7 +181,13 @@ class _Run:
         specs = {name: TensorSpec.of(tensor.detach()) for name, tensor in zip(chain.inputs, tensors, strict=True)}
         differentiated = _differentiated(chain, loss)
         searched = Chain([*chain.layers, _leaving(chain)], chain.inputs, chain.outputs, chain.name)
-        search = StepSearch(searched, specs, differentiated, devices.pop(), loop)
+        try:
+            search = StepSearch(searched, specs, differentiated, devices.pop(), loop)
+        except NeedsValues as error:
+            raise CapslogError(
+                f"{type(model).__name__} cannot be fitted to a budget: {error.what} cannot run on tensors without "
+                f"values ({error.why}), so that nobody knows its bytes; give it fixed sizes, or train it as it is"
+            ) from error
         return cls(search.fit(budget), chain, state)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module) -> Any:

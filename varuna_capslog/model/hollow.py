@@ -14,12 +14,15 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from varuna_capslog.base.errors import CapslogError
 
 __all__ = [
+    "VALUE_ERRORS",
+    "NeedsValues",
     "ReadNumbers",
     "Stripped",
     "a_number",
@@ -179,6 +182,26 @@ class ReadNumbers(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             return a_number(args[0].dtype)
         return func(*args, **(kwargs or {}))
+
+
+VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
+"""What fake tensors raise where values decide something."""
+
+
+class NeedsValues(CapslogError):
+    """Something that cannot run on tensors without values, which profiles and plans are made on.
+
+    Args:
+        what: that is.
+        why: in torch's words.
+    """
+
+    def __init__(self, what: str, why: object) -> None:
+        super().__init__(
+            f"{what} cannot run on tensors without values ({why}), which plans and profiles are made on; give it fixed "
+            "sizes, or set pipeline.cuts and no pipeline.capacity, with which a run needs no profile"
+        )
+        self.what, self.why = what, why
 
 
 def a_number(dtype: torch.dtype) -> bool | int | float:

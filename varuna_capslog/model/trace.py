@@ -15,17 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.python_calls import PythonCall, Whole, WholeModel
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
-from varuna_capslog.model.hollow import ReadNumbers
+from varuna_capslog.model.hollow import VALUE_ERRORS, ReadNumbers
 from varuna_capslog.model.python_state import PythonState
 from varuna_capslog.model.random_states import GLOBAL, RandomStates
 from varuna_capslog.model.signature import layer_signature
@@ -133,7 +129,7 @@ class ShapeTable:
             except CapslogError:
                 raise
             except Exception as error:
-                if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+                if isinstance(error, VALUE_ERRORS):
                     raise CapslogError(
                         f"layer {layer.name!r} cannot be planned: what it makes, or how much of it, depends on the "
                         f"values of a tensor ({error}); give it a fixed size, as torch.where does"

@@ -34,6 +34,9 @@ def skeleton(workload: Workload, evaluates: bool = False) -> Chain:
     build = functools.partial(workload.chosen_chain, evaluates)
     chain, modules = built_hollow(build, lambda built: [layer.module for layer in built.layers])
     put_in_training(modules)
+    for part in (part for module in modules for part in module.modules()):
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
+            part.sparse = False  # fake tensors are never sparse
     return _with_modules(chain, modules)
 
 

@@ -195,11 +195,16 @@ def _step(
                 [_direction(tensor) for _, tensor in ends],
                 allow_unused=True,
             )
-            gradients = dict(zip(parameters, found, strict=True))
+            gradients = {name: _dense(one) for name, one in zip(parameters, found, strict=True)}
         changes = before.changes()
         buffers = {name: one.detach().clone() for name, one in model.named_buffers()}
         made = {name: tensor.detach() for name, tensor in outputs.items()}
     return _OneStep(made, gradients, buffers), changes
+
+
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    """A gradient; that of an embedding may be sparse."""
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
 def _direction(tensor: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
@@ -23,6 +24,7 @@ from varuna_capslog.model.capture.export import Captured, NotCaptured, export_mo
 from varuna_capslog.model.capture.opaque import MadeCall, OpaqueCalls
 from varuna_capslog.model.capture.runtime import Varying
 from varuna_capslog.model.capture.trial import has_weights, try_model
+from varuna_capslog.model.hollow import NeedsValues
 from varuna_capslog.model.python_state import PythonState, StateChange
 from varuna_capslog.model.random_states import GLOBAL, crafted_draws
 from varuna_capslog.model.sources import line_of
@@ -69,7 +71,7 @@ class Exporter:
                 self._keep_failing(error)
                 continue
             self._refuse_state(captured)
-            new = self._drawing(captured) | self._hooked(captured) | self._leaving(captured)
+            new = self._drawing(captured) | self._hooked(captured) | self._leaving(captured) | self._sized(captured)
             if not new:
                 captured.whole = dict(self.whole)
                 return captured
@@ -89,14 +91,15 @@ class Exporter:
         path = self._covering(error.path)
         if path in self._made:
             path = path.rpartition(".")[0]
-        arguments, keywords = bare(self._arguments), {name: bare(one) for name, one in self._keywords.items()}
+        arguments, keywords = self._bare()
         modules = {path: self._model.get_submodule(path)} if path else {}
         calls = OpaqueCalls(modules, records=True)
         try:
             try_model(self._model, arguments, keywords, calls)
         except Exception as failure:
             if not has_weights(self._model):
-                raise error from failure
+                where = f"module {error.path!r}" if error.path else f"the {type(self._model).__name__}"
+                raise NeedsValues(where, error.why) from failure
             reason = " ".join(str(failure).split())[:300] or type(failure).__name__
             raise CapslogError(f"{error}; the model itself fails on this example, too ({reason})") from failure
         if not path:
@@ -104,9 +107,12 @@ class Exporter:
         self._made |= calls.made
         self._keep({path: error.why})
 
+    def _bare(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return bare(self._arguments), {name: bare(one) for name, one in self._keywords.items()}
+
     def _covering(self, path: str) -> str:
-        """The module that is kept whole around a module, or the module itself."""
-        return next((whole for whole in self.whole if f"{path}.".startswith(f"{whole}.")), path)
+        """The outermost module that is kept whole around a module, or the module itself."""
+        return min((whole for whole in self.whole if f"{path}.".startswith(f"{whole}.")), key=len, default=path)
 
     def _keep(self, reasons: Mapping[str, str]) -> None:
         if "" in reasons:
@@ -157,6 +163,22 @@ class Exporter:
             and id(module) not in captured.simple
             and self._covering(path) not in self.whole
         }
+
+    def _sized(self, captured: Captured) -> dict[str, str]:
+        """The modules with a tensor whose size depends on the values of another, which no other size is known of."""
+        found: dict[str, str] = {}
+        for node in captured.graph.nodes:
+            if any(free_unbacked_symbols(one) for one in pytree.tree_leaves(node.meta.get("val")) if _may_be_open(one)):
+                path = module_path(node)
+                line = line_of(type(self._model.get_submodule(path)), r"def forward")
+                found[path] = f"it makes a tensor whose size depends on the values of another{line}"
+        if found and has_weights(self._model):
+            arguments, keywords = self._bare()
+            paths = [self._covering(path) for path in found if path]
+            calls = OpaqueCalls({path: self._model.get_submodule(path) for path in paths}, records=True)
+            try_model(self._model, arguments, keywords, calls)
+            self._made |= calls.made
+        return found
 
     def _leaving(self, captured: Captured) -> dict[str, str]:
         """The modules that would leave something else behind in the next call, or that cannot be told what."""
@@ -212,6 +234,10 @@ class Exporter:
             yield
         finally:
             state.put_back()
+
+
+def _may_be_open(value: Any) -> bool:
+    return isinstance(value, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _is_plain(value: Any) -> bool:

@@ -50,7 +50,7 @@ def split_graph(
             change of a value of which two views cross a cut.
     """
     wanted = _choose_outputs(captured, outputs)
-    layer_of, names = assign_layers(captured, model, cut_points, lenient)
+    layer_of, names = _with_statistics_together(*assign_layers(captured, model, cut_points, lenient), captured, model)
     _protect_boundaries(captured, wanted, layer_of)
     value_names = _name_values(captured, wanted, layer_of)
     parts: list[list[fx.Node]] = [[] for _ in names]
@@ -87,6 +87,38 @@ def split_graph(
     layers[-1].module.meta |= told  # type: ignore[operator]
     freeze_layers(layers, model)
     return layers, tuple(captured.inputs), tuple(wanted)
+
+
+def _with_statistics_together(
+    layer_of: dict[fx.Node, int], names: list[str], captured: Captured, model: nn.Module
+) -> tuple[dict[fx.Node, int], list[str]]:
+    """One layer of all from the first to the last that calls a module with running statistics: these are added in the
+    order of its calls, in one place.
+    """
+    users: dict[int, list[int]] = {}
+    norms: dict[int, str] = {}
+    for node, layer in layer_of.items():
+        called = captured.extra.get(str(node.target)) if node.op == "call_module" else None
+        if node.op == "call_module" and (called is None or isinstance(called, Whole)):
+            module = called.module if isinstance(called, Whole) else model.get_submodule(str(node.target))
+            for name, part in module.named_modules():
+                if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats and part.training:
+                    users.setdefault(id(part), []).append(layer)
+                    norms[id(part)] = f"{node.target}.{name}".rstrip(".")
+    place = list(range(len(names)))
+    for norm, layers in users.items():
+        first, last = min(layers), max(layers)
+        if first < last:
+            why = f"its statistics are added in layers {names[first]} to {names[last]}, which are one"
+            captured.whole.setdefault(norms[norm], why)
+        for at in range(first + 1, last + 1):
+            place[at] = min(place[at], place[first])
+    for at in range(1, len(place)):  # what a later range has joined belongs to the first layer of all that overlap
+        if place[at] < at:
+            place[at] = place[place[at]]
+    kept = sorted(set(place))
+    number = {old: kept.index(place[old]) for old in range(len(names))}
+    return {node: number[layer] for node, layer in layer_of.items()}, [names[old] for old in kept]
 
 
 def _choose_outputs(captured: Captured, outputs: Sequence[str] | None) -> dict[str, fx.Node]:
