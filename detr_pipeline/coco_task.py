@@ -9,7 +9,6 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from detr_pipeline.data import (
 from varuna_capslog.config.reading import section
 from varuna_capslog.config.settings import Config
 from varuna_capslog.model.chain import Chain, TensorSpec
-from varuna_capslog.model.workload import Evaluator, Workload
+from varuna_capslog.model.workload import Evaluator, HostTargets, Workload
 
 __all__ = ["PROFILE_BOXES", "CocoWorkload", "example_target"]
 
@@ -124,6 +123,7 @@ class CocoWorkload(Workload):
         return inputs
 
 
-def example_target(count: int, num_classes: int) -> dict[str, Any]:
+def example_target(count: int, num_classes: int) -> HostTargets:
     """A target with that many boxes, for profiles."""
-    return {"labels": torch.arange(count) % num_classes, "boxes": torch.linspace(0.2, 0.6, count * 4).view(count, 4)}
+    boxes = torch.linspace(0.2, 0.6, count * 4).view(count, 4)
+    return HostTargets(labels=torch.arange(count) % num_classes, boxes=boxes)

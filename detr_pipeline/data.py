@@ -24,7 +24,7 @@ from detr_pipeline.transforms import AugmentConfig, ImageRecipe, apply, largest_
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Section
 from varuna_capslog.model.chain import TensorSpec
-from varuna_capslog.model.workload import Minibatch
+from varuna_capslog.model.workload import HostTargets, Minibatch
 
 __all__ = [
     "DATA_VARIABLE",
@@ -316,14 +316,14 @@ class CocoSource:
         width, height = int(self.index.widths[sample]), int(self.index.heights[sample])
         return plan(_generator(self.split, self.seed, epoch, sample), width, height, boxes, self.config.augment)
 
-    def _target(self, sample: int, recipe: ImageRecipe) -> dict[str, Any]:
+    def _target(self, sample: int, recipe: ImageRecipe) -> HostTargets:
         _, labels = self.index.targets(sample)
-        return {
-            "labels": torch.from_numpy(self._class_of_label[labels[recipe.kept]]),
-            "boxes": torch.from_numpy(recipe.boxes).to(torch.float32),
-            "orig_size": torch.tensor([int(self.index.heights[sample]), int(self.index.widths[sample])]),
-            "image_id": self.index.image_ids[sample],
-        }
+        return HostTargets(
+            labels=torch.from_numpy(self._class_of_label[labels[recipe.kept]]),
+            boxes=torch.from_numpy(recipe.boxes).to(torch.float32),
+            orig_size=torch.tensor([int(self.index.heights[sample]), int(self.index.widths[sample])]),
+            image_id=self.index.image_ids[sample],
+        )
 
     def _decode(self, sample: int, recipe: ImageRecipe) -> Tensor:
         path = self.images / self.index.file_names[sample]

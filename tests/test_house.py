@@ -86,6 +86,7 @@ WHOLE_RUNS = {
     "elastic/test_live_strangers.py",
     "elastic/test_live_plans.py",
     "elastic/test_live_recipe.py",
+    "elastic/test_live_types.py",
     "elastic/test_live_updates.py",
     "engine/test_captured.py",
     "engine/test_detr.py",

@@ -76,7 +76,7 @@ def false_fits(trials: Sequence[Trial], name: str) -> tuple[int, int]:
     for trial in trials:
         for part in range(90, 111):
             capacity = part * trial.measured / 100
-            says, does = headroom.reserved(getattr(trial, name)) <= capacity, trial.measured <= capacity
+            says, does = headroom.device(getattr(trial, name)) <= capacity, trial.measured <= capacity
             wrong, refused = wrong + (says and not does), refused + (does and not says)
     return wrong, refused
 

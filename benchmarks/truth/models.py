@@ -57,7 +57,7 @@ class Seeded(Workload):
 
     def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
         scores = outputs["x"].flatten(0, -2).float()
-        return {"loss": F.cross_entropy(scores, targets.flatten().to(scores.device), reduction="sum") / normalisers["count"]}
+        return {"loss": F.cross_entropy(scores, targets.flatten(), reduction="sum") / normalisers["count"]}
 
     def train_data(self) -> RandomData:
         return RandomData(self)

@@ -18,10 +18,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import torch
 from common import write_json
 
 from varuna_capslog.config.reading import Config, dump_config, section
+from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.planning.search import plan
@@ -55,12 +55,12 @@ def detr(side: tuple[int, int], microbatch: int = 1, **model: Any) -> dict[str, 
     }
 
 
-def other(name: str, microbatch: int, precision: str = "float32", **model: Any) -> dict[str, Any]:
-    return {
-        "workload": f"models:{name}",
-        "model": model,
-        "train": {"minibatch_size": 6 * microbatch, "microbatch_size": microbatch, "precision": precision},
-    }
+def other(
+    name: str, microbatch: int, precision: str = "float32", types: Mapping[str, str] | None = None, **model: Any
+) -> dict[str, Any]:
+    """types: of weights and moments, where they are not float32."""
+    train = {"minibatch_size": 6 * microbatch, "microbatch_size": microbatch, "precision": precision}
+    return {"workload": f"models:{name}", "model": model, "train": train | dict(types or {})}
 
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -88,6 +88,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "transformer, 4 blocks, d=256, T=128": other("transformer", 4),
     "ResNet-18, BatchNorm trained, 96x96": other("resnet", 4),
     "decoder-only, bfloat16, checkpointed": other("decoder", 4, "bfloat16", length=256),
+    "transformer in float16": other("transformer", 1, "float16", blocks=3, length=64),
+    "transformer in float16, weights too": other(
+        "transformer", 1, "float16", {"weights": "float16", "moments": "bfloat16"}, blocks=3, length=64
+    ),
 }
 
 
@@ -126,7 +130,7 @@ def summary(errors: Sequence[float]) -> str:
 def false_fits(predicted: Sequence[int], measured: Sequence[int], headroom: Headroom) -> tuple[int, int, int]:
     """Trials with a capacity from 0.9 to 1.1 of what was measured: their number, false "fits", false "does not fit"."""
     trials = [
-        (headroom.reserved(guess) <= part * real / 100, real <= part * real / 100)
+        (headroom.device(guess) <= part * real / 100, real <= part * real / 100)
         for guess, real in zip(predicted, measured, strict=True)
         for part in range(90, 111)
     ]
@@ -136,8 +140,14 @@ def false_fits(predicted: Sequence[int], measured: Sequence[int], headroom: Head
 def config_of(name: str, run_dir: Path | None = None, **pipeline: Any) -> Config:
     values = dict(MODELS[name])
     values |= {"device": "cpu", "pipeline": pipeline, "run_dir": str(run_dir or "unused")}
-    values["train"] = values["train"] | {"max_steps": 3, "evaluate_every": None}
+    values["train"] = values["train"] | {"max_steps": 4, "evaluate_every": None}
     return section(Config, values, "")
+
+
+def types_of(config: Config) -> dict[str, Any]:
+    """What a run's types decide of its conditions."""
+    train = config.train
+    return {"precision": train.precision, "weights": train.weights, "recipe": Recipe.of_config(train)}
 
 
 # -- single stages
@@ -154,9 +164,7 @@ def single_stages(name: str, device: str = "cpu", gpu: str = "") -> Iterator[Tri
     config = config_of(name)
     workload = load_workload(config)
     size = config.train.microbatch_size
-    estimator = StageEstimator(
-        workload, RunConditions(device=device, microbatch_size=size, precision=config.train.precision, gpu=gpu)
-    )
+    estimator = StageEstimator(workload, RunConditions(device, size, gpu=gpu, **types_of(config)))
     names = [layer.name for layer in estimator.chain.layers]
     stages = stages_of(name, len(names))
     real = measured(config, estimator, stages)
@@ -171,9 +179,7 @@ def measured(
     """The same stages by real runs, one after the other."""
     workload, size = estimator.workload, config.train.microbatch_size
     device = estimator.conditions.device
-    conditions = RunConditions(
-        device, size, shapes_of(workload.profile_inputs(size)), config.train.precision, True, "host", 1
-    )
+    conditions = RunConditions(device, size, shapes_of(workload.profile_inputs(size)), **types_of(config))
     targets, normalisers = workload.profile_targets(size)
     waiting = []
     for first, end in stages:
@@ -209,13 +215,16 @@ RUNS: list[tuple[str, list[float], dict[str, Any]]] = [
     ("split by rows", [0.0, 0.58, 0.72], {"schedule": "1f1b", "recompute": False}),
     ("split by keys", [0.0, 0.4, 0.55, 0.8], {"schedule": "1f1b", "recompute": False}),
     ("decoder-only", [0.0, 0.5], {"schedule": "1f1b", "recompute": False}),
+    ("transformer in float16", [0.0, 0.5], {}),
+    ("float16, weights too", [0.0, 0.5], {}),
+    ("float16, weights too", [0.0, 0.34, 0.67], {"schedule": "1f1b", "recompute": False}),
 ]
 """Model (by a part of its name), where to cut it (as parts of its length), and how to run it."""
 
 
 def whole_run(wanted: str, places: Sequence[float], options: Mapping[str, Any]) -> Iterator[Trial]:
     """A training run through the command line; its metrics hold the peak of every stage in the second step."""
-    name = next(name for name in MODELS if wanted in name)
+    name, options = next(name for name in MODELS if wanted in name), {"schedule": "varuna"} | dict(options)
     with tempfile.TemporaryDirectory(prefix="truth-") as folder:
         config = config_of(name, Path(folder) / "run", devices=len(places), **options)
         profile = estimate_config(config)
@@ -230,12 +239,7 @@ def whole_run(wanted: str, places: Sequence[float], options: Mapping[str, Any]) 
         assert found.stage_bytes is not None, found.notes
         estimator = StageEstimator(
             load_workload(config),
-            RunConditions(
-                device="cpu",
-                microbatch_size=config.train.microbatch_size,
-                precision=config.train.precision,
-                recompute=pipeline.recompute,
-            ),
+            RunConditions("cpu", config.train.microbatch_size, recompute=pipeline.recompute, **types_of(config)),
         )
         rehearsed = rehearse(estimator, cuts, pipeline.schedule, config.num_microbatches)
         config = config_of(name, Path(folder) / "run", devices=len(places), cuts=cuts, **options)

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.accelerators import torch_has
 from varuna_capslog import cli
 from varuna_capslog.base.gpus import GPUS
+from varuna_capslog.commands.ordinary_model import announced
+from varuna_capslog.config.reading import Config, section
 from varuna_capslog.profiles.record import read_profile
 
 NETS = """
@@ -77,7 +80,7 @@ def test_a_profile_is_written_where_asked_and_tells_the_kind(capsys: pytest.Capt
     assert "written to profile.json" in capsys.readouterr().out
     profile = read_profile("profile.json")
     assert (profile.source, profile.conditions["device"], profile.conditions["gpu"]) == ("estimated", "cuda", "h200")
-    assert profile.conditions["seconds"] == "roofline(h200)"
+    assert profile.conditions["seconds"] == "classes(h200), data sheet"
     assert len(profile.layers) == 4
     assert run("profile", "stack", *X, "--device", "cuda:h200") == 0
     assert "not written; -o FILE keeps it" in capsys.readouterr().out
@@ -100,7 +103,7 @@ def test_a_profile_is_written_where_asked_and_tells_the_kind(capsys: pytest.Capt
         ("stack", ("--input", "x=float32[2,9]"), "module 'blocks.0' (Linear) cannot be captured"),
         ("plain", ("--input", "x=float32[2,9]"), "layer '0' cannot run on x[2, 9]"),
         ("plain", ("--input", "x=int64[2,8]"), "layer '0' cannot run on x[2, 8]: matrices of int64 and float32"),
-        ("plain", (*X, "--device", "cuda:a100"), "the kind of GPU 'a100' is not in the table; known: t4"),
+        ("plain", (*X, "--device", "cuda:a100"), "sold with several memories; choose a100-40gb or a100-80gb"),
         ("plain", (*X, "--device", "cuda:t4", "--measure"), "--device cuda:t4 goes with --estimate"),
     ],
 )
@@ -110,3 +113,18 @@ def test_mistakes_are_one_sentence_and_status_2(
     assert run("plan", function, "--devices", "2", "--json", *arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert reason in line
+
+
+def test_an_accelerator_that_estimates_do_not_know(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is measured where it is; nothing is announced then, since an estimate says how long measuring takes."""
+    assert run("plan", "plain", *X, "--devices", "2", "--device", "xpu") == 2
+    refusal = capsys.readouterr().err
+    assert "estimates know cpu, cuda and cuda:KIND, but the device is xpu; measure there instead" in refusal
+    assert run("plan", "plain", *X, "--devices", "2", "--device", "xpu", "--measure") == 2
+    assert "the profile is for device xpu, but torch can use no such device here" in capsys.readouterr().err
+    torch_has(monkeypatch, "xpu", 1)
+    profile = {"device": "xpu", "source": "measured"}
+    with announced(section(Config, {"workload": "no:such", "profile": profile}, "")):
+        assert capsys.readouterr().err == ""

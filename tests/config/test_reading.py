@@ -143,13 +143,23 @@ def test_what_only_a_run_with_changing_members_needs_is_asked_of_no_other(tmp_pa
         ("elastic: {lease_second: 1}", "elastic.lease_second is not a known key; did you mean elastic.lease_seconds?"),
         ("engine: varuna\nelastic: {enabled: true}", "elastic.enabled=true but engine=varuna"),
         ("pipeline: {transport: ncl}", "'ncl' is none of gloo, nccl, or a function"),
-        ("device: gpu", "device is \"gpu\" but must be 'cpu', 'cuda' or 'auto'"),
+        (
+            "device: gpu",
+            "device=gpu is no type of device; choose auto, cpu, cuda or another accelerator of torch such as",
+        ),
+        ("device: cuda:0", "such as xpu, without a number: workers take the devices of a"),
         ("train: {minibatch_size: 9, microbatch_size: 2}", "train.minibatch_size=9 is not divisible by"),
         ("train: {accumulation_blocks: 3}", "train.accumulation_blocks=3 must divide the 8 microbatches"),
         ("train: {accumulation_blocks: 1}\npipeline: {replicas: 2}", "a multiple of pipeline.replicas=2"),
         ("train: {lr_drop_epochs: 1, lr_drop_steps: 1}", "are both set; keep one"),
         ("train: {lr_schedule: cosine, lr_drop_steps: 1}", "train.lr_schedule=cosine and a drop"),
         ("train: {lr_schedule: linear, max_seconds: 1}", "must know its last step"),
+        ("train: {weights: bfloat16}", "train.weights=bfloat16 but train.precision=float32: what operations take"),
+        ("train: {weights: float16, precision: bfloat16}", "set train.precision=float16, or leave train.weights out"),
+        ("train: {moments: float16}", "train.moments is \"float16\" but must be 'float32' or 'bfloat16'"),
+        ("train: {loss_scale: 1024}", "train.loss_scale=1024 but train.precision=float32, which needs none"),
+        ("train: {precision: float16, loss_scale: 1000}", "train.loss_scale=1000 is no power of two"),
+        ("train: {loss_scale: big}", "train.loss_scale is \"big\" but must be 'dynamic' or be a valid number"),
         (
             "train: {parameter_groups: [{match: a}, {matches: b}]}",
             "train.parameter_groups[1].matches is not a known key; did you mean train.parameter_groups[1].match?",
@@ -294,7 +304,7 @@ def test_the_paper_configs_fix_what_decides_memory():
             "lr_multipliers": st.dictionaries(
                 st.text(max_size=8), st.floats(-1e3, 1e3, allow_subnormal=False), max_size=3
             ),
-            "precision": st.sampled_from(["float32", "bfloat16"]),
+            "precision": st.sampled_from(["float32", "bfloat16", "float16"]),
             "max_seconds": st.none() | st.floats(0.1, 1e6),
         },
     ),

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from detr_pipeline import data
+from detr_pipeline.coco_task import example_target
 from detr_pipeline.data import (
     DATA_VARIABLE,
     CocoSource,
@@ -26,6 +27,7 @@ from detr_pipeline.digits import DIGIT_NAMES, DigitsConfig, picture_sizes
 from detr_pipeline.transforms import AugmentConfig
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import section
+from varuna_capslog.model.workload import known_targets
 
 SMALL = {"scales": (24, 32), "max_size": 60, "crop_resize": (30, 36), "crop_size": (20, 36), "val_scale": 32}
 SHAPES = [(40, 30), (30, 44), (36, 36), (50, 25), (33, 41)]
@@ -119,6 +121,13 @@ def test_normalisers_count_what_a_matching_can_use(folder):
     source = CocoSource(config_of(folder), "val", 0, num_queries=2)
     assert source.minibatch([[0, 1], [2, 3]], 0).normalisers == {"boxes": 1 + 2 + 0 + 2, "queries": 8}
     assert source.minibatch([[2]], 0).normalisers == {"boxes": 0, "queries": 2}
+
+
+def test_targets_stay_on_the_host_where_boxes_are_matched(folder):
+    """Those of a profile, too; moved to a GPU they would be read back image by image."""
+    targets = CocoSource(config_of(folder), "val", 0, 10).minibatch([[0, 1]], 0).targets[0]
+    for one in (*targets, example_target(3, 5)):
+        assert known_targets([one], torch.device("meta"))[0] is one
 
 
 def test_describing_opens_no_picture(folder, monkeypatch):

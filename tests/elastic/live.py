@@ -98,14 +98,17 @@ def final_of(run_dir: Path) -> dict[str, Any]:
 
 
 class Cradle:
-    """One fork server for many runs; each run hears of its own members."""
+    """One fork server for many runs; each run hears of its own members.
 
-    def __init__(self, folder: Path) -> None:
+    more: modules that the fork server imports besides.
+    """
+
+    def __init__(self, folder: Path, more: Sequence[str] = ()) -> None:
         self.folder = folder
         self._listeners: dict[str, Callable[[dict[str, Any]], None]] = {}
         self._count = 0
         self.open: list[Live] = []
-        self._fork_server = ForkServer(_ENTRY, self._hear, folder / "nursery.log", _MODULES)
+        self._fork_server = ForkServer(_ENTRY, self._hear, folder / "nursery.log", (*_MODULES, *more))
 
     def _hear(self, what: dict[str, Any]) -> None:
         listener = self._listeners.get(str(what.get("member")))

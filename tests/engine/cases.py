@@ -38,12 +38,14 @@ from varuna_capslog.training import checkpoint
 from varuna_capslog.training.boundaries import verify_copies
 from varuna_capslog.training.run import Run
 
+CPU = torch.device("cpu")
+ALL_GRAPHS = models.GRAPHS | models.SPLIT | models.LINE
 SECOND = datetime.timedelta(seconds=1)
 SETTINGS: dict[str, Any] = {"num_microbatches": 4, "num_blocks": 2, "seed": 7, "recipe": Recipe(LearningRate(1e-3))}
 
 
 def _built(made: str, dtype: torch.dtype, dropout: float) -> Chain:
-    graph = (models.GRAPHS | models.SPLIT).get(made)
+    graph = ALL_GRAPHS.get(made)
     chain: Chain = (graph.build_chain if graph else getattr(models, made))(dtype=dtype, dropout=dropout)
     return chain
 
@@ -51,14 +53,19 @@ def _built(made: str, dtype: torch.dtype, dropout: float) -> Chain:
 TINY = "tests.engine.workload:workload"
 
 
-def shapes_of(made: str = "build_chain", dtype: torch.dtype = torch.float32, precision: str = "float32") -> ShapeTable:
+def shapes_of(
+    made: str = "build_chain",
+    dtype: torch.dtype = torch.float32,
+    precision: str = "float32",
+    weights: str = "float32",
+) -> ShapeTable:
     """The shapes of a chain, which a process traces once: a trace takes longer than a step."""
-    return _shapes_of("build_chain" if made.startswith("factory_chain") else made, dtype, precision)
+    return _shapes_of("build_chain" if made.startswith("factory_chain") else made, dtype, precision, weights)
 
 
 @functools.cache
-def _shapes_of(made: str, dtype: torch.dtype, precision: str) -> ShapeTable:
-    return ShapeTable(_built(made, dtype, 0.1), "cpu", precision)
+def _shapes_of(made: str, dtype: torch.dtype, precision: str, weights: str) -> ShapeTable:
+    return ShapeTable(_built(made, dtype, 0.1), "cpu", precision, weights)
 
 
 def train(
@@ -70,30 +77,33 @@ def train(
     twist: str | None = None,
     copies: str | None = None,
     made: str = "build_chain",
+    device: torch.device = CPU,
 ) -> dict[str, Any]:
     """Some steps of the tiny chain.
 
     Args:
+        device: of this rank; what is returned lies on the CPU.
         made: the function of `models` that gives the chain, or the name of one of its graphs.
         twist: "even" gives a graph's microbatches one size, and no dropout; "pair groups" sends over one group per
-            ordered pair, as NCCL does; the others break the engine on purpose, to see that a comparison notices: "drop"
+            ordered pair, as NCCL does; "overflow" gives one microbatch of step 2 a target so far away that gradients of
+            float16 overflow; the others break the engine on purpose, to see that a comparison notices: "drop"
             loses a gradient, "swap" gives two microbatches each other's targets, "reseed" draws other dropout masks.
         copies: how those to and from the host tier go; see `copying`.
     """
-    model: Any = (models.GRAPHS | models.SPLIT).get(made, models)
+    model: Any = ALL_GRAPHS.get(made, models)
     chain = _built(made, dtype, 0.0 if twist == "even" else 0.1)
     settings = EngineOptions(**(SETTINGS | options))
     placed = layout_for(layout, len(chain), settings.num_blocks)
-    tier = None if copies is None else copying(copies, settings)
-    ready = Ready(shapes_of(made, dtype, settings.precision), tier=tier)
-    engine = PipelineEngine(chain, model.loss, placed, settings, communicator, torch.device("cpu"), ready)
+    tier = None if copies is None else copying(copies, settings, device)
+    ready = Ready(shapes_of(made, dtype, settings.precision, settings.weights), tier=tier)
+    engine = PipelineEngine(chain, model.loss, placed, settings, communicator, device, ready)
     first: dict[str, Tensor] = {}
     results = []
 
     def keep_gradients() -> None:
         for address, parameter in engine.optimizer.parameters.items():
             if parameter.grad is not None:
-                first[address] = parameter.grad.clone()
+                first[address] = parameter.grad.clone().cpu()
 
     if twist == "pair groups":
         os.environ[nccl_manners.MANNERS] = "0,0,0"
@@ -110,6 +120,8 @@ def train(
         minibatch, inputs = model.make_minibatch(settings.num_microbatches, step, dtype, **even)
         if twist == "swap":
             minibatch.targets[0], minibatch.targets[3] = minibatch.targets[3], minibatch.targets[0]
+        if twist == "overflow" and step == 2:
+            minibatch.targets[1] = 1e15 * minibatch.targets[1]
         if twist == "reseed":
             engine.options = EngineOptions(**(SETTINGS | options | {"seed": 8}))
         results.append(
@@ -124,10 +136,17 @@ def train(
         "host bytes": (0, 0) if tier is None else (tier.bytes - waiting, tier.peak_bytes - waiting),
         "parts": [result.parts for result in results],
         "norms": [result.grad_norm for result in results],
+        "scales": [(result.loss_scale, result.skipped) for result in results],
         "gradients": first,
         "calls": calls,
-        "state": {f"{layer.name}.{n}": p.detach().clone() for layer in layers for n, p in layer.parameters.items()},
-        "buffers": {f"{layer.name}.{n}": b.clone() for layer in layers for n, b in layer.buffers.items()},
+        "state": {f"{one.name}.{n}": p.detach().clone().cpu() for one in layers for n, p in one.values.items()},
+        "weights": {f"{one.name}.{n}": p.detach().clone().cpu() for one in layers for n, p in one.parameters.items()},
+        "moments": {
+            f"{address}.{key}": one.clone().cpu()
+            for address in engine.optimizer.parameters
+            for key, one in engine.optimizer.moments(address).items()
+        },
+        "buffers": {f"{one.name}.{n}": b.clone().cpu() for one in layers for n, b in one.buffers.items()},
     }
 
 
@@ -175,9 +194,8 @@ class Failing(HostTier):
         super().carry(source, target)
 
 
-def copying(kind: str, options: EngineOptions) -> HostTier:
+def copying(kind: str, options: EngineOptions, device: torch.device) -> HostTier:
     """A host tier whose copies are "plain", "slow" (64 KiB in a second), "late", "early", "reordered" or "failing"."""
-    device = torch.device("cpu")
     if kind == "slow":
         return HostTier(device, dataclasses.replace(options.tier, bandwidth=1 << 16))
     kinds = {"plain": HostTier, "late": Late, "early": Early, "reordered": Reordered, "failing": Failing}
@@ -236,6 +254,7 @@ def train_run(
     stop_after: int | None = None,
     full_disk_at: int | None = None,
     starve: tuple[int, str] | None = None,
+    device: torch.device = CPU,
 ) -> dict[str, Any]:
     """A whole `Run` on these ranks.
 
@@ -261,7 +280,8 @@ def train_run(
 
     def build(parts: EngineParts) -> PipelineEngine:
         made = config.model.get("graph") or config.model.get("chain", "build_chain")
-        table = shapes_of(made, precision=parts.options.precision) if config.workload == TINY else None
+        types = {"precision": parts.options.precision, "weights": parts.options.weights}
+        table = shapes_of(made, **types) if config.workload == TINY else None
         ready = Ready(table)
         return Starved(parts.chain, parts.loss, parts.layout, parts.options, parts.communicator, parts.device, ready)
 
@@ -270,7 +290,7 @@ def train_run(
         plan if isinstance(plan, Plan) else Plan.of_cuts(num_layers=11, cuts=plan, model="tiny"),
         load_workload(config),
         communicator,
-        torch.device("cpu"),
+        device,
         stop_wished=lambda: (
             communicator.rank == last and stop_after is not None and asked["run"].loop.step + 1 >= stop_after
         ),

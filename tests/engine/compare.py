@@ -31,7 +31,7 @@ def differences(results: list[dict[str, Any]], expected: Mapping[str, Any]) -> l
     """What all ranks together have otherwise than one rank: numbers of the steps, and every bit of the tensors."""
     numbers = [name for name in ("parts", "norms", "norm", "loss") if name in expected]
     found = [name for name in numbers for one in results if one[name] != expected[name]]
-    for kind in (kind for kind in ("gradients", "state", "buffers") if kind in expected):
+    for kind in (kind for kind in ("gradients", "state", "weights", "moments", "buffers") if kind in expected):
         ours: Mapping[str, Tensor] = merged(results, kind)
         found += [f"{kind} {name}" for name in sorted(expected[kind].keys() ^ ours.keys())]
         found += [

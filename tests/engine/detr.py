@@ -24,9 +24,10 @@ from varuna_capslog.engine.pipeline import PipelineEngine, Ready
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.trace import ShapeTable
-from varuna_capslog.model.workload import Minibatch, Workload, load_workload
+from varuna_capslog.model.workload import HostTargets, Minibatch, Workload, load_workload
 from varuna_capslog.training.boundaries import verify_copies
 
+CPU = torch.device("cpu")
 SMALL = {
     "encoder_layers": 2,
     "decoder_layers": 3,
@@ -87,11 +88,11 @@ def minibatch(name: str) -> tuple[Minibatch, list[dict[str, Tensor]]]:
         boxes = [(index + image) % 3 for image in range(count)]
         targets.append(
             [
-                {
-                    "labels": torch.arange(n) % 5,
-                    "boxes": 0.2 + 0.3 * torch.rand(n, 4, generator=generator),
-                    "image_id": index,
-                }
+                HostTargets(
+                    labels=torch.arange(n) % 5,
+                    boxes=0.2 + 0.3 * torch.rand(n, 4, generator=generator),
+                    image_id=index,
+                )
                 for n in boxes
             ]
         )
@@ -168,28 +169,34 @@ class Traced(ShapeTable):
 
 
 def step(
-    communicator: Communicator, name: str, layout: Cuts, options: dict[str, Any], shapes: Shapes | None = None
+    communicator: Communicator,
+    name: str,
+    layout: Cuts,
+    options: dict[str, Any],
+    shapes: Shapes | None = None,
+    device: torch.device = CPU,
 ) -> dict[str, Any]:
     """One step on the pipeline; gradients before clipping, and the weights after it; the shapes that it met.
 
     Args:
         shapes: None: they are traced.
+        device: of this rank; what is returned lies on the CPU.
     """
     workload, chain = build(name)
     settings = EngineOptions(**({"num_microbatches": 4, "num_blocks": 2, "seed": 7, "clip_norm": 0.1} | options))
     placed = layout_for(layout, len(chain), settings.num_blocks)
     ready = Ready(None if shapes is None else Traced(shapes))
-    engine = PipelineEngine(chain, workload.loss, placed, settings, communicator, torch.device("cpu"), ready)
+    engine = PipelineEngine(chain, workload.loss, placed, settings, communicator, device, ready)
     batch, inputs = minibatch(name)
     gradients: dict[str, Tensor] = {}
 
     def keep() -> None:
         gradients.update(
-            {name: p.grad.clone() for name, p in engine.optimizer.parameters.items() if p.grad is not None}
+            {name: p.grad.clone().cpu() for name, p in engine.optimizer.parameters.items() if p.grad is not None}
         )
 
     result = train_step(engine, 1, batch, inputs.__getitem__, before_commit=keep)
     verify_copies(engine)
-    state = {f"{layer.name}.{n}": p.detach().clone() for layer in engine.layers for n, p in layer.parameters.items()}
+    state = {f"{one.name}.{n}": p.detach().clone().cpu() for one in engine.layers for n, p in one.parameters.items()}
     met: Shapes = {tuple(sorted(inputs.items())): engine.table.boundaries(inputs) for inputs in batch.inputs}
     return {"loss": result.parts["loss"], "gradients": gradients, "state": state, "shapes": met}

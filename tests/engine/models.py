@@ -20,9 +20,12 @@ from varuna_capslog.engine.layers import seed_layer
 from varuna_capslog.model.capture import Varying
 from varuna_capslog.model.chain import Chain, Layer, LayerFactory, TensorSpec
 from varuna_capslog.model.splitting.chains import split_chain
+from varuna_capslog.model.trace import autocast_context
 from varuna_capslog.model.workload import Minibatch
 
 DIM = 8
+MASKED = -6e4
+"""What float16 can hold and softmax makes 0 of."""
 
 
 class FrozenStem(nn.Module):
@@ -68,7 +71,7 @@ class Encoder(nn.Module):
     def forward(self, memory: Tensor, mask: Tensor | None = None) -> Tensor:
         scores = self.query(memory) @ self.key(memory).transpose(1, 2) / DIM**0.5
         if mask is not None:
-            scores = scores.masked_fill(mask[:, None], -1e9)
+            scores = scores.masked_fill(mask[:, None], MASKED)
         weights = scores.softmax(-1)
         return self.norm(memory + self.dropout(weights @ self.value(memory)))
 
@@ -196,16 +199,24 @@ def plain_step(
     seed: int,
     step: int,
     loss: Callable[..., dict[str, Tensor]] = loss,
+    precision: str = "float32",
+    scaler: torch.amp.GradScaler | None = None,
+    after_backward: Callable[[int], None] = lambda index: None,
 ) -> dict[str, float]:
-    """The oracle: the unsplit model in one autograd graph per microbatch; gradients in `.grad`, loss parts returned."""
+    """The oracle: the unsplit model in one autograd graph per microbatch; gradients in `.grad`, loss parts returned.
+
+    scaler: scales the loss, and so the gradients. after_backward: called with each microbatch.
+    """
     device, total = torch.device("cpu"), {}
     for layer in chain.layers:
         layer.module.train()
     for index, values in enumerate(inputs):
         seed_layer(device, seed, step, index, 0)
-        outputs = chain.run(values, lambda done, index=index: seed_layer(device, seed, step, index, done + 1))
+        with autocast_context("cpu", precision):
+            outputs = chain.run(values, lambda done, index=index: seed_layer(device, seed, step, index, done + 1))
         parts = loss(outputs, minibatch.targets[index], minibatch.normalisers)
-        parts["loss"].backward()
+        (parts["loss"] if scaler is None else scaler.scale(parts["loss"])).backward()
+        after_backward(index)
         for name, part in parts.items():
             total[name] = total.get(name, 0.0) + float(part.detach())
     return total
@@ -269,7 +280,7 @@ class CrossDecoder(nn.Module):
 
     def forward(self, state: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
         state = self.own(state)
-        scores = (self.cross(state) @ memory.transpose(1, 2)).masked_fill(mask[:, None], -1e9)
+        scores = (self.cross(state) @ memory.transpose(1, 2)).masked_fill(mask[:, None], MASKED)
         return self.norm(state + scores.softmax(-1) @ memory)
 
 
@@ -292,6 +303,23 @@ def _inception_layers(dropout: float) -> list[Layer]:
         Layer("pool", nn.Sequential(nn.AvgPool2d(3, 1, 1), ConvBlock(1)), ("x",), ("c",)),
         Layer("join", Concatenate(3), ("a", "b", "c"), ("x",)),
         Layer("head", MeanHead([2, 3]), ("x",), ("scores",)),
+    ]
+
+
+class InRows(nn.Module):
+    """An image as a sequence of its cells."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(2).transpose(1, 2)
+
+
+def _line_layers(dropout: float) -> list[Layer]:
+    return [
+        Layer("stem", ConvBlock(3, 3)),
+        Layer("norm", ConvNorm()),
+        Layer("rows", InRows()),
+        *(Layer(f"encoder.{i}", Encoder(dropout)) for i in range(2)),
+        Layer("head", MeanHead([1]), ("x",), ("scores",)),
     ]
 
 
@@ -441,6 +469,9 @@ GRAPHS = {
     # every decoder reads the encoder's output and its mask: two values with many readers
     "translation": Graph(_translation_layers, _draw_translation, _scores_loss, ("source", "target"), ("scores",)),
 }
+LINE = {"line": Graph(_line_layers, _draw_inception, _scores_loss, ("x",), ("scores",))}
+"""Every tensor has one reader and every parameter one use, so that one graph of the whole model adds no gradients of 16
+bits in another order."""
 SPLIT = {
     "split, captured": Graph(
         lambda dropout: copy.deepcopy(_captured(dropout)), _draw_captured, _logits_loss, ("input_ids",), ("logits",)

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.engine import cases, models
+from tests.engine.compare import differences
+from tests.engine.layouts import Cuts, layout_for, with_shares
+from tests.engine.pool import WorkerPool
+from tests.engine.test_step import CASES
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import keep_layout, take_layers
+from varuna_capslog.engine.loss_scale import LossScale
+from varuna_capslog.engine.optimizer import StageOptimizer
+from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.engine.pipeline import PipelineEngine, Ready
 from varuna_capslog.engine.routes import Reach
 from varuna_capslog.engine.segments import SegmentState
 from varuna_capslog.engine.stage import MicrobatchContext, Stage
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec, Value
+from varuna_capslog.training.boundaries import verify_copies
 
 
 class Scale(nn.Module):
@@ -124,3 +138,156 @@ def test_a_layer_keeps_a_graph_only_where_it_is_asked_to() -> None:
     for graph in (True, False, True, False):  # the first forward looks at more than the later ones
         found = layer.forward({"x": torch.randn(3, 4)}, 0, 0, graph, record=False)["x"]
         assert found.requires_grad is graph
+
+
+# -- weights of 16 bits, moments of 16 bits
+
+STEPS = 4
+ONE = Cuts((0,), (0,))
+Types = dict[str, Any]
+BFLOAT16 = {"precision": "bfloat16", "weights": "bfloat16"}
+FLOAT16 = {"precision": "float16", "weights": "float16", "loss_scale": LossScale(8.0)}
+ROUNDED = {"recipe": dataclasses.replace(cases.SETTINGS["recipe"], moments="bfloat16")}
+TYPES = pytest.mark.parametrize(
+    "types",
+    [BFLOAT16, FLOAT16, ROUNDED, BFLOAT16 | ROUNDED],
+    ids=["bfloat16 weights", "float16 weights", "bfloat16 moments", "bfloat16 weights and moments"],
+)
+
+
+def by_hand(types: Types) -> dict[str, Any]:
+    """Some steps of the unsplit model in a loop of our own: masters of float32, weights that are rounded anew before
+    every step, gradients that are added in float32 in the order of the blocks, torch's AdamW over the masters, and its
+    moments rounded behind every step.
+    """
+    graph, precision = models.LINE["line"], types.get("precision", "float32")
+    chain, low = graph.build_chain(), getattr(torch, types.get("weights", "float32"))
+    weights = chain.named_parameters()
+    masters = {name: nn.Parameter(one.detach().clone()) for name, one in weights.items()}
+    optimizer = torch.optim.AdamW(masters.values(), lr=1e-3, weight_decay=1e-4, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=precision == "float16")
+    parts = []
+    for step in range(1, STEPS + 1):
+        for name, one in weights.items():
+            one.data = masters[name].detach().to(torch.float32 if ".norm." in name else low)
+        blocks: list[dict[str, Tensor]] = [{}, {}]
+
+        def add(index: int, sums: list[dict[str, Tensor]] = blocks) -> None:
+            for name, one in weights.items():
+                assert one.grad is not None
+                assert one.grad.dtype == one.dtype
+                known = sums[index // 2].get(name)
+                sums[index // 2][name] = one.grad.float() if known is None else known + one.grad.float()
+                one.grad = None
+
+        minibatch, inputs = graph.make_minibatch(4, step)
+        parts.append(models.plain_step(chain, minibatch, inputs, 7, step, graph.loss, precision, scaler, add))
+        for name, master in masters.items():
+            master.grad = (blocks[0][name] + blocks[1][name]) / scaler.get_scale()
+        optimizer.step()
+        for state in optimizer.state.values() if "recipe" in types else ():
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key] = state[key].bfloat16().float()
+    return {
+        "parts": parts,
+        "state": {name: master.detach() for name, master in masters.items()},
+        "weights": {name: one.detach().to(torch.float32 if ".norm." in name else low) for name, one in masters.items()},
+        "moments": {
+            f"{name}.{key}": value.bfloat16() if "recipe" in types and key != "step" else value
+            for name, master in masters.items()
+            for key, value in optimizer.state[master].items()
+        },
+    }
+
+
+def trained(pool: WorkerPool, types: Types, layout: Any, made: str = "line", **options: Any) -> list[dict[str, Any]]:
+    settings = {"schedule": "1f1b", "recompute": False} | types | options
+    return pool.run(cases.train, layout.world_size, layout, settings, STEPS, torch.float32, None, None, made)
+
+
+@TYPES
+def test_masters_weights_and_moments_are_those_of_a_loop_by_hand(pool: WorkerPool, types: Types) -> None:
+    expected, (result,) = by_hand(types), trained(pool, types, ONE)
+    for ours, theirs in zip(result["parts"], expected["parts"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6)
+    for kind in ("state", "weights", "moments"):
+        assert result[kind].keys() == expected[kind].keys()
+        for name, tensor in expected[kind].items():
+            assert result[kind][name].dtype == tensor.dtype, (kind, name)
+            assert torch.equal(result[kind][name], tensor), (kind, name)
+
+
+@functools.cache
+def one_rank(pool: WorkerPool, number: int) -> dict[str, Any]:
+    return trained(pool, (BFLOAT16 | ROUNDED, FLOAT16 | ROUNDED)[number], ONE, "build_chain")[0]
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "name", ["heads on three ranks", "backwards in halves, recomputed", "two replicas of two", "a replicated stage"]
+)
+def test_types_of_16_bits_do_not_depend_on_the_cuts(pool: WorkerPool, name: str, number: int) -> None:
+    """A frozen layer, a batch norm, three uses of one head on one rank and on several, layers with several holders."""
+    layout, schedule, recompute = CASES[name]
+    types = (BFLOAT16 | ROUNDED, FLOAT16 | ROUNDED)[number]
+    results = trained(pool, types, layout, "build_chain", schedule=schedule, recompute=recompute)
+    expected = one_rank(pool, number)
+    assert not differences(results, expected)
+    low = getattr(torch, types["weights"])
+    found = {name: one.dtype for name, one in expected["weights"].items()}
+    assert {name for name, dtype in found.items() if dtype != low} == {n for n in found if ".norm." in n}
+    assert expected["state"]["stem.conv.weight"].dtype == low, "a frozen parameter has no master"
+    assert expected["state"]["conv1.conv.weight"].dtype == torch.float32
+
+
+def test_another_holder_updates_masters_for_all(pool: WorkerPool) -> None:
+    """And averages, in whose place the weights are rounded, too."""
+    layout = with_shares(layout_for(Cuts((0, 7), (0, 1), 2), 11, 2), 3, apart=(8, 9, 10))
+    assert any(stage.moments_elsewhere for stage in layout.stages)
+    recipe = dataclasses.replace(ROUNDED["recipe"], ema=0.9)
+    alone = trained(pool, BFLOAT16, ONE, "build_chain", recipe=recipe)[0]
+    results = trained(pool, BFLOAT16, layout, "build_chain", recipe=recipe)
+    assert not differences(results, alone)
+
+
+def test_averages_are_evaluated_as_weights_of_16_bits() -> None:
+    chain = models.build_chain()
+    layers = take_layers(chain, range(11), torch.device("cpu"), "bfloat16", weights="bfloat16")
+    optimizer = StageOptimizer(layers, dataclasses.replace(ROUNDED["recipe"], ema=0.5))
+    for step in (1, 2):
+        for parameter in optimizer.parameters.values():
+            parameter.grad = torch.ones(parameter.shape) * step
+        optimizer.step(step, 1.0)
+    head = layers[8].parameters["head.0.weight"]
+    assert head.data_ptr() == layers[9].parameters["head.0.weight"].data_ptr()
+    before = head.detach().clone()
+    average = optimizer.moments("decoder.0.head.0.weight")["ema"]
+    assert average.dtype == torch.float32
+    expected = average.to(torch.bfloat16)
+    assert not torch.equal(expected, before)
+    with optimizer.averaged():
+        assert torch.equal(head, expected)
+    assert torch.equal(head, before)
+
+
+def masters_that_differ(communicator: Communicator) -> str:
+    """What is said where the masters of two replicas differ by less than their roundings show."""
+    chain, options = models.build_chain(), EngineOptions(**(cases.SETTINGS | BFLOAT16))
+    placed = layout_for(Cuts((0,), (0,), 2), len(chain), options.num_blocks)
+    ready = Ready(cases.shapes_of(precision="bfloat16", weights="bfloat16"))
+    engine = PipelineEngine(chain, models.loss, placed, options, communicator, torch.device("cpu"), ready)
+    verify_copies(engine)
+    low, master = (table["conv.weight"] for table in (engine.layers[1].parameters, engine.layers[1].masters))
+    with torch.no_grad():
+        master[0, 0, 0, 0] += communicator.rank * 1e-7
+        assert torch.equal(low, master.bfloat16())
+    try:
+        verify_copies(engine)
+    except CapslogError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_masters_of_several_holders_are_compared(pool: WorkerPool) -> None:
+    for sentence in pool.run(masters_that_differ, 2):
+        assert sentence.startswith("parameter 'conv1.conv.weight' differs between")

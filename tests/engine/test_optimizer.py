@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -32,6 +33,7 @@ OPTIMIZERS = (
     Recipe(optimizer="nadam"),
     Recipe(optimizer="tests.engine.test_optimizer:Counting"),
 )
+ROUNDED = tuple(dataclasses.replace(recipe, moments="bfloat16") for recipe in OPTIMIZERS)
 
 
 class Counting(torch.optim.Optimizer):
@@ -175,11 +177,40 @@ def test_any_cuts_step_as_the_optimizer_itself_does_over_the_whole_model(recipe:
             torch.testing.assert_close(parameter, whole[address], rtol=3e-7, atol=1e-8)
 
 
+@pytest.mark.parametrize("recipe", ROUNDED, ids=str)
+def test_rounded_moments_are_those_of_the_optimizer_itself_rounded_after_every_step(recipe: Recipe) -> None:
+    """What has its parameter's shape; counts, and the rows and columns of factored moments, stay as they are."""
+    recipe = dataclasses.replace(recipe, rate=LearningRate(0.01), ema=0.9)
+    layers, whole = layers_of(0, 1, 2), parameters_of(layers_of(0, 1, 2))
+    optimizer, plain = StageOptimizer(layers, recipe), recipe.build(whole, on_cpu=True)
+    for step in (1, 2, 3, 4):
+        advance(optimizer, layers, step)
+        for group in plain.param_groups:
+            group["lr"] = 0.01
+        for address, parameter in whole.items():
+            parameter.grad = gradient(address, parameter, step) * 0.5
+        plain.step()
+        for address, parameter in whole.items():
+            state, kept = plain.state[parameter], optimizer.moments(address)
+            shaped = {key for key, one in state.items() if isinstance(one, Tensor) and one.shape == parameter.shape}
+            for key in shaped:
+                state[key] = state[key].bfloat16().float()
+                assert kept[key].dtype == torch.bfloat16
+                assert torch.equal(kept[key].float(), state[key]), (address, key)
+            rest = {key: one for key, one in state.items() if key not in shaped}
+            assert all(torch.equal(torch.as_tensor(kept[key]), torch.as_tensor(one)) for key, one in rest.items())
+            assert kept["ema"].dtype == torch.float32
+            assert torch.equal(parameters_of(layers)[address], parameter)
+            sizes = {key: one.nbytes for key, one in kept.items() if isinstance(one, Tensor)}
+            assert recipe.kept(parameter) == sizes
+
+
 @pytest.mark.parametrize("ema", [None, 0.9])
-@pytest.mark.parametrize("recipe", OPTIMIZERS, ids=str)
+@pytest.mark.parametrize("recipe", [*OPTIMIZERS, *ROUNDED], ids=str)
 def test_optimizers_that_step_together_change_what_they_would_change_alone(recipe: Recipe, ema: float | None) -> None:
     groups = (ParameterGroup(vectors=True, weight_decay=0.0), ParameterGroup(match="l2.*", lr_factor=3.0))
-    recipe = Recipe(LearningRate(0.01, warmup_steps=2), recipe.optimizer, recipe.arguments, 0.1, groups, ema)
+    rate = LearningRate(0.01, warmup_steps=2)
+    recipe = dataclasses.replace(recipe, rate=rate, weight_decay=0.1, groups=groups, ema=ema)
     every = [[layers_of(index) for index in range(3)] for _ in range(2)]
     alone, together = [[StageOptimizer(layers, recipe) for layers in row] for row in every]
     for step in (1, 2, 3, 4):
@@ -205,9 +236,9 @@ def test_the_average_begins_slowly_where_it_is_asked_to() -> None:
     assert [Recipe(ema=0.99).average_decay(1), Recipe().average_decay(1)] == [0.99, 0.0]
 
 
-@pytest.mark.parametrize("recipe", OPTIMIZERS, ids=str)
+@pytest.mark.parametrize("recipe", [*OPTIMIZERS, *ROUNDED], ids=str)
 def test_moments_that_wait_in_the_host_tier_change_no_bit(recipe: Recipe) -> None:
-    recipe = Recipe(LearningRate(0.01), recipe.optimizer, recipe.arguments, ema=0.9)
+    recipe = dataclasses.replace(recipe, rate=LearningRate(0.01), ema=0.9)
     found = []
     for away in ((), (0, 2), (0, 1, 2)):
         layers = layers_of(0, 1, 2)

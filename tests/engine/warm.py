@@ -9,7 +9,7 @@ import contextlib
 import torch
 
 from tests.engine import cases, models
-from varuna_capslog.profiling.estimation.roofline import speed_of
+from varuna_capslog.profiling.estimation.rates import speed_of
 
 torch.set_num_threads(1)
 with contextlib.suppress(Exception):  # what fails here fails in a worker again, which tells it

@@ -19,15 +19,20 @@ from varuna_capslog.model.workload import Minibatch, Workload
 
 class TinyData:
     """Images whose size follows from their index, or have all the one size `even`; `poison` is an index whose targets
-    are not finite.
+    are not finite, `far` one whose targets are so far away that gradients of float16 overflow.
 
     `pause` seconds make a minibatch, and so a step, as long as wished; they change no number.
     """
 
     def __init__(
-        self, count: int, poison: int | None = None, pause: float = 0.0, even: tuple[int, int] | None = None
+        self,
+        count: int,
+        poison: int | None = None,
+        pause: float = 0.0,
+        even: tuple[int, int] | None = None,
+        far: int | None = None,
     ) -> None:
-        self._count, self._poison, self._pause, self._even = count, poison, pause, even
+        self._count, self._poison, self._pause, self._even, self._far = count, poison, pause, even, far
 
     def __len__(self) -> int:
         return self._count
@@ -44,6 +49,8 @@ class TinyData:
             targets.append(torch.randn(len(group), 4, 3, generator=generator))
             if self._poison in group:
                 targets[-1][0, 0, 0] = float("inf")
+            if self._far in group:
+                targets[-1][0, 0, 0] = 1e15
         count = float(sum(map(len, groups)))
         return Minibatch(
             inputs, targets, {"count": count}, [list(group) for group in groups], [list(g) for g in groups]
@@ -98,7 +105,7 @@ class MeanOutput:
 
 
 class TinyWorkload(Workload):
-    """Its keys: `model.chain` (a function of `models`), `model.dropout`, `data.samples`, `data.poison`,
+    """Its keys: `model.chain` (a function of `models`), `model.dropout`, `data.samples`, `data.poison`, `data.far`,
     `data.pause_seconds` and `data.even`.
     """
 
@@ -123,7 +130,8 @@ class TinyWorkload(Workload):
 
     def train_data(self) -> TinyData:
         data = self._config.data
-        return TinyData(data.get("samples", 24), data.get("poison"), data.get("pause_seconds", 0.0), data.get("even"))
+        pause, even, far = data.get("pause_seconds", 0.0), data.get("even"), data.get("far")
+        return TinyData(data.get("samples", 24), data.get("poison"), pause, even, far)
 
     def val_data(self) -> TinyData:
         return TinyData(7)

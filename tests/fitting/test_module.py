@@ -130,3 +130,28 @@ def test_mistakes_are_one_sentence(sample: Any, budget: Any, sentence: str) -> N
     module, x = models.skips()
     with pytest.raises(CapslogError, match=sentence):
         fit(module, (x,) if sample is None else sample, budget)
+
+
+def test_a_loop_in_float16_with_a_scaler_has_the_bits_of_the_plain_loop() -> None:
+    module, x = models.images()
+    plain, losses = copy.deepcopy(module), []
+    with pytest.raises(DoesNotFit) as refused:
+        fit(copy.deepcopy(module), x, "100kB", loss=models.images_loss, precision="float16")
+    least = int(str(refused.value).partition("smallest budget that does is ")[2].partition(" ")[0])
+    fitted = fit(module, x, least, loss=models.images_loss, precision="float16")
+    assert fitted.fits[0].intervals
+    for one in (plain, fitted):
+        torch.manual_seed(9)
+        scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=2.0**17), torch.optim.AdamW(one.parameters())
+        for _ in range(6):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                outputs = one(x)
+            found = models.images_loss(outputs)
+            scaler.scale(found).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append((float(found.detach()), scaler.get_scale()))
+    assert losses[:6] == losses[6:]
+    assert losses[5][1] < 2.0**17, "no step was skipped"
+    assert all(map(torch.equal, fitted.state_dict().values(), plain.state_dict().values()))

@@ -656,6 +656,9 @@ def test_state_and_gradients_as_a_profile_tells_them() -> None:
     trained, frozen, partly = layer("a", 400), layer("b", 100), layer("c", 250)
     assert state_bytes(Profile((trained, frozen, partly))) == ([300, 100, 200], [100, 0, 50])
     assert state_bytes(Profile((trained, layer("b", None)))) is None
+    # weights of 16 bits beside masters of 100, gradients as large as these, and moments of 16 bits
+    conditions = {"weight_copies": 0.5, "optimizer_copies": 1.0}
+    assert state_bytes(Profile((layer("a", 350),), conditions=conditions)) == ([250], [100])
 
 
 def test_reserves_in_words() -> None:

@@ -13,7 +13,7 @@ from varuna_capslog.model.signature import layer_signature
 from varuna_capslog.model.trace import ShapeTable, autocast_context
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
 def test_specs_are_those_of_a_real_run(precision: str) -> None:
     chain = models.build_chain()
     _, inputs = models.make_minibatch(2, 1)
@@ -89,8 +89,8 @@ def test_a_layer_that_cannot_run_is_named_with_its_shapes() -> None:
 
 
 def test_unknown_precision_is_refused() -> None:
-    with pytest.raises(CapslogError, match="precision='float16' is unknown"):
-        autocast_context("cpu", "float16")
+    with pytest.raises(CapslogError, match="precision='float8' is unknown"):
+        autocast_context("cpu", "float8")
 
 
 class Counting(nn.Module):

@@ -16,6 +16,7 @@ import torch
 from tests.profiling.workloads import Deadly, Equal, Megabytes, Unlucky
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.config.reading import load_config
+from varuna_capslog.model.low_weights import low_bytes
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiles.runs import stage_runs
@@ -85,6 +86,16 @@ def test_bounds_are_above_what_runs_take(measured: tuple[Profile, list[tuple[int
     table = BoundTable(chain, ShapeTable(chain).boundaries(Megabytes().profile_inputs(SIZE)), "cpu", "float32")
     for row in profile.observations:
         assert row.peak_bytes <= table.bound_bytes(*row.layers) <= 6 * row.peak_bytes, row.layers
+
+
+def test_bounds_count_weights_of_16_bits_beside_their_masters() -> None:
+    chain, inputs = skeleton(Megabytes()), Megabytes().profile_inputs(SIZE)
+    wide, low = (
+        BoundTable(chain, ShapeTable(chain).boundaries(inputs), "cpu", "bfloat16", weights=weights).bound_bytes(0, 7)
+        for weights in ("float32", "bfloat16")
+    )
+    modules = [layer.module for layer in chain.layers]
+    assert low - wide == sum(low_bytes(module, "bfloat16")[0] for module in modules) > 0
 
 
 def test_runs_that_may_not_fit_are_named_and_nothing_is_tried() -> None:
@@ -175,7 +186,7 @@ def test_a_workload_that_no_process_can_be_sent_is_measured_as_others_are() -> N
 def test_cuda_that_is_not_there_is_refused() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    with pytest.raises(CapslogError, match="no CUDA device here"):
+    with pytest.raises(CapslogError, match="for device cuda, but torch can use no such device here"):
         profile_workload(Equal(), RunConditions(device="cuda"))
 
 

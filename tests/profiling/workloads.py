@@ -40,7 +40,7 @@ class Attend(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         query, key, value = self.project(x).chunk(3, -1)
-        scores = (query @ key.transpose(1, 2) / WIDTH**0.5).masked_fill(mask[:, None], -1e9)
+        scores = (query @ key.transpose(1, 2) / WIDTH**0.5).masked_fill(mask[:, None], -6e4)
         return self.norm(x + self.dropout(scores.softmax(-1)) @ value)
 
 

@@ -128,7 +128,7 @@ def test_a_given_plan_of_an_elastic_run_is_judged_with_its_snapshots(tmp_path: P
     states, headroom = state_bytes(profile), Headroom.of(profile)
     assert held is not None
     assert states is not None
-    need = headroom.reserved(held + sum(states[0][3:8]))
+    need = headroom.device(held + sum(states[0][3:8]))
     elastic = {"elastic": {"enabled": True, "redundancy": 0}}
     fitting = prepare_run(given_ranks(tmp_path, [1 << 20, need, 1 << 20], **elastic), show=False)
     assert fitting.fits is True

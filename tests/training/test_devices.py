@@ -1,7 +1,7 @@
 """What a worker asks of its device before it builds anything.
 
-No GPU is here: `torch.cuda` is replaced where a test needs one, so that these tests show the sentences, not that CUDA
-and NCCL behave as their manuals say.
+No GPU is here: what torch answers is replaced where a test needs one, so that these tests show the sentences, not that
+CUDA and NCCL behave as their manuals say.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.accelerators import torch_has
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.training.devices import check_devices, check_nccl_variables, check_room, choose_device
 
@@ -16,21 +17,41 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 INTERFACES = ["lo", "eth0", "docker0"]
 
 
-def test_cuda_that_cannot_be_used_has_torchs_own_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accelerator_that_cannot_be_used_has_torchs_own_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def init() -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040). Please update it.\nmore")
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    torch_has(monkeypatch, "cuda")
     monkeypatch.setattr(torch.cuda, "init", init)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert choose_device("auto", 0) == choose_device("cpu", 0) == CPU
     with pytest.raises(
-        CapslogError, match=r"use here \(The NVIDIA driver .* \(found version 11040\)\); set device=cpu"
+        CapslogError, match=r"use no such device here \(The NVIDIA driver .* \(found version 11040\)\); set device=cpu"
     ):
         choose_device("cuda", 0)
-    monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(CapslogError, match=r"\(torch .* was built without CUDA\)"):
+    with pytest.raises(CapslogError, match=r"device=xpu, .* \(torch \S+ was built for cuda\); set device=cpu or auto"):
+        choose_device("xpu", 0)
+    torch_has(monkeypatch, None)
+    with pytest.raises(CapslogError, match=r"\(torch \S+ was built for the CPU alone\)"):
         choose_device("cuda", 0)
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu", "privateuseone"])
+def test_workers_take_the_accelerators_of_the_machine_in_turn(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    torch_has(monkeypatch, kind, 2)
+    selected: list[torch.device] = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", selected.append)
+    taken = [choose_device(wish, rank) for wish in ("auto", kind) for rank in range(3)]
+    assert taken == selected == [torch.device(kind, number) for number in (0, 1, 0)] * 2
+    assert choose_device("cpu", 1) == CPU
+    assert len(selected) == 6
+
+
+def test_an_accelerator_without_float64_is_not_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` must not take the GPU of a Mac: the first norm would fail there."""
+    torch_has(monkeypatch, "mps", 1)
+    assert choose_device("auto", 0) == CPU
+    with pytest.raises(CapslogError, match=r"device=mps, .* \(it has no float64, .*\); set device=cpu or auto"):
+        choose_device("mps", 0)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +61,7 @@ def test_cuda_that_cannot_be_used_has_torchs_own_reason(monkeypatch: pytest.Monk
 def test_nccl_without_a_gpu_for_each_worker(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, local_rank: int, words: str
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    torch_has(monkeypatch, "cuda", 2)
     check_devices("gloo", device, local_rank)
     check_devices("nccl", GPU, 1)
     with pytest.raises(CapslogError, match=f"{words}; set pipeline.transport=gloo, or start fewer workers"):
@@ -76,14 +97,14 @@ def test_variables_that_forbid_every_transport(monkeypatch: pytest.MonkeyPatch) 
     )
     for name, value in wrong.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    torch_has(monkeypatch, "cuda", 1)
     with pytest.raises(CapslogError, match="leave NCCL no network"):
         check_devices("nccl", GPU, 0)
     check_devices("gloo", GPU, 0)
 
 
 def test_a_gpu_that_other_processes_fill(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 30, 80 << 30))
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (3 << 30, 80 << 30))
     check_room(CPU, 1 << 50, "rank 1")
     check_room(GPU, None, "rank 1")
     check_room(GPU, 3 << 30, "rank 1")
@@ -91,5 +112,5 @@ def test_a_gpu_that_other_processes_fill(monkeypatch: pytest.MonkeyPatch) -> Non
         check_room(GPU, 10 << 30, "rank 1")
     assert str(caught.value) == (
         "rank 1 needs 10 GiB of cuda:0, but only 3 GiB of its 80 GiB are free: other processes fill it; end them, "
-        "choose another GPU with CUDA_VISIBLE_DEVICES, or plan for what is free with pipeline.capacity"
+        "choose another device (of CUDA's with CUDA_VISIBLE_DEVICES), or plan for what is free with pipeline.capacity"
     )

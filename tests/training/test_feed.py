@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 from torch import Tensor
 
 from tests.engine.workload import TinyData
 from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.model.workload import Minibatch, known_targets
 from varuna_capslog.training.feed import Feed, evaluation_groups
+
+CPU = torch.device("cpu")
 
 
 def feed(count: int = 22, local: range = range(4), seed: int = 0) -> Feed:
@@ -103,7 +106,7 @@ def test_targets_are_read_with_the_inputs_once_and_waiting_is_counted() -> None:
     load, minibatch = plan.loader(1), plan.minibatch(1)
     for microbatch in (0, 1):
         assert load(microbatch)["x"].equal(TinyData(22).load(minibatch, microbatch)["x"])
-    assert [known_targets(minibatch.targets[microbatch]) for microbatch in (1, 2)] == [1, 2]
+    assert [known_targets(minibatch.targets[microbatch], CPU) for microbatch in (1, 2)] == [1, 2]
     assert data.begun[:3] == [tuple(recipe) for recipe in minibatch.recipes[:3]]
     assert len(set(data.begun)) == len(data.begun) <= 5
     report = plan.report()
@@ -116,7 +119,7 @@ def test_what_cannot_be_read_is_zeros_and_told_at_the_vote() -> None:
     plan = Feed(Late(22), 8, 2, 0, local=[3], judged=[3])
     assert plan.loader(2)(3)["x"].count_nonzero() == 0
     with pytest.raises(StepRefused, match="sample 9 is damaged"):
-        known_targets(plan.minibatch(2).targets[3])
+        known_targets(plan.minibatch(2).targets[3], CPU)
     assert plan.report().failure == "sample 9 is damaged"
     assert plan.loader(1)(3)["x"].count_nonzero() > 0
     assert plan.report().failure is None

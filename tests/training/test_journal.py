@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +13,9 @@ import torch
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.engine.step import Verdict
 from varuna_capslog.model.chain import TensorSpec
-from varuna_capslog.training.journal import Journal, RecentSteps, peak_record
+from varuna_capslog.training.journal import Journal, RecentSteps, peak_record, step_numbers, step_record
 from varuna_capslog.training.loggers import check_loggers
 
 
@@ -114,6 +117,17 @@ def test_without_a_terminal_there_are_plain_lines_and_no_bar(
     assert len(lines) == 2, "the second step came within the ten seconds of the first"
     assert lines[0].startswith("step 1 of 5  loss 1.0000")
     assert lines[1].endswith("that is not broken ")
+
+
+def test_a_skipped_step_has_no_norm_and_says_why() -> None:
+    verdict = Verdict(3, {"loss": 2.0, "part": 1.0}, math.inf, 0.0, False, None, False, loss_scale=1024.0)
+    line = step_record(verdict, 1e-3, 0.5, 0, 8)
+    assert (line["grad_norm"], line["loss_scale"], line["skipped"]) == (None, 1024.0, True)
+    assert step_numbers(line) == ["loss 2.0000", "lr 0.001", "16.0 samples/s", "skipped, since its gradients overflow"]
+    applied = step_record(dataclasses.replace(verdict, grad_norm=1.5, scale=0.25), 1e-3, 0.5, 0, 8)
+    assert (applied["grad_norm"], applied["skipped"], len(step_numbers(applied))) == (1.5, False, 4)
+    plain = step_record(dataclasses.replace(verdict, scale=1.0, loss_scale=None), 1e-3, 0.5, 0, 8)
+    assert {"loss_scale", "skipped"}.isdisjoint(plain)
 
 
 def test_a_logger_that_is_not_there_is_said_before_the_training(monkeypatch: pytest.MonkeyPatch) -> None:

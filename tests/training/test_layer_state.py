@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from varuna_capslog.config.train import ParameterGroup
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.learning_rate import LearningRate
+from varuna_capslog.engine.loss_scale import LossScale
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine, Ready
 from varuna_capslog.engine.recipe import Recipe
@@ -43,6 +45,12 @@ OPTIONS = EngineOptions(
     ),
 )
 SHARED = (8, 9, 10)
+FLOAT16 = dataclasses.replace(OPTIONS, precision="float16", weights="float16", loss_scale=LossScale(8.0))
+ROUNDED = dataclasses.replace(OPTIONS.recipe, moments="bfloat16")
+BFLOAT16 = dataclasses.replace(OPTIONS, precision="bfloat16", weights="bfloat16", recipe=ROUNDED)
+TYPES = pytest.mark.parametrize(
+    "options", [OPTIONS, FLOAT16, BFLOAT16], ids=["float32", "float16 weights", "bfloat16 weights and moments"]
+)
 
 
 def make_engine(
@@ -50,17 +58,27 @@ def make_engine(
     communicator: Communicator | None = None,
     layers: Mapping[int, EngineLayer] | None = None,
     chain: Any = None,
+    options: EngineOptions = OPTIONS,
 ) -> PipelineEngine:
     alone = communicator or Communicator(0, 1, 0, datetime.timedelta(0))
     chain = chain or models.build_chain()
-    placed = layout_for(layout, len(chain), OPTIONS.num_blocks)
-    return PipelineEngine(chain, models.loss, placed, OPTIONS, alone, CPU, Ready(cases.shapes_of(), layers))
+    placed = layout_for(layout, len(chain), options.num_blocks)
+    shapes = cases.shapes_of(precision=options.precision, weights=options.weights)
+    return PipelineEngine(chain, models.loss, placed, options, alone, CPU, Ready(shapes, layers))
 
 
 def train(engine: PipelineEngine, *steps: int) -> None:
     for step in steps:
-        minibatch, inputs = models.make_minibatch(4, step)
+        minibatch, inputs = minibatch_of(engine.options, step)
         train_step(engine, step, minibatch, inputs.__getitem__)
+
+
+def minibatch_of(options: EngineOptions, step: int) -> Any:
+    """That of `models`; the gradients of step 2 overflow in float16."""
+    minibatch, inputs = models.make_minibatch(4, step)
+    if options.loss_scale is not None and step == 2:
+        minibatch.targets[1] = 1e15 * minibatch.targets[1]
+    return minibatch, inputs
 
 
 def states(engine: PipelineEngine, copy: bool = True) -> dict[int, layer_state.LayerState]:
@@ -91,13 +109,13 @@ def test_keys_name_parameters_buffers_and_moments_of_every_use() -> None:
         assert torch.equal(found[index]["optimizer/head.0.weight/exp_avg"], found[8]["optimizer/head.0.weight/exp_avg"])
 
 
-def test_sizes_are_those_of_a_trained_state() -> None:
-    engine, chain = make_engine(), models.build_chain()
+@TYPES
+def test_sizes_are_those_of_a_trained_state(options: EngineOptions) -> None:
+    engine, chain = make_engine(options=options), models.build_chain()
     train(engine, 1)
     for index, state in states(engine).items():
-        assert layer_state.size_of(chain, index, OPTIONS.recipe) == sum(
-            t.numel() * t.dtype.itemsize for t in state.values()
-        )
+        size = sum(t.numel() * t.dtype.itemsize for key, t in state.items() if not key.startswith("scaler/"))
+        assert layer_state.size_of(chain, index, options.recipe, options.weights) == size
 
 
 def test_initial_is_the_untrained_layer_even_after_training() -> None:
@@ -124,8 +142,9 @@ def test_what_an_optimizer_keeps_comes_back_as_it_was() -> None:
     assert layer_state.moments_of(state, "a") == {}
 
 
-def test_a_checkpoint_gives_every_layer_its_state(tmp_path: Path) -> None:
-    engine, chain = make_engine(), models.build_chain()
+@TYPES
+def test_a_checkpoint_gives_every_layer_its_state(tmp_path: Path, options: EngineOptions) -> None:
+    engine, chain = make_engine(options=options), models.build_chain()
     train(engine, 1, 2)
     checkpoint = open_checkpoint(Saving(tmp_path, 2, 0, engine, {}, copies=None).complete())
     found = states(engine)
@@ -137,27 +156,29 @@ def test_a_checkpoint_gives_every_layer_its_state(tmp_path: Path) -> None:
             assert sorted(kept[kind]) == sorted(part)
         assert any("head" in name for name in kept["parameters"]) == (index == SHARED[0])
     # and the plain way of loading it, which knows nothing of these states
-    other = make_engine()
+    other = make_engine(options=options)
     load_layers(checkpoint, other.chain, other.layers, other.optimizer)
     assert digests(states(other)) == digests(found)
+    assert other.optimizer.loss_scale == engine.optimizer.loss_scale
     wider = models.build_chain(dtype=torch.float64)
     wider.layers[1].module.conv = torch.nn.Conv2d(3, 8, 5)
     with pytest.raises(CapslogError, match=r"'conv1\.conv\.weight' has shape .*the model wants \[8, 3, 5, 5\]"):
         from_checkpoint(checkpoint, wider, 1)
 
 
+@TYPES
 @pytest.mark.parametrize("live", [False, True], ids=["from copies", "with the layers that stay"])
-def test_an_installed_state_goes_on_to_the_last_bit(live: bool) -> None:
-    whole = make_engine(THREE_STAGES)
+def test_an_installed_state_goes_on_to_the_last_bit(live: bool, options: EngineOptions) -> None:
+    whole = make_engine(THREE_STAGES, options=options)
     train(whole, 1, 2, 3, 4)
-    engine, chain = make_engine(), models.build_chain()
+    engine, chain = make_engine(options=options), models.build_chain()
     train(engine, 1, 2)
     minibatch, inputs = models.make_minibatch(4, 3)
     engine.compute(3, minibatch, inputs.__getitem__)  # a step that is broken off leaves its gradients and statistics
     kept = states(engine, copy=not live)
     before = digests(kept)
     layers = {layer.index: layer for layer in engine.layers}
-    engine = make_engine(THREE_STAGES, layers=layers if live else {}, chain=chain)
+    engine = make_engine(THREE_STAGES, layers=layers if live else {}, chain=chain, options=options)
     for layer in engine.layers:
         layer_state.install(layer, engine.optimizer, kept[layer.index])
         assert (layer is layers[layer.index]) == (live and layer.index not in SHARED)
@@ -168,13 +189,15 @@ def test_an_installed_state_goes_on_to_the_last_bit(live: bool) -> None:
         assert digests(kept) == before, "what was installed is a copy"
 
 
-def test_installing_an_untrained_state_forgets_the_moments() -> None:
-    engine, chain = make_engine(), models.build_chain()
-    fresh = digests(states(engine))
+@TYPES
+def test_installing_an_untrained_state_forgets_the_moments(options: EngineOptions) -> None:
+    engine, chain = make_engine(options=dataclasses.replace(options, loss_scale=None)), models.build_chain()
+    fresh, low = digests(states(engine)), [one.detach().clone() for one in engine.optimizer.parameters.values()]
     train(engine, 1)
     for layer in engine.layers:
         layer_state.install(layer, engine.optimizer, layer_state.initial(chain, layer.index))
     assert digests(states(engine)) == fresh
+    assert all(map(torch.equal, engine.optimizer.parameters.values(), low))
 
 
 def test_a_state_of_another_layer_is_one_sentence() -> None:
@@ -188,18 +211,18 @@ def test_a_state_of_another_layer_is_one_sentence() -> None:
         follower.apply({"gradients/query.weight": torch.zeros(8, 8)}, 1, 1.0)
 
 
-def follow(communicator: Communicator, layout: Cuts) -> dict[str, Any]:
+def follow(communicator: Communicator, layout: Cuts, options: EngineOptions) -> dict[str, Any]:
     """Five steps with a copy of every layer beside its owner; every second copy makes its steps by itself, the others
     make theirs together.
     """
-    engine = make_engine(layout, communicator)
+    engine = make_engine(layout, communicator, options=options)
     chain = models.build_chain()
     followers = {
-        index: layer_state.Follower(chain, index, OPTIONS, CPU, state) for index, state in states(engine).items()
+        index: layer_state.Follower(chain, index, options, CPU, state) for index, state in states(engine).items()
     }
     scales, equal, traced = [], [], []
     for step in range(1, 6):
-        minibatch, inputs = models.make_minibatch(4, step)
+        minibatch, inputs = minibatch_of(options, step)
         engine.compute(step, minibatch, inputs.__getitem__)
         updates = {
             # what a wire would do to it
@@ -215,21 +238,26 @@ def follow(communicator: Communicator, layout: Cuts) -> dict[str, Any]:
         )
         scales.append(verdict.scale)
         theirs = digests({index: follower.state(copy=False) for index, follower in followers.items()})
-        equal.append(theirs == digests(states(engine)))
+        low = [(layer.parameters, followers[layer.index].layer.parameters) for layer in engine.layers]
+        alike = all(torch.equal(mine[name], copy[name]) for mine, copy in low for name in mine)
+        equal.append(alike and theirs == digests(states(engine)))
         traced.append({index: sorted(update) for index, update in updates.items()})
     return {"scales": scales, "equal": equal, "keys": traced[0]}
 
 
+@TYPES
 @pytest.mark.parametrize(
     "layout",
     [ONE, Cuts((0, 8, 9, 10), (0, 1, 2, 3)), Cuts((0, 2, 8, 9), (0, 1, 0, 1), 2)],
     ids=["one rank", "heads on three ranks", "two replicas, heads on two ranks each"],
 )
-def test_a_follower_is_its_owner_to_the_last_bit(pool: WorkerPool, layout: Cuts) -> None:
-    results = pool.run(follow, layout.world_size, layout)
+def test_a_follower_is_its_owner_to_the_last_bit(pool: WorkerPool, layout: Cuts, options: EngineOptions) -> None:
+    results = pool.run(follow, layout.world_size, layout, options)
     for result in results:
         assert result["equal"] == [True] * 5
         assert min(result["scales"]) < 1.0
+        skipped = [step for step, scale in enumerate(result["scales"], 1) if scale == 0.0]
+        assert skipped == ([] if options.loss_scale is None else [2])
     keys = {index: found for result in results for index, found in result["keys"].items()}
     assert [key for key in keys[1] if key.startswith("statistics")] == [f"statistics/{index}/0/0" for index in range(4)]
     assert not keys[0], "nothing of a frozen layer changes"
@@ -238,41 +266,42 @@ def test_a_follower_is_its_owner_to_the_last_bit(pool: WorkerPool, layout: Cuts)
 
 
 def places(layer: EngineLayer) -> list[int]:
-    return [parameter.data_ptr() for parameter in layer.parameters.values()]
+    return [tensor.data_ptr() for tensor in (*layer.parameters.values(), *layer.masters.values())]
 
 
-def test_a_copy_becomes_the_layer_and_the_layer_a_copy_without_being_copied() -> None:
+@TYPES
+def test_a_copy_becomes_the_layer_and_the_layer_a_copy_without_being_copied(options: EngineOptions) -> None:
     """As on a member whose layers change at a boundary; the values go on as if nothing had been."""
-    expected = make_engine()
+    expected = make_engine(options=options)
     train(expected, 1, 2, 3, 4)
-    engine = make_engine()
+    engine = make_engine(options=options)
     train(engine, 1, 2)
     chain = models.build_chain()
     followers = {
-        index: layer_state.Follower(chain, index, OPTIONS, CPU, state) for index, state in states(engine).items()
+        index: layer_state.Follower(chain, index, options, CPU, state) for index, state in states(engine).items()
     }
     taken = {index: follower.layer for index, follower in followers.items()}
     for index, follower in followers.items():
         assert layer_state.lies_in(follower.state(copy=False), taken[index])
     assert not layer_state.lies_in(followers[1].state(copy=True), taken[1])
     lay = {index: places(layer) for index, layer in taken.items() if not layer.shared}
-    second = make_engine(layers=taken, chain=chain)
+    second = make_engine(layers=taken, chain=chain, options=options)
     for layer in second.layers:
         layer_state.install(layer, second.optimizer, followers[layer.index].state(copy=False))
     assert {layer.index: places(layer) for layer in second.layers if not layer.shared} == lay
     train(second, 3)
     live, engine_layers = states(second, copy=False), {layer.index: layer for layer in second.layers}
     copies = {
-        index: layer_state.Follower(chain, index, OPTIONS, CPU, live[index], layer)
+        index: layer_state.Follower(chain, index, options, CPU, live[index], layer)
         for index, layer in engine_layers.items()
     }
     assert {index: places(copies[index].layer) for index in lay} == lay
     for index in SHARED:  # an engine's uses of a shared parameter lie in one place, a copy in one of its own
         assert places(copies[index].layer) != places(engine_layers[index])
-    third = make_engine()
+    third = make_engine(options=options)
     for layer in third.layers:
         layer_state.install(layer, third.optimizer, copies[layer.index].state(copy=False))
-    minibatch, inputs = models.make_minibatch(4, 4)
+    minibatch, inputs = minibatch_of(options, 4)
     third.compute(4, minibatch, inputs.__getitem__)
     updates = {index: third.update_of(index) for index in copies}
     updates = {index: {key: tensor.clone() for key, tensor in update.items()} for index, update in updates.items()}
@@ -282,5 +311,5 @@ def test_a_copy_becomes_the_layer_and_the_layer_a_copy_without_being_copied() ->
     wanted = digests(states(expected))
     assert digests(states(third)) == wanted
     assert digests({index: copy.state(copy=False) for index, copy in copies.items()}) == wanted
-    other = layer_state.Follower(chain, 1, OPTIONS, CPU, states(third)[1], engine_layers[1])
+    other = layer_state.Follower(chain, 1, options, CPU, states(third)[1], engine_layers[1])
     assert places(other.layer) != places(engine_layers[1]), "a state of another memory is copied"

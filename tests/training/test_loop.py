@@ -163,17 +163,20 @@ def test_a_ballot_comes_out_as_it_went_in() -> None:
     assert meter.opened([meter.sealed(b""), b'{"finite":true}']) == ((b"", b'{"finite":true}'), None)
 
 
-@pytest.mark.parametrize(("generation", "step"), [(1, 2), (2, 5), (7, 5)])
-def test_which_step_is_measured(generation: int, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize(("generation", "rounds", "step"), [(1, False, 2), (1, True, 3), (2, False, 5), (7, True, 5)])
+def test_which_step_is_measured(
+    generation: int, rounds: bool, step: int, skips: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Nothing:
         layers = ()
         optimizer = None
 
     meter = PeakMeter(torch.device("cpu"))
     monkeypatch.setattr("varuna_capslog.training.loop.resident_tensors", lambda layers, optimizer: [])
-    meter.begin(generation)
+    meter.begin(generation, rounds)
     measured = []
-    for number in range(1, 9):
+    for number in range(1, 10):
         with meter.computing(Nothing()) as due:  # type: ignore[arg-type]
             kept = torch.ones(1000)
         if due:
@@ -181,6 +184,7 @@ def test_which_step_is_measured(generation: int, step: int, monkeypatch: pytest.
             assert meter._bytes is not None
             assert meter._bytes >= kept.nbytes
         assert (meter.sealed(b"") != b"") == due
-        with meter.applying(Nothing()):  # type: ignore[arg-type]
+        skipped = skips and number in (1, step + 2)
+        with meter.applying(Nothing(), skipped):  # type: ignore[arg-type]
             pass
-    assert measured == [step]
+    assert measured == [step + skips], "a step that is skipped before it makes no moments"

@@ -20,7 +20,7 @@ from varuna_capslog.model.splitting.pieces import TensorPiece, parts_from_json, 
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.rig.toy import toy_config
 from varuna_capslog.training.checkpoint import FORMAT, Checkpoint, entry_of, open_checkpoint, write_whole
-from varuna_capslog.training.layer_state import LayerState, model_state
+from varuna_capslog.training.layer_state import LayerState, model_state, scaler_state
 from varuna_capslog.training.resplit import manifest_of_layers
 from varuna_capslog.training.run_setup import initialise
 from varuna_capslog.training.stored_layers import from_checkpoint, load_chain, to_checkpoint
@@ -28,6 +28,7 @@ from varuna_capslog.training.stored_layers import from_checkpoint, load_chain, t
 HEADS = {"encoder.*": "tensor-2", "decoder.*": "tensor-4"}
 ROWS = {"encoder.*": "sequence-3"}
 WAYS = [{}, HEADS, ROWS]
+SCALER = {"scale": 512.0, "streak": -2}
 Stored = tuple[Checkpoint, dict[str, Tensor]]
 
 
@@ -45,12 +46,12 @@ def transformer(splits: Mapping[str, str]) -> Chain:
 
 
 def written(folder: Path, chain: Chain) -> Checkpoint:
-    """A checkpoint of the chain as it is, with drawn moments."""
+    """A checkpoint of the chain as it is, with drawn moments and a loss scale."""
     folder.mkdir()
     entries: dict[str, object] = {}
     drawn: dict[str, Tensor] = {}
     for index, layer in enumerate(chain.layers):
-        state: LayerState = model_state(chain, index)
+        state: LayerState = model_state(chain, index) | scaler_state(SCALER)
         for name, parameter in layer.module.named_parameters():
             address = chain.shared_names(index).get(name, f"{layer.name}.{name}")
             state[f"optimizer/{name}/exp_avg"] = drawn.setdefault(address, torch.randn_like(parameter))
@@ -70,7 +71,8 @@ def whole_states(states: Mapping[str, LayerState], chain: Chain) -> dict[str, Te
     table = split_table(chain.layers)
     for layer in chain.layers:
         if layer.part is None:
-            found |= {f"{layer.name}/{key}": tensor for key, tensor in states[layer.name].items()}
+            kept = {key: one for key, one in states[layer.name].items() if not key.startswith("scaler/")}
+            found |= {f"{layer.name}/{key}": tensor for key, tensor in kept.items()}
     for whole, rows in table.items():
         parts = [(pieces, states[part]) for part, pieces in parts_from_json(rows).items()]
         for kind in ("parameters", "buffers", "optimizer", "number"):
@@ -114,6 +116,7 @@ def test_any_parts_read_what_any_parts_wrote(stored: Stored, target: dict[str, s
     assert not [key for key, tensor in expected.items() if not torch.equal(tensor, found[key])]
     for index, layer in enumerate(other.layers):
         assert theirs[layer.name].keys() >= model_state(other, index).keys()
+        assert {key: float(theirs[layer.name][f"scaler/{key}"]) for key in SCALER} == SCALER
     # and for prediction, on one device
     load_chain(checkpoint, other)
     states = {layer.name: model_state(other, index) for index, layer in enumerate(other.layers)}

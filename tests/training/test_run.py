@@ -16,6 +16,7 @@ from tests.engine.workload import TinyWorkload
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.training.checkpoint import best_checkpoint, latest_checkpoint, open_checkpoint, prune
+from varuna_capslog.training.constants import check_continues, run_constants
 from varuna_capslog.training.run_setup import initialise
 from varuna_capslog.training.stored_layers import load_chain
 
@@ -62,8 +63,39 @@ def assert_same(one: Any, other: Any) -> None:
         assert one.keys() == other.keys()
         for key in one:
             assert_same(one[key], other[key])
-    else:
+    elif isinstance(one, torch.Tensor):
         assert torch.equal(one, other)
+    else:
+        assert one == other
+
+
+BFLOAT16 = {"precision": "bfloat16", "weights": "bfloat16", "moments": "bfloat16"}
+TYPES: dict[str, Any] = {
+    "float16": {"train": {"precision": "float16"}, "data": {"far": 5}},
+    "bfloat16": {"train": BFLOAT16},
+}
+
+
+@pytest.mark.parametrize("types", TYPES)
+def test_a_run_of_other_types_resumes_to_the_last_bit(pool: WorkerPool, tmp_path: Path, types: str) -> None:
+    assert train(pool, tmp_path / "whole", **TYPES[types])["step"] == 6
+    assert train(pool, tmp_path / "parts", stop_after=3, **TYPES[types])["step"] == 3
+    assert train(pool, tmp_path / "parts", THREE, **TYPES[types])["resumed"] == 3
+    rows = [
+        [(line["step"], line["loss"], line["grad_norm"], line.get("loss_scale"), line.get("skipped")) for line in lines]
+        for lines in (files.read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts"))
+    ]
+    assert rows[0] == rows[1]
+    assert_same_end(tmp_path / "parts", tmp_path / "whole")
+    if types == "float16":
+        scale = 65536.0
+        for step, _, norm, told, skipped in rows[0]:
+            assert (told, norm is None) == (scale, skipped), step
+            scale /= 2 if skipped else 1
+        # the sample that is far away comes once in three steps, and the first scales are too large for this model
+        assert {skipped for *_, skipped in rows[0][:3]} == {True}
+        assert False in [skipped for *_, skipped in rows[0][3:]]
+        assert True in [skipped for *_, skipped in rows[0][3:]]
 
 
 def test_two_replicas_write_the_same_losses(pool: WorkerPool, whole: Path, tmp_path: Path) -> None:
@@ -75,6 +107,57 @@ def test_a_changed_constant_is_refused(pool: WorkerPool, whole: Path, tmp_path: 
     shutil.copytree(whole, tmp_path / "run")
     with pytest.raises(RuntimeError, match=r"was written with train\.seed=3, the config says 4"):
         train(pool, tmp_path / "run", train={"seed": 4, "max_steps": 8})
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "message"),
+    [
+        ({}, {"precision": "float16"}, r"train\.precision=float32, the config says float16"),
+        ({}, {"moments": "bfloat16"}, r"train\.moments=float32, the config says bfloat16"),
+        ({"precision": "bfloat16"}, BFLOAT16, r"train\.weights=float32, the config says bfloat16"),
+        (BFLOAT16, {"precision": "bfloat16"}, r"train\.weights=bfloat16, the config says float32"),
+        (
+            {"precision": "float16"},
+            {"precision": "float16", "loss_scale": 8.0},
+            "loss_scale=dynamic, the config says 8",
+        ),
+    ],
+)
+def test_other_types_are_refused(tmp_path: Path, before: dict[str, Any], now: dict[str, Any], message: str) -> None:
+    one, other = (cases.run_config(str(tmp_path), train=keys) for keys in (before, now))
+    manifest = {"model": "tiny", "constants": run_constants(one)}
+    check_continues(one, "tiny", manifest, tmp_path)
+    with pytest.raises(CapslogError, match=message):
+        check_continues(other, "tiny", manifest, tmp_path)
+
+
+def test_a_checkpoint_of_before_there_were_other_types_is_one_of_float32(tmp_path: Path) -> None:
+    config = cases.run_config(str(tmp_path), train={"precision": "bfloat16"})
+    constants = run_constants(config)
+    del constants["weights"], constants["moments"]
+    check_continues(config, "tiny", {"model": "tiny", "constants": constants}, tmp_path)
+    other = cases.run_config(str(tmp_path), train=BFLOAT16)
+    with pytest.raises(CapslogError, match=r"train\.weights=float32, the config says bfloat16"):
+        check_continues(other, "tiny", {"model": "tiny", "constants": constants}, tmp_path)
+
+
+def test_a_run_begins_from_one_of_other_types(pool: WorkerPool, whole: Path, tmp_path: Path) -> None:
+    """From float32 to 16 bits and back: the masters are the weights, and only what is frozen is rounded."""
+    still = {"max_steps": 1, "lr": 1e-30}
+    for name, source, types in (("low", whole, BFLOAT16), ("wide", tmp_path / "low", {})):
+        assert train(pool, tmp_path / name, train=still | types, init_from=str(source))["step"] == 1
+    first, low, wide = (
+        latest_checkpoint(folder / "checkpoints")[0] for folder in (whole, tmp_path / "low", tmp_path / "wide")
+    )
+    assert first is not None
+    assert low is not None
+    assert wide is not None
+    for layer in first.manifest["layers"]:
+        for name, tensor in first.layer(layer)["parameters"].items():
+            found, back = low.layer(layer)["parameters"][name], wide.layer(layer)["parameters"][name]
+            frozen = layer == "stem"
+            assert torch.equal(found, tensor.bfloat16() if frozen else tensor), (layer, name)
+            assert torch.equal(back, found.float())
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:

@@ -155,13 +155,21 @@ def _fork(order: Order, entry: str, private: Sequence[int]) -> int:
 
 
 def may_fork() -> bool:
-    """Whether no module has started CUDA or a thread while it was imported: neither survives a fork."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    """Whether no module has started an accelerator or a thread while it was imported: neither survives a fork."""
+    if accelerator_started():
         return False
     with contextlib.suppress(OSError):
         return len(os.listdir("/proc/self/task")) == 1
     return threading.active_count() == 1
+
+
+def accelerator_started() -> bool:
+    """Whether this process uses an accelerator; False where torch was not imported, which nothing here does."""
+    torch = sys.modules.get("torch")
+    if torch is None or (here := torch.accelerator.current_accelerator()) is None:
+        return False
+    ask = getattr(torch.get_device_module(here), "is_initialized", None)
+    return ask is not None and bool(ask())
 
 
 def _become(

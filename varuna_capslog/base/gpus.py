@@ -1,76 +1,205 @@
-"""Kinds of GPUs that a plan may be for without one being here: their memory and what their data sheets promise.
+"""Kinds of GPUs that a plan may be for without one being here: what their makers' data sheets say.
 
-`profile.device: cuda:KIND` names one. `Gpu.memory_bytes` is the capacity of a plan that says none; estimates take their
-seconds from the rates (`profiling.estimation.roofline`). Nothing here asks a device.
+`profile.device: cuda:KIND` names one, and so do `--device` and Python's `device=`; `parse_device` reads them all.
+`Gpu.memory_bytes` is the capacity of a plan that says none; estimates take seconds and workspaces from the rest
+(`profiling.estimation`). Nothing here asks a device.
 """
 
 from __future__ import annotations
 
+import difflib
+import re
 from dataclasses import dataclass
 
 from varuna_capslog.base.errors import CapslogError
 
-__all__ = ["GPUS", "Gpu", "gpu_of", "parse_device"]
+__all__ = ["GPUS", "Gpu", "gpu_named", "gpu_of", "parse_device", "parse_device_type"]
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU.
+    """One kind of GPU, by its data sheet; rates are per second, of matrix units dense and with float32 sums.
 
     Attributes:
+        architecture: what kinds have in common whose kernels reach like parts of their rates.
         memory_gib: what torch calls its total memory, in GiB, rounded down: 1 to 2 % less than it is sold with.
-        float32_flops: of the data sheet, per second, without tensor cores.
-        tensor_flops: in TF32, dense, per second; 0 where there is none.
-        bytes_per_second: of its memory, by the data sheet.
-        hopper: of the architecture Hopper or a later one, for which torch gives cuBLAS larger workspaces.
+        bytes_per_second: of its memory.
+        float32_flops: without matrix units.
+        half_flops: in float16 and, where the kind has it, bfloat16.
+        processors: streaming multiprocessors (NVIDIA) or compute units (AMD).
+        clock_hertz: of the processors, boosted.
+        tensor_flops: in TF32; 0 where it has none.
+        float8_flops: 0 where it has none.
+        threads_per_processor: most threads that are resident on one.
+        host_bytes_per_second: of its link to the host, in one direction.
+        has_bfloat16: whether the matrix units take bfloat16.
     """
 
+    architecture: str
     memory_gib: float
-    float32_flops: float
-    tensor_flops: float
     bytes_per_second: float
-    hopper: bool = False
+    float32_flops: float
+    half_flops: float
+    processors: int
+    clock_hertz: float
+    tensor_flops: float = 0
+    float8_flops: float = 0
+    threads_per_processor: int = 2048
+    host_bytes_per_second: float = 32e9
+    has_bfloat16: bool = True
 
     @property
     def memory_bytes(self) -> int:
-        """The same in bytes."""
+        """The total memory in bytes."""
         return int(self.memory_gib * 2**30)
+
+    @property
+    def hopper_or_later(self) -> bool:
+        """Whether torch gives cuBLAS the larger workspaces: NVIDIA's compute capability 9 and above."""
+        return self.architecture in ("hopper", "blackwell", "blackwell-rtx")
+
+    @property
+    def prefers_cudnn(self) -> bool:
+        """Whether torch takes cuDNN's fused attention first: NVIDIA's compute capabilities 9 and 10."""
+        return self.architecture in ("hopper", "blackwell")
+
+
+_PCIE3, _PCIE5, _NVLINK_C2C = 16e9, 64e9, 450e9
+
+
+def _volta(memory_gib: float) -> Gpu:
+    return Gpu("volta", memory_gib, 900e9, 15.7e12, 125e12, 80, 1.53e9, 0, 0, 2048, _PCIE3, False)
+
+
+def _turing(memory_gib: float, memory: float, float32: float, half: float, processors: int, clock: float) -> Gpu:
+    return Gpu("turing", memory_gib, memory, float32, half, processors, clock, 0, 0, 1024, _PCIE3, False)
+
+
+def _a100(memory_gib: float, memory: float) -> Gpu:
+    return Gpu("ampere", memory_gib, memory, 19.5e12, 312e12, 108, 1.41e9, 156e12)
+
+
+def _ampere(
+    memory_gib: float, memory: float, float32: float, half: float, processors: int, clock: float, tensor: float
+) -> Gpu:
+    return Gpu("ampere-rtx", memory_gib, memory, float32, half, processors, clock, tensor, 0, 1536)
+
+
+def _hopper(memory_gib: float, memory: float, host: float = _PCIE5) -> Gpu:
+    return Gpu("hopper", memory_gib, memory, 67e12, 989e12, 132, 1.98e9, 494e12, 1979e12, 2048, host)
+
+
+def _blackwell(memory_gib: float, half: float, host: float) -> Gpu:
+    return Gpu("blackwell", memory_gib, 8000e9, 80e12, half, 148, 1.965e9, half / 2, 2 * half, 2048, host)
+
+
+def _mi300(memory_gib: float, memory: float) -> Gpu:
+    return Gpu("cdna3", memory_gib, memory, 163.4e12, 1307.4e12, 304, 2.1e9, 653.7e12, 2614.9e12, 2048, _PCIE5)
 
 
 GPUS = {
-    "t4": Gpu(14.5, 8.1e12, 0, 300e9),
-    "v100-16gb": Gpu(15.7, 15.7e12, 0, 900e9),
-    "v100-32gb": Gpu(31.7, 15.7e12, 0, 900e9),
-    "a4000": Gpu(15.7, 19.2e12, 38.3e12, 448e9),
-    "a6000": Gpu(47.4, 38.7e12, 77.4e12, 768e9),
-    "a10": Gpu(22.0, 31.2e12, 62.5e12, 600e9),
-    "a100-40gb": Gpu(39.3, 19.5e12, 156e12, 1555e9),
-    "a100-80gb": Gpu(79.1, 19.5e12, 156e12, 2039e9),
-    "l4": Gpu(22.0, 30.3e12, 60e12, 300e9),
-    "l40s": Gpu(44.3, 91.6e12, 183e12, 864e9),
-    "rtx3090": Gpu(23.6, 35.6e12, 35.6e12, 936e9),
-    "rtx4090": Gpu(23.6, 82.6e12, 82.6e12, 1008e9),
-    "h100-80gb": Gpu(79.1, 67e12, 494e12, 3350e9, True),
-    "h200": Gpu(139.7, 67e12, 494e12, 4800e9, True),
+    "v100-16gb": _volta(15.7),
+    "v100-32gb": _volta(31.7),
+    "t4": _turing(14.5, 320e9, 8.1e12, 65e12, 40, 1.59e9),
+    "rtx2080": _turing(7.7, 448e9, 10.1e12, 40.3e12, 46, 1.71e9),
+    "titan-rtx": _turing(23.6, 672e9, 16.3e12, 130e12, 72, 1.77e9),
+    "a100-40gb": _a100(39.3, 1555e9),
+    "a100-80gb": _a100(79.1, 2039e9),
+    "a10": _ampere(22.0, 600e9, 31.2e12, 125e12, 72, 1.695e9, 62.5e12),
+    "a4000": _ampere(15.7, 448e9, 19.2e12, 76.7e12, 48, 1.56e9, 38.3e12),
+    "a6000": _ampere(47.4, 768e9, 38.7e12, 154.8e12, 84, 1.80e9, 77.4e12),
+    "rtx3080ti-laptop": _ampere(15.7, 512e9, 20.2e12, 40.4e12, 58, 1.36e9, 20.2e12),
+    "rtx3090": _ampere(23.6, 936e9, 35.6e12, 71e12, 82, 1.695e9, 35.6e12),
+    "l4": Gpu("ada", 22.0, 300e9, 30.3e12, 121e12, 58, 2.04e9, 60e12, 242e12, 1536),
+    "l40s": Gpu("ada", 44.3, 864e9, 91.6e12, 362e12, 142, 2.52e9, 183e12, 733e12, 1536),
+    "rtx4090": Gpu("ada", 23.6, 1008e9, 82.6e12, 165.2e12, 128, 2.52e9, 82.6e12, 330.3e12, 1536),
+    "h20": Gpu("hopper", 95.0, 4000e9, 44e12, 148e12, 78, 1.98e9, 74e12, 296e12, 2048, _PCIE5),
+    "h100-80gb": _hopper(79.1, 3350e9),
+    "h100-96gb": _hopper(94.5, 2400e9),
+    "gh200-96gb": _hopper(94.5, 4000e9, _NVLINK_C2C),
+    "gh200-144gb": _hopper(141.0, 4900e9, _NVLINK_C2C),
+    "h200": _hopper(139.7, 4800e9),
+    "b200": _blackwell(178.3, 2250e12, _PCIE5),
+    "gb200": _blackwell(184.0, 2500e12, _NVLINK_C2C),
+    "gb300": _blackwell(277.0, 2500e12, _NVLINK_C2C),
+    "rtx5090": Gpu("blackwell-rtx", 31.3, 1792e9, 104.8e12, 209.5e12, 170, 2.407e9, 104.8e12, 419e12, 1536, _PCIE5),
+    "rtx-pro-6000": Gpu("blackwell-rtx", 94.9, 1792e9, 125e12, 503.8e12, 188, 2.6e9, 251.9e12, 1007.6e12, 1536, _PCIE5),
+    "mi300x": _mi300(191.9, 5300e9),
+    "mi325x": _mi300(255.9, 6000e9),
+    "mi355x": Gpu("cdna4", 287.9, 8000e9, 157.3e12, 2516.6e12, 256, 2.4e9, 0, 5033.2e12, 2048, _PCIE5),
 }
-"""By name, from the makers' data sheets (SXM modules where there are several)."""
+"""By name, from the makers' data sheets: SXM modules where there are several, the middle of the clocks that a laptop
+may have. The total memory of `h200` was read on one."""
+
+_SHORT = {"h100": "h10080gb"}
+"""What people mean by a name that several kinds bear."""
+
+
+def gpu_named(text: str) -> str:
+    """The name in `GPUS` of a kind as people write it (`H100`, `4090`, `A100 80GB`) or torch (`NVIDIA A100-SXM4-80GB`).
+
+    Raises:
+        CapslogError: no such kind (the nearest ones are named), or one that has several memories (all are named).
+    """
+    plain = re.sub(r"[\s_-]|nvidia|amd|instinct|geforce|tesla|sxm\d|pcie|hbm\d?e?", "", text.lower())
+    spelled = {name.replace("-", ""): name for name in GPUS}
+    for word in (_SHORT.get(plain, plain), f"rtx{plain}", f"titan{plain}", plain.removeprefix("rtx")):
+        if word in spelled:
+            return spelled[word]
+    memories = [name for name in GPUS if name.rpartition("-")[0].replace("-", "") == plain != ""]
+    if len(memories) > 1:
+        raise CapslogError(f"the GPU {text!r} is sold with several memories; choose {' or '.join(memories)}")
+    near = difflib.get_close_matches(plain, spelled, n=3, cutoff=0.0)
+    nearest = ", ".join(spelled[word] for word in near)
+    raise CapslogError(f"the kind of GPU {text!r} is not in the table; the nearest are {nearest}")
 
 
 def gpu_of(device: str) -> Gpu | None:
-    """The kind that a device such as cuda:a100-80gb names; None for cpu and for cuda alone."""
+    """The kind that a device such as cuda:a100-80gb names; None for a type of device alone."""
     return GPUS.get(device.partition(":")[2])
 
 
 def parse_device(text: str) -> str:
-    """A device that a profile may be for: cpu, cuda, or cuda:KIND with a kind of `GPUS`.
+    """The device that a profile is for: a type that torch may know, or cuda:KIND with a name of `GPUS`.
+
+    Args:
+        text: a type such as cpu, cuda:KIND or KIND, the kind as `gpu_named` reads it.
 
     Raises:
-        CapslogError: it is none of these; the known kinds are named.
+        CapslogError: it is none of these; the nearest kinds are named.
     """
     device, colon, kind = text.partition(":")
     if device == "cuda" and colon:
-        if kind not in GPUS:
-            raise CapslogError(f"the kind of GPU {kind!r} is not in the table; known: {', '.join(GPUS)}")
-    elif text not in ("cpu", "cuda"):
-        raise CapslogError(f"the device {text!r} is unknown; choose cpu, cuda or cuda:KIND, such as cuda:a100-80gb")
+        return f"cuda:{gpu_named(kind)}"
+    if text != "auto" and _is_type(text):
+        return text
+    try:
+        return f"cuda:{gpu_named(text)}"
+    except CapslogError as error:
+        if text.isalpha() or colon:
+            raise CapslogError(
+                f"the device {text!r} is unknown; choose cpu, cuda, another accelerator of torch such as xpu, or "
+                "cuda:KIND, such as cuda:a100-80gb"
+            ) from None
+        raise error
+
+
+def parse_device_type(text: str) -> str:
+    """A type of device that a run may ask for: auto, cpu, or one that torch may know. Only torch knows which are here.
+
+    Raises:
+        CapslogError: it is no such name, such as one with a number.
+    """
+    if not _is_type(text):
+        raise CapslogError(
+            f"device={text} is no type of device; choose auto, cpu, cuda or another accelerator of torch such as xpu, "
+            "without a number: workers take the devices of a machine in turn"
+        )
     return text
+
+
+def _is_type(text: str) -> bool:
+    """Whether torch, or a backend of somebody else's, may have this type: one word of letters, as no kind is.
+    `gpu`, which people write, nobody has.
+    """
+    return text != "gpu" and re.fullmatch(r"[a-z_]+", text) is not None

@@ -100,7 +100,7 @@ class ModelFlags:
         str | None,
         option(
             "Device that the costs are for: cpu, cuda, or cuda:KIND, such as cuda:a100-80gb (an unknown kind names the "
-            "known ones). A kind's memory is the capacity, where none is given.",
+            "nearest). A kind's memory is the capacity, where none is given.",
             "CONFIG's; with --model the GPU of this machine, or its cpu",
         ),
     ] = None
@@ -199,12 +199,15 @@ def say_assumptions(config: Config) -> None:
     from varuna_capslog.base.gpus import gpu_of
     from varuna_capslog.base.units import format_bytes
     from varuna_capslog.planners import LAYERWISE
+    from varuna_capslog.profiling.conditions import kind_here
 
     device, train = config.profile.device or "cpu", config.train
     capacity = config.pipeline.capacity
     gpu = gpu_of(device)
     if gpu is not None:
         where = f"{device} with {format_bytes(gpu.memory_bytes)}"
+    elif device == "cuda" and kind_here():
+        where = f"cuda, by the GPU of this machine ({kind_here()})"
     elif device == "cuda":
         where = "cuda, with the seconds of an RTX A4000 (--device cuda:KIND takes those of another GPU)"
     else:
@@ -212,7 +215,7 @@ def say_assumptions(config: Config) -> None:
     limit = "without a limit of memory" if capacity is None else "within its capacity"
     again = "where memory asks for it" if config.pipeline.planner in LAYERWISE else "by every stage"
     typer.echo(
-        f"capslog: estimated for {where}, {limit}: {train.precision}, AdamW, microbatches of {train.microbatch_size}, "
+        f"capslog: estimated for {where}, {limit}: {train.types}, AdamW, microbatches of {train.microbatch_size}, "
         f"activations recomputed {again}; --measure runs the layers here instead",
         err=True,
     )
@@ -221,8 +224,11 @@ def say_assumptions(config: Config) -> None:
 def _announce_runs(config: Config) -> None:
     import torch
 
-    if config.profile.device == "cuda" and not torch.cuda.is_available():
-        return  # nothing will be measured
+    from varuna_capslog import accelerator
+
+    device = config.profile.device or "cpu"
+    if device not in ("cpu", "cuda") or accelerator.why_unusable(device) is not None:
+        return  # no estimate says how long it takes, or nothing will be measured
 
     from varuna_capslog.profiling.estimate import estimate_config
     from varuna_capslog.profiling.trim import MICROBATCHES
@@ -237,7 +243,7 @@ def _announce_runs(config: Config) -> None:
     seconds = 2 * (time.perf_counter() - began) + busy * MICROBATCHES * _STEPS / workers
     duration = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
     typer.echo(
-        f"capslog: measuring {len(rows)} runs of one and two layers on this machine's {config.profile.device}, which "
+        f"capslog: measuring {len(rows)} runs of one and two layers on this machine's {device}, which "
         f"takes {duration} or more, and longer where other programs run; --estimate takes seconds",
         err=True,
     )

@@ -144,7 +144,7 @@ def _of_budgets(request: PlanRequest, profile: Profile, run: RunShape, planner: 
         return with_step_seconds(profile, found, run, request.link)
 
     def needed(found: Plan) -> int:
-        return max(headroom.reserved(one.bytes or 0) for one in found.ranks)
+        return max(headroom.device(one.bytes or 0) for one in found.ranks)
 
     front = budget_front(find, needed, capacity)
     if not front:

@@ -13,6 +13,7 @@ from varuna_capslog.commands.shared import option
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
+    from varuna_capslog.profiles.record import Profile
 
 __all__ = ["profile"]
 
@@ -44,6 +45,7 @@ def profile(given: ProfileFlags) -> None:
     settings = _config(given)
     with announced(None if given.model is None else settings):
         result = profile_run(settings, show=not given.as_json)
+    learned = _learned(settings, result)
     path = given.output
     if path is None and given.model is None:
         path = settings.run_dir / "profile.json"
@@ -54,7 +56,31 @@ def profile(given: ProfileFlags) -> None:
     else:
         from varuna_capslog.reports.tables import profile_table
 
-        profile_table(result, "not written; -o FILE keeps it" if path is None else f"written to {path}").print()
+        where = "not written; -o FILE keeps it" if path is None else f"written to {path}"
+        profile_table(result, where, *learned).print()
+
+
+def _learned(settings: Config, profile: Profile) -> list[str]:
+    """Corrects the seconds of later estimates by a measured profile; a sentence that says how."""
+    if profile.source != "measured":
+        return []
+    from varuna_capslog.profiling.calibration import learn
+    from varuna_capslog.profiling.estimate import StageEstimator
+
+    try:
+        estimator = StageEstimator.of_config(settings)
+        work = {row.layers: estimator.stage(*row.layers).work for row in profile.observations if row.variant is None}
+    except CapslogError as error:
+        return [f"estimates are not corrected by this profile: {error}"]
+    known = learn(profile, work)
+    if known is None:
+        return []
+    shown = ", ".join(f"{group} {factor:.2f}" for group, factor in known.factors().items())
+    before, after = (known.error(speed) for speed in (known.uncorrected, known.speed))
+    return [
+        f"estimates for {known.device} are corrected from now on, by measured profiles of {len(known.models)} models: "
+        f"{shown}; median error of a run {before:.0%} before, {after:.0%} after"
+    ]
 
 
 def _config(given: ProfileFlags) -> Config:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, ValidationInfo, model_validator
 
 from varuna_capslog.base import fields, units
-from varuna_capslog.base.gpus import gpu_of, parse_device
+from varuna_capslog.base.gpus import gpu_of, parse_device, parse_device_type
 from varuna_capslog.config import defaults
 from varuna_capslog.config.section import Section
 from varuna_capslog.config.train import Train
@@ -49,7 +49,7 @@ def _seconds(value: Any, info: ValidationInfo) -> float:
 
 
 def _device(value: Any) -> Any:
-    """cpu, cuda or cuda:KIND; null stays null."""
+    """A type of device, or cuda:KIND; null stays null."""
     return parse_device(value) if isinstance(value, str) else value
 
 
@@ -200,8 +200,8 @@ class Profiling(Section):
     """[height, width] in pixels to profile at; null means the largest padded size that the run can meet."""
 
     device: Annotated[str | None, BeforeValidator(_device)] = None
-    """Device that the costs are for: cpu, cuda, or for estimates cuda:KIND, such as cuda:a100-80gb; null means the
-    run's own."""
+    """Device that the costs are for: cpu, cuda, or where they are measured another accelerator such as xpu, or where
+    they are estimated cuda:KIND, such as cuda:a100-80gb; null means the run's own."""
 
     source: Literal["measured", "estimated"] = "measured"
     """Real runs of trimmed stages, or an estimate without the device."""
@@ -313,8 +313,9 @@ class Config(Section):
     run_dir: Path = Path("runs/run")
     """Folder of everything the run writes; by default runs/ and the config file's name."""
 
-    device: Literal["cpu", "cuda", "auto"] = "auto"
-    """Where the workers compute; auto takes CUDA where there is one."""
+    device: Annotated[str, AfterValidator(parse_device_type)] = "auto"
+    """Where the workers compute: cpu, or an accelerator that torch knows, such as cuda (for ROCm, too) or xpu; auto
+    takes the one that is here."""
 
     engine: Literal["capslog", "varuna"] = "capslog"
     """What runs the plan: our engine, or an installed Microsoft Varuna."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
@@ -110,8 +111,22 @@ class Train(Section):
     clip_norm: float = Field(0.1, ge=0)
     """Largest norm of all gradients of all stages together; longer gradients are scaled down. 0 switches it off."""
 
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16 runs layers under autocast; weights, sums and the optimizer stay float32."""
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    """bfloat16 and float16 run layers under autocast, float16 with a loss scale; weights, sums and the optimizer stay
+    float32, unless weights and moments say otherwise."""
+
+    loss_scale: Literal["dynamic"] | float = "dynamic"
+    """What the losses of float16 are multiplied by before they are differentiated, and gradients divided by again: a
+    power of two, which stays, or dynamic: 65536 at first, half of it after each step whose gradients overflow (such a
+    step is skipped), twice it after 2000 steps without an overflow, as torch's GradScaler."""
+
+    weights: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type in which parameters are kept for forward and backward; with bfloat16 or float16, which must be the precision
+    too, the optimizer steps float32 masters, and gradients are added up in float32."""
+
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """Type of what the optimizer keeps of each parameter's own shape, such as AdamW's two moments, between two steps;
+    the steps are made in float32."""
 
     compile: str | None = None
     """Backend of torch.compile, such as inductor, with which every layer is compiled by itself before the first step;
@@ -143,6 +158,12 @@ class Train(Section):
     threads: int = Field(1, gt=0)
     """CPU threads of each worker. One thread makes sums repeat bit for bit."""
 
+    @property
+    def types(self) -> str:
+        """The run's types in words, such as "bfloat16, weights bfloat16, moments bfloat16"."""
+        others = {"weights": self.weights, "moments": self.moments}
+        return ", ".join([self.precision, *(f"{what} {one}" for what, one in others.items() if one != "float32")])
+
     @model_validator(mode="after")
     def _agree(self) -> Train:
         if self.epochs is None and self.max_steps is None and self.max_seconds is None:
@@ -151,6 +172,22 @@ class Train(Section):
             raise ValueError(
                 f"train.minibatch_size={self.minibatch_size} is not divisible by "
                 f"train.microbatch_size={self.microbatch_size}; choose sizes that divide"
+            )
+        if self.loss_scale != "dynamic":
+            if self.precision != "float16":
+                raise ValueError(
+                    f"train.loss_scale={self.loss_scale:g} but train.precision={self.precision}, which needs none; "
+                    "leave it out, or set train.precision=float16"
+                )
+            if not _is_power_of_two(self.loss_scale):
+                raise ValueError(
+                    f"train.loss_scale={self.loss_scale:g} is no power of two, so that dividing by it would change "
+                    "gradients; choose one, such as 1024, or dynamic"
+                )
+        if self.weights not in ("float32", self.precision):
+            raise ValueError(
+                f"train.weights={self.weights} but train.precision={self.precision}: what operations take besides "
+                f"weights must be cast to their type; set train.precision={self.weights}, or leave train.weights out"
             )
         if self.lr_drop_epochs is not None and self.lr_drop_steps is not None:
             raise ValueError("train.lr_drop_epochs and train.lr_drop_steps are both set; keep one of them")
@@ -165,3 +202,7 @@ class Train(Section):
                 "say it; set train.lr_decay_steps, max_steps or epochs"
             )
         return self
+
+
+def _is_power_of_two(number: float) -> bool:
+    return number > 0 and math.isfinite(number) and math.frexp(number)[0] == 0.5

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from varuna_capslog import accelerator
 from varuna_capslog.base.errors import PeerLost
 from varuna_capslog.engine.meeting.local_store import LOCAL, local_store
 from varuna_capslog.engine.meeting.values import pack, unpack
@@ -137,8 +138,8 @@ class Pending:
 class Communicator:
     """Point-to-point messages, small exact sums and gathers over the ranks of one generation.
 
-    CUDA tensors are staged through pinned host memory, so ranks may share one GPU, unless `open_pair_groups` gave
-    them NCCL. Built by `connect` or `connect_group`.
+    Tensors of an accelerator are staged through host memory, pinned where it can be, so ranks may share one GPU, unless
+    `open_pair_groups` gave them NCCL. Built by `connect` or `connect_group`.
 
     Args:
         group: gloo, of all ranks; None where there is only one.
@@ -253,17 +254,18 @@ class Communicator:
         """Starts sending; the tensor must not change before `Pending.wait`.
 
         Args:
-            tensor: dense, any dtype, CPU or CUDA.
+            tensor: dense, any dtype, on the CPU or an accelerator.
             tag: matched by the receiver; unique among messages under way to `peer`.
         """
         doing = f"sending to {self._name(peer)}"
         self.check_open(doing, peer)
         host = tensor.detach()
-        if host.device.type == "cuda" and self._pairs is None:
-            pinned = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, pin_memory=True)
-            pinned.copy_(host, non_blocking=True)
-            torch.cuda.current_stream(host.device).synchronize()
-            host = pinned
+        if host.device.type != "cpu" and self._pairs is None:
+            pins = accelerator.pins_memory(host.device.type)
+            staged = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, pin_memory=pins)
+            staged.copy_(host, non_blocking=True)
+            accelerator.current_stream(host.device).synchronize()
+            host = staged
         if host.numel() == 0:
             return Pending(self, None, peer, doing, host, host.device)
         try:
@@ -277,9 +279,9 @@ class Communicator:
         """Posts a receive of a tensor of `spec`; it lands on `device`."""
         doing = f"waiting for {self._name(peer)}"
         self.check_open(doing, peer)
-        staged = device.type == "cuda" and self._pairs is None
-        where = torch.device("cpu") if staged else device
-        buffer = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=where, pin_memory=staged)
+        staged = device.type != "cpu" and self._pairs is None
+        where, pins = (torch.device("cpu"), accelerator.pins_memory(device.type)) if staged else (device, False)
+        buffer = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=where, pin_memory=pins)
         if buffer.numel() == 0:
             return Pending(self, None, peer, doing, buffer, device)
         try:

@@ -92,7 +92,7 @@ class Engine(Protocol):
         """
 
     def apply(self, verdict: Verdict) -> float:
-        """Makes the step that was voted for. Returns the learning rate of the step.
+        """Makes the step that was voted for, or skips its update as the verdict says. Returns the learning rate.
 
         Raises:
             PeerLost: another rank is gone that was to hand on what it updated for this one (`holders/updates`), and the

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from varuna_capslog import accelerator
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.seeds import mix
 from varuna_capslog.engine.compiling.forward import CompiledForward
@@ -27,6 +28,8 @@ from varuna_capslog.engine.routes import Gradients
 from varuna_capslog.engine.statistics import RunningStatistics, tracking_modules
 from varuna_capslog.model.capture.python_calls import Whole, WholeModel
 from varuna_capslog.model.chain import Chain, Layer, Value
+from varuna_capslog.model.hollow import replace_parameters
+from varuna_capslog.model.low_weights import low_parameters
 from varuna_capslog.model.python_state import PythonState
 from varuna_capslog.model.random_states import GLOBAL, RandomStates, crafted_draws, seed_generators
 from varuna_capslog.model.trace import autocast_context
@@ -113,15 +116,7 @@ def seed_layer(device: torch.device, seed: int, step: int, microbatch: int, laye
     Random numbers depend on what is computed, never on where or when: dropout is the same under any cut list, schedule,
     recomputation or number of replicas.
     """
-    _seed(device, mix(seed, step, microbatch, layer))
-
-
-def _seed(device: torch.device, value: int) -> None:
-    # not torch.manual_seed: it also visits every other device and, before CUDA starts, records a stack trace
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(value)
-    else:
-        torch.default_generator.manual_seed(value)
+    accelerator.seed(device, mix(seed, step, microbatch, layer))
 
 
 class EngineLayer:
@@ -130,12 +125,20 @@ class EngineLayer:
     Attributes:
         index: position in the chain.
         parameters: name inside the layer -> this layer's own leaf (a shared parameter's leaves share one storage).
+        masters: name -> the float32 master of a parameter that is trained and kept in 16 bits; the optimizer steps it,
+            and the parameter is its rounding. The uses of a shared parameter have one master.
         shared: name inside the layer -> address of the shared parameter, for those that are shared.
         compiled: what runs in training in the module's place. None: the module itself runs.
     """
 
     def __init__(
-        self, index: int, layer: Layer, device: torch.device, precision: str, shared: Mapping[str, str]
+        self,
+        index: int,
+        layer: Layer,
+        device: torch.device,
+        precision: str,
+        shared: Mapping[str, str],
+        masters: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
         self.index = index
         self.layer = layer
@@ -143,6 +146,7 @@ class EngineLayer:
         self.device = device
         self.shared = dict(shared)
         self.parameters: dict[str, nn.Parameter] = dict(layer.module.named_parameters())
+        self.masters: dict[str, nn.Parameter] = dict(masters or {})
         self._frozen = frozen_parts(layer.module)
         for part in layer.module.modules():
             if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse and part.weight.requires_grad:
@@ -171,6 +175,18 @@ class EngineLayer:
     def address(self, name: str) -> str:
         """The address of one of its parameters: its own, or that of the shared parameter which it is."""
         return self.shared.get(name, f"{self.name}.{name}")
+
+    @property
+    def values(self) -> dict[str, nn.Parameter]:
+        """What its state has of its parameters, by name: masters, where there are some."""
+        return self.parameters | self.masters
+
+    def round_masters(self) -> None:
+        """Makes its parameters of 16 bits the roundings of their masters."""
+        if self.masters:
+            with torch.no_grad():
+                low: list[Tensor] = [self.parameters[name] for name in self.masters]
+                torch._foreach_copy_(low, [*self.masters.values()])
 
     @property
     def compiles(self) -> bool:
@@ -202,7 +218,7 @@ class EngineLayer:
             record: count running statistics (False in a recomputation).
         """
         seed = mix(self.index, after=seeds)
-        _seed(self.device, seed)
+        accelerator.seed(self.device, seed)
         if self._plain and self.compiled is None and torch.is_grad_enabled() is graph:
             return self.layer.run(values)  # what is below, where it would do nothing else
         versions = None
@@ -282,12 +298,14 @@ def take_layers(
     device: torch.device,
     precision: str = "float32",
     ready: Mapping[int, EngineLayer] | None = None,
+    weights: str = "float32",
 ) -> list[EngineLayer]:
     """The engine's own layers, of a chain's, on `device`, in training mode but for what is frozen.
 
     A parameter used by several layers gets one storage on this device and one leaf per using layer.
 
     Args:
+        weights: the type in which parameters are kept (`low_parameters`).
         ready: layers of an earlier engine of this process, by index: they are taken as they are, except those with
             shared parameters, whose storage depends on which layers live together. Whatever is not among them is
             made anew, for a state that is put into it, and the chain stays as it is. None: the first engine of a
@@ -300,6 +318,7 @@ def take_layers(
         chain.check_unchanged()
         chain.fill(indices)
     storage: dict[nn.Parameter, Tensor] = {}
+    known: _Masters = {}
     taken: dict[int, nn.Module] = {}
     for index in indices:
         layer = chain.layers[index]
@@ -329,11 +348,42 @@ def take_layers(
     for index in indices:
         if index in taken:
             layer = replace(chain.layers[index], module=taken[index])
-            layers.append(EngineLayer(index, layer, device, precision, chain.shared_names(index)))
+            masters = _lower(layer.module, weights, known)
+            layers.append(EngineLayer(index, layer, device, precision, chain.shared_names(index), masters))
         else:
             assert ready is not None
             layers.append(ready[index])
     return layers
+
+
+_Masters = dict[tuple[int, int], tuple[nn.Parameter, Tensor]]
+"""By storage and place on it: a parameter of float32, and its rounding."""
+
+
+def _lower(module: nn.Module, weights: str, known: _Masters) -> dict[str, nn.Parameter]:
+    """Puts leaves of 16 bits in the place of a module's parameters; returns the masters of those that are trained.
+
+    A gradient of 16 bits becomes one of float32 where it reaches its leaf, so that microbatches are added in float32.
+
+    known: those of the layers before, with which parameters may share a storage.
+    """
+    lowered = low_parameters(module, weights)
+    if not lowered:
+        return {}
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    masters: dict[str, nn.Parameter] = {}
+    leaves: dict[nn.Parameter, nn.Parameter] = {}
+    for parameter, dtype in lowered.items():
+        place = parameter.untyped_storage()._cdata, int(parameter.storage_offset())
+        if place not in known:
+            known[place] = parameter, parameter.detach().to(dtype)
+        master, low = known[place]
+        leaf = leaves[parameter] = nn.Parameter(low, requires_grad=parameter.requires_grad)
+        if leaf.requires_grad:
+            leaf.grad_dtype = torch.float32
+            masters[names[parameter]] = master
+    replace_parameters([module], leaves)
+    return masters
 
 
 def _refuse_shared_statistics(chain: Chain, index: int) -> None:

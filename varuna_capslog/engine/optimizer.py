@@ -1,7 +1,8 @@
 """The optimizer over one rank's layers, its state addressed by layer and parameter name.
 
 Every rank steps its own parameters as the run's `Recipe` says; the learning rate is a function of the step, so nothing
-else needs to be remembered. A shared parameter is stepped once per rank, with the same gradient everywhere.
+else needs to be remembered but, in float16, the loss scale. A shared parameter is stepped once per rank, with the same
+gradient everywhere.
 """
 
 from __future__ import annotations
@@ -18,22 +19,26 @@ from varuna_capslog.engine.holders.updates import SharedUpdates
 from varuna_capslog.engine.host.moments import HostMoments, leaves
 from varuna_capslog.engine.host.tier import HostTier
 from varuna_capslog.engine.layers import EngineLayer
+from varuna_capslog.engine.loss_scale import LossScale
 from varuna_capslog.engine.recipe import AVERAGE, Recipe
 
 __all__ = ["StageOptimizer", "step_alike"]
 
 
 class StageOptimizer:
-    """Steps the trained parameters of some layers.
+    """Steps the trained parameters of some layers, or in their place the float32 masters of those that have some.
 
     Args:
         away: numbers of the layers whose moments, and averages, wait in the host tier between the updates.
         tier: that tier, where there are such layers.
         updates: with the other holders of the layers, where one of them updates some for all; the gradients of layers
             that another one updates are dropped here.
+        loss_scale: that of the first step; None: the loss is not scaled.
 
     Attributes:
-        parameters: all that are trained, by address; of a shared parameter the first leaf here.
+        parameters: all that are trained, by address, with their gradients; of a shared parameter the first leaf here.
+        values: what is stepped, by address: each parameter, or its master.
+        loss_scale: that of the next step.
 
     Raises:
         CapslogError: the tier is full.
@@ -46,41 +51,62 @@ class StageOptimizer:
         away: Collection[int] = (),
         tier: HostTier | None = None,
         updates: SharedUpdates | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
-        self._recipe, self._updates = recipe, updates
+        self._recipe, self._updates, self.loss_scale = recipe, updates, loss_scale
         elsewhere = frozenset[int]() if updates is None else updates.taken
         self.parameters: dict[str, nn.Parameter] = {}
+        self.values: dict[str, nn.Parameter] = {}
+        self._rounded = [layer for layer in layers if layer.masters]
         self._elsewhere: dict[str, nn.Parameter] = {}
         self._in_turn: list[list[nn.Parameter]] = []
-        """Of each layer whose moments wait in the host tier."""
+        """Of each layer whose moments are kept in another type than they are stepped in, or wait in the host tier; the
+        latter come last."""
+        self._places: dict[nn.Parameter, Mapping[str, Any]] = {}
+        """Of the layer that is being stepped, what was kept of its parameters, where it is rounded again."""
+        waiting: list[list[nn.Parameter]] = []
         for layer in layers:
-            own = []
+            own, values = [], layer.values
             for name, parameter in layer.parameters.items():
                 address = layer.address(name)
                 if parameter.requires_grad and self.parameters.setdefault(address, parameter) is parameter:
-                    own.append(parameter)
+                    value = self.values[address] = values[name]
+                    own.append(value)
                     if layer.index in elsewhere:
-                        self._elsewhere[address] = parameter
+                        self._elsewhere[address] = value
             if own and layer.index in away:
+                waiting.append(own)
+            elif own and recipe.rounds_moments:
                 self._in_turn.append(own)
+        self._in_turn += waiting
         self._away: HostMoments | None = None
-        if self._in_turn:
+        if waiting:
             assert tier is not None, "moments wait in a tier"
-            self._away = HostMoments(tier, {one: recipe.kept(one) for own in self._in_turn for one in own})
+            self._away = HostMoments(tier, {one: recipe.kept(one) for own in waiting for one in own})
         on_cpu = all(layer.device.type == "cpu" for layer in layers)
         is_complex = any(parameter.is_complex() for parameter in self.parameters.values())
         self._is_plain = on_cpu and recipe.is_plain_adamw and not is_complex
-        here = {address: one for address, one in self.parameters.items() if address not in self._elsewhere}
+        here = {address: one for address, one in self.values.items() if address not in self._elsewhere}
         self._torch = recipe.build(here, on_cpu)
         self._averages: dict[nn.Parameter, Tensor] = {}
+        for value in here.values() if recipe.rounds_moments else ():  # some have moments before their first step
+            self._keep(value, recipe.rounded(value, self._kept(value)))
 
     def step(self, step: int, scale: float) -> float:
-        """Applies the gradients times `scale` (the clipping coefficient) and drops them; returns the learning rate.
+        """Applies the gradients times `scale` (the verdict's) and drops them; returns the learning rate.
+
+        Args:
+            scale: 0: the step is skipped; neither parameters nor averages change, and the optimizer counts no step.
 
         Raises:
             PeerLost: a rank is gone from which updated values were to come.
         """
-        rate = self._set_rate(step)
+        rate = self._begin(step, scale)
+        if not scale:
+            for parameter in self.parameters.values():
+                parameter.grad = None
+            return rate
+        self._hand_to_masters()
         for parameter in self._elsewhere.values():
             parameter.grad = None
         waiting = {one: one.grad for own in self._in_turn for one in own}
@@ -97,31 +123,54 @@ class StageOptimizer:
             self._away.settle()
         if self._updates is not None:
             self._updates.hand_on()
+        self._round()
         return rate
 
-    def _set_rate(self, step: int) -> float:
+    def _hand_to_masters(self) -> None:
+        """Gradients go from parameters of 16 bits to their masters, whose type they have."""
+        for address, value in self.values.items() if self._rounded else ():
+            parameter = self.parameters[address]
+            if value is not parameter:
+                value.grad, parameter.grad = parameter.grad, None
+
+    def _round(self) -> None:
+        for layer in self._rounded:
+            layer.round_masters()
+
+    def _begin(self, step: int, scale: float) -> float:
+        if self.loss_scale is not None:
+            self.loss_scale = self.loss_scale.after(applied=scale > 0)
         rate = self._recipe.rate.at(step)
         for group in self._torch.param_groups:
             group["lr"] = rate * group["lr_factor"]
         return rate
 
     def _bring_back(self, number: int) -> None:
-        """The moments of one layer that wait, and begins with those of the next one."""
-        assert self._away is not None
+        """The moments of one layer as they are stepped, on the device; begins to bring back those of the next one."""
         if number == 0:
-            self._away.call(self._in_turn[0])
+            self._call(0)
         for parameter in self._in_turn[number]:
-            self._keep(parameter, self._away.take(parameter))
+            waits = self._away is not None and parameter in self._away
+            kept = self._away.take(parameter) if waits and self._away is not None else self._kept(parameter)
+            self._places[parameter] = kept
+            self._keep(parameter, self._recipe.widened(parameter, kept))
         # those of the layer before have left when the next ones come
-        self._away.settle()
-        for own in self._in_turn[number + 1 : number + 2]:
-            self._away.call(own)
+        if self._away is not None:
+            self._away.settle()
+        self._call(number + 1)
+
+    def _call(self, number: int) -> None:
+        if self._away is not None:
+            for own in self._in_turn[number : number + 1]:
+                self._away.call([parameter for parameter in own if parameter in self._away])
 
     def _let_leave(self, own: Sequence[nn.Parameter]) -> None:
-        assert self._away is not None
         for parameter in own:
-            self._away.leave(parameter, self._kept(parameter))
-            self._keep(parameter, {})
+            kept = self._recipe.rounded(parameter, self._kept(parameter), self._places.pop(parameter))
+            if self._away is not None and parameter in self._away:
+                self._away.leave(parameter, kept)
+                kept = {}
+            self._keep(parameter, kept)
 
     def _step_those_with_gradients(self, step: int, scale: float) -> None:
         trained = self._with_gradients()
@@ -143,7 +192,7 @@ class StageOptimizer:
             parameter.grad = None
 
     def _with_gradients(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self.parameters.values() if parameter.grad is not None]
+        return [value for value in self.values.values() if value.grad is not None]
 
     def _have_moments(self, trained: Sequence[nn.Parameter]) -> bool:
         return all(parameter in self._torch.state for parameter in trained)
@@ -152,7 +201,8 @@ class StageOptimizer:
     def _steps_in_one_call(self) -> bool:
         """Whether its step is one call of torch's fused AdamW, and nothing besides."""
         beside = self._recipe.ema is not None or self._updates is not None or self._in_turn
-        return self._is_plain and not beside and self._have_moments(self._with_gradients())
+        trained = [self.values[address] for address, one in self.parameters.items() if one.grad is not None]
+        return self._is_plain and not beside and self._have_moments(trained)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -165,18 +215,22 @@ class StageOptimizer:
         self._exchange()
         if handed is not None:
             handed.hand_on()
+        self._round()
         try:
             yield
         finally:
             self._exchange()
+            self._round()
         if handed is not None:  # not where an error ends the run, in which others may be elsewhere
             handed.hand_on()
+            self._round()
 
     def _exchange(self) -> None:
         with torch.no_grad():
             held = list(self._averages.items())
             if self._away is not None and self._recipe.ema is not None:
-                moments = ((one, self._away.live(one)) for own in self._in_turn for one in own)
+                waiting = (one for own in self._in_turn for one in own if one in self._away)
+                moments = ((one, self._away.live(one)) for one in waiting)
                 held += [(one, kept[AVERAGE]) for one, kept in moments if AVERAGE in kept]
             for parameter, average in held:
                 value = parameter.detach().clone()
@@ -196,7 +250,7 @@ class StageOptimizer:
         Tensors are live, not copies; an optimizer may also keep plain numbers. {} before its first step, and for what
         is not trained here.
         """
-        parameter = self.parameters.get(address)
+        parameter = self.values.get(address)
         if parameter is None:
             return {}
         if self._away is not None and parameter in self._away:
@@ -207,7 +261,7 @@ class StageOptimizer:
         """What is kept on the device of all parameters between the updates."""
         found: list[Tensor] = []
         away = self._away
-        for parameter in self.parameters.values():
+        for parameter in self.values.values():
             kept = self._kept(parameter) if away is None or parameter not in away else away.staying(parameter)
             found += [value for value in kept.values() if isinstance(value, Tensor)]
         return found
@@ -236,7 +290,7 @@ class StageOptimizer:
         Raises:
             CapslogError: another optimizer kept it.
         """
-        parameter = self.parameters.get(address)
+        parameter = self.values.get(address)
         if parameter is None or address in self._elsewhere:
             return
         waits = self._away is not None and parameter in self._away
@@ -261,17 +315,19 @@ def step_alike(optimizers: Sequence[StageOptimizer], step: int, scale: float) ->
     """`step` of optimizers of one recipe over different parameters, in one call where they can: to the same bits, since
     a recipe's optimizer treats every parameter by itself.
     """
-    together = [one for one in optimizers if one._steps_in_one_call]
+    together = [one for one in optimizers if one._steps_in_one_call] if scale else []
     for one in optimizers:
         if one not in together:
             one.step(step, scale)
     for one in together:
-        one._set_rate(step)
+        one._begin(step, scale)
+        one._hand_to_masters()
     if together:
         _step_plainly(together, scale)
     for one in together:
-        for parameter in one.parameters.values():
-            parameter.grad = None
+        for value in one.values.values():
+            value.grad = None
+        one._round()
 
 
 def _step_plainly(optimizers: Sequence[StageOptimizer], scale: float) -> None:

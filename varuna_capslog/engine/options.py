@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from varuna_capslog.engine.host.tier import TierOptions
+from varuna_capslog.engine.loss_scale import LossScale
 from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.schedules import RunShape
 
@@ -26,11 +27,14 @@ class EngineOptions(RunShape):
         tier: where memory intervals offload to.
         compile: backend of torch.compile for every layer, None = layers run as they are.
         refuses: whether a step that is not finite is voted down; a profiler that feeds dummy values switches this off.
+        weights: type in which parameters are kept for forward and backward.
+        loss_scale: that of step 1; None: the loss is not scaled, and a step whose gradients are not finite is refused.
     """
 
     num_microbatches: int
     transport: str = "gloo"
     precision: str = "float32"
+    weights: str = "float32"
     seed: int = 0
     clip_norm: float = 0.0
     recipe: Recipe = field(default_factory=Recipe)
@@ -38,3 +42,4 @@ class EngineOptions(RunShape):
     tier: TierOptions = field(default_factory=TierOptions)
     compile: str | None = None
     refuses: bool = True
+    loss_scale: LossScale | None = None

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from varuna_capslog import accelerator
 from varuna_capslog.base.errors import PeerLost
 from varuna_capslog.base.functions import imported
 
@@ -162,10 +163,9 @@ class PairGroups:
     def _meet(self, group: PairGroup, peer: int, sends: bool) -> None:
         """Sends or receives a first message: only with it does NCCL connect."""
         with contextlib.ExitStack() as stack:
-            if self._device.type == "cuda":
+            if self._device.type != "cpu":
                 # a stream of its own: the stream of a training beside this must not wait for a peer that is yet to come
-                stream = torch.cuda.Stream(self._device)
-                stack.enter_context(torch.cuda.stream(stream))
+                stream = stack.enter_context(torch.Stream(self._device))
                 stack.callback(stream.synchronize)
             first = torch.zeros(1, dtype=torch.uint8, device=self._device)
             with self.progress.waiting(f"opening a group with rank {peer}"):
@@ -206,15 +206,14 @@ class PairGroups:
     def _end(self, group: PairGroup) -> None:
         with contextlib.suppress(RuntimeError):  # it is of no more use; if the device has failed, others will see it
             group.abort()
-        if self._device.type == "cuda":  # what an aborted kernel was writing to may be used again only after it
-            torch.cuda.synchronize(self._device)
+        accelerator.synchronize(self._device)  # what an aborted kernel was writing to may be used again only after it
 
 
 class Progress:
     """Sees to it that no message over pair groups is waited for longer than a limit, as no such group does itself.
 
-    On CUDA a wait holds back the device's stream, not the caller: what counts there is that the stream gets past one
-    wait after the other.
+    On an accelerator a wait holds back the device's stream, not the caller: what counts there is that the stream gets
+    past one wait after the other.
 
     Args:
         limit: seconds without any progress while something is waited for.
@@ -242,11 +241,10 @@ class Progress:
         finally:
             with self._lock:
                 self._since = time.monotonic()
-                if self._device.type == "cuda":
-                    one[1] = torch.cuda.Event()
-                    one[1].record(torch.cuda.current_stream(self._device))
-                else:
+                if self._device.type == "cpu":
                     self._waits.remove(one)
+                else:
+                    one[1] = accelerator.current_stream(self._device).record_event()
 
     def close(self) -> None:
         """Nothing is waited for any more."""
@@ -265,7 +263,7 @@ class Progress:
                 return
 
 
-def _is_past(event: torch.cuda.Event | None) -> bool:
+def _is_past(event: torch.Event | None) -> bool:
     """Whether the stream got past a wait; also where the device has failed, which the caller's own thread will see."""
     try:
         return event is not None and event.query()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from varuna_capslog import accelerator
 from varuna_capslog.base.errors import CapslogError, PeerLost
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.compiling.ahead import LayerCompiler
@@ -120,8 +121,9 @@ class PipelineEngine:
         self.communicator, self.device = communicator, device
         self.rank = communicator.rank
         communicator.describe_ranks({rank: layout.describe(rank) for rank in range(communicator.world_size)})
-        self.table = ready.table or ShapeTable(chain, device.type, options.precision)
-        self.layers = take_layers(chain, layout.layers_of(self.rank), device, options.precision, ready.layers)
+        types = options.precision, options.weights
+        self.table = ready.table or ShapeTable(chain, device.type, *types)
+        self.layers = take_layers(chain, layout.layers_of(self.rank), device, types[0], ready.layers, types[1])
         by_index = {layer.index: layer for layer in self.layers}
         tier = ready.tier or HostTier(device, options.tier)
         self._graph = layout.graph(options.num_microbatches, chain.edges)
@@ -142,7 +144,8 @@ class PipelineEngine:
         if opener is not None:
             communicator.open_pair_groups(self.pairs(), opener, device)
         updates = SharedUpdates(self.layers, communicator, layout)
-        self.optimizer = StageOptimizer(self.layers, options.recipe, layout.moments_away(self.rank), tier, updates)
+        away, scale = layout.moments_away(self.rank), options.loss_scale
+        self.optimizer = StageOptimizer(self.layers, options.recipe, away, tier, updates, scale)
         self._observer = observer
         # on fake tensors there is nothing to compile: such runs are of the layers as they are
         self._compiler = None if ready.device_type else self._made_compiler()
@@ -194,6 +197,8 @@ class PipelineEngine:
 
     def _contexts(self, minibatch: Minibatch, step: int) -> Contexts:
         """What every call must know of its microbatches, made once."""
+        loss_scale = self.optimizer.loss_scale
+        scale = 1.0 if loss_scale is None else loss_scale.scale
 
         @functools.cache
         def context(microbatches: tuple[int, ...]) -> MicrobatchContext:
@@ -201,7 +206,7 @@ class PipelineEngine:
             targets = [minibatch.targets[one] for one in microbatches]
             specs, reach = self._specs_of(inputs)
             return MicrobatchContext(
-                microbatches, specs, reach, targets, minibatch.normalisers, (self.options.seed, step)
+                microbatches, specs, reach, targets, minibatch.normalisers, (self.options.seed, step), scale
             )
 
         return context
@@ -291,11 +296,12 @@ class PipelineEngine:
     ) -> Verdict:
         """As `Engine.vote`. A step with a `refusal` must not be applied: `forget` drops it."""
         norms = self._gradients.squared_norms(self._reported) if self._reported else {}
+        loss_scale = self.optimizer.loss_scale if self.layout.reporter(0) == self.rank else None
         if self._executor is not None:
             data = dataclasses.replace(data, busy_seconds=self._executor.stopwatch.take())
         try:
             last = [stage for stage in self.stages.values() if stage.ends_in_loss]
-            return self._poll.hold(step, minibatch, last, norms, stop, ballot, data)
+            return self._poll.hold(step, minibatch, last, norms, stop, ballot, data, loss_scale)
         except BaseException:
             self.forget()
             raise
@@ -304,7 +310,8 @@ class PipelineEngine:
         """After `compute`: what `apply` will make of one of this rank's layers, for those who hold a copy of it.
 
         Returns:
-            "gradients/<name>": of the whole minibatch; a shared parameter's is the sum over all its uses.
+            "gradients/<name>": of the whole minibatch, times the loss scale; a shared parameter's is the sum over all
+                its uses.
             "statistics/<microbatch>/<k>/<module>": of the k-th module call, [2, features]; the module's number.
             References: they change with `apply`.
         """
@@ -320,7 +327,7 @@ class PipelineEngine:
         return update
 
     def apply(self, verdict: Verdict) -> float:
-        """As `Engine.apply`: clipping, optimizer, running statistics."""
+        """As `Engine.apply`: clipping, optimizer, running statistics; a skipped step changes the last ones alone."""
         rate = self.optimizer.step(verdict.step, verdict.scale)
         self._statistics.commit()
         return rate
@@ -344,8 +351,8 @@ class PipelineEngine:
 
     def forget(self) -> None:
         """Drops all traces of a broken-off step."""
-        if self.communicator.aborted and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # what was begun still writes into tensors of this step
+        if self.communicator.aborted:
+            accelerator.synchronize(self.device)  # what was begun still writes into tensors of this step
         if self._executor is not None:
             self._executor.stopwatch.reset()
         for stage in self.stages.values():

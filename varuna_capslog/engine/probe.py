@@ -17,30 +17,36 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import profile
 
+from varuna_capslog import accelerator
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.interface import Load
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.optimizer import StageOptimizer
 
 __all__ = [
     "CPU_SOURCE",
-    "CUDA_SOURCE",
     "PeakProbe",
     "StageMeter",
     "held_inputs",
+    "peak_source",
     "resident_tensors",
     "storage_bytes",
     "storages_of",
 ]
 
 CPU_SOURCE = "cpu allocator events"
-CUDA_SOURCE = "cuda allocator"
+
+
+def peak_source(device_type: str) -> str:
+    """How peaks are measured on devices of a type, such as "cuda allocator"."""
+    return CPU_SOURCE if device_type == "cpu" else f"{device_type} allocator"
 
 
 class PeakProbe:
     """Measures the peak of a `with` block; not reusable, not nested in itself or in another torch profiler.
 
-    On CUDA: the allocator's own maximum of allocated (not reserved) bytes, which counts every thread and everything
-    live.
+    On an accelerator: the allocator's own maximum of allocated (not reserved) bytes, which counts every thread and
+    everything live.
 
     On the CPU, which keeps no such statistics: torch's allocator reports each allocation and release to the profiler,
     and the peak is the running maximum of live bytes, beginning with those of `held`. The profiler sees what the
@@ -55,20 +61,28 @@ class PeakProbe:
 
     Attributes:
         peak_bytes: set when the block has ended, also by an exception.
-        peak_source: `CUDA_SOURCE` or `CPU_SOURCE`.
+        peak_source: `peak_source` of the device.
+
+    Raises:
+        CapslogError: torch counts no bytes on this accelerator.
     """
 
     def __init__(self, device: torch.device, held: Iterable[Tensor] = ()) -> None:
+        if not accelerator.counts_memory(device):
+            raise CapslogError(
+                f"torch counts no bytes on {device.type}, so that peaks cannot be measured there; plan with numbers of "
+                "another device (profile.source=estimated, profile.device=cpu or cuda:KIND)"
+            )
         self._device = device
         self._held = _storages(tensor for tensor in held if tensor.device == device) if device.type == "cpu" else {}
         self._profile: profile | None = None
         self.peak_bytes = 0
-        self.peak_source = CUDA_SOURCE if device.type == "cuda" else CPU_SOURCE
+        self.peak_source = peak_source(device.type)
 
     def __enter__(self) -> PeakProbe:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if self._device.type != "cpu":
+            accelerator.synchronize(self._device)
+            accelerator.reset_peak(self._device)
         else:
             # kineto reads this once, when the first profile starts; it reports each start on stderr otherwise
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -79,8 +93,8 @@ class PeakProbe:
 
     def __exit__(self, *raised: Any) -> None:
         if self._profile is None:
-            torch.cuda.synchronize(self._device)
-            self.peak_bytes = torch.cuda.max_memory_allocated(self._device)
+            accelerator.synchronize(self._device)
+            self.peak_bytes = accelerator.peak_bytes(self._device)
             return
         self._profile.__exit__(*raised)
         results = self._profile.kineto_results
@@ -176,8 +190,7 @@ class StageMeter:
 
     def now(self) -> float:
         """Seconds of a clock that does not go back, when the device has done all that it was asked for."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        accelerator.synchronize(self._device)
         return time.perf_counter()
 
 
@@ -188,11 +201,12 @@ def held_inputs(load: Load, local: Sequence[int]) -> Load:
 
 
 def resident_tensors(layers: Sequence[EngineLayer], optimizer: StageOptimizer) -> list[Tensor]:
-    """What a rank holds between two steps: parameters, their gradients, buffers and the optimizer's moments, but
-    for what waits in the host tier.
+    """What a rank holds between two steps: parameters, their masters and gradients, buffers and the optimizer's
+    moments, but for what waits in the host tier.
     """
     tensors: list[Tensor] = []
     for layer in layers:
+        tensors += [master.detach() for master in layer.masters.values()]
         for parameter in layer.parameters.values():
             tensors.append(parameter.detach())
             if parameter.grad is not None:

@@ -47,6 +47,7 @@ class Recipe:
         groups: of several that hold for a parameter, the first one that sets a value counts.
         ema: decay of the average of each parameter over the steps, None = no average.
         ema_warmup_steps: the decay of step t is `ema * (1 - exp(-t / ema_warmup_steps))`; 0: `ema` from the beginning.
+        moments: "bfloat16": what the optimizer keeps between two steps of its parameter's shape is rounded to it.
     """
 
     rate: LearningRate = field(default_factory=lambda: LearningRate(1e-4))
@@ -56,6 +57,7 @@ class Recipe:
     groups: Sequence[ParameterGroup] = ()
     ema: float | None = None
     ema_warmup_steps: int = 0
+    moments: str = "float32"
 
     @classmethod
     def of_config(cls, train: Train, rate: LearningRate | None = None) -> Recipe:
@@ -72,12 +74,16 @@ class Recipe:
             groups=[*train.parameter_groups, *multiplied],
             ema=train.ema,
             ema_warmup_steps=train.ema_warmup_steps,
+            moments=train.moments,
         )
 
     def __str__(self) -> str:
-        """The optimizer with its further arguments, such as `sgd(momentum=0.9)`; `+ema` where there is an average."""
+        """The optimizer with its further arguments, such as `sgd(momentum=0.9)`; `+ema` where there is an average, and
+        `+bfloat16 moments` where they are rounded.
+        """
         arguments = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items())
-        return f"{self.optimizer}{f'({arguments})' if arguments else ''}{'' if self.ema is None else '+ema'}"
+        moments = f"+{self.moments} moments" if self.rounds_moments else ""
+        return f"{self.optimizer}{f'({arguments})' if arguments else ''}{moments}{'' if self.ema is None else '+ema'}"
 
     def described(self, parameters: Iterable[Tensor]) -> dict[str, Any]:
         """What a profile's conditions say of it.
@@ -87,9 +93,9 @@ class Recipe:
 
         Returns:
             "optimizer" and, where it is not twice the parameters as with AdamW, "optimizer_copies": the bytes that it
-            keeps in parts of those of the parameters.
+            keeps in parts of those of the parameters; and "moments" where they are rounded.
         """
-        if self.is_plain_adamw and self.ema is None:
+        if self.is_plain_adamw and self.ema is None and not self.rounds_moments:
             return {"optimizer": str(self)}
         sizes = [
             (sum(self.kept(parameter).values()), parameter.nbytes)
@@ -97,7 +103,8 @@ class Recipe:
             if parameter.requires_grad
         ]
         copies = sum(kept for kept, _ in sizes) / max(1, sum(size for _, size in sizes))
-        return {"optimizer": str(self), "optimizer_copies": round(copies, 4)}
+        moments = {"moments": self.moments} if self.rounds_moments else {}
+        return {"optimizer": str(self), "optimizer_copies": round(copies, 4), **moments}
 
     @functools.cached_property
     def kind(self) -> Any:
@@ -120,6 +127,44 @@ class Recipe:
     def is_plain_adamw(self) -> bool:
         """AdamW without further arguments than its betas and eps."""
         return self.kind is torch.optim.AdamW and set(self.arguments) <= {"betas", "eps"}
+
+    @property
+    def rounds_moments(self) -> bool:
+        """Whether moments are kept in other types than they are stepped in."""
+        return self.moments != "float32"
+
+    def rounded(
+        self, parameter: Tensor, kept: Mapping[str, Any], places: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """What is kept of a parameter between two steps, of what its optimizer has after one, by key: the moments are
+        rounded to the nearest bfloat16 where the recipe says so.
+
+        Args:
+            places: tensors of earlier steps, by key, which take the rounded values.
+        """
+        found = dict(kept)
+        for key, value in self._moments_in(parameter, kept).items():
+            place = None if places is None else places.get(key)
+            found[key] = value.to(torch.bfloat16) if place is None else place.copy_(value)
+        return found
+
+    def widened(self, parameter: Tensor, kept: Mapping[str, Any]) -> dict[str, Any]:
+        """What the optimizer steps with, of what is kept of a parameter: its moments have the parameter's type."""
+        moments = self._moments_in(parameter, kept)
+        return {**kept, **{key: value.to(parameter.dtype) for key, value in moments.items()}}
+
+    def _moments_in(self, parameter: Tensor, kept: Mapping[str, Any]) -> dict[str, Tensor]:
+        """What is rounded, of what is kept of a parameter: floating-point tensors of its shape, but for step counts and
+        the average; nothing where the recipe rounds nothing.
+        """
+        tensors = (
+            {key: value for key, value in kept.items() if isinstance(value, Tensor)} if self.rounds_moments else {}
+        )
+        return {
+            key: value
+            for key, value in tensors.items()
+            if key not in ("step", AVERAGE) and value.is_floating_point() and value.shape == parameter.shape
+        }
 
     def settings(self, address: str, dimensions: int) -> tuple[float, float]:
         """Factor on the learning rate, and weight decay, of the parameter with this address and so many dimensions."""
@@ -187,6 +232,7 @@ class Recipe:
                 built = self.build({"": stepped}, on_cpu=True)
                 built.step()
             found = dict(built.state[stepped])
+        found = self.rounded(parameter, found)
         if self.ema is not None:
             found[AVERAGE] = torch.empty_like(parameter)
         return found
@@ -194,7 +240,7 @@ class Recipe:
     def kept(self, parameter: Tensor) -> dict[str, int]:
         """Bytes that are kept of a parameter beside itself and its gradient once it was stepped, by key."""
         shape, arguments = tuple(parameter.shape), _hashable(self.arguments)
-        return dict(_kept(self.optimizer, arguments, self.ema is not None, shape, parameter.dtype))
+        return dict(_kept(self.optimizer, arguments, self.ema is not None, self.moments, shape, parameter.dtype))
 
     def check_kept(self, address: str, parameter: Tensor, kept: Mapping[str, Any]) -> None:
         """Raises CapslogError where `kept`, by key, is what another optimizer kept of this parameter."""
@@ -265,10 +311,16 @@ class Recipe:
 
 @functools.lru_cache(maxsize=4096)
 def _kept(
-    optimizer: str, arguments: tuple[tuple[str, Any], ...], averaged: bool, shape: tuple[int, ...], dtype: torch.dtype
+    optimizer: str,
+    arguments: tuple[tuple[str, Any], ...],
+    averaged: bool,
+    moments: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
 ) -> tuple[tuple[str, int], ...]:
     """`Recipe.kept`, from a step on a fake parameter; equal shapes are tried once."""
-    recipe = Recipe(optimizer=optimizer, arguments=dict(arguments), ema=0.0 if averaged else None)
+    ema = 0.0 if averaged else None
+    recipe = Recipe(optimizer=optimizer, arguments=dict(arguments), ema=ema, moments=moments)
     with FakeTensorMode():
         found = recipe.fresh(torch.empty(shape, dtype=dtype))
         return tuple((key, value.nbytes) for key, value in found.items() if isinstance(value, Tensor))

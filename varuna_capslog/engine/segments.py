@@ -33,6 +33,7 @@ class MicrobatchContext:
         specs: of every value of the chain, for all of them together. reach: the gradients that come back.
         targets: of each; normalisers: for the loss.
         key: (run seed, step) of the random numbers.
+        loss_scale: the loss is multiplied by it before it is differentiated.
     """
 
     microbatches: tuple[int, ...]
@@ -41,6 +42,7 @@ class MicrobatchContext:
     targets: Sequence[Any]
     normalisers: Mapping[str, float]
     key: tuple[int, int]
+    loss_scale: float = 1.0
 
     @property
     def index(self) -> int:

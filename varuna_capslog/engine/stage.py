@@ -193,7 +193,7 @@ class Stage:
         try:
             self.in_loss = True
             with torch.enable_grad():
-                parts = self._loss(outputs, known_targets(targets), context.normalisers)
+                parts = self._loss(outputs, known_targets(targets, self.device), context.normalisers)
         except StepRefused as refusal:
             # the step goes on without this microbatch's gradient, so that every rank reaches the vote and refuses it
             # there
@@ -229,7 +229,7 @@ class Stage:
             if held.states[place].inputs is not None:
                 self._run_again(context, held, place)
             if held.loss is not None:
-                self._differentiate_loss(held, sums)
+                self._differentiate_loss(held, sums, context.loss_scale)
             graphs = held.states[place].graphs
             while graphs and inputs_only:
                 held.rests.append(graphs.pop().backward_inputs(sums))
@@ -240,12 +240,12 @@ class Stage:
         wanted = [key for key in self.ports.wanted if context.reach.has(key, self.first)]
         return {key: _as_spec(sums.of(key), context.specs[key[0]], self.device) for key in wanted}
 
-    def _differentiate_loss(self, held: _Held, gradients: Gradients) -> None:
+    def _differentiate_loss(self, held: _Held, gradients: Gradients, scale: float) -> None:
         """Begins the backward with the gradients of what the loss reads."""
         assert held.loss is not None
         assert held.outputs is not None
         if held.loss.requires_grad:
-            torch.autograd.backward(held.loss)
+            torch.autograd.backward(held.loss, None if scale == 1.0 else torch.full_like(held.loss, scale))
         for value in self._outputs:
             if (gradient := held.outputs[value.name].grad) is not None:
                 gradients.add(value, self.end, gradient)

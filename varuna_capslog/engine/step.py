@@ -1,16 +1,16 @@
 """What is the same in every engine's training step: its order, and the vote that ends it.
 
 The vote tells every rank in one exact sum what it must know of the step, before anything is changed. Loss parts by
-microbatch, squared gradient norms by layer, wishes to stop and who gives a ballot are slots of one float64 vector;
-every slot has one owner, so that the sum has the same bits on all ranks and all judge alike. No message follows it, but
-for updated values of layers whose moments only one replica keeps (`holders/updates`).
+microbatch, squared gradient norms by layer, wishes to stop, who gives a ballot and, in float16, the loss scale are
+slots of one float64 vector; every slot has one owner, so that the sum has the same bits on all ranks and all judge
+alike. No message follows it, but for updated values of layers whose moments only one replica keeps (`holders/updates`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.interface import Engine, Load
+from varuna_capslog.engine.loss_scale import LossScale
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.stage import Stage
 from varuna_capslog.model.chain import Chain
@@ -51,8 +52,10 @@ class Verdict:
 
     Attributes:
         parts: the loss and its parts, of the whole minibatch.
-        grad_norm: global norm of the gradients, before clipping.
-        scale: what the gradients are multiplied with: by clipping, and where `workload.COUNTED` targets are unequal.
+        grad_norm: global norm of the gradients, before clipping and without the loss scale; infinite where the step is
+            skipped.
+        scale: what the update multiplies the gradients with, for clipping, against the loss scale, and where
+            `workload.COUNTED` targets are unequal; 0: the step is skipped, since its gradients overflowed.
         finite: whether loss and gradients are finite.
         refusal: why the step must not be applied; None for one that may. Where the loss itself refused outputs, its
             words are known on the ranks of the last stage only.
@@ -61,6 +64,7 @@ class Verdict:
         waited_seconds: by rank, how long each waited for data.
         busy_seconds: by rank, how long each worked on forwards, recomputations and backwards; () where the engine does
             not measure it.
+        loss_scale: of the step's losses; None where they are not scaled.
     """
 
     step: int
@@ -73,6 +77,14 @@ class Verdict:
     ballots: tuple[bytes, ...] = ()
     waited_seconds: tuple[float, ...] = ()
     busy_seconds: tuple[float, ...] = ()
+    loss_scale: float | None = None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the step updates no parameter: its gradients were not finite, but its loss was, in a run whose loss
+        is scaled.
+        """
+        return self.scale == 0.0
 
 
 def train_step(
@@ -141,6 +153,7 @@ class Poll:
         stop: bool,
         ballot: bytes,
         data: RankReport = NO_REPORT,
+        loss_scale: LossScale | None = None,
     ) -> Verdict:
         """One vote; every rank calls it, also one without stages.
 
@@ -149,15 +162,17 @@ class Poll:
             squared_norms: by layer, on the rank that reports the layer.
             ballot: handed to all ranks as it is, by a gather that takes place only if anybody's is not empty.
             data: of this rank; what it says of a failure is gathered only if anybody had one.
+            loss_scale: of the step, on the rank that reports layer 0; None elsewhere.
 
         Raises:
             PeerLost: another rank is gone; whether others know the verdict cannot be said.
         """
         count, layers, world = len(minibatch.inputs), len(self._chain), self._communicator.world_size
         names = self._names(last)
-        sizes = [count * len(names), layers, world, world, world, world, 1]
+        scaled = self._options.loss_scale
+        sizes = [count * len(names), layers, world, world, world, world, 1, *([] if scaled is None else [2])]
         slots = torch.zeros(sum(sizes), dtype=torch.float64)
-        losses, norms, given, waited, busy, failed, stops = slots.split(sizes)
+        losses, norms, given, waited, busy, failed, stops, *scales = slots.split(sizes)
         losses = losses.view(count, len(names))
         refusals: dict[int, str] = {}
         for stage in last:
@@ -175,27 +190,39 @@ class Poll:
         busy[self._communicator.rank] = data.busy_seconds
         failed[self._communicator.rank] = float(data.failure is not None)
         stops[0] = float(stop)
+        if loss_scale is not None:
+            scales[0].copy_(torch.tensor([loss_scale.scale, loss_scale.streak], dtype=torch.float64))
         self._communicator.sum_(slots)
+        if scaled is not None:
+            scaled = replace(scaled, scale=float(scales[0][0]), streak=int(scales[0][1]))
         total = _fold(losses)
         squared = _fold(norms.unsqueeze(1))[0]
         finite = all(math.isfinite(value) for value in (squared, *total))
+        parts = dict(zip(names, total, strict=True))
+        # the mean over all targets of the minibatch, of which microbatches may have unequally many
+        counted = parts.pop(COUNTED, float(count))
+        weight = counted / count or 1.0
+        parts = {name: part / weight for name, part in parts.items()}
+        norm, largest = math.sqrt(squared) / weight / (1.0 if scaled is None else scaled.scale), self._options.clip_norm
+        scale = (min(1.0, largest / (norm + 1e-6)) if largest > 0 else 1.0) / weight
+        if scaled is not None:
+            scale /= scaled.scale
         refusal = None
         if self._options.refuses and any(failed.tolist()):
             refusal = data_failure(step, self._communicator.gather(data.failure))
         elif self._options.refuses and not finite:
-            refusal = _refusal(step, names, losses, norms, minibatch, refusals, self._chain)
-        parts = dict(zip(names, total, strict=True))
-        # the mean over all targets of the minibatch, of which microbatches may have unequally many
-        weight = parts.pop(COUNTED, float(count)) / count
-        if weight == 0:
+            if scaled is None or scaled.exhausted or not all(map(math.isfinite, total)):
+                refusal = _refusal(step, names, losses, norms, minibatch, refusals, self._chain, scaled)
+            else:
+                norm, scale = math.inf, 0.0
+        if counted == 0:
             refusal = refusal or f"step {step}: none of its targets counts in the loss; nothing was applied"
-            weight = 1.0
-        parts = {name: part / weight for name, part in parts.items()}
-        norm, largest = math.sqrt(squared) / weight, self._options.clip_norm
-        scale = (min(1.0, largest / (norm + 1e-6)) if largest > 0 else 1.0) / weight
         ballots = tuple(self._communicator.gather(ballot)) if any(given.tolist()) else ()
         seconds = {"waited_seconds": tuple(waited.tolist()), "busy_seconds": tuple(busy.tolist())}
-        return Verdict(step, parts, norm, scale, finite, refusal, bool(stops[0] > 0), ballots, **seconds)
+        factor = None if scaled is None else scaled.scale
+        return Verdict(
+            step, parts, norm, scale, finite, refusal, bool(stops[0] > 0), ballots, **seconds, loss_scale=factor
+        )
 
     def _names(self, last: Sequence[Stage]) -> list[str]:
         """Names of the loss parts, told once by the ranks that compute the loss."""
@@ -223,6 +250,7 @@ def _refusal(
     minibatch: Minibatch,
     refusals: Mapping[int, str],
     chain: Chain,
+    scaled: LossScale | None,
 ) -> str:
     where = []
     for microbatch, row in enumerate(parts.tolist()):
@@ -238,7 +266,12 @@ def _refusal(
     layers = [chain.layers[index].name for index, value in enumerate(norms.tolist()) if not math.isfinite(value)]
     samples = [sample for group in minibatch.sample_ids for sample in group]
     total = ", ".join(f"{name}={value:g}" for name, value in zip(names, _fold(parts), strict=True))
+    skipped, advice = "", ""
+    if scaled is not None:
+        count = -min(scaled.streak, 0)
+        skipped = f" at the loss scale {scaled.scale:g}, after {count} steps in a row were skipped for it"
+        advice = ", or compute in bfloat16 with train.precision" if scaled.dynamic else ", or lower train.loss_scale"
     return (
-        f"step {step}: the gradient is not finite in layers {layers} ({total}; samples {samples}); nothing was "
-        "applied: lower train.lr or set train.clip_norm"
+        f"step {step}: the gradient is not finite in layers {layers} ({total}; samples {samples}){skipped}; nothing "
+        f"was applied: lower train.lr or set train.clip_norm{advice}"
     )

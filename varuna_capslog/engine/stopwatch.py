@@ -12,29 +12,29 @@ __all__ = ["Stopwatch"]
 class Stopwatch:
     """Adds up the seconds of the work on one device; entered around each piece of it.
 
-    On a CPU they are of wall time, so that what other programs take from the device counts. On CUDA they are those
-    between events on the current stream, and nothing waits for them before they are asked for.
+    On a CPU they are of wall time, so that what other programs take from the device counts. On an accelerator they are
+    those between events on the current stream, and nothing waits for them before they are asked for.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
+        self._device, self._on_cpu = device, device.type == "cpu"
         self._seconds = self._began = 0.0
-        self._events: list[torch.cuda.Event] = []
+        self._events: list[torch.Event] = []
 
     def __enter__(self) -> None:
-        if self._on_cuda:
-            self._record()
-        else:
+        if self._on_cpu:
             self._began = time.perf_counter()
+        else:
+            self._record()
 
     def __exit__(self, *error: object) -> None:
-        if self._on_cuda:
-            self._record()
-        else:
+        if self._on_cpu:
             self._seconds += time.perf_counter() - self._began
+        else:
+            self._record()
 
     def _record(self) -> None:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.Event(self._device, enable_timing=True)
         event.record()
         self._events.append(event)
 

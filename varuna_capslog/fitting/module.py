@@ -53,7 +53,8 @@ def fit(
         loss: takes what the model returns and gives the scalar that is differentiated, so that its memory counts.
             None: the model's output named `loss`, or the sum of its floating-point outputs.
         cut_points: submodules before which a range may begin or end; None: every repeated block.
-        precision: "float32", or "bfloat16" where the loop runs the model under autocast.
+        precision: "float32", or "bfloat16" or "float16" where the loop runs the model under autocast, for float16 with
+            a scaler of its own.
         moments: tensors of its own size that the optimizer keeps for each parameter: 2 for Adam, 0 for plain SGD.
         host_bandwidth: between the device and the host, such as "12GB/s": what is saved may then wait on the host as
             well. None, or a model on the CPU: nothing is offloaded.

@@ -49,9 +49,9 @@ Loss = Callable[[Mapping[str, Tensor]], Tensor]
 class Loop:
     """What is known of the loop in which the module trains.
 
-    precision: "float32", or "bfloat16" for a loop under autocast. moments: tensors of its own size that the optimizer
-    keeps for each trained parameter. host_bandwidth: bytes per second between device and host; None: nothing is
-    offloaded.
+    precision: "float32", or "bfloat16" or "float16" for a loop under autocast. moments: tensors of its own size that
+    the optimizer keeps for each trained parameter. host_bandwidth: bytes per second between device and host; None:
+    nothing is offloaded.
     """
 
     precision: str = "float32"
@@ -222,8 +222,7 @@ class StepSearch:
                         f"({type(error).__name__}: {error}); let the module and the loss depend on shapes only"
                     ) from error
             if quirks.has("caching allocator"):
-                before = [(0, quirks.lasting_bytes)] if quirks.lasting_bytes else []
-                return replay([*before, *followed.events]).allocated_bytes
+                return replay([*quirks.taken_before(), *followed.events]).allocated_bytes
             return followed.peak_bytes
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from varuna_capslog import accelerator
 from varuna_capslog.model.capture import runs_python
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.python_state import PythonState
@@ -151,7 +152,7 @@ class _Away:
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._device = storage.device
         flat = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
-        self._host = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        self._host = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=accelerator.pins_memory(self._device.type))
         self._host.copy_(flat, non_blocking=True)
         self._back: weakref.ref[torch.UntypedStorage] | None = None
 
@@ -170,7 +171,8 @@ class _Away:
 def _to_host(apart_from: Collection[Tensor]) -> AbstractContextManager[Any]:
     """While it is open, what autograd saves is copied to the host, but for tensors on the storages of `apart_from`.
 
-    Copies are ordered with the device's work: they run on its current stream, to and from pinned memory.
+    Copies are ordered with the device's work: they run on its current stream, to and from memory that is pinned where
+    it can be.
     """
     stays = {tensor.untyped_storage()._cdata for tensor in apart_from}
     known: dict[tuple[int, int], tuple[weakref.ref[torch.UntypedStorage], _Away]] = {}

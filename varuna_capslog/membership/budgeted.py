@@ -152,7 +152,7 @@ class Budgeted:
         if any(own):
             kept = copies or (0,) * len(own)
             left = [max(0, headroom.usable(size or _NO_LIMIT) - more) for size, more in zip(own, kept, strict=False)]
-            limits = [max(1, headroom.reserved(size)) for size in left]
+            limits = [max(1, headroom.device(size)) for size in left]
         of_rank = zip_longest(limits, speeds[: len(own)])
         devices = [PlanRank(capacity_bytes=size, speed=speed) for size, speed in of_rank]
         held, limit = self._held, self._limit_seconds

@@ -322,7 +322,7 @@ class Placer:
     def needed(self, plan: Plan) -> list[int] | None:
         """By rank, the bytes that its device must have, snapshots and headroom counted; None: not known."""
         sizes = self._choice_of(plan).rank_bytes
-        return None if sizes is None else [self.candidates.headroom.reserved(size) for size in sizes]
+        return None if sizes is None else [self.candidates.headroom.device(size) for size in sizes]
 
     def _layout(self, plan: Plan, choice: Choice, seats: Sequence[Seat], limits: _Limits) -> MemberLayout:
         copies = self._place_copies(choice, seats, limits)

@@ -18,6 +18,7 @@ from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import AUTOMATIC
 from varuna_capslog.planning.verdict import MemoryVerdict, capacities_of_devices, judge_ranks
 from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.conditions import kept_copies
 from varuna_capslog.profiles.record import Profile
 
 __all__ = ["budget_with_reserves", "describe_reserves", "state_bytes", "with_reserves"]
@@ -29,7 +30,7 @@ def state_bytes(profile: Profile) -> tuple[list[int], list[int]] | None:
     A layer's static bytes are its state and one gradient of what is trained, and the optimizer keeps as much several
     times more, AdamW twice: of what exceeds the parameters the gradient is one part of three.
     """
-    states, gradients, parts = [], [], 1 + profile.conditions.get("optimizer_copies", 2)
+    states, gradients, parts = [], [], 1 + sum(kept_copies(profile.conditions))
     for layer in profile.layers:
         if layer.static_bytes is None or layer.parameter_bytes is None:
             return None

@@ -416,7 +416,7 @@ class SmallMotion:
         for seat, speed in zip(seats, speeds, strict=True):
             beside = sum(placer.copy_bytes[layer] for layer in copies.get(seat.member, ()))
             room = headroom.usable(seat.capacity or _NO_LIMIT) - beside
-            limits.append(PlanRank(capacity_bytes=max(1, headroom.reserved(max(0, room))), speed=speed))
+            limits.append(PlanRank(capacity_bytes=max(1, headroom.device(max(0, room))), speed=speed))
         held = with_beside(profile, candidates.beside or [0] * profile.num_layers)
         tight = judged(held, dataclasses.replace(plan, ranks=tuple(limits)), candidates.run, tier=placer.tier)
         if not tight.fits:

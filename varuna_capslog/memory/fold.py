@@ -85,7 +85,7 @@ def fold(
     Raises CapslogError naming what the profile lacks; for backwards in two halves it must say what each of them takes.
     """
     ranges = profile if isinstance(profile, RangeBytes) else RangeBytes(profile, RANKS, run.recomputes)
-    stages = with_memory(stages, run, actions, "cpu" if ranges.one_memory else "cuda")
+    stages = with_memory(stages, run, actions, "cpu" if ranges.one_memory else "accelerator")
     direct = routes == "direct"
     step = StepActions.of(actions, stage_graph(stages, units, routes, ranges.edges if direct else None))
     of_grain = [ranges.of_grain(stage.grain) for stage in stages]

@@ -1,9 +1,10 @@
 """The bytes that a device must have beyond the peak of its stage, as a profile states them.
 
 An estimate knows what a stage allocates; a device also holds the context, buffers of communication, and segments that
-its allocator cannot hand out. Planners compare the reserved bytes with the capacity:
+its allocator cannot hand out. Planners compare the device's bytes with the capacity:
 
-    reserved = allocated * fragmentation + fixed_bytes
+    reserved = allocated * fragmentation
+    device = reserved + fixed_bytes
 """
 
 from __future__ import annotations
@@ -31,13 +32,17 @@ class Headroom(NamedTuple):
         return cls(**{name: stated[name] for name in cls._fields if name in stated})
 
     def reserved(self, peak_bytes: int) -> int:
-        """The bytes that a stage of this peak reserves on its device."""
-        return math.ceil(peak_bytes * self.fragmentation) + self.fixed_bytes
+        """The bytes that the allocator holds for a stage of this peak."""
+        return math.ceil(peak_bytes * self.fragmentation)
+
+    def device(self, peak_bytes: int) -> int:
+        """The bytes that a stage of this peak takes of its device."""
+        return self.reserved(peak_bytes) + self.fixed_bytes
 
     def usable(self, capacity: int) -> int:
-        """The largest peak that reserves no more than the capacity."""
+        """The largest peak whose device needs no more than the capacity."""
         peak = max(0, int((capacity - self.fixed_bytes) / self.fragmentation))
-        # Division rounds; what counts is what `reserved` says.
-        while peak > 0 and self.reserved(peak) > capacity:
+        # Division rounds; what counts is what `device` says.
+        while peak > 0 and self.device(peak) > capacity:
             peak -= 1
         return peak

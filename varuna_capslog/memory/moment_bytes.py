@@ -1,28 +1,43 @@
-"""The bytes of the optimizer's moments that wait in the host tier, by the layers of a rank.
+"""The bytes of the optimizer's moments that wait in the host tier, by the layers of a rank; and of gradients.
 
-`range_bytes` counts them out of what a rank always holds, and `fold` into its host tier.
+`range_bytes` counts moments out of what a rank always holds, and `fold` into its host tier.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
+
+import numpy as np
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.costs import Bytes
 from varuna_capslog.profiles.action_bytes import LEAST_MOMENT_BYTES
-from varuna_capslog.profiles.record import SharedParameter
+from varuna_capslog.profiles.conditions import kept_copies
+from varuna_capslog.profiles.record import Profile
 
-__all__ = ["MomentBytes"]
+__all__ = ["MomentBytes", "likely_gradients"]
+
+
+def likely_gradients(profile: Profile, static: Bytes) -> Bytes:
+    """[L] bytes of the gradients of layers whose rows do not tell them: what is static is a parameter, its gradient and
+    what is kept beside both.
+    """
+    if any(layer.parameter_bytes is None for layer in profile.layers):
+        return np.zeros(len(static), dtype=np.int64)
+    parameters = np.array([layer.parameter_bytes for layer in profile.layers], dtype=np.int64)
+    parts = 1 + sum(kept_copies(profile.conditions))
+    return np.clip((static - parameters) // parts, 0, parameters).astype(np.int64)
 
 
 class MomentBytes:
     """What an optimizer keeps of each layer.
 
-    sizes: [L], of each layer alone; None: not known. shared: parameters that several layers use. gradients: [L] bytes.
+    sizes: [L], of each layer alone; None: not known. gradients: [L] bytes.
     """
 
-    def __init__(self, sizes: Bytes | None, shared: Sequence[SharedParameter], gradients: Bytes) -> None:
-        self._sizes, self._shared, self._gradients = sizes, shared, gradients
+    def __init__(self, sizes: Bytes | None, profile: Profile, gradients: Bytes) -> None:
+        self._sizes, self._shared, self._gradients = sizes, profile.shared, gradients
+        self._copies, _ = kept_copies(profile.conditions)
 
     @property
     def known(self) -> bool:
@@ -46,7 +61,7 @@ class MomentBytes:
         for one in (one for one in self._shared if one.bytes >= LEAST_MOMENT_BYTES):
             for layer in [layer for layer in one.layers if layer in layers][1:]:
                 if layer in found and self._gradients[layer] >= one.bytes:
-                    found[layer] = max(0, found[layer] - 2 * one.bytes)
+                    found[layer] = max(0, found[layer] - int(self._copies * one.bytes))
         return found
 
     def at_update(self, layers: Collection[int], away: Collection[int], gradients: Bytes, work: Bytes) -> int:

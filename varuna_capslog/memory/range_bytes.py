@@ -19,8 +19,9 @@ from varuna_capslog.memory.composition import observed
 from varuna_capslog.memory.costs import Bytes
 from varuna_capslog.memory.cut_bytes import CutBytes
 from varuna_capslog.memory.inflight import check_halves, one_in_flight
-from varuna_capslog.memory.moment_bytes import MomentBytes
+from varuna_capslog.memory.moment_bytes import MomentBytes, likely_gradients
 from varuna_capslog.memory.stage_tensors import StageTensors
+from varuna_capslog.profiles.conditions import MOMENTS, kept_copies
 from varuna_capslog.profiles.record import Observation, Profile
 
 __all__ = ["BackwardWork", "RangeBytes"]
@@ -130,7 +131,8 @@ class RangeBytes(CutBytes):
         moved = self._known_part(pair, "moved_bytes", more - rest[1])
         self._moved = _Sums.of(self._known_part(single, "moved_bytes", self._saved.alone - rest[0]), moved)
         self._statistics = self._part(single, "statistics_bytes")
-        self.gradients = self._part(single, "gradient_bytes") if self.told else _likely_gradients(profile, single)
+        static = _column(single, "static_bytes")
+        self.gradients = self._part(single, "gradient_bytes") if self.told else likely_gradients(profile, static)
         self._update, self._shared = self._part(single, "update_bytes"), self._part(single, "shared_bytes")
         self._pair_shared = self._part(pair, "shared_bytes")
         if self._knows("moved_bytes", rows):
@@ -138,14 +140,14 @@ class RangeBytes(CutBytes):
             both = self._moved.alone[1:] - self._moved.more
             self._shared[:-1] = np.maximum(self._shared[:-1], both)
             self._pair_shared[:-1] = np.maximum(self._pair_shared[:-1], both[1:])
-        held = _column(single, "static_bytes") - self.gradients
+        held = static - self.gradients
         together = self._part(pair, "gradient_bytes") if self.told else self.gradients[:-1] + self.gradients[1:]
         self._resident = _Sums.of(held, _column(pair, "static_bytes") - together)
         actions = ("forward_bytes", "bare_bytes", "backward_bytes", "first_backward_bytes")
         self._single = {name: self._beside(single, name) for name in actions}
         self._pair = {name: self._beside(pair, name) - self._saved.alone[:-1] for name in actions}
         sizes = self._part(single, "moment_bytes") if self.told and self._knows("moment_bytes", single) else None
-        self.moments, self.moments_wait = MomentBytes(sizes, profile.shared, self.gradients), False
+        self.moments, self.moments_wait = MomentBytes(sizes, profile, self.gradients), False
         self._known: dict[tuple[object, ...], Any] = {}
 
     def of_stage(self, layers: Collection[int]) -> RangeBytes:
@@ -366,7 +368,7 @@ class RangeBytes(CutBytes):
             # pairs know of uses in neighbouring layers
             apart = sum(after - before > 1 for before, after in pairwise(uses))
             trained = all(self.gradients[layer] >= one.bytes for layer in uses)
-            total -= apart * one.bytes * (3 if trained else 1)
+            total -= int(apart * one.bytes * (1 + sum(kept_copies(self._profile.conditions)) if trained else 1))
         return total - sum(self.moments.of(layers, layers if self.moments_wait else away).values())
 
     def update(self, layers: Collection[int], away: Collection[int] = (), elsewhere: Collection[int] = ()) -> int:
@@ -375,6 +377,8 @@ class RangeBytes(CutBytes):
         # a CPU's kernels update in place, those of a GPU all parameters together; the rest is for the norms
         work = np.minimum(self._update, self.gradients) * (not self.one_memory)
         together = sum(int(work[layer]) for layer in layers if layer not in away and layer not in elsewhere)
+        if MOMENTS in self._profile.conditions:  # rounded ones become whole for one layer after the other
+            work, together = self._update, 0
         besides = max(together, max((int(self._update[layer]) for layer in layers), default=0))
         waiting = self.moments.at_update(layers, away, self.gradients, work)
         return max(sum(int(self.gradients[layer]) for layer in layers) + besides, waiting)
@@ -434,15 +438,6 @@ class RangeBytes(CutBytes):
         """The graphs and the gradients of their outputs."""
         end = np.array([row.layers[1] for row in rows], dtype=np.int64)
         return self._graph(rows) + np.where(end == self.num_layers, 0, np.array(self.gradient)[end])
-
-
-def _likely_gradients(profile: Profile, single: Sequence[Observation]) -> Bytes:
-    """Gradients of layers whose rows do not tell them: what is static is a parameter, its gradient and two moments."""
-    static, layers = _column(single, "static_bytes"), profile.layers
-    if any(layer.parameter_bytes is None for layer in layers):
-        return np.zeros(len(single), dtype=np.int64)
-    parameters = np.array([layer.parameter_bytes for layer in layers], dtype=np.int64)
-    return np.clip((static - parameters) // 3, 0, parameters)
 
 
 def _column(rows: Sequence[Observation], name: str) -> Bytes:

@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from varuna_capslog import accelerator
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.python_calls import PythonCall, Whole, WholeModel
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
-from varuna_capslog.model.hollow import VALUE_ERRORS, ReadNumbers
+from varuna_capslog.model.hollow import VALUE_ERRORS, ReadNumbers, replace_parameters
+from varuna_capslog.model.low_weights import low_parameters
 from varuna_capslog.model.python_state import PythonState
 from varuna_capslog.model.random_states import GLOBAL, RandomStates
 from varuna_capslog.model.signature import layer_signature
@@ -29,14 +31,16 @@ from varuna_capslog.model.training_modes import put_in_training
 
 __all__ = ["ShapeTable", "autocast_context", "call_on", "fake_operands"]
 
+_AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
 
 def autocast_context(device_type: str, precision: str) -> AbstractContextManager[Any]:
-    """The context a layer runs under: nothing for "float32", autocast for "bfloat16"."""
+    """The context a layer runs under: nothing for "float32", autocast for "bfloat16" and "float16"."""
     if precision == "float32":
         return nullcontext()
-    if precision == "bfloat16":
-        return torch.autocast(device_type, torch.bfloat16)
-    raise CapslogError(f"precision={precision!r} is unknown; choose float32 or bfloat16")
+    if precision in _AUTOCAST:
+        return torch.autocast(device_type, _AUTOCAST[precision])
+    raise CapslogError(f"precision={precision!r} is unknown; choose float32, bfloat16 or float16")
 
 
 class ShapeTable:
@@ -47,12 +51,15 @@ class ShapeTable:
 
     Args:
         chain: real or on the meta device; it is not changed and not kept.
-        device_type: where the run happens ("cpu" or "cuda"); without a CUDA device the trace runs on fake CPU tensors.
-        precision: "float32" or "bfloat16" (autocast changes the dtypes on the wire).
+        device_type: where the run happens, such as "cuda"; without such a device the trace runs on fake CPU tensors.
+        precision: as of `autocast_context` (autocast changes the dtypes on the wire).
+        weights: as of `low_parameters`; an embedding of 16 bits writes 16 bits.
     """
 
-    def __init__(self, chain: Chain, device_type: str = "cpu", precision: str = "float32") -> None:
-        self._device = device_type if device_type != "cuda" or torch.cuda.is_available() else "cpu"
+    def __init__(
+        self, chain: Chain, device_type: str = "cpu", precision: str = "float32", weights: str = "float32"
+    ) -> None:
+        self._device = device_type if device_type == accelerator.auto_type() else "cpu"
         self._precision = precision
         # copied as a whole, so that tied modules stay tied, with shapes in place of parameters and buffers
         memo: dict[int, Any] = {}
@@ -62,8 +69,13 @@ class ShapeTable:
                 memo[id(parameter)] = nn.Parameter(hollow, requires_grad=parameter.requires_grad)
             memo |= {id(buffer): buffer.detach().to("meta") for buffer in layer.module.buffers()}
         self._chain = copy.deepcopy(chain, memo)
-        put_in_training(layer.module for layer in self._chain.layers)
-        for part in (part for layer in self._chain.layers for part in layer.module.modules()):
+        modules = [layer.module for layer in self._chain.layers]
+        low = {one: dtype for module in modules for one, dtype in low_parameters(module, weights).items()}
+        if low:
+            new = {one: nn.Parameter(one.detach().to(dtype), one.requires_grad) for one, dtype in low.items()}
+            replace_parameters(modules, new)
+        put_in_training(modules)
+        for part in (part for module in modules for part in module.modules()):
             if isinstance(part, (Whole, WholeModel)):
                 part.from_memory = True
         self._signatures = [layer_signature(layer) for layer in chain.layers]

@@ -14,7 +14,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError, ConfigError
 from varuna_capslog.base.functions import call_function
@@ -29,6 +31,7 @@ __all__ = [
     "COUNTED",
     "DataSource",
     "Evaluator",
+    "HostTargets",
     "LateTargets",
     "Minibatch",
     "Reading",
@@ -54,9 +57,20 @@ class LateTargets:
     read: Callable[[], Any]
 
 
-def known_targets(targets: Any) -> Any:
-    """The targets for the loss: read now, if they are late."""
-    return targets.read() if isinstance(targets, LateTargets) else targets
+class HostTargets(dict[str, Any]):
+    """Targets whose tensors stay on the CPU, for a loss that reads them there, as a matching does."""
+
+
+def known_targets(targets: Any, device: torch.device) -> Any:
+    """The targets for the loss: read now, if they are late, and on the device where it is computed.
+
+    Of lists, tuples and dicts of any depth the tensors are moved, and objects that have a method `to`, such as a batch
+    of transformers'; `HostTargets` and all else stay as they are.
+    """
+    known = targets.read() if isinstance(targets, LateTargets) else targets
+    if device.type == "cpu":
+        return known
+    return pytree.tree_map(lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf, known)
 
 
 @dataclass
@@ -68,8 +82,8 @@ class Minibatch:
 
     Attributes:
         inputs: per microbatch (global index), the spec of every chain input.
-        targets: per microbatch, whatever the loss takes; small, on the CPU. Or `LateTargets`, where they are not known
-            before the samples are read.
+        targets: per microbatch, whatever the loss takes; small, on the CPU (the loss gets them on its own device, but
+            for `HostTargets`). Or `LateTargets`, where they are not known before the samples are read.
         normalisers: of the *whole* minibatch (e.g. the number of boxes): the sum over microbatches of the loss with
             these is the unsplit minibatch's loss.
         sample_ids: per microbatch, the ids that an error message names (image ids, file names).
@@ -179,7 +193,7 @@ class Workload(ABC):
     @abstractmethod
     def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
         """Scalar parts of one microbatch's share of the minibatch loss. `"loss"` is what is differentiated; all are
-        summed over microbatches and logged.
+        summed over microbatches and logged. Outputs and targets (see `known_targets`) lie on one device.
 
         Where targets are known only when they are read, so that no normaliser can count them before, an entry `COUNTED`
         gives this microbatch's weight: the step is divided by the mean of these weights over the microbatches.

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.variants.chunked_loss import chunked_cross_entropy
 
-__all__ = ["COUNTS", "LOSSES", "METRICS", "Outputs", "returned", "to_device"]
+__all__ = ["COUNTS", "LOSSES", "METRICS", "Outputs", "returned"]
 
 
 class Outputs(dict[str, Tensor]):
@@ -34,11 +32,6 @@ def returned(outputs: Mapping[str, Tensor]) -> Any:
     if all(name.isdigit() for name in outputs):
         return tuple(outputs.values())
     return Outputs(outputs)
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with all its tensors on a device."""
-    return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def _scores_and_classes(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.model_workload import ModelSection, ModelWorkload
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import COUNTED, Evaluator, Minibatch, known_targets
-from varuna_capslog.own_data.judging import COUNTS, LOSSES, METRICS, returned, to_device
+from varuna_capslog.own_data.judging import COUNTS, LOSSES, METRICS, returned
 from varuna_capslog.own_data.loader import Loader
 from varuna_capslog.own_data.reading import SampleReader, named_or_handed
 from varuna_capslog.own_data.section import DataSection
@@ -186,8 +186,7 @@ class DatasetWorkload(ModelWorkload):
         """The parts of a microbatch's mean loss, and where it is known by what they count."""
         if self._loss_function is None:
             return {"loss": outputs["loss"]}
-        device = next(iter(outputs.values())).device
-        found = self._loss_function(returned(outputs), to_device(batch, device))
+        found = self._loss_function(returned(outputs), batch)
         parts = dict(found) if isinstance(found, Mapping) else {"loss": found}
         count = parts.pop("count", None)
         for name, value in parts.items():
@@ -272,7 +271,8 @@ class _Judge:
         self._workload = workload
 
     def collect(self, outputs: Mapping[str, Tensor], minibatch: Minibatch, microbatch: int) -> list[Any]:
-        return [self._workload.judged(outputs, known_targets(minibatch.targets[microbatch]))]
+        device = next(iter(outputs.values())).device
+        return [self._workload.judged(outputs, known_targets(minibatch.targets[microbatch], device))]
 
     def summarize(self, results: list[Any]) -> dict[str, Any]:
         totals: dict[str, float] = {}

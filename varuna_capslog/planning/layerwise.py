@@ -248,7 +248,7 @@ def saying_what_fits(profile: Profile, plan: Plan, run: RunShape) -> Plan:
     least = min(verdict.capacities)
     costs = resolve(AUTO, profile, dataclasses.replace(run, schedule="varuna"))[1]
     enough, count = fewest_devices(costs, headroom.usable(least)), profile.num_layers
-    alone = [headroom.reserved(costs.stage_bytes(layer, layer + 1, layer, count)) for layer in range(count)]
+    alone = [headroom.device(costs.stage_bytes(layer, layer + 1, layer, count)) for layer in range(count)]
     largest = max(range(count), key=lambda layer: alone[layer])
     why = f"layer {largest} ({profile.layers[largest].name}) alone needs {format_bytes(alone[largest])}"
     sentence = verdict.sentence(enough, why if alone[largest] > least else None)

@@ -107,7 +107,7 @@ def judged(
 
 def _far_below(plan: Plan, headroom: Headroom) -> bool:
     """Whether every rank needs so little of its device that no error of the fold could make it too much."""
-    needs = [(headroom.reserved(one.bytes or 0), one.capacity_bytes) for one in plan.ranks]
+    needs = [(headroom.device(one.bytes or 0), one.capacity_bytes) for one in plan.ranks]
     return all(limit is None or need <= _CERTAIN * limit for need, limit in needs)
 
 

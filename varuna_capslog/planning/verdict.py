@@ -143,7 +143,7 @@ def judge(peaks: Sequence[int] | None, capacities: Sequence[int] | None, headroo
     """The verdict on stages of these peaks; None where the peaks or the capacities are not known."""
     if peaks is None or capacities is None:
         return None
-    return MemoryVerdict(tuple(peaks), tuple(headroom.reserved(peak) for peak in peaks), tuple(capacities))
+    return MemoryVerdict(tuple(peaks), tuple(headroom.device(peak) for peak in peaks), tuple(capacities))
 
 
 def judge_plan(plan: Plan, profile: Profile | None) -> MemoryVerdict | None:
@@ -160,7 +160,7 @@ def judge_ranks(plan: Plan, sizes: Sequence[int], headroom: Headroom) -> MemoryV
     limits = [one.capacity_bytes for one in plan.ranks] + [None] * (len(sizes) - len(plan.ranks))
     if all(limit is None for limit in limits):
         return None
-    needed = tuple(headroom.reserved(size) for size in sizes)
+    needed = tuple(headroom.device(size) for size in sizes)
     capacities = tuple(NEVER if limit is None else limit for limit in limits[: len(sizes)])
     return MemoryVerdict(tuple(sizes), needed, capacities, "rank")
 

@@ -14,7 +14,7 @@ from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.schedules.shape import STAGE_INPUTS
 
-__all__ = ["CACHE_BYTES", "JOINED", "KEPT_WHOLE", "PURPOSE", "UPDATE_RATE", "checked"]
+__all__ = ["CACHE_BYTES", "JOINED", "KEPT_WHOLE", "MOMENTS", "PURPOSE", "UPDATE_RATE", "checked", "kept_copies"]
 
 UPDATE_RATE = "update_seconds_per_parameter_byte"
 """Where a profile's conditions say what norm, clipping and optimizer cost: seconds per byte of parameters."""
@@ -29,6 +29,9 @@ JOINED = "joined_variants"
 
 KEPT_WHOLE = "kept_whole"
 """Where a profile says which parts of a captured model run as a whole, as Python, and why."""
+
+MOMENTS = "moments"
+"""Where a profile says in which type moments are kept, if it is another one than they are stepped in."""
 
 _MOST = 100
 """More than any allocator reserves beyond what it hands out or an optimizer keeps, and what products of bytes stay
@@ -50,6 +53,13 @@ def checked(conditions: Any) -> dict[str, Any]:
     return found
 
 
+def kept_copies(conditions: Mapping[str, Any]) -> tuple[float, float]:
+    """What is kept of a trained parameter beside itself and its gradient, in parts of its bytes: by the optimizer (2
+    where the conditions say nothing, as with AdamW), and as a copy of 16 bits.
+    """
+    return conditions.get("optimizer_copies", 2), conditions.get("weight_copies", 0)
+
+
 def _headroom(value: Any, name: str) -> Any:
     """Bytes beyond a stage's peak, as `memory.headroom` reads them; "parts" is for people."""
     if not isinstance(value, Mapping):
@@ -69,8 +79,8 @@ def _headroom(value: Any, name: str) -> Any:
 def _copies(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _MOST:
         raise CapslogError(
-            f"{name} is {value!r}; it is what the optimizer keeps in parts of the parameters, so give a number from 0 "
-            f"to {_MOST}"
+            f"{name} is {value!r}; it is what is kept beside the parameters in parts of their bytes, so give a number "
+            f"from 0 to {_MOST}"
         )
     return float(value)
 
@@ -90,9 +100,11 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "limits": _texts,
     JOINED: _texts,
     KEPT_WHOLE: _texts,
+    MOMENTS: fields.text,
     "microbatch_size": partial(fields.whole, minimum=1),
     "optimizer_copies": _copies,
     "recompute": fields.boolean,
+    "weight_copies": _copies,
     "stage_inputs": partial(fields.choice, allowed=STAGE_INPUTS),
     CACHE_BYTES: _sizes,
     PURPOSE: partial(fields.choice, allowed=("inference",)),

@@ -12,16 +12,18 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from varuna_capslog import accelerator
 from varuna_capslog.base.machine_memory import available_bytes
 from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.hollow import VALUE_ERRORS, NeedsValues, ReadNumbers
+from varuna_capslog.model.low_weights import low_bytes
 from varuna_capslog.model.signature import layer_signature
 from varuna_capslog.model.trace import autocast_context, call_on, fake_operands
 
 __all__ = ["BoundTable", "free_bytes"]
 
-_CUDA_CONTEXT_BYTES = 1 << 30
+_CONTEXT_BYTES = 1 << 30
 _BOUNDARY_COPIES = 4
 """Of both boundaries, in the measured stage: in use, kept for a recomputation, posted or under way, gradients."""
 _LARGEST_COPIES = 3
@@ -31,24 +33,23 @@ _NEIGHBOUR_COPIES = 6
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that new work may take on a device now: what CUDA calls free, or what the system calls available."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return available_bytes()
+    """Bytes that new work may take on a device now: what its driver calls free, or what the system calls available."""
+    return available_bytes() if device.type == "cpu" else accelerator.memory_info(device)[0]
 
 
 class BoundTable:
     """Upper bounds on the bytes of trimmed runs, from one fake forward per distinct layer.
 
-    A layer counts twice its trainable parameters (value and gradient; on CUDA once more, for an update of all of them
-    together) and what the optimizer keeps of them, the largest one 3 times more, the frozen ones and its buffers once,
-    and twice what its forward saves (backward holds gradients of at most that size beside it). The loss is not counted.
-    Equal layers are traced once.
+    A layer counts twice its trainable parameters (value and gradient; on an accelerator once more, for an update of all
+    of them together), their copies of 16 bits and what the optimizer keeps of them, the largest one 3 times more, the
+    frozen ones and its buffers once, and twice what its forward saves (backward holds gradients of at most that size
+    beside it). The loss is not counted. Equal layers are traced once.
 
     Args:
         chain: from `skeleton`.
         specs: what crosses the cuts 0 .. L.
         blocks: accumulation blocks; from two on a second sum of gradients counts.
+        weights: the type in which parameters are kept; their layers are traced with parameters of float32.
     """
 
     def __init__(
@@ -59,7 +60,9 @@ class BoundTable:
         precision: str,
         blocks: int = 1,
         recipe: Recipe | None = None,
+        weights: str = "float32",
     ) -> None:
+        self._weights = weights
         self._chain, self._specs, self._device_type = chain, specs, device_type
         self._precision, self._blocks, self._recipe = precision, blocks, recipe or Recipe()
         self._traced: dict[object, int] = {}
@@ -73,14 +76,14 @@ class BoundTable:
         on_cpu = self._device_type == "cpu"
         crossing = sum(spec.num_bytes for cut in (self._specs[first], self._specs[end]) for spec in cut.values())
         total = crossing * (_BOUNDARY_COPIES + (_NEIGHBOUR_COPIES if on_cpu else 0))
-        total += 0 if on_cpu else _CUDA_CONTEXT_BYTES
+        total += 0 if on_cpu else _CONTEXT_BYTES
         for index in range(first, end):
             total += self._static(layers[index]) + 2 * self._saved(layers[index], self._specs[index])
         return total
 
     def _static(self, layer: Layer) -> int:
-        copies = 2 + (self._blocks > 1) + (self._device_type == "cuda")
-        total = sum(buffer.nbytes for buffer in layer.module.buffers())
+        copies = 2 + (self._blocks > 1) + (self._device_type != "cpu")
+        total = sum(buffer.nbytes for buffer in layer.module.buffers()) + low_bytes(layer.module, self._weights)[0]
         largest = 0
         for parameter in layer.module.parameters():
             size = parameter.numel() * parameter.itemsize

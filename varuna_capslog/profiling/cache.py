@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import platform
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,13 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.sources import class_name, code_digest, module_settings, source_file
 from varuna_capslog.model.workload import Workload
+from varuna_capslog.profiles.conditions import UPDATE_RATE
 from varuna_capslog.profiles.record import Profile, read_profile, write_profile
 
-__all__ = ["folder", "kept", "load", "model_digest", "store"]
+__all__ = ["cpu_name", "folder", "kept", "load", "model_digest", "store"]
 
 _log = logging.getLogger(__name__)
-_TOLD = ("profiling", "attention", "seconds", "headroom", "limits")
+_TOLD = ("profiling", "attention", "seconds", "headroom", "limits", UPDATE_RATE)
 """Conditions that a profile tells beyond those it was asked for under: how it was measured, what the estimate found."""
 
 
@@ -34,6 +36,16 @@ def folder() -> Path:
     """`varuna-capslog/profiles` under XDG_CACHE_HOME, by default under ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "varuna-capslog" / "profiles"
+
+
+def cpu_name() -> str:
+    """The model of this machine's processor, or its architecture where nothing says so."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())
 
 
 def load(conditions: Mapping[str, Any]) -> Profile | None:

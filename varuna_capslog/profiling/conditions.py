@@ -6,15 +6,19 @@ begin with them. Sizes come from the workload's description of its data; nothing
 
 from __future__ import annotations
 
+import functools
+import subprocess
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from varuna_capslog import accelerator
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.gpus import gpu_named
 from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.model.chain import Chain, TensorSpec
+from varuna_capslog.model.low_weights import low_bytes
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.plans.plan import Plan, read_plan
 from varuna_capslog.profiles.action_bytes import ActionBytes
@@ -31,6 +35,7 @@ __all__ = [
     "RunConditions",
     "conditions_of_run",
     "input_sizes",
+    "kind_here",
     "profile_of",
     "shapes_of",
 ]
@@ -49,8 +54,9 @@ class RunConditions:
     """What holds for every run of a profile.
 
     Attributes:
-        device: "cpu" or "cuda".
+        device: its type, such as "cpu" or "cuda".
         input: shape of every input of the chain.
+        precision, weights: as in the config's `train` section.
         recompute, stage_inputs: as in the config's `pipeline` section.
         blocks: accumulation blocks of one pipeline; from two on, a second sum of gradients is alive.
         halves: whether the training run splits its backwards: each row then says too what the halves take.
@@ -71,6 +77,24 @@ class RunConditions:
     gpu: str = ""
     recipe: Recipe = field(default_factory=Recipe)
     grains: tuple[int, ...] = ()
+    weights: str = "float32"
+
+    def types(self, chain: Chain) -> dict[str, Any]:
+        """What a profile's conditions say of types, and of what is held of each parameter of this chain.
+
+        Returns:
+            "dtype"; where weights have 16 bits "weights" and "weight_copies", their bytes in parts of those of the
+            trained parameters; and as `Recipe.described`.
+        """
+        parameters = chain.named_parameters().values()
+        told: dict[str, Any] = {"dtype": self.precision}
+        if self.weights != "float32":
+            trained = sum(
+                one.nbytes for layer in chain.layers for one in layer.module.parameters() if one.requires_grad
+            )
+            beside = sum(low_bytes(layer.module, self.weights)[0] for layer in chain.layers)
+            told |= {"weights": self.weights, "weight_copies": round(beside / max(1, trained), 4)}
+        return told | self.recipe.described(parameters)
 
     @property
     def schedule(self) -> str:
@@ -117,8 +141,10 @@ def conditions_of_run(config: Config, inputs: Mapping[str, TensorSpec]) -> RunCo
     """The conditions of the training run that a config describes, for chain inputs of these sizes."""
     device = config.profile.device or config.device
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = accelerator.auto_type()
     device, _, kind = device.partition(":")
+    if device == "cuda" and not kind:
+        kind = kind_here()
     run = RunShape.of_config(config).share(config.pipeline.replicas)
     return RunConditions(
         device=device,
@@ -132,7 +158,27 @@ def conditions_of_run(config: Config, inputs: Mapping[str, TensorSpec]) -> RunCo
         gpu=kind,
         recipe=Recipe.of_config(config.train),
         grains=() if config.pipeline.plan is None else _grains(read_plan(config.pipeline.plan)),
+        weights=config.train.weights,
     )
+
+
+@functools.cache
+def kind_here() -> str:
+    """The kind in `GPUS` of this machine's GPUs; "" where there are none, or several kinds, or none of the table.
+
+    Asks `nvidia-smi`: torch would start CUDA, which takes memory, and no process that was forked later could use it.
+    """
+    try:
+        asked = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    names = set(asked.stdout.split("\n")) - {""} if asked.returncode == 0 else set()
+    try:
+        return gpu_named(names.pop()) if len(names) == 1 else ""
+    except CapslogError:
+        return ""
 
 
 def _grains(plan: Plan) -> tuple[int, ...]:
@@ -154,8 +200,10 @@ def profile_of(
         specs: what crosses the cuts 0 .. L, from which the profile's `tensors` are made; () leaves them out.
     """
     names = [layer.name for layer in chain.layers]
+    weights = conditions.get("weights", "float32")
     parameters = [
-        sum(parameter.numel() * parameter.itemsize for parameter in layer.module.parameters()) for layer in chain.layers
+        sum(one.numel() * one.itemsize for one in layer.module.parameters()) - low_bytes(layer.module, weights)[1]
+        for layer in chain.layers
     ]
     whole = {KEPT_WHOLE: chain.kept_whole} if chain.kept_whole else {}
     return Profile(

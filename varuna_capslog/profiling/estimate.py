@@ -1,7 +1,7 @@
 """Profiles without a device: every stage's real program of a step on fake tensors, its storages followed.
 
 `capslog profile --estimate` and `prepare` call this. The runs, the record and the meaning of every number are those of
-`measure`; the bytes are those of `hollow`, the seconds those of `roofline`. Runs that do the same work are run once.
+`measure`; the bytes are those of `hollow`, the seconds those of `rates`. Runs that do the same work are run once.
 Nothing is allocated, and the device that the profile is for need not be there.
 """
 
@@ -22,9 +22,11 @@ from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.signature import run_signature
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Workload, load_workload
+from varuna_capslog.profiles.conditions import UPDATE_RATE
 from varuna_capslog.profiles.record import Observation, Profile, TensorRecord
 from varuna_capslog.profiles.runs import stage_runs
 from varuna_capslog.profiling import cache
+from varuna_capslog.profiling.calibration import corrected_speed
 from varuna_capslog.profiling.conditions import (
     InputSizes,
     Progress,
@@ -39,7 +41,7 @@ from varuna_capslog.profiling.estimation.headroom import state_headroom
 from varuna_capslog.profiling.estimation.hollow import HollowRun, run_hollow
 from varuna_capslog.profiling.estimation.lifetimes import Recipes
 from varuna_capslog.profiling.estimation.quirks import QUIRKS, QUIRKS_VERSION, Quirks
-from varuna_capslog.profiling.estimation.roofline import Speed, speed_of
+from varuna_capslog.profiling.estimation.rates import RATES_VERSION, Speed
 from varuna_capslog.profiling.estimation.together import loss_of_each
 from varuna_capslog.profiling.skeleton import skeleton
 from varuna_capslog.profiling.trim import TrimmedRun
@@ -80,7 +82,7 @@ class Memo:
         alive: what the keys name by identity, so that no identity comes twice.
         recipes: for the operators of runs that are not known yet.
         estimators: of configs, by their text and conditions.
-        speeds: of those, by device and kind of GPU; a CPU's is measured once, so that their seconds can be compared.
+        speeds: of those, by device, kind of GPU and threads; a CPU's is measured once: its seconds can be compared.
     """
 
     def __init__(self) -> None:
@@ -89,7 +91,7 @@ class Memo:
         self.alive: list[object] = []
         self.recipes = Recipes()
         self.estimators: dict[str, StageEstimator] = {}
-        self.speeds: dict[tuple[str, str], Speed] = {}
+        self.speeds: dict[tuple[str, str, int], Speed] = {}
 
 
 class StageEstimator:
@@ -98,12 +100,12 @@ class StageEstimator:
     Args:
         conditions: their device need not be there; their `input` is taken from `inputs`.
         inputs: specs of the chain's inputs; None: the workload's `profile_inputs`.
-        speed: for the seconds; None: that of `roofline` for the device.
+        speed: for the seconds; None: that of `calibration` for the device.
         memo: shared by estimators of related models, so that what they have in common is run once.
         grain: microbatches of one call; the other arguments are of one microbatch.
 
     Raises:
-        CapslogError: there is no table of quirks for the device, or a layer cannot run on these inputs.
+        CapslogError: estimates do not know the device, or a layer cannot run on these inputs.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class StageEstimator:
         self.workload, self.grain = workload, grain
         conditions = conditions or RunConditions()
         quirks = Quirks(conditions.device, conditions.gpu)
-        self.speed = speed or speed_of(conditions.device, conditions.gpu)
+        self.speed = speed or corrected_speed(conditions.device, conditions.gpu)
         with torch.random.fork_rng(devices=[]):
             self.chain = skeleton(workload)
         # a factory's example inputs are known once it was called
@@ -128,7 +130,7 @@ class StageEstimator:
         self.conditions = replace(conditions, input=shapes_of(inputs))
         with quirks.dispatch():
             # on CPU tensors in any case, as the runs: both then see the same operators
-            shapes = ShapeTable(self.chain, "cpu", conditions.precision)
+            shapes = ShapeTable(self.chain, "cpu", conditions.precision, conditions.weights)
             self.specs, outputs = shapes.boundaries(inputs), shapes.boundaries(one)[-1]
         self._goal, self._loss = workload.profile_targets(conditions.microbatch_size), cast(LossFunction, workload.loss)
         if grain > 1:
@@ -156,9 +158,9 @@ class StageEstimator:
         pipeline = config.pipeline.model_copy(update=anyhow)
         text = dump_config(config.model_copy(update={"pipeline": pipeline})) + repr(conditions)
         if text not in memo.estimators:
-            kind = conditions.device, conditions.gpu
+            kind = conditions.device, conditions.gpu, config.train.threads
             if kind not in memo.speeds:
-                memo.speeds[kind] = speed_of(*kind)
+                memo.speeds[kind] = corrected_speed(*kind)
             memo.estimators[text] = cls(load_workload(config), conditions, speed=memo.speeds[kind], memo=memo)
         return memo.estimators[text]
 
@@ -263,11 +265,15 @@ def _profile(estimator: StageEstimator, sizes: InputSizes, transport: str, progr
     stages, rows = _rows(estimator, functools.partial(_progress_behind, progress, 0, count))
     found: dict[str, Any] = {
         "attention": "+".join(sorted(frozenset().union(*(stage.attention for stage in stages)))) or "none",
-        "seconds": f"roofline({estimator.speed.name})",
+        "seconds": f"classes({estimator.speed.name}), {estimator.speed.source}",
         "headroom": _headroom(estimator, stages, sizes, transport),
     }
     if limits := frozenset().union(*(stage.limits for stage in stages)):
         found["limits"] = sorted(limits)
+    alone = [stage for stage in stages if stage.layers[1] - stage.layers[0] == 1]
+    sizes_of_weights = sum(parameter.nbytes for layer in chain.layers for parameter in layer.module.parameters())
+    if sizes_of_weights:
+        found[UPDATE_RATE] = sum(stage.update_seconds for stage in alone) / sizes_of_weights
     conditions = _key(estimator, sizes, transport) | found
     profile = profile_of(chain, rows, "estimated", conditions, specs=estimator.specs)
     for other in several:
@@ -350,12 +356,14 @@ def _key(estimator: StageEstimator, sizes: InputSizes, transport: str) -> dict[s
         "source": "estimated",
         "device": conditions.device,
         **({"gpu": conditions.gpu} if conditions.gpu else {}),
-        "dtype": conditions.precision,
+        "parameter_types": "+".join(sorted({str(one.dtype).removeprefix("torch.") for one in _weights(chain)}))
+        or "none",
+        "memory_format": "channels_last" if any(map(_is_channels_last, _weights(chain))) else "contiguous",
         "microbatch_size": conditions.microbatch_size,
         "input": {name: list(shape) for name, shape in conditions.input.items()},
         "input_sizes": sizes.to_json(),
         "dilation": max(dilations, default=1),
-        **conditions.recipe.described(chain.named_parameters().values()),
+        **conditions.types(chain),
         "schedule": conditions.schedule,
         "recompute": conditions.recompute,
         "stage_inputs": conditions.stage_inputs,
@@ -365,9 +373,21 @@ def _key(estimator: StageEstimator, sizes: InputSizes, transport: str) -> dict[s
         "peak_source": "lifetimes of fake storages",
         "quirks": sorted(name for name, quirk in QUIRKS.items() if conditions.device in quirk.devices),
         "quirks_version": QUIRKS_VERSION,
+        "rates_version": RATES_VERSION,
+        # corrections come and go with measured profiles; a CPU's own speed differs from one process to the next
+        **({"corrected": estimator.speed.source} if "measured profiles" in estimator.speed.source else {}),
         "torch": torch.__version__,
         "model_digest": cache.model_digest(estimator.workload, chain),
     }
+
+
+def _weights(chain: Chain) -> list[torch.Tensor]:
+    parameters = chain.named_parameters().values()
+    return [parameter for parameter in parameters if parameter.is_floating_point() or parameter.is_complex()]
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
 
 
 def _whole_numbers(value: Any) -> list[int]:
@@ -388,6 +408,7 @@ def _run_key(chain: Chain, run: TrimmedRun, conditions: RunConditions, workload:
             conditions.device,
             conditions.gpu,
             conditions.precision,
+            conditions.weights,
             conditions.recompute,
             conditions.stage_inputs,
             conditions.blocks,

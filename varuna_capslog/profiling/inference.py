@@ -20,13 +20,13 @@ from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.profiles.conditions import CACHE_BYTES, PURPOSE
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiles.runs import stage_runs
+from varuna_capslog.profiling.calibration import corrected_speed
 from varuna_capslog.profiling.conditions import RunConditions, profile_of, shapes_of
 from varuna_capslog.profiling.estimate import key_of_range
 from varuna_capslog.profiling.estimation.forward import ForwardRun, run_forward
 from varuna_capslog.profiling.estimation.headroom import fragmentation, state_headroom
 from varuna_capslog.profiling.estimation.lifetimes import Recipes
 from varuna_capslog.profiling.estimation.quirks import QUIRKS, QUIRKS_VERSION, Quirks
-from varuna_capslog.profiling.estimation.roofline import speed_of
 from varuna_capslog.profiling.skeleton import skeleton
 
 __all__ = ["Served", "estimate_inference"]
@@ -68,7 +68,11 @@ def estimate_inference(model: InferenceModel, served: Served) -> Profile:
     with quirks.dispatch():
         specs = ShapeTable(chain, "cpu").boundaries(inputs)
     # a forward without graphs makes no tensor that takes a gradient
-    speed, recipes, mode = speed_of(served.device, served.gpu), Recipes(), FakeTensorMode(allow_non_fake_inputs=True)
+    speed, recipes, mode = (
+        corrected_speed(served.device, served.gpu),
+        Recipes(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    )
     known: dict[object, ForwardRun] = {}
     runs = stage_runs(len(chain))
     found = []
@@ -96,7 +100,7 @@ def estimate_inference(model: InferenceModel, served: Served) -> Profile:
         "quirks": sorted(name for name, quirk in QUIRKS.items() if served.device in quirk.devices),
         "quirks_version": QUIRKS_VERSION,
         "torch": torch.__version__,
-        "seconds": f"roofline({speed.name})",
+        "seconds": f"classes({speed.name}), {speed.source}",
         "headroom": _headroom(found, served),
         "sequence": model.tokens,
         CACHE_BYTES: _cache_bytes(model, served, found[: len(chain)]),
@@ -132,8 +136,9 @@ def _headroom(found: list[ForwardRun], served: Served) -> dict[str, Any]:
     """
     if served.device == "cpu":
         return state_headroom(served.device, "gloo", [])
-    stated = state_headroom(served.device, "nccl", [], served.gpu)
+    stated = state_headroom(served.device, "nccl", [], served.gpu, communicators=2)
     largest = {one.events: one for one in sorted(found, key=lambda one: one.peak_bytes)[-_SIMULATED:]}
     gaps = max(math.ceil((fragmentation([one]) - 1) * one.peak_bytes) for one in largest.values())
-    parts = stated["parts"] | {"gaps_bytes": gaps, "simulated": ["gaps_bytes"], "simulated_stages": len(largest)}
+    known = f"replayed by the allocator's rules: {len(largest)} runs"
+    parts = stated["parts"] | {"gaps between tensors": {"bytes": gaps, "known": known}}
     return stated | {"fixed_bytes": stated["fixed_bytes"] + gaps, "parts": parts}

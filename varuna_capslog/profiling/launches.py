@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from varuna_capslog import accelerator
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.engine.communicator import Communicator, connect
@@ -72,10 +74,8 @@ class LaunchTimes:
 
 
 def devices_of(kind: str, workers: int) -> list[torch.device]:
-    """The device of each worker: the CPU, or the GPUs in turn."""
-    if kind == "cpu":
-        return [torch.device("cpu")] * workers
-    return [torch.device("cuda", worker % torch.cuda.device_count()) for worker in range(workers)]
+    """The device of each worker: the CPU, or the accelerators in turn."""
+    return list(itertools.islice(itertools.cycle(accelerator.all_devices(kind)), workers))
 
 
 @contextlib.contextmanager
@@ -271,8 +271,7 @@ def _roles(
     chain = with_real_layers(skeleton(workload), range(*pipeline.stages[rank]))
 
     def stage() -> Play:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        accelerator.select(device)
         communicator = connect(rank, len(pipeline.stages), "127.0.0.1", port, 0, _MESSAGE_SECONDS)
         return lambda run, conditions: _observe(chain, workload, run, pipeline, conditions, communicator, device)
 

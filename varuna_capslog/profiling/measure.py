@@ -7,19 +7,18 @@ computes M_i and M_a from what comes back (CAPSlog, Sec. III-A). It never touche
 from __future__ import annotations
 
 import functools
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from varuna_capslog import accelerator
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config
-from varuna_capslog.engine.probe import CPU_SOURCE, CUDA_SOURCE
+from varuna_capslog.engine.probe import peak_source
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Workload, load_workload
@@ -103,7 +102,8 @@ def profile_workload(
         free_bytes: what a device has left.
 
     Raises:
-        as `profile_config`; also CapslogError where CUDA is in use and the workload cannot be sent to a process.
+        as `profile_config`; also CapslogError where an accelerator is in use and the workload cannot be sent to another
+        process.
     """
     fields.choice(order, "order", ORDERS)
     conditions = conditions or RunConditions()
@@ -135,10 +135,11 @@ def _profile(
     use_cache: bool,
     variants: Sequence[Variant] | None,
 ) -> Profile:
-    if conditions.device == "cuda" and not torch.cuda.is_available():
+    reason = accelerator.why_unusable(conditions.device)
+    if reason is not None:
         raise CapslogError(
-            "the profile is for device cuda, but there is no CUDA device here; run it where there is one, or set "
-            "profile.device=cpu for numbers of the CPU"
+            f"the profile is for device {conditions.device}, but torch can use no such device here ({reason}); run it "
+            "where there is one, or set profile.device=cpu for numbers of the CPU"
         )
     if launch.workers < 1:
         raise CapslogError(f"workers={launch.workers}; at least one process must measure")
@@ -207,17 +208,10 @@ class _Runs:
         progress = launch.progress or (lambda done, total, text: None)
         # in one launch the processes get ready while this one traces shapes
         with self._workers.group(self._count) if launch.order == "packed" else nullcontext() as group:
-            specs = ShapeTable(self._chain, self._conditions.device, self._conditions.precision).boundaries(
-                self._inputs
-            )
-            bounds = BoundTable(
-                self._chain,
-                specs,
-                self._conditions.device,
-                self._conditions.precision,
-                self._conditions.blocks,
-                self._conditions.recipe,
-            )
+            asked = self._conditions
+            types = asked.precision, asked.weights
+            specs = ShapeTable(self._chain, asked.device, *types).boundaries(self._inputs)
+            bounds = BoundTable(self._chain, specs, asked.device, types[0], asked.blocks, asked.recipe, types[1])
             plain = [self._task(bounds, specs, run) for run in runs]
             work = [one.work(specs) for one in self._others]
             first = dict(zip(reversed(work), reversed(self._others), strict=True))
@@ -269,28 +263,20 @@ def _describe(workload: Workload, chain: Chain, conditions: RunConditions, launc
     return {
         "device": conditions.device,
         "device_name": _device_name(conditions.device),
-        "dtype": conditions.precision,
         "microbatch_size": conditions.microbatch_size,
         "input": {name: list(shape) for name, shape in conditions.input.items()},
-        **conditions.recipe.described(chain.named_parameters().values()),
+        **conditions.types(chain),
         "schedule": conditions.schedule,
         "recompute": conditions.recompute,
         "stage_inputs": conditions.stage_inputs,
         "accumulation_blocks": conditions.blocks,
         "threads": launch.threads,
         "order": launch.order,
-        "peak_source": CUDA_SOURCE if conditions.device == "cuda" else CPU_SOURCE,
+        "peak_source": peak_source(conditions.device),
         "torch": torch.__version__,
         "model_digest": cache.model_digest(workload, chain),
     }
 
 
 def _device_name(device: str) -> str:
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.machine())
+    return accelerator.device_name(device) if device != "cpu" else cache.cpu_name()

@@ -124,7 +124,7 @@ def _table(estimator: StageEstimator, layout: Layout) -> ShapeTable:
     grains = {stage.grain for stage in layout.stages}
     if grains == {1}:
         return KnownShapes(estimator.specs)
-    table = ShapeTable(estimator.chain, "cpu", estimator.conditions.precision)
+    table = ShapeTable(estimator.chain, "cpu", estimator.conditions.precision, estimator.conditions.weights)
     for grain in {1, *grains}:  # now, since nothing can be traced while the ranks run on fake tensors
         table.boundaries(joined_inputs([estimator.specs[0]] * grain, range(grain)))
     return table
@@ -204,6 +204,7 @@ def _options(
         recompute=conditions.recompute,
         stage_inputs=conditions.stage_inputs,
         precision=conditions.precision,
+        weights=conditions.weights,
         clip_norm=1.0,
         recipe=conditions.recipe,
         actions=actions,

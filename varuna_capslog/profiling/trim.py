@@ -185,6 +185,7 @@ def dummy_options(conditions: RunConditions, schedule: Schedule, microbatches: i
         num_blocks=1 if conditions.blocks == 1 else microbatches,
         stage_inputs=conditions.stage_inputs,
         precision=conditions.precision,
+        weights=conditions.weights,
         clip_norm=1.0,
         recipe=conditions.recipe,
         actions=tuple(tuple(row) for row in to_strings(schedule)),

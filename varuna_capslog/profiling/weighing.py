@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
+from varuna_capslog import accelerator
 from varuna_capslog.engine.host.moments import leaves
 from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.probe import PeakProbe, StageMeter, _allocations, storage_bytes, storages_of
@@ -212,16 +213,16 @@ class ActionProbe(PeakProbe):
     @contextlib.contextmanager
     def action(self) -> Iterator[None]:
         """Around one action."""
-        if self._device.type != "cuda":
+        if self._device.type == "cpu":
             self.windows.append(Window(0, 0, 0))
             with record_function(f"{_MARK}{len(self.windows) - 1}"):
                 yield
             return
         self._since_reset()
-        before = torch.cuda.memory_allocated(self._device)
+        before = accelerator.allocated_bytes(self._device)
         yield
         most = self._since_reset()
-        self.windows.append(Window(before, most, torch.cuda.memory_allocated(self._device)))
+        self.windows.append(Window(before, most, accelerator.allocated_bytes(self._device)))
 
     def __exit__(self, *raised: Any) -> None:
         profile, held = self._profile, dict(self._held)
@@ -232,10 +233,10 @@ class ActionProbe(PeakProbe):
             self._read(profile.kineto_results.experimental_event_tree(), held)
 
     def _since_reset(self) -> int:
-        """CUDA: the most since the last call."""
-        most = torch.cuda.max_memory_allocated(self._device)
+        """Accelerators: the most since the last call."""
+        most = accelerator.peak_bytes(self._device)
         self._highest = max(self._highest, most)
-        torch.cuda.reset_peak_memory_stats(self._device)
+        accelerator.reset_peak(self._device)
         return most
 
     def _read(self, tree: Any, held: dict[int, int]) -> None:

@@ -35,9 +35,11 @@ class WholeRuns:
         workload = source()
         self._chain = skeleton(workload)
         inputs = workload.profile_inputs(conditions.microbatch_size)
-        self._specs = ShapeTable(self._chain, conditions.device, conditions.precision).boundaries(inputs)
+        types = conditions.precision, conditions.weights
+        self._specs = ShapeTable(self._chain, conditions.device, *types).boundaries(inputs)
         self._goal = workload.profile_targets(conditions.microbatch_size)
-        table = BoundTable(self._chain, self._specs, conditions.device, conditions.precision, conditions.blocks)
+        recipe, blocks = conditions.recipe, conditions.blocks
+        table = BoundTable(self._chain, self._specs, conditions.device, types[0], blocks, recipe, types[1])
         self._bound = table.bound_bytes(0, len(self._chain))
         self._names = [layer.name for layer in self._chain.layers]
         devices, modules = devices_of(conditions.device, 1), modules_of(workload, self._chain)

@@ -24,9 +24,10 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from varuna_capslog import accelerator
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.failures import signal_name
-from varuna_capslog.base.forking import may_fork, renew_threads
+from varuna_capslog.base.forking import accelerator_started, may_fork, renew_threads
 from varuna_capslog.base.processes import killed_with
 from varuna_capslog.engine.communicator import PeerLost, connect
 from varuna_capslog.engine.meeting.local_store import local_store
@@ -227,9 +228,9 @@ def _process_context(source: Callable[[], Workload], preload: Sequence[str]) -> 
     try:
         pickle.dumps(source)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
-        if torch.cuda.is_initialized():
+        if accelerator_started():
             raise CapslogError(
-                f"the workload cannot be sent to other processes ({error}), and CUDA is in use in this one: define "
+                f"the workload cannot be sent to other processes ({error}), and this one uses an accelerator: define "
                 "the model at the top level of a module"
             ) from error
         return multiprocessing.get_context("fork")
@@ -260,7 +261,7 @@ def _work(
     neighbours: list[tuple[BaseProcess, Connection]] = []
     try:
         measured, others = roles(source, number, port, device)
-        # before any thread or CUDA context exists here
+        # before any thread or context of a device exists here
         pipes = [multiprocessing.Pipe() for _ in others]
         for role, (ours, theirs) in zip(others, pipes, strict=True):
             foreign = [pipe, *(end for pair in pipes for end in pair if end is not theirs)]
@@ -308,8 +309,7 @@ def _engine_roles(
     chain = skeleton(workload)
 
     def measured() -> Play:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        accelerator.select(device)
         communicator = connect(MEASURED_RANK, 2, "127.0.0.1", port, number, _MESSAGE_SECONDS)
         return lambda run, conditions: measure_run(chain, run, conditions, workload.loss, communicator, device)
 

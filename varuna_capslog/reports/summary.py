@@ -21,8 +21,8 @@ from varuna_capslog.reports.wording import UNKNOWN, duration, moment, plain, plu
 
 __all__ = ["stage_parts", "summary_parts"]
 
-_PARAMETER_WIDTH = {"float64": 8, "float32": 4, "bfloat16": 4}
-"""Bytes of one parameter by the profile's dtype; bfloat16 means autocast, which leaves parameters in float32."""
+_PARAMETER_WIDTH = {"float64": 8, "float32": 4, "bfloat16": 4, "float16": 4}
+"""Bytes of one parameter by the profile's dtype; 16 bits mean autocast, which leaves parameters in float32."""
 _MOST_NAMES = 40
 _MUCH_WAITING = 0.1
 """Share of the time in steps from which on the page says what may help."""
@@ -94,6 +94,8 @@ def _parameters(profile: Profile) -> str | None:
     again = sum(shared.bytes * (len(shared.layers) - 1) for shared in profile.shared)
     total = sum(size for size in sizes if size is not None) - again
     width = _PARAMETER_WIDTH.get(str(profile.conditions.get("dtype")).removeprefix("torch."))
+    if "weights" in profile.conditions:
+        width = None  # frozen ones have 16 bits, those with masters 32
     return format_bytes(total) if width is None else f"{total // width:,} ({format_bytes(total)})"
 
 
@@ -108,7 +110,7 @@ def _placement(run: RunRecord) -> dict[str, str]:
         rows["Schedule"] = f"{schedule}, {recompute}, stage inputs on the {pipeline.stage_inputs}"
         rows["Minibatch"] = (
             f"{plural(train.minibatch_size, 'sample')} in {plural(config.num_microbatches, 'microbatch', 'es')} of "
-            f"{train.microbatch_size}, {train.precision}"
+            f"{train.microbatch_size}, {train.types}"
         )
     if plan is not None:
         planner = plan.planner or "none, the cuts were given"

@@ -8,7 +8,8 @@ from typing import Any
 
 from varuna_capslog.base.tables import Table
 from varuna_capslog.base.units import format_bytes
-from varuna_capslog.planning.verdict import judge_plan
+from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.planning.verdict import MemoryVerdict, judge_plan
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.conditions import KEPT_WHOLE
 from varuna_capslog.profiles.record import Profile
@@ -48,6 +49,8 @@ def plan_table(plan: Plan, profile: Profile | None = None, memory: bool = True) 
         rows.append([str(number), str(ranks[number]), stage.spans, *names, shown, margin, served])
         rows[-1].append(", ".join(f"{one.kind} {one.first}-{one.end - 1}" for one in stage.memory or ()))
     notes = [] if plan.search_seconds is None else [f"found in {plan.search_seconds * 1e3:.3g} ms"]
+    if verdict is not None and profile is not None:
+        notes += _device_notes(verdict, profile)
     if plan.bound_seconds is not None and plan.step_seconds is not None:
         notes.append(_said_of_bound(plan, plan.step_seconds, plan.bound_seconds))
     if plan.stage_bytes is None and any(one.bytes is not None for one in plan.ranks):
@@ -61,6 +64,23 @@ def plan_table(plan: Plan, profile: Profile | None = None, memory: bool = True) 
     left = [place for place, column in enumerate(kept) if column in (3, 4, 7, 8)]
     shown_rows = [[row[place] for place in kept] for row in rows]
     return Table(title, [headings[place] for place in kept], shown_rows, left, notes)
+
+
+def _device_notes(verdict: MemoryVerdict, profile: Profile) -> list[str]:
+    """The bytes of the stage that leaves least of its device, as the three counters show them; none for a CPU."""
+    headroom = Headroom.of(profile)
+    if not headroom.fixed_bytes:
+        return []
+    peak = verdict.peaks[verdict.worst]
+    allocated, reserved, device = map(format_bytes, (peak, headroom.reserved(peak), headroom.device(peak)))
+    parts = profile.conditions["headroom"].get("parts", {})
+    stated = [
+        f"{name} {format_bytes(part['bytes'])} ({part['known']})"
+        for name, part in parts.items()
+        if isinstance(part, dict) and part.get("bytes")
+    ]
+    beside = f"; beside the allocator {', '.join(stated)}" if stated else ""
+    return [f"stage {verdict.worst}: {allocated} allocated, {reserved} reserved, {device} of its device{beside}"]
 
 
 def profile_table(profile: Profile, *more: str) -> Table:

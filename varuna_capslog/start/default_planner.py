@@ -50,25 +50,23 @@ def with_planner_for(config: Config, profile: Profile) -> Config:
 def with_default_capacity(config: Config) -> Config:
     """The config with the memory of this machine's devices, where planner `budget` or `auto` has none to keep to.
 
-    That is all of a GPU's, and on a CPU an equal part of the machine's, or of its container's, for every rank. The
-    same config where there is a capacity, and for devices that are not here.
+    That is all of an accelerator's, and on a CPU an equal part of the machine's, or of its container's, for every rank.
+    The same config where there is a capacity, and for devices that are not here.
     """
     pipeline, device = config.pipeline, config.profile.device or config.device
     given = pipeline.capacity is not None or pipeline.cuts is not None or pipeline.plan is not None
     if given or pipeline.planner not in (defaults.FASTEST, defaults.ALL):
         return config
-    if device not in ("auto", "cpu", "cuda"):
+    sizes = [] if device == "cpu" else _bytes_here(device)
+    if not sizes and device not in ("auto", "cpu"):
         return config
-    size = None if device == "cpu" else _gpu_bytes()
-    if size is None and device != "cuda":
-        size = granted_bytes() // config.world_size
+    size = min(sizes) if sizes else granted_bytes() // config.world_size
     return config.model_copy(update={"pipeline": pipeline.model_copy(update={"capacity": size})})
 
 
-def _gpu_bytes() -> int | None:
-    """Of the smallest GPU here; None without one."""
-    import torch
+def _bytes_here(device: str) -> list[int]:
+    """The memory of each accelerator here of this type; [] where there is none, and for auto on the CPU."""
+    from varuna_capslog import accelerator
 
-    if not torch.cuda.is_available():
-        return None
-    return min(torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count()))
+    kind = accelerator.auto_type() if device == "auto" else device
+    return [] if kind == "cpu" else [accelerator.total_bytes(one) for one in accelerator.all_devices(kind)]

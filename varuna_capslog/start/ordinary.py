@@ -46,7 +46,7 @@ def ordinary_config(
     Args:
         pipeline: keys of its `pipeline` section, the devices among them.
         minibatch: samples of a step; None: one microbatch, which is the sample's batch, for each device.
-        device: cpu, cuda, or cuda:KIND; None: the GPU of this machine, or its CPU where it has none.
+        device: cpu, cuda, or cuda:KIND; None: the accelerator of this machine, or its CPU where it has none.
         settings: further keys of the config, such as {"train.precision": "bfloat16"}; they come last.
 
     Raises:
@@ -72,13 +72,13 @@ def ordinary_config(
         values = {"workload": f"{type(name).__module__}:{type(name).__name__}", "train": train}
     if minibatch is not None:
         values["train"]["minibatch_size"] = minibatch
-    if device is None or device == "cuda":
-        import torch
+    if device is None or (device != "cpu" and ":" not in device):
+        from varuna_capslog import accelerator
 
-        here = torch.cuda.is_available()
-        device = device or ("cuda" if here else "cpu")
-        if here and device == "cuda" and pipeline.get("capacity") is None:
-            pipeline = {**pipeline, "capacity": torch.cuda.get_device_properties(0).total_memory}
+        device = device or accelerator.auto_type()
+        here = [] if device == "cpu" else accelerator.all_devices(device)
+        if here and pipeline.get("capacity") is None:
+            pipeline = {**pipeline, "capacity": accelerator.total_bytes(here[0])}
     values["pipeline"] = dict(pipeline)
     values["profile"] = {"source": "measured" if measured else "estimated", "device": device}
     for key, value in (settings or {}).items():

@@ -244,13 +244,13 @@ class Boundaries:
 
 
 def verify_copies(engine: Engine) -> None:
-    """Compares every parameter that several ranks hold (shared uses, replicas) by digest (engine rule 3).
+    """Compares every parameter, or its master, that several ranks hold (shared, replicas) by digest (engine rule 3).
 
     Raises:
         CapslogError: two ranks disagree, naming the parameter and the ranks.
     """
     layout = engine.layout
-    digests = {address: digest({address: parameter}) for address, parameter in engine.optimizer.parameters.items()}
+    digests = {address: digest({address: value}) for address, value in engine.optimizer.values.items()}
     seen: dict[str, tuple[int, bytes]] = {}
     for rank, theirs in enumerate(engine.communicator.gather(digests)):
         for address, found in theirs.items():

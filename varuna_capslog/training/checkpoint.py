@@ -55,7 +55,7 @@ class Checkpoint:
         return int(self.manifest["step"])
 
     def layer(self, name: str, mapped: bool = False) -> dict[str, Any]:
-        """One layer's {"parameters", "buffers", "optimizer"}, on the CPU; its digest is checked.
+        """One layer's {"parameters", "buffers", "optimizer"}, and in float16 "scaler", on the CPU, its digest checked.
 
         Args:
             mapped: leave the tensors in the file until they are read.

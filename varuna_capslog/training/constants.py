@@ -30,6 +30,9 @@ def run_constants(config: Config, grains: Sequence[int] = ()) -> dict[str, Any]:
         "microbatch_size": train.microbatch_size,
         "accumulation_blocks": config.num_blocks,
         "precision": train.precision,
+        "weights": train.weights,
+        "moments": train.moments,
+        **({"loss_scale": train.loss_scale} if train.precision == "float16" else {}),
     }
 
 
@@ -48,7 +51,8 @@ def check_continues(
             f"{path} was written for the model {manifest.get('model')!r}, the config builds {model!r}; choose another "
             "run_dir, or begin from it with init_from"
         )
-    before = manifest.get("constants", {})
+    earlier = {"weights": "float32", "moments": "float32"}  # of versions that knew no others
+    before = earlier | manifest.get("constants", {})
     if before.get("grains", []) != list(grains):
         raise CapslogError(
             f"{path} was written with the grains {before.get('grains') or 1} of its layers, the plan has "

@@ -1,7 +1,7 @@
 """The device that a worker trains on, and whether it can do what the config asks of it.
 
 Workers ask here before anything is built, so that a machine that is not as the config expects is one sentence with the
-key or the variable to change, and not an error of CUDA's or NCCL's later.
+key or the variable to change, and not an error of the device's or NCCL's later.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from varuna_capslog import accelerator
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
 
@@ -22,28 +23,16 @@ def choose_device(wish: str, local_rank: int) -> torch.device:
     """The device for `device: wish`.
 
     Raises:
-        CapslogError: CUDA where there is none that can be used, with torch's own reason.
+        CapslogError: a type of accelerator of which none can be used here, with torch's own reason.
     """
-    if wish == "cuda" and not torch.cuda.is_available():
-        raise CapslogError(
-            f"device=cuda, but torch sees no CUDA device that it can use here{_why_no_cuda()}; set device=cpu or auto"
-        )
-    if wish == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    kind = accelerator.auto_type() if wish == "auto" else wish
+    reason = accelerator.why_unusable(kind)
+    if reason is not None:
+        raise CapslogError(f"device={wish}, but torch can use no such device here ({reason}); set device=cpu or auto")
+    devices = accelerator.all_devices(kind)
+    device = devices[local_rank % len(devices)]
+    accelerator.select(device)
     return device
-
-
-def _why_no_cuda() -> str:
-    """As torch says it, such as that the driver is too old; in brackets."""
-    if torch.version.cuda is None:
-        return f" (torch {torch.__version__} was built without CUDA)"
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:
-        return f" ({str(error).splitlines()[0].split('. ')[0]})"
-    return ""
 
 
 def check_devices(transport: str, device: torch.device, local_rank: int) -> None:
@@ -57,7 +46,7 @@ def check_devices(transport: str, device: torch.device, local_rank: int) -> None
     """
     if transport != "nccl":
         return
-    count = torch.cuda.device_count()
+    count = len(accelerator.all_devices("cuda"))
     if device.type != "cuda" or local_rank >= count:
         raise CapslogError(
             f"pipeline.transport=nccl needs one GPU per rank, but worker {local_rank} of this machine runs on "
@@ -108,7 +97,7 @@ def _matches(name: str, wanted: str) -> bool:
 
 
 def check_room(device: torch.device, predicted: int | None, who: str) -> None:
-    """Whether a GPU has as much free memory as the plan predicts for this worker, before it takes any.
+    """Whether an accelerator has as much free memory as the plan predicts for this worker, before it takes any.
 
     Args:
         predicted: bytes of the rank's peak; None: not known, nothing is checked.
@@ -117,12 +106,12 @@ def check_room(device: torch.device, predicted: int | None, who: str) -> None:
     Raises:
         CapslogError: it has not: other processes fill it.
     """
-    if device.type != "cuda" or predicted is None:
+    if device.type == "cpu" or predicted is None:
         return
-    free, total = torch.cuda.mem_get_info(device)
+    free, total = accelerator.memory_info(device)
     if predicted > free:
         raise CapslogError(
             f"{who} needs {format_bytes(predicted)} of {device}, but only {format_bytes(free)} of its "
-            f"{format_bytes(total)} are free: other processes fill it; end them, choose another GPU with "
-            "CUDA_VISIBLE_DEVICES, or plan for what is free with pipeline.capacity"
+            f"{format_bytes(total)} are free: other processes fill it; end them, choose another device "
+            "(of CUDA's with CUDA_VISIBLE_DEVICES), or plan for what is free with pipeline.capacity"
         )

@@ -6,6 +6,7 @@ append-only, so a crash loses at most the line being written.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import deque
@@ -29,7 +30,7 @@ __all__ = ["Journal", "RecentSteps", "peak_record", "score_line", "step_bar", "s
 _KEPT = 3
 """Steps. A writer is lost at most one step behind the others; the rest is reserve."""
 
-_LOGGED = ("loss", "lr", "grad_norm", "step_seconds", "samples_per_second")
+_LOGGED = ("loss", "lr", "grad_norm", "loss_scale", "step_seconds", "samples_per_second")
 """Of a step's numbers, those that loggers get besides the parts of the loss."""
 
 Line = TypeVar("Line")
@@ -44,7 +45,8 @@ def step_record(verdict: Verdict, rate: float, seconds: float, epoch: int, minib
         "loss": parts.pop("loss"),
         "parts": parts,
         "lr": rate,
-        "grad_norm": verdict.grad_norm,
+        "grad_norm": verdict.grad_norm if math.isfinite(verdict.grad_norm) else None,
+        **({} if verdict.loss_scale is None else {"loss_scale": verdict.loss_scale, "skipped": verdict.skipped}),
         "step_seconds": seconds,
         "waited_seconds": max(verdict.waited_seconds, default=0.0),
         "samples_per_second": minibatch_size / seconds,
@@ -109,7 +111,8 @@ def step_numbers(record: Mapping[str, Any]) -> list[str]:
     """What is shown of a step: those of its numbers that it has."""
     shown = {"loss": "loss {:.4f}", "grad_norm": "|grad| {:.3g}", "lr": "lr {:.2g}"}
     shown["samples_per_second"] = "{:.1f} samples/s"
-    return [form.format(record[name]) for name, form in shown.items() if record.get(name) is not None]
+    skipped = ["skipped, since its gradients overflow"] if record.get("skipped") else []
+    return [*(form.format(record[name]) for name, form in shown.items() if record.get(name) is not None), *skipped]
 
 
 def score_line(step: int, scores: Mapping[str, Any]) -> str:
@@ -176,7 +179,7 @@ class Journal:
         if self._bar is not None:
             self._bar[1].update(self._bar[2], completed=step, description=text)
         if step % self._log_every == 0:
-            logged = {f"train/{name}": record[name] for name in _LOGGED}
+            logged = {f"train/{name}": record[name] for name in _LOGGED if record.get(name) is not None}
             self._loggers.log(logged | {f"parts/{name}": one for name, one in record.get("parts", {}).items()}, step)
         now = time.monotonic()
         if self._bar is None and (now - self._printed > 10 or self._printed == 0.0):

@@ -2,8 +2,10 @@
 
 Keys are "parameters/<name>", "buffers/<name>", "optimizer/<name>/<key>" and, for what an optimizer keeps as a plain
 number, "number/<name>/<key>"; names as inside the layer, or as in the whole model where the layer is a piece of a
-CutPoint model. A shared parameter is in the state of every layer that uses it, moments included, so that each layer can
-be built from its own state alone; only a checkpoint keeps it once. Nothing here knows ranks or checkpoints.
+CutPoint model. A parameter that has a float32 master is there as its master, of which it is the rounding. A shared
+parameter is in the state of every layer that uses it, moments included, so that each layer can be built from its own
+state alone; only a checkpoint keeps it once. In float16 every layer's state has the run's loss scale at that boundary
+too, "scaler/<key>", so that whoever has a layer has it. Nothing here knows ranks or checkpoints.
 
 A follower is a copy of a layer that makes every step together with its owner, so that no rank need send it the state
 again. `Follower` is the one of our engine's layers; the Varuna plugin has one for its pieces.
@@ -12,6 +14,7 @@ again. `Follower` is the one of our engine's layers; the Varuna plugin has one f
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -25,6 +28,7 @@ from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.engine.statistics import BatchStatistics
 from varuna_capslog.model.chain import Chain
+from varuna_capslog.model.low_weights import low_bytes
 
 __all__ = [
     "Follower",
@@ -42,6 +46,7 @@ __all__ = [
     "model_state",
     "moments_of",
     "plain_number",
+    "scaler_state",
     "size_of",
 ]
 
@@ -88,6 +93,11 @@ def plain_number(value: Tensor) -> float:
     return int(number) if number.is_integer() else number
 
 
+def scaler_state(numbers: Mapping[str, float]) -> LayerState:
+    """What every layer's state has of a `LossScale`: its scale and its streak."""
+    return {f"scaler/{key}": torch.tensor(numbers[key], dtype=torch.float64) for key in ("scale", "streak")}
+
+
 def copy_in(
     state: Mapping[str, Tensor],
     parameters: Mapping[str, nn.Parameter],
@@ -129,7 +139,9 @@ def capture(layer: EngineLayer, optimizer: StageOptimizer, copy: bool) -> LayerS
         copy: False gives the live tensors, which the next `apply` changes.
     """
     moments = {name: optimizer.moments(layer.address(name)) for name in layer.parameters}
-    state = flatten(layer.parameters, layer.buffers, moments)
+    state = flatten(layer.values, layer.buffers, moments)
+    if optimizer.loss_scale is not None:
+        state |= scaler_state(vars(optimizer.loss_scale))
     return cloned(state) if copy else state
 
 
@@ -149,14 +161,19 @@ def install(layer: EngineLayer, optimizer: StageOptimizer, state: Mapping[str, T
             return CapslogError(f"{where} has no {what}; it is of another model")
         return CapslogError(f"{where} has {what} of shape {list(value.shape)}, the model wants {list(target.shape)}")
 
-    own = copy_in(state, layer.parameters, layer.buffers, mismatch)
+    own = copy_in(state, layer.values, layer.buffers, mismatch)
+    if not own:
+        layer.round_masters()
+    if optimizer.loss_scale is not None and "scaler/scale" in state:
+        scale, streak = float(state["scaler/scale"]), int(state["scaler/streak"])
+        optimizer.loss_scale = dataclasses.replace(optimizer.loss_scale, scale=scale, streak=streak)
     for name in layer.parameters:
         optimizer.take_moments(layer.address(name), moments_of(state, name), copy=not own)
 
 
 def lies_in(state: Mapping[str, Tensor], layer: EngineLayer) -> bool:
     """Whether a state's parameters and buffers are the very memory of a layer."""
-    own = flatten(layer.parameters, layer.buffers, {})
+    own = flatten(layer.values, layer.buffers, {})
     return all(key in state and state[key].data_ptr() == mine.data_ptr() for key, mine in own.items())
 
 
@@ -173,15 +190,21 @@ def model_state(chain: Chain, index: int) -> LayerState:
     return flatten(parameters, persistent_buffers(module, parameters), {})
 
 
-def size_of(chain: Chain, index: int, recipe: Recipe) -> int:
-    """Bytes of a layer's state once every trainable parameter was stepped as the recipe says."""
-    trained = [parameter for parameter in chain.layers[index].module.parameters() if parameter.requires_grad]
+def size_of(chain: Chain, index: int, recipe: Recipe, weights: str = "float32") -> int:
+    """Bytes of a layer's state, but for a loss scale, once every trainable parameter was stepped as the recipe says.
+
+    Args:
+        weights: the type in which parameters are kept.
+    """
+    module = chain.layers[index].module
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     moments = sum(sum(recipe.kept(parameter).values()) for parameter in trained)
-    return sum(tensor.nbytes for tensor in model_state(chain, index).values()) + moments
+    _, less = low_bytes(module, weights)
+    return sum(tensor.nbytes for tensor in model_state(chain, index).values()) + moments - less
 
 
 def gradient_size(chain: Chain, index: int) -> int:
-    """Bytes of the gradients of a layer's trainable parameters."""
+    """Bytes of the gradients of a layer's trainable parameters; those of 16 bits have gradients of float32."""
     return sum(one.nbytes for one in chain.layers[index].module.parameters() if one.requires_grad)
 
 
@@ -203,11 +226,11 @@ class StateFollower(abc.ABC):
         return cloned(state) if copy else state
 
     def apply(self, update: Mapping[str, Tensor], step: int, scale: float) -> None:
-        """Makes a step that was voted for.
+        """Makes a step that was voted for, or skips its update.
 
         Args:
             update: the owner's; its gradients are used up.
-            scale: the verdict's.
+            scale: the verdict's; 0: the step is skipped.
 
         Raises:
             CapslogError: an update of another layer.
@@ -261,9 +284,9 @@ class Follower(StateFollower):
         ready: EngineLayer | None = None,
     ) -> None:
         known = {index: ready} if ready is not None and lies_in(state, ready) else {}
-        (self.layer,) = take_layers(chain, [index], device, options.precision, ready=known)
+        (self.layer,) = take_layers(chain, [index], device, options.precision, known, options.weights)
         super().__init__(self.layer.name, self.layer.parameters)
-        self._optimizer = StageOptimizer([self.layer], options.recipe)
+        self._optimizer = StageOptimizer([self.layer], options.recipe, loss_scale=options.loss_scale)
         self._statistics: dict[int, dict[int, BatchStatistics]] = {}
         install(self.layer, self._optimizer, state)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from varuna_capslog import accelerator
 from varuna_capslog.engine.interface import Engine
 from varuna_capslog.engine.probe import PeakProbe, held_inputs, resident_tensors
 from varuna_capslog.engine.step import Verdict
@@ -34,7 +35,8 @@ class PeakMeter:
     """The measured peak of every stage, once per generation. It travels with the ballots of a vote only.
 
     A whole step is measured in two halves, one step's update and the next step's forward and backward, so that the peak
-    is known when that next step is voted on. On CUDA a peak holds what protection keeps on the device, too.
+    is known when that next step is voted on. On an accelerator a peak holds what protection keeps on the device, too;
+    where torch counts no bytes there, none is measured.
 
     Attributes:
         source: how peaks are measured; None before the first measurement.
@@ -46,9 +48,15 @@ class PeakMeter:
         self._bytes: int | None = None
         self.source: str | None = None
 
-    def begin(self, generation: int) -> None:
-        """A new generation, numbered from 1 within the run; every member calls it with the same number."""
-        self._at, self._steps, self._bytes = _FIRST if generation == 1 else _LATER, 0, None
+    def begin(self, generation: int, rounds_moments: bool = False) -> None:
+        """A new generation, numbered from 1 within the run; every member calls it with the same number.
+
+        Args:
+            rounds_moments: an update finds rounded moments beside those that it makes, but for the first one.
+        """
+        self._at, self._steps, self._bytes = _FIRST + rounds_moments if generation == 1 else _LATER, 0, None
+        if not accelerator.counts_memory(self._device):
+            self._at = 0  # no step has this number
 
     @contextlib.contextmanager
     def computing(self, engine: Engine) -> Iterator[bool]:
@@ -59,9 +67,11 @@ class PeakMeter:
             yield measured
 
     @contextlib.contextmanager
-    def applying(self, engine: Engine) -> Iterator[None]:
-        """Around the update of a step."""
-        with self._probed(engine) if self._steps == self._at - 1 else contextlib.nullcontext():
+    def applying(self, engine: Engine, skipped: bool) -> Iterator[None]:
+        """Around the update of a step; the step that is measured comes later by each step that is skipped before."""
+        if skipped and self._steps < self._at:
+            self._steps -= 1
+        with self._probed(engine) if self._steps == self._at - 1 and not skipped else contextlib.nullcontext():
             yield
 
     def sealed(self, ballot: bytes) -> bytes:
@@ -138,7 +148,7 @@ class TrainingLoop:
         generation = number + self.offset
         self.engine, self.step = engine, base
         self._feed = self.setup.feed(engine.loaded_microbatches, engine.judged_microbatches)
-        self._meter.begin(number)
+        self._meter.begin(number, engine.options.recipe.rounds_moments)
         self.boundaries.begin(engine, generation, base, saved)
         self.log.begin(writes, base, generation, engine.communicator.world_size)
 
@@ -206,7 +216,7 @@ class TrainingLoop:
         engine, verdict, minibatch = self.running, self.verdict, self.minibatch
         assert verdict is not None
         assert minibatch is not None
-        with self._meter.applying(engine):
+        with self._meter.applying(engine, verdict.skipped):
             rate = engine.apply(verdict)
         self.verdict = self.minibatch = None
         self.step = verdict.step

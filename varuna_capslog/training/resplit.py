@@ -53,7 +53,7 @@ class _Resplit(Checkpoint):
         found["optimizer"] = {
             one: {key: own[one].of(value) for key, value in held.items()} for one, held in moments.items()
         }
-        return found
+        return found | _scaler_of(kept)
 
     def _put_together(self, whole: str, mapped: bool) -> dict[str, Any]:
         """What the checkpoint has of a whole layer, as its file would hold it."""
@@ -72,7 +72,12 @@ class _Resplit(Checkpoint):
             ]
             for name, value in put_together(of_key).items():
                 moments[name][key] = value
-        return found
+        return found | _scaler_of(parts[0][1])
+
+
+def _scaler_of(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """The run's loss scale, which the file of every layer has, where it is scaled."""
+    return {"scaler": kept["scaler"]} if "scaler" in kept else {}
 
 
 def _pieces(layer: Layer) -> Mapping[str, TensorPiece]:

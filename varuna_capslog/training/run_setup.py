@@ -18,6 +18,7 @@ from varuna_capslog.config.settings import Config
 from varuna_capslog.config.train import Train
 from varuna_capslog.engine.host.tier import TierOptions
 from varuna_capslog.engine.learning_rate import LearningRate
+from varuna_capslog.engine.loss_scale import LossScale
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.model.chain import Chain
@@ -109,16 +110,25 @@ def set_up_run(config: Config, workload: Workload, plan: Plan | None = None) -> 
         EngineOptions.of_config(config).settled(),
         transport=pipeline.transport,
         precision=train.precision,
+        weights=train.weights,
         compile=train.compile,
         seed=train.seed,
         clip_norm=train.clip_norm,
         recipe=Recipe.of_config(train, rate),
         actions=plan.actions if plan is not None else None,
+        loss_scale=_loss_scale(train),
         tier=TierOptions(
             pipeline.host_tier, pipeline.host_capacity, pipeline.host_bandwidth, max(60.0, pipeline.timeout_seconds)
         ),
     )
     return RunSetup(config, workload, chain, source, options, last, left_out)
+
+
+def _loss_scale(train: Train) -> LossScale | None:
+    """That of the first step; None where the loss is not scaled."""
+    if train.precision != "float16":
+        return None
+    return LossScale() if train.loss_scale == "dynamic" else LossScale(float(train.loss_scale), dynamic=False)
 
 
 def check_plan(setup: RunSetup, plan: Plan) -> None:

@@ -14,7 +14,14 @@ from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.optimizer import StageOptimizer
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.training.checkpoint import Checkpoint
-from varuna_capslog.training.layer_state import LayerState, flatten, install, model_state, plain_number
+from varuna_capslog.training.layer_state import (
+    LayerState,
+    flatten,
+    install,
+    model_state,
+    plain_number,
+    scaler_state,
+)
 from varuna_capslog.training.resplit import read_for
 
 __all__ = ["from_checkpoint", "load_chain", "load_layers", "to_checkpoint"]
@@ -34,11 +41,10 @@ def _state_of(checkpoint: Checkpoint, chain: Chain, index: int) -> LayerState:
     layer, shared = chain.layers[index].name, chain.shared_names(index)
     read: dict[str, dict[str, Any]] = {}
 
-    def part(owner: str, kind: str) -> Mapping[str, Any]:
+    def file_of(owner: str) -> dict[str, Any]:
         if owner not in read:
             read[owner] = checkpoint.layer(owner)
-        found: Mapping[str, Any] = read[owner][kind]
-        return found
+        return read[owner]
 
     state: LayerState = {}
     for key, tensor in model_state(chain, index).items():
@@ -47,13 +53,14 @@ def _state_of(checkpoint: Checkpoint, chain: Chain, index: int) -> LayerState:
         if kind == "parameters":
             address = shared.get(name, address)
             owner, inner = _split_address(address, layer, name, checkpoint)
-        value = part(owner, kind).get(inner)
+        value = file_of(owner)[kind].get(inner)
         if value is None or value.shape != tensor.shape:
             raise _mismatch(checkpoint.path, address, value, tensor)
         state[key] = value
         if kind == "parameters":
-            state |= flatten({}, {}, {name: part(owner, "optimizer").get(inner, {})})
-    return state
+            state |= flatten({}, {}, {name: file_of(owner)["optimizer"].get(inner, {})})
+    scaler = file_of(layer).get("scaler")
+    return state if scaler is None else state | scaler_state(scaler)
 
 
 def _split_address(address: str, layer: str, name: str, checkpoint: Checkpoint) -> tuple[str, str]:
@@ -84,7 +91,8 @@ def _on_host(key: str, tensor: Tensor) -> Tensor:
 def to_checkpoint(
     state: Mapping[str, Tensor], chain: Chain, index: int, host: Callable[[str, Tensor], Tensor] = _on_host
 ) -> dict[str, Any]:
-    """What a checkpoint's file of this layer holds: {"parameters", "buffers", "optimizer"}, on the CPU.
+    """What a checkpoint's file of this layer holds: {"parameters", "buffers", "optimizer"}, on the CPU, and where the
+    loss is scaled "scaler".
 
     Args:
         host: gives the tensor of `state` with this key on the CPU; by default one that is there already is not copied.
@@ -93,10 +101,14 @@ def to_checkpoint(
     parameters: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     moments: dict[str, dict[str, Any]] = {}
+    scaler: dict[str, float] = {}
     for key, tensor in state.items():
         kind, name = key.split("/", 1)
         if kind == "buffers":
             buffers[name] = host(key, tensor)
+            continue
+        if kind == "scaler":
+            scaler[name] = plain_number(tensor)
             continue
         name, _, moment = name.partition("/")
         if shared.get(name, f"{layer.name}.{name}") != f"{layer.name}.{name}":
@@ -106,7 +118,7 @@ def to_checkpoint(
         else:
             kept = moments.setdefault(name, {})
             kept[moment] = host(key, tensor) if kind == "optimizer" else plain_number(tensor)
-    return {"parameters": parameters, "buffers": buffers, "optimizer": moments}
+    return {"parameters": parameters, "buffers": buffers, "optimizer": moments} | ({"scaler": scaler} if scaler else {})
 
 
 def load_layers(checkpoint: Checkpoint, chain: Chain, layers: Sequence[EngineLayer], optimizer: StageOptimizer) -> None:

@@ -8,8 +8,8 @@ out, other entries are dropped under each: the three are equal up to rounding on
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from varuna_capslog import accelerator
 
 __all__ = [
     "AttentionCore",
@@ -257,7 +259,7 @@ class _InChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, how: _How) -> tuple[Tensor, Tensor]:
-        ctx.how, ctx.random = how, _random_state(q) if how.rate else None
+        ctx.how, ctx.random = how, accelerator.random_state(q.device) if how.rate else None
         found = q.new_empty(*q.shape[:2], v.shape[-1])
         most, sums = (q.new_empty(*q.shape[:2], 1, dtype=wide_type(q)) for _ in range(2))
         with torch.autocast(q.device.type, enabled=False):
@@ -278,10 +280,8 @@ class _InChunks(torch.autograd.Function):
         wide, how, parts = wide_type(q), ctx.how, chunks(k.shape[1], ctx.how.keys)
         gradient = torch.zeros_like(found) if gradient is None else gradient
         of_q, of_k, of_v = (torch.zeros_like(one, dtype=wide) for one in (q, k, v))
-        devices = [q.device] if q.is_cuda else []
-        with torch.autocast(q.device.type, enabled=False), torch.random.fork_rng(devices, enabled=how.rate > 0):
-            if how.rate:
-                _set_random_state(q, ctx.random)
+        drawn = _drawn_again(q.device, ctx.random) if how.rate else nullcontext()
+        with torch.autocast(q.device.type, enabled=False), drawn:
             for rows in chunks(q.shape[1], how.queries):
                 part, upper = q[:, rows], gradient[:, rows]
                 # the row's sum of of_maps * maps over all keys
@@ -371,15 +371,15 @@ def _kept(maps: Tensor, rate: float) -> Tensor:
     return torch.empty_like(maps).bernoulli_(1 - rate).div_(max(1 - rate, torch.finfo(maps.dtype).tiny))
 
 
-def _random_state(q: Tensor) -> Tensor:
-    return torch.cuda.get_rng_state(q.device) if q.is_cuda else torch.get_rng_state()
-
-
-def _set_random_state(q: Tensor, state: Tensor) -> None:
-    if q.is_cuda:
-        torch.cuda.set_rng_state(state, q.device)
-    else:
-        torch.set_rng_state(state)
+@contextmanager
+def _drawn_again(device: torch.device, state: Tensor) -> Iterator[None]:
+    """While it is open, random numbers on the device are those that follow this state."""
+    present = accelerator.random_state(device)
+    accelerator.set_random_state(device, state)
+    try:
+        yield
+    finally:
+        accelerator.set_random_state(device, present)
 
 
 def put_in(layer: nn.Module, kind: type[AttentionCore]) -> int | None:

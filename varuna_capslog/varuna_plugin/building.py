@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from varuna_capslog import accelerator
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.varuna_plugin import wire
 from varuna_capslog.varuna_plugin.executor import WatchedQueue
@@ -60,7 +61,7 @@ def build(original: Callable[..., None], self: Any, *arguments: Any, **keywords:
     search = current().search
     if search is not None:
         search.check_microbatch(chunk_size)
-    if given["device"] == -1 and not torch.cuda.is_available():
+    if given["device"] == -1 and accelerator.auto_type() != "cuda":
         given["device"] = "cpu"
     elif isinstance(given["device"], torch.device):
         given["device"] = "cpu" if given["device"].type == "cpu" else given["device"].index or 0

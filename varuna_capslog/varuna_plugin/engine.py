@@ -25,7 +25,7 @@ from varuna_capslog.engine.stage import LossFunction
 from varuna_capslog.engine.step import NO_REPORT, RankReport, Verdict, check_minibatch, data_failure
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.training_modes import put_in_training
-from varuna_capslog.model.workload import Minibatch
+from varuna_capslog.model.workload import Minibatch, known_targets
 from varuna_capslog.varuna_plugin.building import forward_only
 from varuna_capslog.varuna_plugin.inputs import Microbatches
 from varuna_capslog.varuna_plugin.install import install, silent
@@ -91,7 +91,7 @@ class ChainModule(nn.Module):
         if not self.training:
             return outputs
         seed_layer(device, self._seed, step, microbatch, len(self.layers))
-        parts = self._loss(outputs, targets, normalisers or {})
+        parts = self._loss(outputs, known_targets(targets, device), normalisers or {})
         self.parts[microbatch] = {name: float(part.detach()) for name, part in parts.items()}
         return parts["loss"]
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from varuna_capslog import accelerator
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.varuna_plugin import wire
 from varuna_capslog.varuna_plugin.inputs import Microbatches
@@ -262,11 +263,11 @@ def forward(original: Callable[..., Any], self: Any, inputs_as_dict: Any, recomp
 
 def save_random_state(device: torch.device) -> tuple[Any, Any]:
     """Replaces Varuna's, which asks CUDA also on the CPU."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), None if device.type == "cpu" else accelerator.random_state(device)
 
 
 def restore_random_state(state: tuple[Any, Any], device: torch.device) -> None:
     """Replaces Varuna's; the counterpart of `save_random_state`."""
     torch.set_rng_state(state[0])
     if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)
+        accelerator.set_random_state(device, state[1])

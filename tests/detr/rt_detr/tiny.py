@@ -9,6 +9,7 @@ from torch import Tensor
 
 from detr_pipeline.rt_detr.chain import DENOISING
 from detr_pipeline.rt_detr.denoising import Groups, Noise
+from varuna_capslog.model.workload import HostTargets
 
 CLASSES, QUERIES = 5, 10
 BACKBONE: dict[str, Any] = {
@@ -40,11 +41,11 @@ def targets(counts: list[int], seed: int = 0) -> list[dict[str, Any]]:
     """One per image, with that many boxes."""
     generator = torch.Generator().manual_seed(seed)
     return [
-        {
-            "labels": torch.randint(0, CLASSES, (count,), generator=generator),
-            "boxes": 0.2 + 0.3 * torch.rand(count, 4, generator=generator),
-            "image_id": image,
-        }
+        HostTargets(
+            labels=torch.randint(0, CLASSES, (count,), generator=generator),
+            boxes=0.2 + 0.3 * torch.rand(count, 4, generator=generator),
+            image_id=image,
+        )
         for image, count in enumerate(counts)
     ]
 

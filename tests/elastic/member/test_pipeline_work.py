@@ -67,11 +67,15 @@ def test_layers_of_factories_move_to_a_member_that_joins_and_from_one_that_leave
     check(outcome, truth, steps)
 
 
+LOW = {"precision": "bfloat16", "weights": "bfloat16", "moments": "bfloat16"}
+
+
+@pytest.mark.parametrize("types", [{}, LOW], ids=["float32", "bfloat16"])
 def test_layers_that_change_between_own_and_copy_keep_their_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, types: dict[str, str]
 ) -> None:
     """At a change of members nothing is copied in memory that this member has already."""
-    config = config_of(tmp_path / "run", 2)
+    config = config_of(tmp_path / "run", 2, train=types)
     workload = load_workload(config)
     count = len(workload.build_chain())
 
@@ -97,6 +101,8 @@ def test_layers_that_change_between_own_and_copy_keep_their_memory(
         return [tensor.data_ptr() for tensor in state.values()]
 
     opened(1, plan_of(0), {index: work.initial(index) for index in range(count)})
+    decoded = work._table.boundaries(work.setup.feed().minibatch(1).inputs[0])[8]["state"]
+    assert decoded.dtype == (torch.bfloat16 if types else torch.float32), "what an embedding writes"
     work.compute(1)
     work.vote(1, b"")
     work.apply(1)
@@ -104,6 +110,7 @@ def test_layers_that_change_between_own_and_copy_keep_their_memory(
     assert work.engine is not None
     freed = weakref.ref(next(iter(work.engine.layers[behind].parameters.values())))
     shelved = dict(work.shelve())
+    assert work.layer_bytes == tuple(sum(one.nbytes for one in shelved[index].values()) for index in range(count))
     lay = {index: places(state) for index, state in shelved.items()}
     shared = {index for use in work.chain.shared for index in use.layers}
     assert 0 < behind < min(shared)

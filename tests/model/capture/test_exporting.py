@@ -279,5 +279,5 @@ def test_a_hook_with_a_tensor_of_the_forward_keeps_its_module_whole() -> None:
 
 def test_a_module_that_fails_on_its_example_says_so() -> None:
     model = made(hostile.Base)
-    with pytest.raises(CapslogError, match="the model itself fails on this example, too .*shapes cannot be multiplied"):
+    with pytest.raises(CapslogError, match=r"the model itself fails on this example, too .*shapes cannot be multiplied"):
         Chain.from_module(model, None, (torch.randn(4, 5),))

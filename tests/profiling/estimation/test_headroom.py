@@ -9,10 +9,11 @@ from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.profiling.estimation.allocator import Event, replay
 from varuna_capslog.profiling.estimation.headroom import (
+    COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
-    NCCL_BYTES,
     UNSEEN_PART,
     StepTrace,
+    context_bytes,
     cublas_bytes,
     fragmentation,
     run_of_steps,
@@ -77,25 +78,31 @@ def test_changing_sizes_reserve_more_than_any_one_of_them():
 def test_cuda_states_every_part():
     stages = [[trace(12, 14)], [trace(12, 14), trace(16, 20)]]
     stated = state_headroom("cuda", "gloo", stages)
-    # of cuBLASLt 1 MiB for each of two threads, and what Hopper's workspaces have more than the 8.125 MiB in the peak
-    cublas = 2 * (MIB + 32 * MIB - 8519680)
+    # what Hopper's workspaces have more than the 8.125 MiB in the peak, for each of two threads
+    cublas = 2 * (32 * MIB - 8519680)
     assert stated["fixed_bytes"] == CONTEXT_BYTES + cublas
     assert stated["fragmentation"] == pytest.approx(max(map(fragmentation, stages)), abs=1e-4)
-    assert stated["parts"]["simulated_sizes"] == 2
-    assert set(stated["parts"]["assumed"]) == {"context_bytes", "communication_bytes"}
-    assert stated["parts"]["unknown"] == ["cudnn_workspace_bytes"]
-    assert state_headroom("cuda", "nccl", stages)["fixed_bytes"] == CONTEXT_BYTES + cublas + NCCL_BYTES
-    for kind in ("a4000", "h200"):  # of which the peak has it all
-        assert state_headroom("cuda", "gloo", stages, kind)["fixed_bytes"] == CONTEXT_BYTES + 2 * MIB
+    # two numbers are the sum and the factor of the parts, and each part says how it is known
+    parts = stated["parts"]
+    assert sum(part.get("bytes", 0) for part in parts.values()) == stated["fixed_bytes"]
+    assert parts["fragmentation"]["factor"] == stated["fragmentation"]
+    assert "up to 2 sizes" in parts["fragmentation"]["known"]
+    assert all(part["known"] for part in parts.values())
+    assert parts["context"]["known"] == "assumed"
+    assert state_headroom("cuda", "nccl", stages)["fixed_bytes"] == CONTEXT_BYTES + cublas + 4 * COMMUNICATOR_BYTES
+    for kind in ("a4000", "h200"):  # of which the peak has all workspaces
+        assert state_headroom("cuda", "gloo", stages, kind)["fixed_bytes"] == context_bytes(kind)
+    assert context_bytes("h200") == 771 * MIB > context_bytes("a4000") == CONTEXT_BYTES
 
 
 def test_expandable_segments_are_stated_beside_the_default():
     """By hand: 12 and 14 MiB, then 16 and 20: the default keeps a segment for each, the other uses one range again."""
     stages = [[trace(12, 14), trace(10, 18), trace(16, 20)]]
     parts = state_headroom("cuda", "gloo", stages)["parts"]
-    assert parts["fragmentation_expandable"] == pytest.approx(fragmentation(stages[0], expandable=True), abs=1e-4)
+    stated = parts["fragmentation, expandable segments"]["factor"]
+    assert stated == pytest.approx(fragmentation(stages[0], expandable=True), abs=1e-4)
     # weights of 30 and steps of 36 MiB: 66, in pages of 20
-    assert parts["fragmentation_expandable"] == pytest.approx(80 / 66, abs=1e-4)
+    assert stated == pytest.approx(80 / 66, abs=1e-4)
     assert fragmentation(stages[0]) > 1.3
 
 
@@ -110,6 +117,6 @@ def test_planners_read_what_is_stated():
     profile = Profile((LayerProfile("only", 1),), conditions={"headroom": stated})
     found = Headroom.of(profile)
     assert found == (CONTEXT_BYTES + cublas_bytes(""), 1.25)
-    assert found.reserved(found.usable(1 << 30)) <= 1 << 30
+    assert found.device(found.usable(1 << 30)) <= 1 << 30
     with pytest.raises(CapslogError, match="fixed_byts"):
         Headroom.of(Profile((LayerProfile("only", 1),), conditions={"headroom": {"fixed_byts": 1}}))

@@ -113,11 +113,14 @@ def test_what_is_held_counts_once_from_the_beginning_and_views_count_nothing() -
 
 
 def test_temporaries_lie_on_top_of_results() -> None:
-    def temporary(func: object, args: object, kwargs: object, result: object) -> int:
-        return 1000 if func is torch.ops.aten.exp.default else 0
+    def temporary(func: object, args: object, kwargs: object, result: object) -> tuple[int, ...]:
+        return (1000, 24) if func is torch.ops.aten.exp.default else ()
 
     lifetimes = followed(lambda: torch.ones(100).exp().sin(), temporary=temporary)
-    assert lifetimes.peak_bytes == 400 + 400 + 1000
+    assert lifetimes.peak_bytes == 400 + 400 + 1000 + 24
+    # blocks of their own, which an allocator places one by one, and which are there at once
+    sizes = [size for _, size in lifetimes.events]
+    assert sizes[sizes.index(1000) :][:4] == [1000, 24, 0, 0]
     assert lifetimes.live_bytes == 0
 
 

@@ -56,7 +56,7 @@ class Holdings:
         live: the boundary of the own layers while a generation trains; None between two generations.
         copies: by layer.
         updates: what the copy of a layer needs to make a step, by both, until it is used.
-        scales: how the gradients of a step are clipped, once it was voted on.
+        scales: what the update of a step multiplies its gradients with, once it was voted on; 0: it is skipped.
     """
 
     def __init__(self, work: Work) -> None:

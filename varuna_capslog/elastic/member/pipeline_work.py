@@ -152,8 +152,9 @@ class PipelineWork(Work):
         self.chain = self.setup.chain
         # a chain with the weights that the run begins from; None: no longer needed, and made anew where it is
         self._fresh: Chain | None = self.chain
-        recipe, every = self.setup.options.recipe, range(len(self.chain))
-        self.layer_bytes = tuple(layer_state.size_of(self.chain, index, recipe) for index in every)
+        options, every = self.setup.options, range(len(self.chain))
+        kept = options.recipe, options.weights
+        self.layer_bytes = tuple(layer_state.size_of(self.chain, index, *kept) for index in every)
         gradients = [layer_state.gradient_size(self.chain, index) for index in every]
         edges = self.chain.edges
         self.placer = Placer.of_config(run.config, run.profile, self.layer_bytes, gradients, run.plan, edges)
@@ -164,7 +165,7 @@ class PipelineWork(Work):
         self._begun = 0, INITIAL  # the generation's number, and the boundary that it goes on from
         self._plan: Plan | None = None
         self._pace = Pace(RunShape.of_config(run.config).settled(), device.type)
-        self._table = ShapeTable(self.chain, device.type, run.config.train.precision)
+        self._table = ShapeTable(self.chain, device.type, options.precision, options.weights)
         self._by_index: dict[int, EngineLayer] = {}
         self._copies = LayerCopies(self.chain, self.setup.options, device)
         self._part_names: list[str] | None = None

@@ -29,7 +29,7 @@ class Outcome:
         finite: loss and gradients are; the step may be applied.
         ballots: what each member gave, by rank.
         stop: a member wishes to stop after this step.
-        scale: the clipping coefficient, for those that follow layers.
+        scale: what the update multiplies gradients with, for those that follow layers; 0: the step is skipped.
     """
 
     finite: bool

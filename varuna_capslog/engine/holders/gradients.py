@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.engine.holders.slices import Slices
+from varuna_capslog.engine.holders.slices import Slices, gradient_type
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.model.chain import Chain, TensorSpec
@@ -163,7 +163,7 @@ class GradientBook:
         template = next(iter(leaves.values()))
         packed = _pack({index: leaf.grad for index, leaf in leaves.items() if leaf.grad is not None}, leaves)
         specs = {
-            peer: TensorSpec(((template.numel() + 1) * len(uses),), template.dtype)
+            peer: TensorSpec(((template.numel() + 1) * len(uses),), gradient_type(template))
             for peer, uses in shared.held.items()
         }
         found: dict[int, Tensor | None] = {}
@@ -207,11 +207,14 @@ def _add_block(total: dict[str, Tensor], block: dict[str, Tensor]) -> None:
 def _pack(gradients: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> Tensor:
     """One flat tensor: the gradients in the order of `parameters`, then per parameter 1 if it has one, else 0."""
     flat = [
-        gradients[name].reshape(-1) if name in gradients else torch.zeros_like(parameter).reshape(-1)
+        gradients[name].reshape(-1)
+        if name in gradients
+        else torch.zeros_like(parameter, dtype=gradient_type(parameter)).reshape(-1)
         for name, parameter in parameters.items()
     ]
     first = next(iter(parameters.values()))
-    present = torch.tensor([float(name in gradients) for name in parameters], dtype=first.dtype, device=first.device)
+    there = [float(name in gradients) for name in parameters]
+    present = torch.tensor(there, dtype=gradient_type(first), device=first.device)
     return torch.cat([*flat, present])
 
 

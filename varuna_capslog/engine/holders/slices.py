@@ -11,7 +11,12 @@ from torch import Tensor, nn
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.host.offload import laid_out
 
-__all__ = ["Slices"]
+__all__ = ["Slices", "gradient_type"]
+
+
+def gradient_type(parameter: nn.Parameter) -> torch.dtype:
+    """That of a parameter's gradient: its own, or float32 for one of 16 bits that has a master."""
+    return parameter.grad_dtype or parameter.dtype
 
 
 class Slices:
@@ -25,24 +30,25 @@ class Slices:
     else 0.
 
     Raises:
-        CapslogError: parameters of several dtypes.
+        CapslogError: gradients of several dtypes.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], count: int) -> None:
-        dtypes = {str(parameter.dtype) for parameter in parameters.values()}
+        dtypes = {str(gradient_type(parameter)) for parameter in parameters.values()}
         if len(dtypes) > 1:
             raise CapslogError(
                 f"several ranks hold a layer whose parameters are {' and '.join(sorted(dtypes))}; give all parameters "
                 "of a layer one dtype, or set pipeline.replicas=1"
             )
         self._parameters, self._count = dict(parameters), count
+        self._dtype = gradient_type(next(iter(parameters.values())))
         self._size = sum(parameter.numel() for parameter in parameters.values())
         self._width = math.ceil(self._size / count)
 
     def pack(self, blocks: dict[int, dict[str, Tensor]]) -> Tensor:
         """[slices, blocks, row], of blocks in rising order; empties `blocks`."""
         first = next(iter(self._parameters.values()))
-        rows = first.new_empty(self._count, len(blocks), self._width + len(self._parameters))
+        rows = first.new_empty(self._count, len(blocks), self._width + len(self._parameters), dtype=self._dtype)
         for place, block in enumerate(sorted(blocks)):
             gradients = blocks.pop(block)
             flat = self._flat(gradients)
@@ -88,7 +94,7 @@ class Slices:
                 own = laid_out(gradients[name], _dense(parameter))
                 parts.append(own.as_strided((own.numel(),), (1,)))
             else:
-                parts.append(parameter.new_zeros(parameter.numel()))
+                parts.append(parameter.new_zeros(parameter.numel(), dtype=self._dtype))
         parts.append(parts[0].new_zeros(self._count * self._width - self._size))
         return torch.cat(parts)
 

@@ -39,7 +39,8 @@ def check_shared_updates(chain: Chain, layout: Layout) -> None:
 
 @dataclass(frozen=True)
 class _Row:
-    """A layer of this rank: its trained parameters, who updates them and who takes their values.
+    """A layer of this rank: its trained parameters (masters, of those that have some), who updates them and who takes
+    their values.
 
     parameters: those with the larger elements first, so that each begins at a multiple of its own.
     """
@@ -71,7 +72,7 @@ class SharedUpdates:
         for layer in layers:
             takers = [rank for rank in layout.holders(layer.index) if layer.index in layout.moments_elsewhere(rank)]
             keeper = layout.reporter(layer.index)
-            trained = [parameter for parameter in layer.parameters.values() if parameter.requires_grad]
+            trained = [value for value in layer.values.values() if value.requires_grad]
             if trained and takers and communicator.rank in (keeper, *takers):
                 ordered = sorted(trained, key=lambda parameter: -parameter.element_size())
                 self._rows.append(_Row(layer.index, ordered, keeper, takers))

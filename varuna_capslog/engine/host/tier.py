@@ -1,8 +1,9 @@
 """The host tier: memory beside the device's own, where tensors wait between a forward and its backward.
 
-It is the pinned memory of the host, or files in a folder that are mapped into memory: torch's allocator counts neither.
-Copies run beside the computation, in a thread on a CPU and on a stream of their own on CUDA, and may be held to a
-bandwidth, so that a copy which comes late is something that a test can have and not luck.
+It is the memory of the host, pinned where it can be, or files in a folder that are mapped into memory: torch's
+allocator counts neither. Copies run beside the computation, in a thread on a CPU and on a stream of their own on an
+accelerator, and may be held to a bandwidth, so that a copy which comes late is something that a test can have and not
+luck.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from varuna_capslog import accelerator
 from varuna_capslog.base.errors import CapslogError, HostTierFailed
 
 __all__ = ["HostRegion", "HostTier", "TierOptions", "Wait"]
@@ -65,7 +67,7 @@ class HostTier:
         self._mapped = 0
         self._free: dict[int, list[HostRegion]] = defaultdict(list)
         self._thread: ThreadPoolExecutor | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: torch.Stream | None = None
 
     def leave(self, tensor: Tensor, beside: bool) -> tuple[HostRegion, Wait]:
         """Begins to copy the storage of a tensor to the tier; its memory must stay until the copy has ended.
@@ -95,11 +97,10 @@ class HostTier:
         return target, self._copy(region.data, target, beside)
 
     def finish(self) -> None:
-        """Returns when all copies have ended, for who reads the memory of the tier itself: on CUDA the waits of copies
-        hold up the device and not the caller.
+        """Returns when all copies have ended, for who reads the memory of the tier itself: the waits of copies hold up
+        an accelerator and not the caller.
         """
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        accelerator.synchronize(self.device)
 
     def give_back(self, region: HostRegion) -> None:
         """The region is needed no more; no copy of it may be under way."""
@@ -131,7 +132,7 @@ class HostTier:
     def _map(self, size: int) -> Tensor | None:
         """New memory that torch's allocator for the device does not count."""
         if self.options.place == "memory":
-            if self.device.type == "cuda":
+            if accelerator.pins_memory(self.device.type):
                 return torch.empty(size, dtype=torch.uint8, pin_memory=True)
             return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
         try:
@@ -150,7 +151,7 @@ class HostTier:
     # -- copies ------------------------------------------------------------------------------------------------------
 
     def _copy(self, source: Tensor, target: Tensor, beside: bool) -> Wait:
-        if self.device.type == "cuda":
+        if self.device.type != "cpu":
             return self._copy_on_stream(source, target, beside)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="host-tier")
@@ -187,18 +188,17 @@ class HostTier:
             ) from error
 
     def _copy_on_stream(self, source: Tensor, target: Tensor, beside: bool) -> Wait:
-        here = torch.cuda.current_stream(self.device)
+        here = accelerator.current_stream(self.device)
         if not beside:
             target.copy_(source, non_blocking=True)
             return _nothing
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self.device)
+            self._stream = torch.Stream(self.device)
         self._stream.wait_stream(here)
-        with torch.cuda.stream(self._stream):
+        with self._stream:
             target.copy_(source, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record(self._stream)
-        return lambda: torch.cuda.current_stream(self.device).wait_event(done)
+        done = self._stream.record_event()
+        return lambda: accelerator.current_stream(self.device).wait_event(done)
 
 
 def _nothing() -> None:

@@ -175,4 +175,4 @@ def lacking(plan: Plan, limits: Sequence[int | None], headroom: Headroom) -> lis
     if plan.fits is not False:
         return [0] * len(limits)
     sizes = [max(one.bytes or 0 for one in plan.ranks[at :: len(limits)]) for at in range(len(limits))]
-    return [max(0, headroom.reserved(size) - limit) if limit else 0 for size, limit in zip(sizes, limits, strict=True)]
+    return [max(0, headroom.device(size) - limit) if limit else 0 for size, limit in zip(sizes, limits, strict=True)]

@@ -91,7 +91,7 @@ class PlacedIntervals:
         headroom = Headroom.of(self._profile)
         return Counter(
             {
-                rank: max(0, headroom.reserved(one.bytes or 0) - one.capacity_bytes)
+                rank: max(0, headroom.device(one.bytes or 0) - one.capacity_bytes)
                 for rank, one in enumerate(verdict.ranks)
                 if one.capacity_bytes is not None
             }

@@ -20,8 +20,9 @@ from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.profiling.estimation.allocator import replay
 from varuna_capslog.profiling.estimation.headroom import StepTrace
 from varuna_capslog.profiling.estimation.lifetimes import Lifetimes, Recipes
+from varuna_capslog.profiling.estimation.operators import Work
 from varuna_capslog.profiling.estimation.quirks import Quirks
-from varuna_capslog.profiling.estimation.roofline import Speed, operator_seconds
+from varuna_capslog.profiling.estimation.rates import Speed
 from varuna_capslog.profiling.skeleton import with_real_layers
 
 __all__ = ["ForwardRun", "run_forward"]
@@ -33,7 +34,7 @@ class ForwardRun(StepTrace):
 
     Attributes:
         weight_bytes: parameters and buffers, in the peak too.
-        seconds: by `roofline`.
+        seconds: by `rates`.
         attends: whether the layers attend to other tokens.
         limits: what it met of `quirks.LIMITS`, because of which its bytes are too low.
     """
@@ -84,23 +85,23 @@ def run_forward(
                     f"layers {first} to {end - 1} cannot run on fake tensors ({type(error).__name__}: {error}); let "
                     "them depend on shapes only"
                 ) from error
-        events = [(0, quirks.lasting_bytes)] if quirks.lasting_bytes else []
-        events += followed.events
+        events = [*quirks.taken_before(), *followed.events]
         peak_bytes = replay(events).allocated_bytes if quirks.has("caching allocator") else followed.peak_bytes
         return ForwardRun(
-            peak_bytes, tuple(events), weight_bytes, watch.seconds, watch.attends, frozenset(quirks.limits)
+            peak_bytes, tuple(events), weight_bytes, speed.seconds(watch.work), watch.attends, frozenset(quirks.limits)
         )
 
 
 class _Watch:
-    """Is shown every operator: adds its seconds, and notes attention."""
+    """Is shown every operator: adds its work, and notes attention."""
 
     def __init__(self, speed: Speed) -> None:
         self._speed = speed
-        self.seconds, self.attends = 0.0, False
+        self.work: Work = {}
+        self.attends = False
 
     def __call__(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        self.seconds += operator_seconds(self._speed, func, args, kwargs, result)
+        self._speed.count(self.work, func, args, kwargs, result)
         name = func.overloadpacket.__name__
         if name.startswith("_scaled_dot_product") or (
             name in ("_softmax", "_safe_softmax") and isinstance(args[0], Tensor) and args[0].dim() > 2

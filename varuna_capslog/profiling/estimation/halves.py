@@ -7,9 +7,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,8 +19,9 @@ from varuna_capslog.model.chain import Chain
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimation.hollow import StepMeter, trimmed_step
 from varuna_capslog.profiling.estimation.lifetimes import Recipes
+from varuna_capslog.profiling.estimation.operators import Work
 from varuna_capslog.profiling.estimation.quirks import Quirks
-from varuna_capslog.profiling.estimation.roofline import Speed, operator_seconds
+from varuna_capslog.profiling.estimation.rates import Speed
 from varuna_capslog.profiling.trim import TrimmedPipeline, TrimmedRun
 from varuna_capslog.profiling.weighing import HalfWeights, Halves, Left, Window
 
@@ -40,12 +41,12 @@ def run_halves(
     """One step of a trimmed stage that splits its backwards, without recomputation; arguments and errors are those of
     `hollow.run_hollow`.
 
-    The seconds of each half are those of its own operators by `roofline`.
+    The seconds of each half are those of its own operators by `rates`.
     """
     with torch.random.fork_rng(devices=[]), mode, quirks.dispatch():
         pipeline, meter = TrimmedPipeline.of(chain, run, conditions, True, halves=True), _HalvesMeter(speed)
         trimmed_step(pipeline, run, conditions, loss, quirks, recipes, meter)
-        return meter.weights.result(meter.seconds["I"], meter.seconds["W"])
+        return meter.weights.result(*(speed.seconds(meter.work[half]) for half in "IW"))
 
 
 class _HalvesMeter(StepMeter):
@@ -53,7 +54,7 @@ class _HalvesMeter(StepMeter):
 
     def __init__(self, speed: Speed) -> None:
         self._speed = speed
-        self.seconds = {"I": 0.0, "W": 0.0}
+        self.work: dict[str, Work] = {"I": {}, "W": {}}
         self.weights = HalfWeights()
 
     def working(self, kind: str, stage: Stage, context: MicrobatchContext) -> AbstractContextManager[None]:
@@ -63,11 +64,9 @@ class _HalvesMeter(StepMeter):
     def _weighing(self, kind: str, stage: Stage, context: MicrobatchContext) -> Iterator[None]:
         followed = self._followed
 
-        def observe(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-            self.seconds[kind] += operator_seconds(self._speed, func, args, kwargs, result)
-
         before = followed.lately_bytes = followed.live_bytes
-        followed.observer = observe if kind in self.seconds and context.index == 0 else None
+        if kind in self.work and context.index == 0:
+            followed.observer = functools.partial(self._speed.count, self.work[kind])
         try:
             with super().working(kind, stage, context):
                 yield

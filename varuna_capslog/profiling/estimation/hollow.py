@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -34,8 +35,9 @@ from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimation.allocator import replay
 from varuna_capslog.profiling.estimation.headroom import StepTrace
 from varuna_capslog.profiling.estimation.lifetimes import Lifetimes, Recipes
+from varuna_capslog.profiling.estimation.operators import Work
 from varuna_capslog.profiling.estimation.quirks import Quirks
-from varuna_capslog.profiling.estimation.roofline import Speed, operator_seconds
+from varuna_capslog.profiling.estimation.rates import Speed
 from varuna_capslog.profiling.trim import MEASURED_RANK, TrimmedPipeline, TrimmedRun
 from varuna_capslog.profiling.weighing import ActionWeights, Window
 
@@ -61,7 +63,10 @@ class HollowRun(StepTrace):
         static_bytes: parameters, gradients, moments and buffers when all gradients are there.
         saved_bytes: what a forward leaves for its backward, the stage's inputs included; and what a caching allocator
             gave beyond what was asked for when the peak was there, for one graph.
-        forward_seconds, backward_seconds: of one microbatch, by `roofline`.
+        forward_seconds, backward_seconds: of one microbatch, by `rates`; update_seconds: of norm, clipping and
+        optimizer, whose
+            launches are as many for one layer as for all.
+        work: of forward ("F"), backward ("B") and update ("U"), by class.
         actions: what each of its actions takes.
         attention: "eager" where the layers make matrices of softmax, "fused" where a fused kernel attends.
         limits: what it met of `quirks.LIMITS`, because of which its bytes are too low.
@@ -71,6 +76,8 @@ class HollowRun(StepTrace):
     saved_bytes: int
     forward_seconds: float
     backward_seconds: float
+    update_seconds: float
+    work: Mapping[str, Work]
     actions: ActionBytes
     attention: frozenset[str]
     limits: frozenset[str]
@@ -104,8 +111,10 @@ def run_hollow(
         peak_bytes, events = trimmed_step(pipeline, run, conditions, loss, quirks, recipes, meter)
         if meter.refused:
             raise CapslogError(f"the loss refuses fake values ({meter.refused}); make it finite on any outputs")
-        seconds, actions = meter.seconds, meter.actions
+        work, actions = meter.work, meter.actions
         assert actions is not None
+        # the last stage forwards in its recomputation only
+        work["F"] = max(work["F"], work.pop("R"), key=speed.seconds)
         saved_bytes = meter.saved_bytes
         if quirks.has("caching allocator"):
             # such an allocator gives somewhat more than it is asked for, and most of it with what is saved
@@ -118,9 +127,10 @@ def run_hollow(
             tuple(events),
             meter.static_bytes,
             saved_bytes,
-            # the last stage forwards in its recomputation only
-            max(seconds["F"], seconds["R"]),
-            seconds["B"],
+            speed.seconds(work["F"]),
+            speed.seconds(work["B"]),
+            speed.seconds({**work["U"], "launch": 0.0}),
+            work,
             actions,
             frozenset(meter.attention),
             frozenset(quirks.limits),
@@ -191,8 +201,7 @@ def fake_step(
             ) from error
         if meter is not None:
             meter.end()
-    taken_before = [(0, quirks.lasting_bytes)] if quirks.lasting_bytes else []
-    return followed.peak_bytes, [*taken_before, *followed.events]
+    return followed.peak_bytes, [*quirks.taken_before(), *followed.events]
 
 
 def enough_microbatches(conditions: RunConditions, quirks: Quirks) -> int:
@@ -208,8 +217,8 @@ def enough_microbatches(conditions: RunConditions, quirks: Quirks) -> int:
 
 def _begin_optimizer(engine: PipelineEngine, quirks: Quirks) -> None:
     """Gives the optimizer its moments and the kernels of the device, as if the engine had trained before."""
-    for address, parameter in engine.optimizer.parameters.items():
-        engine.optimizer.take_moments(address, engine.options.recipe.fresh(parameter), copy=False)
+    for address, value in engine.optimizer.values.items():
+        engine.optimizer.take_moments(address, engine.options.recipe.fresh(value), copy=False)
     if quirks.has("foreach update"):
         engine.optimizer.step_together()
 
@@ -264,7 +273,7 @@ class StepMeter(Observer):
 
 
 class _Meter(StepMeter):
-    """Counts what the first microbatch saves, how long its work takes, and what is there before the update."""
+    """Counts what the first microbatch saves, its work and that of the update, and what is there before the update."""
 
     def __init__(self, speed: Speed) -> None:
         self._speed = speed
@@ -272,7 +281,7 @@ class _Meter(StepMeter):
         self._own: Collection[int] = ()
         self._stage = StageMeter(_CPU, list)
         self.static_bytes = 0
-        self.seconds = {"F": 0.0, "R": 0.0, "B": 0.0}
+        self.work: dict[str, Work] = {kind: {} for kind in "FRBU"}
         self._weights: ActionWeights | None = None
         self.actions: ActionBytes | None = None
         self.attention: set[str] = set()
@@ -292,8 +301,10 @@ class _Meter(StepMeter):
         self.static_bytes = storage_bytes(resident_tensors(self._engine.layers, self._engine.optimizer))
         assert self._weights is not None
         self._weights.count_gradients()
+        self._followed.observer = functools.partial(self._speed.count, self.work["U"])
 
     def end(self) -> None:
+        self._followed.observer = None
         assert self._weights is not None
         self.actions = self._weights.result(self._followed.lately_bytes - self.static_bytes, self._stage)
 
@@ -319,7 +330,7 @@ class _Meter(StepMeter):
         followed = self._followed
 
         def observe(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-            self.seconds[kind] += operator_seconds(self._speed, func, args, kwargs, result)
+            self._speed.count(self.work[kind], func, args, kwargs, result)
             name = func.overloadpacket.__name__
             if name in ("_softmax", "_safe_softmax") and args[0].dim() > 2:
                 self.attention.add("eager")

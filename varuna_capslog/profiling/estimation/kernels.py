@@ -1,4 +1,4 @@
-"""Bytes that kernels of torch take beside their results and give back: by device and operator, from shapes alone.
+"""Bytes that kernels of torch take on a CPU beside their results and give back, from shapes alone.
 
 `quirks` says in words what each entry stands for and how it is known; `Quirks.temporary` looks the bytes up. The
 largest part are the layouts in which oneDNN convolves on the CPU.
@@ -21,18 +21,9 @@ __all__ = ["KERNELS", "Kernel"]
 _aten = torch.ops.aten
 
 
-def _product(args: Sequence[Any], result: Any) -> int:
-    return int(result.untyped_storage().nbytes())
-
-
 def _converted(args: Sequence[Any], result: Tensor) -> int:
     x = args[0]
     return 0 if x.dtype == result.dtype else int(x.numel() * result.itemsize)
-
-
-def _converted_on_cuda(args: Sequence[Any], result: Tensor) -> int:
-    small = args[0].dtype in (torch.float16, torch.bfloat16) and result.dtype == torch.float32
-    return 0 if small else _converted(args, result)
 
 
 def _unfit(left: Tensor, right: Tensor) -> int:
@@ -232,27 +223,19 @@ _REDUCTIONS = (
 Kernel = Callable[[Sequence[Any], Any], int]
 """An operator's arguments and result -> bytes."""
 
-KERNELS: dict[str, dict[Any, Kernel]] = {
-    "cuda": {
-        _aten._softmax_backward_data.default: _product,
-        _aten.mm.default: lambda args, result: _unfit(args[0], args[1]),
-        _aten.addmm.default: lambda args, result: _unfit(args[1], args[2]),
-        **dict.fromkeys(_REDUCTIONS, _converted_on_cuda),
-    },
-    "cpu": {
-        **dict.fromkeys(_REDUCTIONS, _converted),
-        **dict.fromkeys(_ELEMENTWISE, _promoted),
-        _aten.convolution.default: _forward,
-        _aten.convolution_backward.default: _backward,
-        _aten.native_layer_norm.default: _normalised,
-        _aten.native_layer_norm_backward.default: _normalised_backward,
-        _aten.native_batch_norm_backward.default: _batch_normalised_backward,
-        _aten.upsample_bilinear2d_backward.default: _upsampled_backward,
-        _aten.upsample_nearest2d_backward.default: _upsampled_backward,
-        _aten.mm.default: lambda args, result: _packed(args[0], args[1]) + _unfit(args[0], args[1]),
-        _aten.bmm.default: lambda args, result: _packed_batch(args[0], args[1]),
-        _aten.addmm.default: lambda args, result: _packed(args[1], args[2]) + _unfit(args[1], args[2]),
-        _aten.baddbmm.default: lambda args, result: _packed_batch(args[1], args[2]),
-    },
+KERNELS: dict[Any, Kernel] = {
+    **dict.fromkeys(_REDUCTIONS, _converted),
+    **dict.fromkeys(_ELEMENTWISE, _promoted),
+    _aten.convolution.default: _forward,
+    _aten.convolution_backward.default: _backward,
+    _aten.native_layer_norm.default: _normalised,
+    _aten.native_layer_norm_backward.default: _normalised_backward,
+    _aten.native_batch_norm_backward.default: _batch_normalised_backward,
+    _aten.upsample_bilinear2d_backward.default: _upsampled_backward,
+    _aten.upsample_nearest2d_backward.default: _upsampled_backward,
+    _aten.mm.default: lambda args, result: _packed(args[0], args[1]) + _unfit(args[0], args[1]),
+    _aten.bmm.default: lambda args, result: _packed_batch(args[0], args[1]),
+    _aten.addmm.default: lambda args, result: _packed(args[1], args[2]) + _unfit(args[1], args[2]),
+    _aten.baddbmm.default: lambda args, result: _packed_batch(args[1], args[2]),
 }
-"""By device and operator; every other operator takes nothing."""
+"""By operator; every other one takes nothing."""

@@ -24,8 +24,8 @@ from varuna_capslog.model.hollow import a_number
 
 __all__ = ["Lifetimes", "Recipes", "Temporary"]
 
-Temporary = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], int]
-"""(operator, its arguments, its keywords, its result) -> bytes that its kernel takes and gives back while it runs."""
+Temporary = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], Sequence[int]]
+"""(operator, its arguments, its keywords, its result) -> blocks, in bytes, that its kernel holds while it runs."""
 
 # prim.device asks where a tensor is; it is the most frequent of all
 _prim_device = torch.ops.prim.device.default
@@ -157,9 +157,10 @@ class Lifetimes(TorchDispatchMode):
                 if isinstance(part, Tensor):
                     self._follow(part, number)
         if self._temporary is not None:
-            taken = self._temporary(func, args, kwargs, result)
-            if (key := self._allocated(taken)) is not None:
-                self._released(key, taken)
+            blocks = [(self._allocated(size), size) for size in self._temporary(func, args, kwargs, result)]
+            for key, size in blocks:
+                if key is not None:
+                    self._released(key, size)
         if self.observer is not None:
             self.observer(func, args, kwargs, result)
         return result
@@ -245,12 +246,31 @@ class Recipes:
         recipe = self._known.get(key)
         if recipe is not None:
             return _made(recipe, tensors)
-        result = func(*args, **kwargs)
+        result = _as_kernels_do(func, args, func(*args, **kwargs))
         if key not in self._known:
             if len(self._known) >= _MOST:
                 self._known.clear()
             self._known[key] = _recipe(func, result, tensors)
         return result
+
+
+_aten = torch.ops.aten
+_NORMS = {
+    _aten.native_layer_norm.default: 2,
+    _aten.native_group_norm.default: 1,
+    _aten.native_batch_norm.default: 1,
+}
+"""Normalisations, and the place of the weight among their arguments."""
+
+
+def _as_kernels_do(func: Any, args: Sequence[Any], result: Any) -> Any:
+    """A result with the types of the kernels: the statistics of a normalisation have the type of its parameters, which
+    fake tensors give that of the activations (torch 2.14).
+    """
+    weight = args[_NORMS[func]] if func in _NORMS else None
+    if weight is None or weight.dtype == result[1].dtype:
+        return result
+    return (result[0], *(torch.empty_like(one, dtype=weight.dtype) for one in result[1:]))
 
 
 def _described(values: Sequence[Any], tensors: list[FakeTensor]) -> tuple[object, ...]:

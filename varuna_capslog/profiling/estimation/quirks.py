@@ -16,20 +16,24 @@ import torch
 from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.gpus import GPUS
+from varuna_capslog.base.gpus import GPUS, Gpu
+from varuna_capslog.profiling.estimation.allocator import Event
+from varuna_capslog.profiling.estimation.cuda_kernels import CUDA_KERNELS
 from varuna_capslog.profiling.estimation.kernels import KERNELS
 
 __all__ = [
+    "CUBLASLT_WORKSPACE",
     "CUBLAS_WORKSPACE",
     "CUBLAS_WORKSPACE_HOPPER",
     "LIMITS",
     "QUIRKS",
     "QUIRKS_VERSION",
+    "USUAL_GPU",
     "Quirk",
     "Quirks",
 ]
 
-QUIRKS_VERSION = 9
+QUIRKS_VERSION = 11
 """Raised whenever an entry, or what an estimate tells, changes; a condition of every estimated profile."""
 
 _aten = torch.ops.aten
@@ -37,6 +41,10 @@ CUBLAS_WORKSPACE = (2 * 4096 + 8 * 16) << 10
 """Of a thread that multiplies matrices, in bytes; see the table below."""
 CUBLAS_WORKSPACE_HOPPER = 32 << 20
 """The same from Hopper on."""
+CUBLASLT_WORKSPACE = 1 << 20
+"""Of the thread that adds a bias to products."""
+USUAL_GPU = "a4000"
+"""What `cuda` without a kind is taken for: the GPU of the CAPSlog paper."""
 _CONVOLUTIONS = frozenset({_aten.convolution.default, _aten.convolution_backward.default})
 _GEMMS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default})
 
@@ -75,7 +83,31 @@ QUIRKS = {
         ("cuda",),
         "scaled_dot_product_attention takes the flash kernel for 16-bit inputs without a mask, else the "
         "memory-efficient one, which also drops out, and plain matrices where neither is allowed; the CPU's falls back "
-        "to these when it must drop out.",
+        "to these when it must drop out. Hopper and the data centre's Blackwell prefer cuDNN's kernel for 16-bit "
+        "inputs, which takes masks (check_prefer_cudnn_attention, sdp_utils.cpp; seen on an H200).",
+    ),
+    "attention workspace": Quirk(
+        ("cuda",),
+        "Backwards of fused attention sum the gradient of the queries in float32 beside the row sums of the softmax; "
+        "flash attention's copies two tensors (read off the allocator of an H200, torch 2.11).",
+    ),
+    "reduction buffer": Quirk(
+        ("cuda",),
+        "A sum whose outputs are few shares each out over blocks, which stage their sums in memory; where the outputs "
+        "lie along the fastest dimension, as those of a bias do, the buffer is a block's width times as large as what "
+        "is staged, up to several times the input (global_memory_size, ATen/native/cuda/Reduce.cuh; equal to the byte "
+        "on an H200).",
+    ),
+    "embedding backward": Quirk(
+        ("cuda",),
+        "From 3,073 tokens on, the gradient of an embedding sorts them and sums parts of equal ones in float32 "
+        "(EmbeddingBackwardKernel.cu).",
+    ),
+    "convolution workspace": Quirk(
+        ("cuda",),
+        "Matrix units convolve with the channels last: cuDNN copies images, result and weights into that order, and "
+        "gradients of weights are summed in parts (read off the allocator of an H200 with cuDNN 9.19, where three of "
+        "four kernels met it to the byte; which kernel another GPU or version takes is not known).",
     ),
     "autocast to float32": Quirk(
         ("cuda",),
@@ -86,7 +118,8 @@ QUIRKS = {
         ("cuda",),
         "Each thread that multiplies matrices keeps a workspace: one for forward, one for autograd's. 8.125 MiB "
         "each by default, 32 MiB from Hopper on (parseChosenWorkspaceSize, ATen/cuda/CublasHandlePool.cpp). A GPU "
-        "whose kind is not named counts the former; the headroom has the difference.",
+        "whose kind is not named counts the former; the headroom has the difference. Products with a bias take 1 MiB "
+        "more for cuBLASLt (seen on an H200, torch 2.11).",
     ),
     "foreach update": Quirk(
         ("cuda",),
@@ -137,16 +170,19 @@ QUIRKS = {
         "take 1.4 times that. Without AMX, oneDNN copies panels of another size instead: see `LIMITS`.",
     ),
 }
-"""By name. Not modelled: the workspaces of cuDNN's convolutions, which depend on what it finds free and fast."""
+"""By name."""
 
 _LOW_CONVOLUTIONS = "16-bit convolutions on the CPU"
 _LOW_PRODUCTS = "bfloat16 products on a CPU without AMX"
+_HALF_PRODUCTS = "float16 products by oneDNN on the CPU"
 
 LIMITS = {
     _LOW_CONVOLUTIONS: "oneDNN keeps copies and sums of 32 bits by rules that are not modelled. Single "
     "kernels take up to 2.7 times the copies of the float32 table, those of one element copies where it has none.",
     _LOW_PRODUCTS: "oneDNN copies panels whose sizes are not modelled. Small products and those with a narrow matrix "
     "take up to 4 times the bytes of the table and 0.2 MiB more (AVX-512 BF16); large ones take less.",
+    _HALF_PRODUCTS: "What oneDNN copies where the CPU has float16 instructions was never measured. Without these "
+    "torch's own kernels multiply, and copy nothing.",
 }
 """By name, what estimates are known to be too low for. A profile that met one says so in its conditions (`limits`), and
 planners then promise no bytes."""
@@ -160,40 +196,67 @@ class Quirks:
         device: "cpu" or "cuda"; CapslogError for others.
         gpu: kind of GPU (`base.gpus`); "" for none in particular.
         amx: whether the CPU multiplies bfloat16 matrices in AMX tiles.
-        lasting_bytes: of workspaces that have been taken and stay.
+        half: whether oneDNN multiplies float16 matrices on the CPU.
+        lasting: bytes of each workspace that has been taken and stays.
         limits: names of `LIMITS` that were met.
     """
 
     device: str
     gpu: str = ""
     amx: bool = field(default_factory=torch.cpu._is_amx_tile_supported)
-    lasting_bytes: int = 0
+    half: bool = field(default_factory=torch.ops.mkldnn._is_mkldnn_fp16_supported)
+    lasting: list[int] = field(default_factory=list)
     limits: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        if self.device not in KERNELS:
-            raise CapslogError(f"there is no table of quirks for the device {self.device!r}; choose cpu or cuda")
+        if self.device not in ("cpu", "cuda"):
+            raise CapslogError(
+                f"estimates know cpu, cuda and cuda:KIND, but the device is {self.device}; measure there instead "
+                "(profile.source=measured, --measure), or plan for one that they know (profile.device, --device)"
+            )
         self._threads: set[bool] = set()
-        self._kernels = KERNELS[self.device]
+        self._adds_bias = False
+
+    @property
+    def kind(self) -> Gpu:
+        """The GPU whose workspaces are counted."""
+        return GPUS[self.gpu or USUAL_GPU]
+
+    def taken_before(self) -> list[Event]:
+        """The workspaces that were met, as events that come before those of a step (`allocator.replay`)."""
+        return [(-place, size) for place, size in enumerate(self.lasting)]
 
     def has(self, name: str) -> bool:
         """Whether an entry of `QUIRKS` is one of this device."""
         return self.device in QUIRKS[name].devices
 
-    def temporary(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-        """Bytes that an operator's kernel takes beside its results and gives back; see `lifetimes.Temporary`."""
-        if self.device == "cuda" and func in _GEMMS:
-            backward = torch._C._current_autograd_node() is not None
-            if backward not in self._threads:
-                self._threads.add(backward)
-                hopper = self.gpu and GPUS[self.gpu].hopper
-                self.lasting_bytes += CUBLAS_WORKSPACE_HOPPER if hopper else CUBLAS_WORKSPACE
-        if self.device == "cpu" and func in _CONVOLUTIONS and args[1].itemsize == 2:
+    def temporary(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Sequence[int]:
+        """The blocks that an operator's kernel takes beside its results and gives back; see `lifetimes.Temporary`."""
+        if self.device == "cuda":
+            self._count_cublas(func, args)
+            on_cuda = CUDA_KERNELS.get(func)
+            return () if on_cuda is None else on_cuda(args, result, self.kind)
+        if func in _CONVOLUTIONS and args[1].itemsize == 2:
             self.limits.add(_LOW_CONVOLUTIONS)
-        if self.device == "cpu" and not self.amx and func in _GEMMS and args[1].dtype == torch.bfloat16:
+        if not self.amx and func in _GEMMS and args[1].dtype == torch.bfloat16:
             self.limits.add(_LOW_PRODUCTS)
-        kernel = self._kernels.get(func)
-        return 0 if kernel is None else kernel(args, result)
+        if self.half and func in _GEMMS and args[1].dtype == torch.float16:
+            self.limits.add(_HALF_PRODUCTS)
+        on_cpu = KERNELS.get(func)
+        return () if on_cpu is None else (on_cpu(args, result),)
+
+    def _count_cublas(self, func: Any, args: Sequence[Any]) -> None:
+        """Adds the workspaces that the first products of a thread take and that stay."""
+        if func not in _GEMMS:
+            return
+        backward = torch._C._current_autograd_node() is not None
+        if backward not in self._threads:
+            self._threads.add(backward)
+            larger = bool(self.gpu) and self.kind.hopper_or_later
+            self.lasting.append(CUBLAS_WORKSPACE_HOPPER if larger else CUBLAS_WORKSPACE)
+        if func is _aten.addmm.default and args[0].dim() == 1 and not self._adds_bias:
+            self._adds_bias = True
+            self.lasting.append(CUBLASLT_WORKSPACE)
 
     @contextmanager
     def dispatch(self) -> Iterator[None]:
@@ -203,7 +266,7 @@ class Quirks:
             return
         with torch.library._scoped_library("aten", "IMPL") as library:
             library.impl("dropout", _fused_dropout, "AutogradCPU")
-            library.impl("scaled_dot_product_attention", _fused_attention, "AutogradCPU")
+            library.impl("scaled_dot_product_attention", _fused_attention(self.kind.prefers_cudnn), "AutogradCPU")
             for name in _FLOAT32_UNDER_AUTOCAST:
                 library.impl(name, _in_float32(name), "AutocastCPU")
             yield
@@ -220,35 +283,52 @@ def _fused_dropout(x: Tensor, p: float, train: bool) -> Tensor:
     return _aten.native_dropout(x, p, train)[0]
 
 
-def _fused_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    if enable_gqa:
-        repeats = query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
-    allowed = torch.backends.cuda  # by `torch.nn.attention.sdpa_kernel`
-    if allowed.flash_sdp_enabled() and attn_mask is None and query.dtype in (torch.float16, torch.bfloat16):
-        return _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-    if not allowed.mem_efficient_sdp_enabled():
-        return _aten._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale
+def _fused_attention(prefers_cudnn: bool) -> Callable[..., Tensor]:
+    """`scaled_dot_product_attention` by the fused kernel that the device takes."""
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if enable_gqa:
+            repeats = query.shape[-3] // key.shape[-3]
+            key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
+        allowed = torch.backends.cuda  # by `torch.nn.attention.sdpa_kernel`
+        half = query.dtype in (torch.float16, torch.bfloat16)
+        wants = any(tensor.requires_grad for tensor in (query, key, value)) and torch.is_grad_enabled()
+        if prefers_cudnn and half and allowed.cudnn_sdp_enabled() and _cudnn_attends(query, key):
+            return _aten._scaled_dot_product_cudnn_attention(
+                query, key, value, attn_mask, wants, dropout_p, is_causal, False, scale=scale
+            )[0]
+        if allowed.flash_sdp_enabled() and attn_mask is None and half:
+            return _aten._scaled_dot_product_flash_attention(
+                query, key, value, dropout_p, is_causal, False, scale=scale
+            )[0]
+        if not allowed.mem_efficient_sdp_enabled():
+            return _aten._scaled_dot_product_attention_math(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale
+            )[0]
+        if attn_mask is not None:
+            if attn_mask.dtype == torch.bool:
+                attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
+            attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+        return _aten._scaled_dot_product_efficient_attention(
+            query, key, value, attn_mask, wants, dropout_p, is_causal, scale=scale
         )[0]
-    if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
-        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
-    wants = any(tensor.requires_grad for tensor in (query, key, value)) and torch.is_grad_enabled()
-    return _aten._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, wants, dropout_p, is_causal, scale=scale
-    )[0]
+
+    return attention
+
+
+def _cudnn_attends(query: Tensor, key: Tensor) -> bool:
+    """Heads of at most 128 numbers in whole eights, and more than one query and key (check_cudnn_tensor_shapes)."""
+    return query.shape[-1] <= 128 and query.shape[-1] % 8 == 0 and min(query.shape[-2], key.shape[-2]) > 1
 
 
 _FLOAT32_UNDER_AUTOCAST = (

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from varuna_capslog import accelerator
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.engine.probe import CPU_SOURCE, CUDA_SOURCE
+from varuna_capslog.engine.probe import peak_source
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.profiles.record import Observation, Profile, SharedParameter, layers_of_runs
 from varuna_capslog.profiles.runs import StageRun, stage_runs
@@ -60,8 +61,11 @@ def profile(
     fields.refuse_unknown(options, [field.name for field in dataclasses.fields(ProfileOptions)], "option")
     chosen = ProfileOptions(**options)
     device, workers = chosen.device, chosen.workers
-    if device == "cuda" and not torch.cuda.is_available():
-        raise CapslogError("there is no CUDA device here; profile with device='cpu', or where there is one")
+    reason = accelerator.why_unusable(device)
+    if reason is not None:
+        raise CapslogError(
+            f"torch can use no device {device!r} here ({reason}); profile with device='cpu', or where there is one"
+        )
     if workers < 1 or chunk_size < 1:
         raise CapslogError(f"workers={workers}, chunk_size={chunk_size}: both must be at least 1")
     build: Callable[[], nn.Module] = Given(model) if isinstance(model, nn.Module) else model
@@ -83,7 +87,7 @@ def profile(
             "engine": "varuna",
             "varuna": commit,
             "device": device,
-            "device_name": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
+            "device_name": platform.machine() if device == "cpu" else accelerator.device_name(device),
             "dtype": "float32",
             "microbatch_size": chunk_size,
             "input": conditions.input,
@@ -93,7 +97,7 @@ def profile(
             "stage_inputs": "host",
             "threads": chosen.threads,
             "order": "packed",
-            "peak_source": CUDA_SOURCE if device == "cuda" else CPU_SOURCE,
+            "peak_source": peak_source(device),
             "torch": torch.__version__,
             "profiling": clock.report("packed", workers),
         },
@@ -177,7 +181,7 @@ def _bound_bytes(
     held = [sizes[name] for name, used in trace.parameters.items() if pieces & set(used)]
     crossing = sum(spec.num_bytes for cut in (specs[run[0]], specs[run[1]]) for spec in cut.values())
     made = sum(trace.made_bytes[piece] for piece in pieces)
-    copies = 5 if device == "cuda" else 4
+    copies = 4 if device == "cpu" else 5
     return copies * sum(held) + 3 * max(held, default=0) + 2 * made + 12 * crossing
 
 

@@ -1,0 +1,17 @@
+"""What torch answers about accelerators, replaced: no machine that runs the tests has one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+def torch_has(patch: pytest.MonkeyPatch, kind: str | None, count: int = 0) -> None:
+    """From now on torch was built for this type of accelerator (None: for none), of which it sees so many."""
+    built = None if kind is None else torch.device(kind)
+    answers = {
+        "current_accelerator": lambda check_available=False: built if count or not check_available else None,
+        "device_count": lambda: count,
+    }
+    for name, answer in answers.items():
+        patch.setattr(torch.accelerator, name, answer)

@@ -1,0 +1,181 @@
+"""What a device can be asked, through torch's device-neutral API: CUDA, ROCm, XPU and the like are one case here.
+
+Every room that imports torch asks here, and no other module says `torch.cuda` or `torch.accelerator`. On a CPU there is
+nothing to select, to wait for or to pin, so that callers need not ask for its type first. What only CUDA has is listed
+in docs/gpu.md.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "all_devices",
+    "allocated_bytes",
+    "auto_type",
+    "counts_memory",
+    "current_stream",
+    "device_name",
+    "memory_info",
+    "peak_bytes",
+    "pins_memory",
+    "random_state",
+    "reset_peak",
+    "seed",
+    "select",
+    "set_random_state",
+    "synchronize",
+    "total_bytes",
+    "why_unusable",
+]
+
+_UNFIT = {"mps": "it has no float64, in which the norms of gradients are added"}
+"""Type of accelerator -> why the engine cannot train on it."""
+
+
+def auto_type() -> str:
+    """The type of device that `device: auto` takes: of the accelerator that torch can use here, else cpu."""
+    usable = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if usable is None or usable.type in _UNFIT else usable.type
+
+
+def why_unusable(kind: str) -> str | None:
+    """Torch's own reason why no device of a type can be used here; None where one can."""
+    if kind in ("cpu", auto_type()):
+        return None
+    if kind in _UNFIT:
+        return _UNFIT[kind]
+    built = torch.accelerator.current_accelerator()
+    if built is None or built.type != kind:
+        return f"torch {torch.__version__} was built for {'the CPU alone' if built is None else built.type}"
+    try:
+        _asked(kind, "init")
+    except (RuntimeError, AssertionError) as error:
+        return str(error).splitlines()[0].split(". ")[0]
+    return "torch sees none"
+
+
+def all_devices(kind: str) -> list[torch.device]:
+    """The devices of a type that can be used here: the CPU, or accelerators by number; [] where there are none."""
+    if kind == "cpu":
+        return [torch.device("cpu")]
+    count = torch.accelerator.device_count() if kind == auto_type() else 0
+    return [torch.device(kind, number) for number in range(count)]
+
+
+def select(device: torch.device) -> None:
+    """Makes a device the one on which this thread's work lies that names no number."""
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
+
+
+def device_name(kind: str) -> str:
+    """The maker's name of the accelerator of this type; the type itself where torch does not know it."""
+    return str(_asked(kind, "get_device_name") or kind)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def total_bytes(device: torch.device) -> int:
+    """All memory of an accelerator; asked for where nothing runs on it, so that this takes none of it."""
+    properties = _asked(device.type, "get_device_properties", device.index)
+    return int(getattr(properties, "total_memory", None) or memory_info(device)[1])
+
+
+def memory_info(device: torch.device) -> tuple[int, int]:
+    """Free and total bytes of an accelerator, of all processes together; opens the device."""
+    return torch.accelerator.get_memory_info(device)
+
+
+def counts_memory(device: torch.device) -> bool:
+    """Whether the bytes of tensors on a device can be counted; torch's own accelerators all count them."""
+    if device.type == "cpu":
+        return True
+    try:
+        torch.accelerator.memory_stats(device)
+    except RuntimeError:
+        return False
+    return True
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Bytes of this process's tensors on an accelerator now."""
+    return torch.accelerator.memory_allocated(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most bytes that they had at once since `reset_peak`."""
+    return torch.accelerator.max_memory_allocated(device)
+
+
+def reset_peak(device: torch.device) -> None:
+    """From now on `peak_bytes` counts anew."""
+    if torch.accelerator.memory_stats(device):  # torch 2.11 refuses it before the first tensor
+        torch.accelerator.reset_peak_memory_stats(device)
+
+
+@functools.cache
+def pins_memory(kind: str) -> bool:
+    """Whether host memory can be pinned for devices of a type, so that copies to and from it need no one to wait."""
+    if kind == "cpu":
+        return False
+    try:
+        return torch.empty(1, pin_memory=True).is_pinned()
+    except RuntimeError:
+        return False
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+def synchronize(device: torch.device) -> None:
+    """Returns when a device has done all that it was asked for; a CPU has."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """The stream to which this thread gives its work on an accelerator."""
+    return torch.accelerator.current_stream(device)
+
+
+# -- random numbers ----------------------------------------------------------------------------------------------------
+
+
+def seed(device: torch.device, value: int) -> None:
+    """Seeds the default generator of a device, and of no other: `torch.manual_seed` visits them all."""
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(value)
+        return
+    module: Any = torch.get_device_module(device)
+    if hasattr(module, "default_generators"):
+        module.default_generators[device.index or 0].manual_seed(value)
+    else:
+        module.manual_seed_all(value)  # all that torch asks of every backend
+
+
+def random_state(device: torch.device) -> Tensor:
+    """The state of a device's default generator."""
+    state: Tensor = torch.get_rng_state() if device.type == "cpu" else _asked(device.type, "get_rng_state", device)
+    return state
+
+
+def set_random_state(device: torch.device, state: Tensor) -> None:
+    """Takes back a `random_state` of that device."""
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        _asked(device.type, "set_rng_state", state, device)
+
+
+def _asked(kind: str, function: str, *arguments: Any) -> Any:
+    """What a function of torch's module for a type, such as `torch.xpu`, returns; None where it has no such function.
+    For the few questions that have no neutral name.
+    """
+    ask = getattr(torch.get_device_module(kind), function, None)
+    return None if ask is None else ask(*arguments)

@@ -1,0 +1,240 @@
+"""Corrects the seconds of estimates by measured profiles of this machine's device.
+
+`capslog profile` measures layers and calls `learn`: what each of them took beside what its operators' classes say. The
+factors of `rates.GROUPS` that bring the two together are kept per kind of device, and `corrected_speed` gives them to
+estimates of that kind from then on. The newest profile of each model counts; nothing is ever forgotten but by deleting
+the file, which is beside the cached profiles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from varuna_capslog.base import files
+from varuna_capslog.base.clock import wall_seconds
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.gpus import GPUS, gpu_named
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.profiling import cache
+from varuna_capslog.profiling.estimation.operators import Work
+from varuna_capslog.profiling.estimation.rates import CLASSES, GROUPS, RATES_VERSION, Speed, speed_of
+
+__all__ = ["Calibration", "corrected_speed", "device_kind", "learn"]
+
+_log = logging.getLogger(__name__)
+
+_LEAST_RUNS = 8
+"""Forwards and backwards below which nothing is corrected."""
+_MODELS = 24
+_SHEET_WEIGHT = 0.02
+"""How much a factor of 1 counts, in parts of all measured runs."""
+_SMALLEST, _LARGEST = 0.1, 30.0
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """One forward or backward: its work by class, and the seconds that it took."""
+
+    work: Work
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What measured profiles say of one kind of device.
+
+    Attributes:
+        device: its kind in `GPUS`, or a name made of torch's and the number of threads.
+        base: seconds of a unit of each class before any correction.
+        host_seconds: of the host for each operator, 0 on a CPU.
+        rates_version: `rates.RATES_VERSION` of `base` and `host_seconds`.
+        models: digest of a model -> the runs of its newest profile.
+        date: of the newest profile.
+    """
+
+    device: str
+    base: Mapping[str, float]
+    host_seconds: float
+    rates_version: int
+    models: Mapping[str, Sequence[MeasuredRun]] = field(default_factory=dict)
+    date: str = ""
+
+    @property
+    def runs(self) -> list[MeasuredRun]:
+        """All runs of all models."""
+        return [run for runs in self.models.values() for run in runs]
+
+    def parts(self, run: MeasuredRun) -> list[float]:
+        """The seconds of a run in each of `GROUPS` before any correction."""
+        seconds = dict.fromkeys(GROUPS, 0.0)
+        for kind, amount in run.work.items():
+            seconds[CLASSES[kind].group] += amount * self.base[kind]
+        return list(seconds.values())
+
+    def factors(self) -> dict[str, float]:
+        """The factor of each group, for which the sum of squared relative errors of all runs is least; 1 of a group
+        that no run has. A run counts as much as its part of the seconds of its model.
+
+        Coordinate descent on a quadratic of four variables, each within bounds: convex, so that it ends at the least.
+        """
+        rows, weights = [], []
+        for runs in self.models.values():
+            total = sum(run.seconds for run in runs)
+            # a run that the host limits says nothing of the device
+            of_device = [run for run in runs if not self._is_of_host(run)]
+            rows += [np.array(self.parts(run)) / run.seconds for run in of_device]
+            weights += [run.seconds / total for run in of_device]
+        if len(self.runs) < _LEAST_RUNS or not rows:
+            return dict.fromkeys(GROUPS, 1.0)
+        shares, weight = np.array(rows), np.array(weights)
+        factors = np.ones(len(GROUPS))
+        for _ in range(200):
+            for place in np.flatnonzero(shares.any(axis=0)):
+                column = shares[:, place]
+                rest = 1.0 - shares @ factors + column * factors[place]
+                # the sheet's factor of 1 counts as a part of all runs
+                sheet = _SHEET_WEIGHT * float(weight @ column**2)
+                best = (float(weight * column @ rest) + sheet) / (float(weight @ column**2) + sheet)
+                factors[place] = min(max(best, _SMALLEST), _LARGEST)
+        return dict(zip(GROUPS, map(float, factors.round(4)), strict=True))
+
+    def _is_of_host(self, run: MeasuredRun) -> bool:
+        return self.host_seconds > 0 and sum(self.parts(run)) < run.seconds / 3
+
+    @property
+    def uncorrected(self) -> Speed:
+        """The speed before any correction."""
+        plain = Speed.of_gpu(self.device, GPUS[self.device]) if self.device in GPUS else Speed(self.device, {})
+        return dataclasses.replace(plain, seconds_of=self.base, host_seconds=self.host_seconds)
+
+    @property
+    def speed(self) -> Speed:
+        """The corrected speed."""
+        factors = self.factors()
+        seconds = {kind: value * factors[CLASSES[kind].group] for kind, value in self.base.items()}
+        host = [
+            run.seconds / run.work["launch"] for run in self.runs if self._is_of_host(run) and run.work.get("launch")
+        ]
+        host_seconds = statistics.median(host) if host else self.host_seconds
+        source = f"measured profiles: {len(self.models)}, the newest of {self.date}"
+        return dataclasses.replace(self.uncorrected, seconds_of=seconds, host_seconds=host_seconds, source=source)
+
+    def error(self, speed: Speed) -> float:
+        """The median relative error of all runs by a speed."""
+        return statistics.median(abs(speed.seconds(run.work) / run.seconds - 1) for run in self.runs)
+
+    def with_profile(self, model: str, runs: Sequence[MeasuredRun], date: str) -> Calibration:
+        """The same with the newest profile of a model; the oldest one goes where there are too many."""
+        models = {key: value for key, value in self.models.items() if key != model} | {model: list(runs)}
+        kept = dict(list(models.items())[-_MODELS:])
+        return dataclasses.replace(self, models=kept, date=date)
+
+
+def device_kind(device: str, name: str, threads: int | None = None) -> str:
+    """What corrections of a device are kept under: its kind in `GPUS`, or torch's name of it in small letters.
+
+    Args:
+        device: its type.
+        name: as torch or the processor gives it.
+        threads: of a CPU.
+    """
+    if device != "cpu":
+        try:
+            return gpu_named(name)
+        except CapslogError:
+            pass
+    plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return plain if threads is None else f"{plain}-{threads}-threads"
+
+
+def corrected_speed(device: str, gpu: str = "", threads: int | None = None) -> Speed:
+    """What estimates for a device reckon with: `rates.speed_of`, corrected where profiles of this kind were measured.
+
+    Args:
+        gpu: kind of GPU (`base.gpus`); "" for none in particular, which nothing corrects.
+        threads: of a worker on a CPU; None: those of this process.
+    """
+    kind = gpu if device != "cpu" else device_kind("cpu", cache.cpu_name(), threads or torch.get_num_threads())
+    known = _read(kind) if kind else None
+    if known is None or len(known.runs) < _LEAST_RUNS:
+        return speed_of(device, gpu, threads)
+    return known.speed
+
+
+def learn(profile: Profile, work_of_runs: Mapping[tuple[int, int], Mapping[str, Work]]) -> Calibration | None:
+    """Adds a measured profile to what is known of its device, and keeps it; None where it says nothing.
+
+    Args:
+        work_of_runs: layers (first, end) of a run -> its work by class, forward "F" and backward "B".
+    """
+    conditions = profile.conditions
+    device = str(conditions["device"])
+    threads = int(conditions.get("threads", 1)) if device == "cpu" else None
+    kind = device_kind(device, str(conditions.get("device_name", device)), threads)
+    runs = []
+    for row in profile.observations:
+        work = work_of_runs.get(row.layers)
+        if work is None or row.variant is not None:
+            continue
+        measured = (("F", row.forward_seconds), ("B", row.backward_seconds))
+        runs += [MeasuredRun(dict(work[half]), seconds) for half, seconds in measured if seconds and work[half]]
+    if len(runs) < _LEAST_RUNS:
+        return None
+    known = _read(kind)
+    if known is None:
+        plain = speed_of(device, kind if kind in GPUS else "", threads)
+        known = Calibration(kind, plain.seconds_of, plain.host_seconds, RATES_VERSION)
+    known = known.with_profile(
+        str(conditions["model_digest"]), runs, str(datetime.fromtimestamp(wall_seconds(), UTC).date())
+    )
+    try:
+        path = _path(kind)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_json(path, dataclasses.asdict(known))
+    except (CapslogError, OSError) as error:
+        _log.warning("what the profile says of this device's speed is not kept: %s", error)
+    return known
+
+
+def _path(kind: str) -> Path:
+    return cache.folder().parent / "speeds" / f"{kind}.json"
+
+
+def _read(kind: str) -> Calibration | None:
+    """What is known of a kind of device, by today's rates; a file that cannot be read is told in the log."""
+    path = _path(kind)
+    if not path.exists():
+        return None
+    try:
+        value = files.read_json(path)
+        # of other classes of operators nothing is known any more
+        return _calibration(value) if value["rates_version"] == RATES_VERSION else None
+    except (CapslogError, KeyError, TypeError, ValueError) as error:
+        _log.warning("%s does not hold corrections of seconds (%s); delete it, or measure a profile again", path, error)
+        return None
+
+
+def _calibration(value: Any) -> Calibration:
+    models = {
+        str(digest): [
+            MeasuredRun({kind: float(row["work"][kind]) for kind in row["work"]}, float(row["seconds"])) for row in rows
+        ]
+        for digest, rows in value["models"].items()
+    }
+    base = {str(kind): float(seconds) for kind, seconds in value["base"].items()}
+    unknown = {kind for runs in models.values() for run in runs for kind in run.work} - set(CLASSES)
+    if unknown or any(run.seconds <= 0 for runs in models.values() for run in runs):
+        raise ValueError(f"classes {sorted(unknown)} are unknown, or seconds are not above 0")
+    host_seconds, version = float(value["host_seconds"]), int(value["rates_version"])
+    return Calibration(str(value["device"]), base, host_seconds, version, models, str(value["date"]))

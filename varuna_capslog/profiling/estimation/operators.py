@@ -1,0 +1,346 @@
+"""What an operator asks of a device: amounts of work by class, from its arguments and its result alone.
+
+`rates` turns the amounts into seconds. A class is what kernels with equal limits have in common: FLOPs of matrix
+units by type, bytes that memory moves, elements that processors handle one by one. Amounts are counted as kernels work:
+matrices in whole tiles, a grouped convolution in groups as wide as a tile. torch's own registry of FLOPs counts the
+weight gradient of a grouped convolution `groups` times, so convolutions are counted here.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from varuna_capslog.profiling.estimation.allocator import round_up
+
+__all__ = ["Work", "work_of"]
+
+Work = dict[str, float]
+"""Class of `rates.CLASSES` -> FLOPs, bytes, elements or launches."""
+
+Halves = tuple[torch.dtype, ...]
+_HALF: Halves = (torch.float16, torch.bfloat16)
+
+_FREE = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "as_strided_", "resize_"})
+_SHIFTED = frozenset({"slice_backward", "select_backward", "constant_pad_nd", "roll", "flip"})
+"""Copies whose every element computes where it comes from."""
+_COPIES = _SHIFTED | {
+    "_to_copy", "clone", "copy_", "cat", "stack", "im2col", "col2im", "upsample_nearest2d", "upsample_bilinear2d",
+    "upsample_nearest2d_backward", "upsample_bilinear2d_backward", "reflection_pad2d", "reflection_pad2d_backward",
+}  # fmt: skip
+_COMPUTED = frozenset({"masked_fill", "masked_fill_", "native_dropout", "bernoulli_"})
+"""Elementwise, with a mask or a random number for each element."""
+_GATHERS = frozenset({"index", "embedding", "gather", "index_select"})
+_SCATTERS = frozenset(
+    {"index_put", "index_put_", "scatter", "scatter_add", "scatter_add_", "index_add", "index_add_",
+     "embedding_dense_backward"}
+)  # fmt: skip
+_REDUCTIONS = frozenset(
+    {"sum", "mean", "max", "amax", "amin", "min", "var", "std", "linalg_vector_norm", "cumsum", "argmax", "argmin",
+     "topk", "sort", "avg_pool2d", "avg_pool2d_backward", "max_pool2d_with_indices", "max_pool2d_with_indices_backward",
+     "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "nll_loss_forward", "nll_loss_backward"}
+)  # fmt: skip
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm"})
+
+_TILE, _DEPTH = 32, 16
+"""Rows and columns of a tile of 16-bit and TF32 products, and how deep one is; half of both in float32."""
+_BLOCK = 128
+"""Queries and keys that a fused attention handles at once."""
+_CHANNELS_IN, _CHANNELS_OUT = 16, 64
+"""What a dense convolution's channels are filled up to."""
+
+
+def work_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, halves: Halves = _HALF) -> Work:
+    """The work of one operator by class; empty where it moves nothing.
+
+    Args:
+        halves: the 16-bit types that the device's matrix units take, which work on whole tiles; (): it has none.
+    """
+    name = func.overloadpacket.__name__
+    if name in _FREE or _moves_nothing(func):
+        return {}
+    inputs = list(_tensors((*args, *kwargs.values())))
+    changed = _changed(func)
+    outputs = list(_tensors(args[place] for place in changed if place < len(args)) if changed else _tensors((result,)))
+    return _kind_of(name)(name, args, inputs, outputs, result, halves)
+
+
+_Count = Callable[[str, Sequence[Any], list[Tensor], list[Tensor], Any, Halves], Work]
+
+
+@functools.cache
+def _kind_of(name: str) -> _Count:
+    if name in _PRODUCTS:
+        return _product
+    if name in ("convolution", "convolution_backward"):
+        return _convolution
+    if name.startswith("_scaled_dot_product"):
+        return _attention
+    if "rnn_layer" in name or name.startswith("_cudnn_rnn"):
+        return _recurrence
+    if "norm" in name and name != "linalg_vector_norm" and not name.startswith("_foreach"):
+        return _norm
+    if name in _GATHERS or name in _SCATTERS:
+        return _indexed
+    return _streamed
+
+
+@functools.cache
+def _moves_nothing(func: Any) -> bool:
+    returns = func._schema.returns
+    aliases = [part.alias_info for part in returns]
+    return bool(returns) and all(alias is not None and not alias.is_write for alias in aliases)
+
+
+@functools.cache
+def _changed(func: Any) -> tuple[int, ...]:
+    """The places of the arguments that it writes into."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple(place for place, part in arguments if part.alias_info is not None and part.alias_info.is_write)
+
+
+def _tensors(values: Any) -> Any:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+# -- products, convolutions, attention
+
+
+def _product(
+    name: str, args: Sequence[Any], inputs: list[Tensor], outputs: list[Tensor], result: Any, halves: Halves
+) -> Work:
+    if name == "_grouped_mm":
+        left, right = inputs[0], inputs[1]
+        rows, inner, columns, batch = left.shape[-2], left.shape[-1], right.shape[-1], 1
+    else:
+        left, right = [tensor for tensor in inputs if tensor.dim() >= 2][-2:]
+        rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
+        batch = left.shape[0] if left.dim() == 3 else 1
+    kind, tiled = _type_of(left, halves), bool(halves)
+    if tiled:
+        tile, depth = (_TILE, _DEPTH) if kind != "float32" else (_TILE // 2, _DEPTH // 2)
+        rows, inner, columns = round_up(rows, tile), round_up(inner, depth), round_up(columns, tile)
+    if tiled and kind == "half":
+        kind += _alignment([left, right, outputs[0]])
+    elif kind == "tf32" and left.stride(-2) == 1 < left.stride(-1) and right.stride(-1) == 1:
+        kind += " columns"
+    return {
+        f"product {kind}": 2.0 * batch * rows * inner * columns,
+        "product bytes": _bytes(inputs + outputs),
+        "launch": 1,
+    }
+
+
+def _type_of(tensor: Tensor, halves: Halves, convolution: bool = False) -> str:
+    """half, tf32 or float32: the rate that products of this tensor run at."""
+    if tensor.dtype in halves or (tensor.itemsize == 1 and halves):
+        return "half"
+    if tensor.dtype != torch.float32 or not halves:
+        return "float32"
+    allowed = torch.backends.cudnn.allow_tf32 if convolution else torch.get_float32_matmul_precision() != "highest"
+    return "tf32" if allowed else "float32"
+
+
+def _alignment(matrices: Sequence[Tensor]) -> str:
+    """Empty where every row of 16-bit matrices begins at a multiple of 16 bytes; " even" at one of 4; else " odd"."""
+    steps = {max(matrix.stride()[-2:]) for matrix in matrices if min(matrix.shape[-2:]) > 1}
+    if all(step % 8 == 0 for step in steps):
+        return ""
+    return " even" if all(step % 2 == 0 for step in steps) else " odd"
+
+
+def _convolution(
+    name: str, args: Sequence[Any], inputs: list[Tensor], outputs: list[Tensor], result: Any, halves: Halves
+) -> Work:
+    if name == "convolution":
+        x, w, y, place = args[0], args[1], result, 3
+        makes = (True, False, False)
+    else:
+        y, x, w, place = args[0], args[1], args[2], 4
+        makes = (False, args[-1][0], args[-1][1])
+    sums_bias = name == "convolution_backward" and args[-1][2]
+    stride, transposed, groups = args[place], args[place + 3], args[place + 5]
+    if transposed:
+        x, y = y, x
+    window = math.prod(w.shape[2:])
+    reads, features = w.shape[1], w.shape[0] // groups
+    passes = sum(makes)
+    moved = float(passes * _bytes([x, y]))
+    work: Work = {"bytes": moved, "launch": passes}
+    if sums_bias:
+        work = {"bytes": moved + _bytes([y]), "reduced": y.numel(), "launch": passes + 1}
+    last = x.dim() == 4 and (
+        _is_channels_last(x) or (_is_channels_last(w) and w.shape[1] > 1 and w.shape[2:].numel() > 1)
+    )
+    if groups > 1 and reads == 1:
+        work |= _depthwise(x, w, y, window, stride, makes, last)
+        return work
+    flops = 2.0 * passes * y.numel() * reads * window
+    if halves and groups == 1:
+        flops *= round_up(reads, _CHANNELS_IN) * round_up(features, _CHANNELS_OUT) / (reads * features)
+    elif halves:
+        flops *= max(1.0, _TILE / min(reads, features))
+    work[f"convolution {_type_of(x, halves, convolution=True)}"] = flops
+    pointwise = window == 1 and groups == 1 and all(step == 1 for step in stride)
+    if halves and not last and not pointwise:  # matrix units convolve where the channels lie together
+        work["conversion bytes"], work["conversion"] = moved, float(passes * (x.numel() + y.numel()))
+    return work
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+
+
+def _depthwise(
+    x: Tensor, w: Tensor, y: Tensor, window: int, stride: Sequence[int], makes: Sequence[bool], last: bool
+) -> Work:
+    """FLOPs of kernels for one channel at a time.
+
+    torch's own walks over all of the input for its gradient, whatever the stride, and takes about twice as long for
+    that of the weights. cuDNN's are for float16 windows of 1, 3 and 5 without stride, and for channels last
+    (use_cudnn_depthwise, ATen/native/Convolution.cpp).
+    """
+    square = w.dim() == 4 and w.shape[-1] == w.shape[-2] and w.shape[-1] in (1, 3, 5)
+    quick = x.dtype == torch.float16 and square and all(step == 1 for step in stride)
+    quick = quick and not last and x.shape[-1] >= 7 and w.shape[0] >= 32
+    if quick:
+        return {"depthwise cudnn": 2.0 * window * y.numel() * (makes[0] + makes[1] + 1.5 * makes[2])}
+    if last:
+        # the gradient of wide float32 windows' weights is summed one place at a time
+        slow = 13.0 if window > 25 and x.dtype == torch.float32 else 1.0
+        kind = "depthwise last half" if x.dtype in _HALF else "depthwise last"
+        return {kind: 2.0 * window * y.numel() * (makes[0] + 2 * makes[1] + slow * makes[2])}
+    return {"depthwise": 2.0 * window * (y.numel() * (makes[0] + 2 * makes[2]) + x.numel() * makes[1])}
+
+
+def _attention(
+    name: str, args: Sequence[Any], inputs: list[Tensor], outputs: list[Tensor], result: Any, halves: Halves
+) -> Work:
+    backward = "backward" in name
+    query, key = (inputs[1], inputs[2]) if backward else (inputs[0], inputs[1])
+    batch, width = math.prod(query.shape[:-2]), query.shape[-1]
+    queries, keys = query.shape[-2], key.shape[-2]
+    if halves:
+        queries, keys = round_up(queries, _BLOCK), round_up(keys, _BLOCK)
+    flops = 4.0 * batch * width * queries * keys * (3.5 if backward else 1)
+    if any(value is True for value in args):  # causal: half of the matrix is never made
+        flops /= 2
+    kind = "half" if query.dtype in halves else "float32"
+    return {f"attention {kind}": flops, "product bytes": _bytes(inputs + outputs), "launch": 1}
+
+
+def _recurrence(
+    name: str, args: Sequence[Any], inputs: list[Tensor], outputs: list[Tensor], result: Any, halves: Halves
+) -> Work:
+    """A layer of LSTM or GRU: its weights meet every step of every sequence, one step after the other."""
+    x, weights = inputs[0], [tensor for tensor in inputs[1:] if tensor.dim() == 2][:2]
+    steps = x.shape[0] * x.shape[1]
+    flops = 2.0 * steps * sum(weight.numel() for weight in weights) * (2 if "backward" in name else 1)
+    return {f"product {_type_of(x, halves)}": flops, "bytes": 2.0 * _bytes(inputs + outputs), "launch": x.shape[0]}
+
+
+# -- what memory limits
+
+
+def _norm(
+    name: str, args: Sequence[Any], inputs: list[Tensor], outputs: list[Tensor], result: Any, halves: Halves
+) -> Work:
+    backward = "backward" in name
+    x = inputs[1] if backward else inputs[0]
+    if "batch" in name:
+        # cuDNN's takes float32 and float16 (_select_batch_norm_backend, ATen/native/Normalization.cpp)
+        kind = "batch norm backward" if backward else "batch norm"
+        kind += " bfloat16" if x.dtype == torch.bfloat16 else ""
+        last = x.dim() == 4 and _is_channels_last(x)
+        # a channel is one processor's work, and some are idle where there are few
+        elements = x.numel() if last else x.numel() * max(1.0, _CHANNELS_AT_ONCE / x.shape[1])
+        kind += " last" if last else ""
+    else:
+        # so is a row, for which a processor has threads for this many elements
+        kind = "norm backward" if backward else "norm"
+        width = x.numel() // max(1, _rows_of(name, args, outputs))
+        elements = x.numel() / width * max(width, _ROW)
+    return {"bytes": _bytes(inputs + outputs), kind: elements, "launch": 1}
+
+
+_CHANNELS_AT_ONCE = 128
+_ROW = 384
+
+
+def _rows_of(name: str, args: Sequence[Any], outputs: list[Tensor]) -> int:
+    """How many rows a norm over the last dimensions, or over groups of channels, has."""
+    if "group" in name:
+        return int(args[0].shape[0] * args[6 if "backward" not in name else 8])
+    shape = args[1] if "backward" not in name else args[2]
+    x = args[0]
+    return int(x.numel() // max(1, math.prod(shape)))
+
+
+def _indexed(
+    name: str, args: Sequence[Any], inputs: list[Tensor], outputs: list[Tensor], result: Any, halves: Halves
+) -> Work:
+    """Gathers read what they write; scatters read a source and change as much, and all of it where they make a copy."""
+    if name in _GATHERS:
+        return {"bytes": 2.0 * _bytes(outputs), "indexed": sum(tensor.numel() for tensor in outputs), "launch": 1}
+    source = inputs[0] if name == "embedding_dense_backward" else inputs[-1]
+    made = 0 if name.endswith("_") else _bytes(outputs)
+    return {"bytes": 3.0 * _bytes([source]) + made, "indexed": source.numel(), "launch": 1}
+
+
+def _streamed(
+    name: str, args: Sequence[Any], inputs: list[Tensor], outputs: list[Tensor], result: Any, halves: Halves
+) -> Work:
+    both = inputs + outputs
+    if not both:
+        return {"launch": 1}
+    elements = max(tensor.numel() for tensor in both)
+    work: Work = {"bytes": _bytes(both), "launch": 1}
+    if name.startswith(("_foreach", "_fused")):
+        return work
+    if "softmax" in name:
+        if name == "_softmax_backward_data":  # multiplies gradient and output first (quirk "softmax backward product")
+            work["bytes"] *= 2
+        return work | {"softmax": elements}
+    if name in _REDUCTIONS:
+        return work | {"reduced": elements}
+    whole = [tensor for tensor in both if tensor.numel() == elements]
+    alike = all(_lie_alike(tensor, whole[0]) for tensor in whole[1:]) and _is_dense(whole[0])
+    if name in _COPIES:
+        moved = sum(tensor.numel() for tensor in outputs)
+        return work if alike and name not in _SHIFTED else work | {"strided": moved}
+    if alike and name not in _COMPUTED and all(tensor.numel() in (elements, 1, 0) for tensor in both):
+        return work
+    return work | {"broadcast": elements}
+
+
+def _lie_alike(one: Tensor, other: Tensor) -> bool:
+    """Whether equal places of both tensors are equal steps from their beginnings."""
+    if one.shape != other.shape:
+        return False
+    both = zip(one.shape, one.stride(), other.stride(), strict=True)
+    return all(size == 1 or step == step_of_other for size, step, step_of_other in both)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements lie without gaps, in whatever order of dimensions."""
+    expected = 1
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if step != expected:
+            return False
+        expected *= size
+    return True

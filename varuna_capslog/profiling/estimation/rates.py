@@ -1,0 +1,229 @@
+"""Seconds without a device: what each class of operators takes of what the data sheet promises.
+
+`operators` counts the work of an operator by class; a `Speed` turns it into seconds. The seconds of an operator are a
+sum over its classes, not a maximum: measured kernels overlap arithmetic and memory less than they could. Factors belong
+to a class, an architecture and a type, never to a model. They were fitted by `benchmarks/gpu_seconds` to other people's
+printed steps and layers (timm on an RTX 3090; OPT, Llama on A100, GH200 and Titan RTX) and to operators and steps that
+were measured on an H200. A measured profile corrects them for its device (`profiling.calibration`).
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from varuna_capslog.base.gpus import GPUS, Gpu
+from varuna_capslog.profiling.estimation.operators import Work, work_of
+from varuna_capslog.profiling.estimation.quirks import USUAL_GPU
+
+__all__ = [
+    "CLASSES",
+    "GROUPS",
+    "HOST_SECONDS",
+    "RATES_VERSION",
+    "Class",
+    "Speed",
+    "calibrated_cpu",
+    "cpu_speed",
+    "speed_of",
+]
+
+RATES_VERSION = 1
+"""Raised whenever a factor or what is counted changes; a condition of every estimated profile."""
+HOST_SECONDS = 15e-6
+"""Of the host for each operator that it launches: assumed, between the 10 and 32 us that printed steps of small models
+show. A stage whose operators are shorter takes this long for each of them."""
+
+
+@dataclass(frozen=True)
+class Class:
+    """Operators that have one limit in common.
+
+    Attributes:
+        unit: what the work is counted in and limited by: "half", "tf32" or "float32" FLOPs at the sheet's rate,
+            "bytes" at that of memory, "elements" of one a clock and processor, "launches" of a second.
+        factor: seconds of a kernel in parts of those by the sheet.
+        by_architecture: of those architectures that were seen to differ.
+        group: which factors a measured profile corrects together; see `GROUPS`.
+    """
+
+    unit: str
+    factor: float
+    group: str
+    by_architecture: Mapping[str, float] = field(default_factory=dict)
+
+
+GROUPS = ("products", "convolutions", "memory", "launches")
+
+CLASSES = {
+    "product half": Class("half", 1.15, "products", {"ampere-rtx": 0.90, "hopper": 1.07, "ada": 1.3}),
+    "product half even": Class("half", 1.5, "products", {"ampere-rtx": 1.19, "hopper": 3.6}),
+    "product half odd": Class("half", 2.0, "products", {"ampere-rtx": 1.25, "hopper": 7.6}),
+    "product tf32": Class("tf32", 1.2, "products", {"ampere": 1.02, "hopper": 1.5}),
+    "product tf32 columns": Class("tf32", 1.2, "products", {"ampere": 1.03, "hopper": 2.46}),
+    "product float32": Class("float32", 1.05, "products", {"ampere": 1.02, "hopper": 1.25, "turing": 1.08}),
+    "product bytes": Class("bytes", 0.4, "products", {"ampere-rtx": 0.23, "hopper": 0.95}),
+    "attention half": Class("half", 2.0, "products"),
+    "attention float32": Class("float32", 1.6, "products"),
+    "convolution half": Class("half", 1.5, "convolutions", {"ampere-rtx": 0.95, "hopper": 2.07}),
+    "convolution tf32": Class("tf32", 2.0, "convolutions", {"hopper": 2.9}),
+    "convolution float32": Class("float32", 2.0, "convolutions"),
+    "conversion": Class("elements", 0.34, "convolutions"),
+    "conversion bytes": Class("bytes", 2.34, "convolutions"),
+    "depthwise": Class("float32", 26.7, "convolutions"),
+    "depthwise cudnn": Class("float32", 9.9, "convolutions"),
+    "depthwise last": Class("float32", 14.0, "convolutions"),
+    "depthwise last half": Class("float32", 5.7, "convolutions"),
+    "bytes": Class("bytes", 1.16, "memory"),
+    "batch norm": Class("elements", 0.51, "memory"),
+    "batch norm last": Class("elements", 0.31, "memory"),
+    "batch norm backward": Class("elements", 1.04, "memory"),
+    "batch norm backward last": Class("elements", 0.31, "memory"),
+    "batch norm bfloat16": Class("elements", 1.65, "memory"),
+    "batch norm bfloat16 last": Class("elements", 1.2, "memory"),
+    "batch norm backward bfloat16": Class("elements", 2.73, "memory"),
+    "batch norm backward bfloat16 last": Class("elements", 0.6, "memory"),
+    "norm": Class("elements", 0.77, "memory"),
+    "norm backward": Class("elements", 1.68, "memory"),
+    "softmax": Class("elements", 0.19, "memory"),
+    "reduced": Class("elements", 0.37, "memory"),
+    "indexed": Class("elements", 0.5, "memory"),
+    "strided": Class("elements", 0.62, "memory"),
+    "broadcast": Class("elements", 0.21, "memory"),
+    "launch": Class("launches", 5e-6, "launches"),
+}
+"""By name. The classes, in words:
+
+- product half, tf32, float32: matrices in tiles of 32 rows and columns; "even" and "odd" are 16-bit ones whose rows do
+  not begin at multiples of 16 bytes (a vocabulary of 50,257 tokens), "columns" TF32 ones with both sides on their
+  sides, as in gradients of weights; bytes are those of both sides and the result.
+- attention: the fused kernels, in blocks of 128 queries and keys; the backward counts 3.5 times the forward.
+- convolution: channels filled up to tiles; grouped ones are as wide as a tile of several groups. Where the channels
+  do not lie last, images are converted and back.
+- depthwise: one channel at a time, by torch's own kernels, by cuDNN's, and with the channels last.
+- bytes: of every operator that memory limits. What else it does is counted by element: norms, softmax, sums, gathers
+  and scatters, copies that change the order of dimensions, and elementwise operators that broadcast, mask or draw.
+"""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a device takes for work.
+
+    Attributes:
+        seconds_of: a FLOP, byte, element or launch of each class.
+        halves: the 16-bit types that its matrix units take; (): it has none.
+        host_seconds: of the host for each operator; 0: the device is the host.
+        source: where the seconds come from, for people.
+    """
+
+    name: str
+    seconds_of: Mapping[str, float]
+    halves: tuple[torch.dtype, ...] = ()
+    host_seconds: float = 0.0
+    source: str = "data sheet"
+
+    def __hash__(self) -> int:
+        return hash((self.name, tuple(self.seconds_of.items()), self.host_seconds))
+
+    @classmethod
+    def of_gpu(cls, name: str, gpu: Gpu, factors: Mapping[str, float] | None = None) -> Speed:
+        """The speed of a kind of GPU by its sheet.
+
+        Args:
+            factors: corrections of each of `GROUPS`, of a measured profile; None: none.
+        """
+        units = {
+            "half": 1 / gpu.half_flops,
+            "tf32": 1 / (gpu.tensor_flops or gpu.float32_flops),
+            "float32": 1 / gpu.float32_flops,
+            "bytes": 1 / gpu.bytes_per_second,
+            "elements": 1 / (gpu.processors * gpu.clock_hertz),
+            "launches": 1.0,
+        }
+        seconds = {
+            kind: (factors or {}).get(entry.group, 1.0)
+            * entry.by_architecture.get(gpu.architecture, entry.factor)
+            * units[entry.unit]
+            for kind, entry in CLASSES.items()
+        }
+        halves = (torch.float16, torch.bfloat16) if gpu.has_bfloat16 else (torch.float16,)
+        return cls(name, seconds, halves, HOST_SECONDS, "data sheet" if factors is None else "measured profile")
+
+    def count(self, total: Work, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Adds the work of one operator, as this device does it, to `total`."""
+        for kind, amount in work_of(func, args, kwargs, result, self.halves).items():
+            total[kind] = total.get(kind, 0.0) + amount
+
+    def seconds(self, work: Work) -> float:
+        """What this work takes, one operator after the other; at least as long as the host takes to launch them."""
+        device = sum(amount * self.seconds_of[kind] for kind, amount in work.items())
+        return max(device, self.host_seconds * work.get("launch", 0.0))
+
+
+def speed_of(device: str, gpu: str = "", threads: int | None = None) -> Speed:
+    """What estimates for a device reckon with: cpu is this machine's, cuda a kind of GPU, by default that of the
+    CAPSlog paper.
+
+    Args:
+        threads: of a worker on a CPU; None: those of this process.
+    """
+    if device == "cpu":
+        return calibrated_cpu(threads or torch.get_num_threads())
+    kind = gpu or USUAL_GPU
+    return Speed.of_gpu(kind, GPUS[kind])
+
+
+@functools.cache
+def calibrated_cpu(threads: int) -> Speed:
+    """This machine's CPU with so many threads, from a quarter of a second of work: 384 x 384 matrices, 64 channels of
+    3 x 3, 16 MiB scaled. A process works so once for each number of threads, and its estimates agree.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return _calibrated(threads)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _calibrated(threads: int) -> Speed:
+    a, b = torch.full((384, 384), 0.5), torch.full((384, 384), 0.5)
+    x, w = torch.full((1, 64, 56, 56), 0.5), torch.full((64, 64, 3, 3), 0.5)
+    big = torch.full((1 << 22,), 0.5)
+    matrix = 2 * 384**3 / _shortest(lambda: a @ b)
+    convolution = 2 * 64 * 64 * 9 * 56 * 56 / _shortest(lambda: torch.conv2d(x, w, padding=1))
+    moved = 2 * big.nbytes / _shortest(lambda: big * 2.0)
+    one = torch.full((1,), 0.5)
+    launch = _shortest(lambda: one + 1.0)
+    rates = [float(f"{value:.2g}") for value in (convolution, matrix, moved, launch)]
+    return cpu_speed(f"this cpu, {threads} thread(s)", *rates)
+
+
+def cpu_speed(
+    name: str, convolution_flops: float, matrix_flops: float, bytes_per_second: float, launch: float
+) -> Speed:
+    """A CPU of these rates per second, and the seconds of the shortest operator; no operator converts layouts."""
+    seconds = {}
+    for kind, entry in CLASSES.items():
+        flops = convolution_flops if entry.group == "convolutions" else matrix_flops
+        of_unit = {"bytes": 1 / bytes_per_second, "elements": 0.0, "launches": launch}
+        seconds[kind] = of_unit.get(entry.unit, 1 / flops)
+    return Speed(name, {**seconds, "conversion bytes": 0.0}, source="measured here")
+
+
+def _shortest(work: Callable[[], object]) -> float:
+    work()
+    best = float("inf")
+    began = time.perf_counter()
+    while time.perf_counter() - began < 0.06:
+        start = time.perf_counter()
+        with torch.no_grad():
+            work()
+        best = min(best, time.perf_counter() - start)
+    return best
