@@ -26,7 +26,7 @@ from varuna_capslog.config.reading import section
 from varuna_capslog.config.settings import Config
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.state_file import read_state_file
-from varuna_capslog.model.workload import DataSource
+from varuna_capslog.model.workload import DataSource, HostTargets
 
 __all__ = ["DetrWorkload"]
 
@@ -86,7 +86,7 @@ class DetrWorkload(CocoWorkload):
 
         return seen_by_queries(outputs, image, size, num_classes)
 
-    def profile_targets(self, microbatch_size: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    def profile_targets(self, microbatch_size: int) -> tuple[list[HostTargets], dict[str, float]]:
         """A few boxes in every image."""
         count = min(PROFILE_BOXES, self.model.queries)
         target = example_target(count, self.num_classes)
@@ -94,7 +94,7 @@ class DetrWorkload(CocoWorkload):
             "boxes": float(count * microbatch_size),
             "queries": float(self.model.queries * microbatch_size),
         }
-        return [dict(target, image_id=image) for image in range(microbatch_size)], normalisers
+        return [HostTargets(target, image_id=image) for image in range(microbatch_size)], normalisers
 
     def loss_key(self) -> object:
         """The set loss depends on the outputs, and on how many boxes of which classes are looked for in them."""

@@ -1,18 +1,20 @@
 #!/usr/bin/env bash
-# Measures on this machine's GPUs what is otherwise only estimated or tried on CPUs: one command, at most eight minutes.
+# Measures on this machine's GPUs what is otherwise only estimated or tried on CPUs: one command, at most five minutes.
 set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-usage: launch/gpu.sh [--only PART ...] [--seconds S] [-o FILE]
+usage: launch/gpu.sh [--only PART ...] [--devices cuda|cpu ...] [--seconds S] [-o FILE]
+       launch/gpu.sh --pack [PYTHON_VERSION]
 
-Runs benchmarks/gpu in this clone and prints one table: equality of a step, estimates beside the allocator, eight ranks on one
-GPU, NCCL, changes of an elastic run, overheads, and what CUDA itself takes. A row that was not run says why; without a
-GPU those of the GPU are not, and those of the CPU are. FILE (build/gpu/result.json) gets all numbers, again after every part.
+Runs benchmarks/gpu in this clone and prints one table, the most valuable rows first: equality of a step, estimates beside the
+allocator, eight ranks on one GPU, seconds of operators by class, what CUDA itself takes, changes of an elastic run, overheads,
+NCCL. A row that was not run says why; without a GPU those of the GPU are not, and those of the CPU are. FILE
+(build/gpu/result.json) gets all numbers, again after every row.
 
-Nothing is installed. The interpreter must have torch (2.11 or newer), torchvision, numpy, scipy and PyYAML. Where it has no
-pydantic or no cryptography, the wheels in build/wheels are unpacked and used; `pip download pydantic cryptography -d
-build/wheels` puts them there, with --platform, --python-version and --only-binary=:all: if the GPU is in another machine.
+Nothing is installed, and no network is needed. The interpreter must have torch (2.11 or newer), torchvision, numpy, scipy and
+PyYAML. Where it has no pydantic or no cryptography, the wheels in build/wheels are unpacked and used: --pack downloads them, on
+a machine with a network, for Linux on x86-64 and that version of Python (3.12). Take build/wheels along; git ignores it.
 
   PYTHON   the interpreter (default .venv/bin/python if it is there, else python3)
 TEXT
@@ -30,12 +32,21 @@ if [[ -z "${PYTHON:-}" ]]; then
     PYTHON=python3
     [[ -x "$root/.venv/bin/python" ]] && PYTHON="$root/.venv/bin/python"
 fi
+if [[ "${1:-}" == --pack ]]; then
+    [[ $# -le 2 ]] || { usage >&2; exit 2; }
+    rm -rf "$root/build/wheels"
+    "$PYTHON" -m pip download --quiet --disable-pip-version-check --only-binary=:all: --implementation cp \
+        --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 --python-version "${2:-3.12}" \
+        --dest "$root/build/wheels" pydantic cryptography
+    echo "build/wheels has $(find "$root/build/wheels" -name '*.whl' | wc -l) wheels for Python ${2:-3.12}"
+    exit 0
+fi
 packages="$root/build/gpu/packages"
 if ! "$PYTHON" -c "import cryptography, pydantic" 2> /dev/null; then
     shopt -s nullglob
     wheels=("$root"/build/wheels/*.whl)
     if [[ ${#wheels[@]} -eq 0 ]]; then
-        echo "$PYTHON has no pydantic or no cryptography, and build/wheels has no wheels: run \`pip download pydantic cryptography -d build/wheels\` first" >&2
+        echo "$PYTHON has no pydantic or no cryptography, and build/wheels has no wheels: run \`launch/gpu.sh --pack\` first, where there is a network" >&2
         exit 2
     fi
     mkdir -p "$packages"
@@ -44,7 +55,7 @@ if ! "$PYTHON" -c "import cryptography, pydantic" 2> /dev/null; then
     done
     export PYTHONPATH="$packages${PYTHONPATH:+:$PYTHONPATH}"
     if ! "$PYTHON" -c "import cryptography, pydantic" 2> /dev/null; then
-        echo "the wheels in build/wheels are not for $("$PYTHON" -V) on this machine: download them again, with --python-version and --platform" >&2
+        echo "the wheels in build/wheels are not for $("$PYTHON" -V) on this machine: run \`launch/gpu.sh --pack\` with its version" >&2
         exit 2
     fi
 fi

@@ -91,18 +91,24 @@ def test_it_ends_whole_when_it_is_told_to_and_every_row_has_a_reason(tmp_path: P
 
 
 @pytest.mark.usefixtures("folders")
-def test_a_part_that_hangs_or_fails_leaves_its_reason_and_the_rows_it_had(tmp_path: Path) -> None:
+def test_parts_that_hang_or_fail_side_by_side_leave_their_reasons_and_the_rows_they_had(tmp_path: Path) -> None:
     import running
 
-    def part(code: str, seconds: float) -> tuple[str | None, list[Any]]:
-        folder, lines = tmp_path / str(seconds), []
+    lines: list[Any] = []
+
+    def part(code: str, seconds: float) -> running.Part:
+        folder = tmp_path / str(seconds)
         folder.mkdir()
         first = f'import sys, time; open({str(folder / "rows")!r}, \'w\').write(\'{{"name": "a"}}\\n{{"na\'); '
-        return running.run_part([sys.executable, "-c", first + code], folder, seconds, lines.append), lines
+        return running.Part([sys.executable, "-c", first + code], folder, seconds, lines.append)
 
-    assert part("", 60.5) == (None, [{"name": "a"}])
-    assert part("raise SystemExit('no bread')", 60.0) == ("its part failed with status 1: no bread", [{"name": "a"}])
-    assert part("time.sleep(60)", 2.0) == ("its part took longer than 2 s", [{"name": "a"}])
+    parts = [part("", 60.5), part("raise SystemExit('no bread')", 60.0), part("time.sleep(60)", 2.0)]
+    assert running.run_parts(parts) == [
+        None,
+        "its part failed with status 1: no bread",
+        "its part took longer than 2 s",
+    ]
+    assert lines == [{"name": "a"}] * 3
 
 
 @pytest.mark.usefixtures("folders")
@@ -168,13 +174,13 @@ class Told:
 def test_one_gpu_is_too_few_for_nccl_and_a_full_one_for_eight_ranks() -> None:
     from parts import nccl, ranks
 
-    tell = Told({"free_bytes": 9 << 30, "total_bytes": 80 << 30})
+    tell = Told({"free_bytes": 11 << 30, "total_bytes": 80 << 30})
     nccl.measure(torch.device("cuda"), tell)
     assert list(tell.reasons) == list(nccl.ROWS["cuda"])
     assert all("a GPU for every rank" in why and "CUDA_VISIBLE_DEVICES" in why for why in tell.reasons.values())
     assert ranks._too_full(1 << 30, tell.facts) == ""
     assert ranks._too_full(6 << 30, tell.facts) == (
-        "8 ranks need about 10.0 GiB, and 9.0 of 80.0 GiB of the first GPU are free; end what fills it, or choose "
+        "8 ranks need about 12.0 GiB, and 11.0 of 80.0 GiB of the first GPU are free; end what fills it, or choose "
         "another one with CUDA_VISIBLE_DEVICES"
     )
 

@@ -1,8 +1,8 @@
-"""One command that tells what this software does on the GPUs of this machine, in at most eight minutes.
+"""One command that tells what this software does on the GPUs of this machine, in at most five minutes.
 
-`launch/gpu.sh` runs it. Every part runs in a process of its own (`parts/`), on the CPU with small sizes and, where
-there is a GPU, on the GPU with real ones. One JSON is written again after each part, and one table is printed at the
-end; a row that was not run says why. This process never uses a GPU itself.
+`launch/gpu.sh` runs it. Every part runs in processes of its own (`parts/`): on the GPU with real sizes or, where there
+is none, on the CPU with small ones. One JSON is written again after each row, and one table is printed at the end; a
+row that was not run says why. This process never uses a GPU itself.
 """
 
 from __future__ import annotations
@@ -26,14 +26,22 @@ for _folder in ("morph", "truth", "step_equality", "one_stage", ""):  # the benc
 sys.path[:0] = [str(ROOT), str(HERE)]
 
 from report import Report, Row  # noqa: E402 (the command runs from a bare checkout)
-from running import Ended, raise_when_ended, run_part  # noqa: E402
+from running import Ended, Part, raise_when_ended, run_parts  # noqa: E402
 
-PARTS = {"equality": 60, "estimates": 90, "ranks": 150, "nccl": 45, "morph": 90, "overheads": 60, "costs": 60}
-"""By name, in the order of their turns: the seconds of each on one device, where the command has `SECONDS`. A part gets
-more where those after it do not need all that is left."""
+TURNS = (
+    {"equality": 100, "estimates": 100, "ranks": 100},
+    {"seconds": 80},
+    {"costs": 30},
+    {"morph": 40},
+    {"overheads": 30},
+    {"nccl": 30},
+)
+"""Parts by name, in the order of their value, with the seconds of each where the command has `SECONDS`; more where
+those after it do not need all that is left. Parts of one turn run side by side on a GPU: none measures seconds."""
+PARTS = tuple(part for turn in TURNS for part in turn)
 DEVICES = ("cuda", "cpu")
-SECONDS = 450.0
-"""Of all parts; what is left of the eight minutes is for ending them."""
+SECONDS = 280.0
+"""Of all parts; what is left of the five minutes is for starting and ending them."""
 
 
 class Tell:
@@ -68,58 +76,87 @@ def main() -> int:
     given = arguments()
     if given.part is not None:
         return one_part(given)
-    began = time.monotonic()
     chosen = [part for part in PARTS if not given.only or part in given.only]
     report = Report(given.output)
     for part in chosen:
-        for device in given.devices:
+        for device in DEVICES:
             rows = importlib.import_module(f"parts.{part}").ROWS[device]
             report.rows += [Row(part, device, name, aim) for name, aim in rows.items()]
     status = 0
     raise_when_ended()
     with tempfile.TemporaryDirectory(prefix="capslog-gpu-") as name:
         try:
-            run_all(report, chosen, Path(name), given.seconds)
+            run_all(report, given.devices, Path(name), given.seconds)
         except Ended as error:
             status = 128 + error.number
             report.close(report.rows, error.why)
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        report.machine["seconds"] = round(time.monotonic() - began, 1)
+        report.machine["seconds"] = round(time.monotonic() - report.began, 1)
         report.machine["processor_seconds"] = round(used.ru_utime + used.ru_stime, 1)
         report.write()
     sys.stdout.write(report.table() + f"\n\n{report.path} has all numbers\n")
     return status or int(any(row.is_failure for row in report.rows))
 
 
-def run_all(report: Report, chosen: list[str], folder: Path, seconds: float) -> None:
-    """Runs the parts in turn, those of the GPU first, in so many seconds."""
+def run_all(report: Report, devices: list[str], folder: Path, seconds: float) -> None:
+    """Runs the parts in turn in so many seconds, on a GPU where there is one.
+
+    Args:
+        devices: to choose from; both: the CPU's rows are run only where there is no GPU.
+    """
     until, share = time.monotonic() + seconds, seconds / SECONDS
     report.write()
     facts = folder / "facts"
     facts.mkdir()
-    failed = run_part([*command("facts"), "--rows", str(facts / "rows")], facts, 60.0, report.machine.update)
+    told = Part([*command("facts"), "--rows", str(facts / "rows")], facts, 60.0, report.machine.update)
+    (failed,) = run_parts([told])
     if failed is not None:
         raise SystemExit(f"torch cannot be used here: {failed}")
-    if why := report.machine["no_cuda"]:
-        report.close([row for row in report.rows if row.device == "cuda"], why, lacks=True)
+    why = {"cuda": report.machine["no_cuda"], "cpu": "there is a GPU; ask for these rows by --devices cpu"}
+    usual = "cpu" if why["cuda"] else "cuda"
+    why = {device: why[device] if device in devices else "not asked for" for device in DEVICES}
+    chosen = [usual] if usual in devices else [device for device in devices if device == "cpu"]
+    for device in DEVICES:
+        if device not in chosen:
+            report.close([row for row in report.rows if row.device == device], why[device], lacks=True)
     report.write()
-    turns = [(device, part) for device in DEVICES for part in chosen]
-    turns = [(device, part) for device, part in turns if any(row.is_open for row in report.of(part, device))]
-    for number, (device, part) in enumerate(turns):
-        rows, left = report.of(part, device), until - time.monotonic()
+    turns = [turn for whole in turns_of(chosen) if (turn := {key: of for key, of in whole.items() if report.of(*key)})]
+    for number, turn in enumerate(turns):
+        left = until - time.monotonic()
+        rows = [row for key in turn for row in report.of(*key)]
         if left < 5:
             report.close(rows, "the time was spent")
             continue
-        own = folder / f"{part}-{device}"
-        own.mkdir()
-        files = ["--rows", str(own / "rows"), "--facts", str(facts / "rows")]
-        say(f"{part} on {device} ...")
-        spare = left - share * sum(PARTS[later] for _, later in turns[number + 1 :])
-        limit = min(max(share * PARTS[part], spare), left)
-        whole = [*command(part), "--device", device, *files]
-        why = run_part(whole, own, limit, lambda line: say(told(report.take(line))))
-        report.close(rows, why or "its part ended without it")
+        spare = left - share * sum(max(later.values()) for later in turns[number + 1 :])
+        limit = min(max(share * max(turn.values()), spare), left)
+        say(f"{', '.join(f'{part} on {device}' for part, device in turn)} ...")
+        parts = [one_of_turn(report, part, device, folder, limit) for part, device in turn]
+        for (part, device), reason in zip(turn, run_parts(parts), strict=True):
+            report.close(report.of(part, device), reason or "its part ended without it")
         report.write()
+
+
+def turns_of(devices: list[str]) -> list[dict[tuple[str, str], float]]:
+    """Seconds by part and device, turn by turn; on a CPU every part has a turn of its own."""
+    found: list[dict[tuple[str, str], float]] = []
+    for device in devices:
+        for turn in TURNS:
+            whole = {(part, device): float(seconds) for part, seconds in turn.items()}
+            found += [whole] if device == "cuda" else [{key: seconds} for key, seconds in whole.items()]
+    return found
+
+
+def one_of_turn(report: Report, part: str, device: str, folder: Path, seconds: float) -> Part:
+    """What runs a part and takes its rows."""
+    own = folder / f"{part}-{device}"
+    own.mkdir()
+    files = ["--rows", str(own / "rows"), "--facts", str(folder / "facts" / "rows")]
+
+    def take(line: dict[str, Any]) -> None:
+        say(told(report.take(line)))
+        report.write()
+
+    return Part([*command(part), "--device", device, *files], own, seconds, take)
 
 
 def command(part: str) -> list[str]:
@@ -146,7 +183,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "build/gpu/result.json", help="file for the JSON")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), help="these parts alone")
-    parser.add_argument("--devices", nargs="+", choices=DEVICES, default=list(DEVICES), help="rows of these alone")
+    parser.add_argument(
+        "--devices", nargs="+", choices=DEVICES, default=list(DEVICES), help="default: the GPU, else the CPU"
+    )
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all parts together")
     # for the processes of the parts
     parser.add_argument("--part", choices=["facts", *PARTS], help=argparse.SUPPRESS)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ class Row:
         passed: whether the aim was met; None where there is none, or it was not run.
         lacks: not run because this machine does not have what it needs, which is no failure.
         numbers: what was measured, for programs.
+        seconds: of the command, at which its line came.
     """
 
     part: str
@@ -36,6 +38,7 @@ class Row:
     passed: bool | None = None
     lacks: bool = False
     numbers: dict[str, Any] = field(default_factory=dict)
+    seconds: float | None = None
 
     @property
     def is_open(self) -> bool:
@@ -55,6 +58,7 @@ class Report:
     path: Path
     machine: dict[str, Any] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
 
     def of(self, part: str, device: str) -> list[Row]:
         """The rows of a part on a device."""
@@ -65,6 +69,7 @@ class Report:
         (row,) = [row for row in self.of(line["part"], line["device"]) if row.name == line["name"]]
         for key in ("result", "not_run", "passed", "lacks", "numbers"):
             setattr(row, key, line.get(key, getattr(row, key)))
+        row.seconds = round(time.monotonic() - self.began, 1)
         return row
 
     def close(self, rows: Iterable[Row], why: str, lacks: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Runs one part of the GPU command in a process group of its own, takes its rows as they come, and ends it in time.
+"""Runs parts of the GPU command, each in a process group of its own, takes their rows as they come, ends them in time.
 
 `gpu.py` calls it. Whatever ends a part, no process of it stays: the group is killed, and workers of an elastic run,
 which have groups of their own, die with their supervisor.
@@ -14,12 +14,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from varuna_capslog.base.processes import killed_with
 
-__all__ = ["Ended", "raise_when_ended", "run_part"]
+__all__ = ["Ended", "Part", "raise_when_ended", "run_parts"]
 
 _LOOK_SECONDS = 0.1
 
@@ -45,51 +46,81 @@ def raise_when_ended() -> None:
         signal.signal(one, end)
 
 
-def run_part(
-    command: Sequence[str], folder: Path, seconds: float, take: Callable[[dict[str, Any]], object]
-) -> str | None:
-    """Runs a command that writes lines of JSON to `folder`/rows; None, or why it did not come to its end.
+@dataclass(frozen=True)
+class Part:
+    """A command that writes lines of JSON to `folder`/rows.
 
-    Args:
-        folder: the part's own; its processes find it as TMPDIR.
+    Attributes:
+        folder: its own; its processes find it as TMPDIR.
         seconds: after which it is ended.
         take: called with every line.
     """
-    rows, log = folder / "rows", folder / "log"
-    rows.touch()
-    environment = os.environ | {"TMPDIR": str(folder), "XDG_CACHE_HOME": str(folder), "OMP_NUM_THREADS": "1"}
-    until, taken = time.monotonic() + seconds, 0
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-            preexec_fn=killed_with(os.getpid()),
-        )
-        try:
-            while True:
-                ended = process.poll() is not None
-                lines = rows.read_text().split("\n")[:-1]  # the last one may be half
-                for line in lines[taken:]:
-                    take(json.loads(line))
-                taken = len(lines)
-                if ended or time.monotonic() > until:
-                    break
-                time.sleep(_LOOK_SECONDS)
-        finally:
-            _end(process)
-    if not ended:
-        return f"its part took longer than {seconds:.0f} s"
-    return None if process.returncode == 0 else _last_words(log, process.returncode)
+
+    command: Sequence[str]
+    folder: Path
+    seconds: float
+    take: Callable[[dict[str, Any]], object]
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def run_parts(parts: Sequence[Part]) -> list[str | None]:
+    """Runs parts side by side; for each None, or why it did not come to its end."""
+    running: list[_Running] = []
+    try:
+        for part in parts:
+            running.append(_Running(part))
+        while sum(not one.has_ended() for one in running):
+            time.sleep(_LOOK_SECONDS)
+    finally:
+        for one in running:
+            one.end()
+    return [one.why for one in running]
+
+
+class _Running:
+    """A part that was started."""
+
+    def __init__(self, part: Part) -> None:
+        self._part, self._taken, self._until = part, 0, time.monotonic() + part.seconds
+        self._rows, self._log = part.folder / "rows", part.folder / "log"
+        self._rows.touch()
+        self._ended = False
+        self.why: str | None = None
+        folder = str(part.folder)
+        with self._log.open("wb") as output:
+            self._process = subprocess.Popen(
+                part.command,
+                env=os.environ | {"TMPDIR": folder, "XDG_CACHE_HOME": folder, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=killed_with(os.getpid()),
+            )
+
+    def has_ended(self) -> bool:
+        """Takes its new rows; ends it when its time is over."""
+        if self._ended:
+            return True
+        status = self._process.poll()
+        lines = self._rows.read_text().split("\n")[:-1]  # the last one may be half
+        for line in lines[self._taken :]:
+            self._part.take(json.loads(line))
+        self._taken = len(lines)
+        if status is None and time.monotonic() <= self._until:
+            return False
+        if status is None:
+            self.why = f"its part took longer than {self._part.seconds:.0f} s"
+        elif status:
+            self.why = _last_words(self._log, status)
+        self.end()
+        return True
+
+    def end(self) -> None:
+        """No process of it stays."""
+        self._ended = True
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
 def _last_words(log: Path, status: int) -> str:

@@ -40,7 +40,7 @@ from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, TensorSpec
-from varuna_capslog.model.workload import Minibatch
+from varuna_capslog.model.workload import HostTargets, Minibatch
 
 Loss = Callable[[Mapping[str, Tensor], Any, Mapping[str, float]], dict[str, Tensor]]
 Case = tuple[Chain, Loss, Minibatch, list[dict[str, Tensor]]]
@@ -83,7 +83,10 @@ def detr_case(microbatches: int = 4, images: int = 2, side: int = 128) -> Case:
         for _ in range(microbatches)
     ]
     targets = [
-        [{"labels": torch.arange(3), "boxes": 0.2 + 0.3 * torch.rand(3, 4, generator=generator)} for _ in range(images)]
+        [
+            HostTargets(labels=torch.arange(3), boxes=0.2 + 0.3 * torch.rand(3, 4, generator=generator))
+            for _ in range(images)
+        ]
         for _ in range(microbatches)
     ]
     specs = [{name: TensorSpec.of(tensor) for name, tensor in values.items()} for values in inputs]

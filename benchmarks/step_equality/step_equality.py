@@ -31,7 +31,7 @@ from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.probe import PeakProbe, resident_tensors
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, TensorSpec
-from varuna_capslog.model.workload import Minibatch, Workload
+from varuna_capslog.model.workload import HostTargets, Minibatch, Workload
 from varuna_capslog.schedules import RunShape
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -71,7 +71,7 @@ def make_minibatch(model: str) -> tuple[Minibatch, list[dict[str, Tensor]]]:
         inputs.append({"images": images, "sizes": torch.tensor([[rows, columns]])})
         boxes = 0.2 + 0.3 * torch.rand(3 + index, 4, generator=generator)
         labels = torch.randint(MODELS[model]["num_classes"], (3 + index,), generator=generator)
-        targets.append([{"labels": labels, "boxes": boxes, "image_id": index}])
+        targets.append([HostTargets(labels=labels, boxes=boxes, image_id=index)])
     specs = [{name: TensorSpec.of(tensor) for name, tensor in values.items()} for values in inputs]
     queries = MODELS[model].get("queries", 100) * len(inputs)
     normalisers = {"boxes": float(sum(len(group[0]["labels"]) for group in targets)), "queries": float(queries)}

@@ -138,10 +138,14 @@ def false_fits(predicted: Sequence[int], measured: Sequence[int], headroom: Head
 
 
 def config_of(name: str, run_dir: Path | None = None, **pipeline: Any) -> Config:
-    values = dict(MODELS[name])
-    values |= {"device": "cpu", "pipeline": pipeline, "run_dir": str(run_dir or "unused")}
-    values["train"] = values["train"] | {"max_steps": 4, "evaluate_every": None}
-    return section(Config, values, "")
+    return config_with(MODELS[name], run_dir, **pipeline)
+
+
+def config_with(values: Mapping[str, Any], run_dir: Path | None = None, device: str = "cpu", **pipeline: Any) -> Config:
+    """Of a model with the keys of `MODELS`."""
+    whole = dict(values) | {"device": device, "pipeline": pipeline, "run_dir": str(run_dir or "unused")}
+    whole["train"] = whole["train"] | {"max_steps": 4, "evaluate_every": None}
+    return section(Config, whole, "")
 
 
 def types_of(config: Config) -> dict[str, Any]:

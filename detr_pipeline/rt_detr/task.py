@@ -25,7 +25,7 @@ from varuna_capslog.config.reading import section
 from varuna_capslog.config.settings import Config
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.state_file import read_state_file
-from varuna_capslog.model.workload import DataSource
+from varuna_capslog.model.workload import DataSource, HostTargets
 
 __all__ = ["RtDetrWorkload", "best_places"]
 
@@ -95,7 +95,7 @@ class RtDetrWorkload(CocoWorkload):
             most = max(len(index.targets(sample)[1]) for sample in range(len(index)))
         return images | denoising_specs(microbatch_size, 2 * max(wanted, most))
 
-    def profile_targets(self, microbatch_size: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    def profile_targets(self, microbatch_size: int) -> tuple[list[HostTargets], dict[str, float]]:
         """A few boxes in every image, as many as share out the denoising queries of `profile_inputs` evenly."""
         count = min(PROFILE_BOXES, self.architecture.num_queries)
         groups = Groups(0, 0)
@@ -106,7 +106,7 @@ class RtDetrWorkload(CocoWorkload):
         target = example_target(count, self.num_classes)
         boxes = float(count * microbatch_size)
         normalisers = {"boxes": boxes, "groups": float(groups.count), "most": float(groups.most)}
-        return [dict(target, image_id=image) for image in range(microbatch_size)], normalisers
+        return [HostTargets(target, image_id=image) for image in range(microbatch_size)], normalisers
 
     def loss_key(self) -> object:
         """The set loss depends on the outputs, on the boxes looked for in them, and on the denoising queries."""

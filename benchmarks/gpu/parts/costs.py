@@ -6,16 +6,17 @@ table.
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import truth
 from common import run_ranks
-from parts.estimates import MICROBATCHES, TRANSFORMER
-from parts.trained import batch_of
+from parts.trained import TRANSFORMER, batch_of, kind_of
 from torch import nn
 
+from varuna_capslog.base.gpus import GPUS
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.options import EngineOptions
@@ -24,22 +25,28 @@ from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.profiling.estimation.allocator import Event, replay
-from varuna_capslog.profiling.estimation.headroom import CONTEXT_BYTES, NCCL_BYTES
-from varuna_capslog.profiling.estimation.quirks import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER
+from varuna_capslog.profiling.estimation.cuda_kernels import CUDA_KERNELS
+from varuna_capslog.profiling.estimation.headroom import COMMUNICATOR_BYTES, context_bytes
+from varuna_capslog.profiling.estimation.quirks import (
+    CUBLAS_WORKSPACE,
+    CUBLAS_WORKSPACE_HOPPER,
+    CUBLASLT_WORKSPACE,
+)
 
 CONTEXT, CUBLAS, CUDNN = (
-    "context of a process",
+    "context of a process with kernels",
     "cuBLAS workspaces of two threads",
-    "cuDNN workspace, largest of RN50's",
+    "cuDNN workspaces of RN50 at 1333x1333",
 )
 NCCL, REPLAY = "NCCL, two neighbours", "reserved bytes of 3 steps beside the allocator's model"
 MIB = 1 << 20
+MICROBATCHES = 4
 ROWS: dict[str, dict[str, str]] = {
     "cuda": {
-        CONTEXT: f"<= {CONTEXT_BYTES // MIB} MiB, which is assumed",
+        CONTEXT: "<= what is assumed",
         CUBLAS: "as torch's source says",
         CUDNN: "",
-        NCCL: f"<= {NCCL_BYTES // MIB} MiB, which is assumed",
+        NCCL: f"<= {4 * COMMUNICATOR_BYTES // MIB} MiB, which is assumed",
         REPLAY: "the same",
     },
     "cpu": {},
@@ -52,68 +59,94 @@ CONVOLUTIONS = (
     (512, 512, 3, 1, 42),
 )
 """Input and output channels, kernel, stride and side of the input, of RN50 on images of 1333 x 1333."""
+_aten = torch.ops.aten
 
 
 def measure(device: torch.device, tell: Any) -> None:
     """Tells all of them."""
-    taken = run_ranks(context, 2)[0]
-    tell(CONTEXT, f"{taken / MIB:.0f} MiB", taken <= CONTEXT_BYTES, bytes=taken)
-    (one,) = run_ranks(cublas, 1)
-    known = 2 * (CUBLAS_WORKSPACE_HOPPER if one["hopper"] else CUBLAS_WORKSPACE)
-    tell(CUBLAS, f"{one['bytes'] / MIB:.3f} MiB, by the source {known / MIB:.3f}", one["bytes"] == known, **one)
-    (found,) = run_ranks(cudnn, 1)
-    tell(CUDNN, f"{max(found.values()) / MIB:.1f} MiB", bytes=found)
-    (both,) = run_ranks(reserved, 1)
-    tell(REPLAY, f"{both[0] / MIB:.0f} MiB, replayed {both[1] / MIB:.0f}", both[0] == both[1], reserved=both)
+    run_ranks(measure_one, 2, kind_of(tell.facts), tell, timeout=600.0)
     if len(tell.facts["gpus"]) < 2:
         tell.not_run(NCCL, "NCCL needs a GPU for every rank, and torch sees one here")
         return
     most = max(run_ranks(nccl, 2))
-    tell(NCCL, f"{most / MIB:.0f} MiB for one neighbour", 2 * most <= NCCL_BYTES, bytes=most)
+    tell(NCCL, f"{most / MIB:.0f} MiB for one neighbour", most <= 2 * COMMUNICATOR_BYTES, bytes=most)
+
+
+def measure_one(communicator: Communicator, gpu: str, tell: Any) -> None:
+    """All of one GPU: rank 1 takes its memory, and rank 0 sees by how much less is free."""
+    taken, assumed = context(communicator), context_bytes(gpu)
+    if communicator.rank == 1:
+        return
+    tell(CONTEXT, f"{taken / MIB:.0f} MiB; {assumed // MIB} assumed", taken <= assumed, bytes=taken)
+    known = 2 * (CUBLAS_WORKSPACE_HOPPER if GPUS[gpu].hopper_or_later else CUBLAS_WORKSPACE)
+    product, bias = cublas()
+    result = f"{product / MIB:.3f} MiB, by the source {known / MIB:.3f}; a bias {bias / MIB:.0f} MiB more"
+    tell(CUBLAS, result, product == known and bias == CUBLASLT_WORKSPACE, bytes=[product, bias])
+    found = cudnn(gpu)
+    most, guess = (max(pair[kind] for pair in found.values()) / MIB for kind in (0, 1))
+    same = sum(abs(real - told) <= max(real, MIB) / 50 for real, told in found.values())
+    result = f"at most {most:.1f} MiB, estimated {guess:.1f}; {same} of {len(found)} within 2 %"
+    tell(CUDNN, result, bytes=found)
+    real, replayed = reserved(Communicator(0, 1, 0, datetime.timedelta(seconds=60)))
+    tell(REPLAY, f"{real / MIB:.0f} MiB, replayed {replayed / MIB:.0f}", real == replayed, reserved=[real, replayed])
 
 
 def context(communicator: Communicator) -> int:
-    """Free memory that another process's context takes; seen by rank 0."""
+    """Free memory that another process takes beside its tensors once kernels are loaded; seen by rank 0."""
     if communicator.rank == 0:
         free = torch.cuda.mem_get_info()[0]
     communicator.barrier()
+    segments = 0
     if communicator.rank == 1:
-        torch.zeros(1, device="cuda").item()
+        layer = nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.Flatten(), nn.Linear(288, 8)).cuda()
+        with torch.autocast("cuda", torch.bfloat16):
+            layer(torch.ones(4, 8, 8, 8, device="cuda")).sum().backward()
+        torch.optim.AdamW(layer.parameters()).step()
+        torch.cuda.synchronize()
+        segments = torch.cuda.memory_reserved()
     communicator.barrier()
     taken = free - torch.cuda.mem_get_info()[0] if communicator.rank == 0 else 0
     communicator.barrier()
-    return taken - 2 * MIB  # of the tensor's segment
+    return taken - max(communicator.gather(segments) or [0])
 
 
-def cublas(communicator: Communicator) -> dict[str, Any]:
-    """What products of matrices leave allocated, in this thread and in autograd's."""
+def cublas() -> tuple[int, int]:
+    """What products of matrices leave allocated in this thread and in autograd's, and what a bias adds."""
     x = torch.ones(64, 64, device="cuda", requires_grad=True)
-    gradient = torch.ones(64, 64, device="cuda")
+    bias = torch.ones(64, device="cuda")
     before = torch.cuda.memory_allocated()
-    y = x @ x
-    (found,) = torch.autograd.grad(y, [x], gradient)
-    left = torch.cuda.memory_allocated() - before - y.nbytes - found.nbytes
-    return {"bytes": left, "hopper": torch.cuda.get_device_capability()[0] >= 9}
+    torch.autograd.grad(x @ x, [x], torch.ones_like(x))
+    product = torch.cuda.memory_allocated() - before
+    torch.addmm(bias, x, x)
+    return product, torch.cuda.memory_allocated() - before - product
 
 
-def cudnn(communicator: Communicator) -> dict[str, int]:
-    """The most that a convolution takes beside its tensors, forward or backward."""
+def cudnn(gpu: str) -> dict[str, tuple[int, int]]:
+    """What each convolution takes beside its tensors, forward and backward, and what estimates count."""
     found = {}
     for channels, outputs, kernel, stride, side in CONVOLUTIONS:
-        layer = nn.Conv2d(channels, outputs, kernel, stride, kernel // 2, bias=False, device="cuda")
-        x = torch.randn(1, channels, side, side, device="cuda", requires_grad=True)
-        sizes = []
-        for _ in range(2):  # the first call loads kernels
-            torch.cuda.reset_peak_memory_stats()
-            y = layer(x)
-            sizes.append(torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated())
-            gradient = torch.ones_like(y)
-            torch.cuda.reset_peak_memory_stats()
-            gradients = torch.autograd.grad(y, [x, layer.weight], gradient, retain_graph=True)
-            sizes.append(torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated())
-            del y, gradient, gradients
-        found[f"{channels}x{side}x{side}, {kernel}x{kernel}/{stride}"] = max(sizes[2:])
+        what = f"{channels}x{side}x{side}, {kernel}x{kernel}/{stride}"
+        x = torch.randn(1, channels, side, side, device="cuda")
+        w = torch.randn(outputs, channels, kernel, kernel, device="cuda")
+        rest = ([stride] * 2, [kernel // 2] * 2, [1, 1], False, [0, 0], 1)
+        y = torch.ones_like(_aten.convolution(x, w, None, *rest))  # the first call loads kernels
+        forward, backward = (x, w, None, *rest), (y, x, w, None, *rest, [True, True, False])
+        _aten.convolution_backward(*backward)
+        for name, operator, args in (
+            (what, _aten.convolution.default, forward),
+            (f"{what}, backward", _aten.convolution_backward.default, backward),
+        ):
+            found[name] = (_scratch(operator, args), sum(CUDA_KERNELS[operator](args, y, GPUS[gpu])))
     return found
+
+
+def _scratch(operator: Any, args: tuple[Any, ...]) -> int:
+    """The most that is allocated while it runs, beyond what it leaves."""
+    torch.cuda.reset_peak_memory_stats()
+    results = operator(*args)
+    peak, left = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+    del results
+    return peak - left
 
 
 def nccl(communicator: Communicator) -> int:
@@ -130,6 +163,8 @@ def nccl(communicator: Communicator) -> int:
 
 def reserved(communicator: Communicator) -> tuple[int, int]:
     """Reserved bytes of a short training, and what the model of the allocator makes of the same allocations."""
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
     torch.cuda.memory._record_memory_history(max_entries=1_000_000, context=None)
     workload = load_workload(truth.config_of(TRANSFORMER))
     chain = workload.build_chain()

@@ -19,7 +19,7 @@ from varuna_capslog.rig import nccl_manners
 from varuna_capslog.rig.toy import CONFIG
 
 MEMBERS, STEPS = 4, 12
-LEAVES, KILLS = 3, 3
+LEAVES, KILLS = 2, 2
 PATIENCE = 120.0
 """Seconds for the steps of one generation, on a machine that is busy with other things; the part has its own limit."""
 LEAVE, KILL = "pause of a planned leave", "kill to next step"

@@ -9,8 +9,8 @@ import one_stage
 import torch
 import truth
 from common import interleave, median_ratio, run_ranks
-from parts.estimates import INTERVALS, MICROBATCHES, TRANSFORMER
-from parts.trained import batch_of
+from parts.estimates import INTERVALS, MICROBATCHES
+from parts.trained import TRANSFORMER, batch_of
 
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
@@ -22,15 +22,20 @@ from varuna_capslog.plans.parts import MemoryInterval, PlanStage
 
 ENGINE, OFFLOAD = "engine / plain loop", "offload and recompute / keep"
 ROWS = {device: {ENGINE: "", OFFLOAD: ""} for device in ("cuda", "cpu")}
-ROUNDS = 20
+ROUNDS = 15
 
 
 def measure(device: torch.device, tell: Any) -> None:
     """Tells the median ratio of seconds (on a CPU: of processor seconds) with its quartiles."""
     kind = 0 if device.type == "cuda" else 1
-    times = run_ranks(one_stage.measure, 1, "transformer, medium", ROUNDS, device)[0]["times"]
+    run_ranks(measure_both, 1, device, kind, tell)
+
+
+def measure_both(communicator: Communicator, device: torch.device, kind: int, tell: Any) -> None:
+    """Both in one process, which opens the device once."""
+    times = one_stage.measure(communicator, "transformer, medium", ROUNDS, device)["times"]
     _tell(tell, ENGINE, times, "ours", "plain", kind)
-    times = run_ranks(treated_and_kept, 1, device)[0]
+    times = treated_and_kept(communicator, device)
     _tell(tell, OFFLOAD, times, "treated", "kept", kind)
 
 

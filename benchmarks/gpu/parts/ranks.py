@@ -20,7 +20,7 @@ from varuna_capslog.model.workload import Workload, load_workload
 from varuna_capslog.planning.search import plan
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimate import StageEstimator, estimate_workload
-from varuna_capslog.profiling.estimation.headroom import CONTEXT_BYTES
+from varuna_capslog.profiling.estimation.headroom import HOPPER_CONTEXT_BYTES
 from varuna_capslog.profiling.rehearsal import rank_peaks
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -29,8 +29,8 @@ GPU_AIM = "median <= 0.3 %, never > 0.5 % under"
 CASES = {
     "cuda": {
         "RN50-E6, cuts of capslog": ("rn50_e6", "capslog", (1333, 1333)),
-        "RN50-E6, cuts of varuna": ("rn50_e6", "varuna", (1333, 1333)),
         "RN101-D-E6, cuts of exact": ("rn101_d_e6", "exact", (1333, 1333)),
+        "RN50-E6, cuts of varuna": ("rn50_e6", "varuna", (1333, 1333)),
     },
     "cpu": {"RN50-E6 at 64 x 64, cuts of exact": ("rn50_e6", "exact", (64, 64))},
 }
@@ -70,7 +70,7 @@ def measure(device: torch.device, tell: Any) -> None:
 
 def _too_full(bytes_: int, facts: dict[str, Any]) -> str:
     """Why the ranks do not fit on the first GPU; empty where they do."""
-    needed, gpu = bytes_ + RANKS * CONTEXT_BYTES, facts["gpus"][0]
+    needed, gpu = bytes_ + RANKS * HOPPER_CONTEXT_BYTES, facts["gpus"][0]
     if needed <= gpu["free_bytes"]:
         return ""
     free, total, least = (size / 2**30 for size in (gpu["free_bytes"], gpu["total_bytes"], needed))

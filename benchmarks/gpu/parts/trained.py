@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.gpus import gpu_named
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.options import EngineOptions
@@ -19,9 +21,11 @@ from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.model.workload import Minibatch, Workload
 
-__all__ = ["batch_of", "errors_told", "kind_of", "train_rank"]
+__all__ = ["TRANSFORMER", "batch_of", "errors_told", "kind_of", "train_rank"]
 
 WORDS = 512
+TRANSFORMER = "transformer, 4 blocks, d=256, T=128"
+"""Of `truth.MODELS`; several parts train it."""
 
 
 def batch_of(workload: Workload, size: int, microbatches: int) -> tuple[Minibatch, Callable[[int], dict[str, Tensor]]]:
@@ -72,8 +76,11 @@ def train_rank(
 
 
 def kind_of(facts: dict[str, Any]) -> str:
-    """A kind of GPU (`varuna_capslog/base/gpus.py`) whose workspaces are as large as those of the first GPU here."""
-    return "h100-80gb" if facts["gpus"][0]["hopper"] else "a100-80gb"
+    """The kind of the first GPU here (`varuna_capslog/base/gpus.py`), or one whose workspaces are as large as its."""
+    try:
+        return gpu_named(facts["gpus"][0]["name"])
+    except CapslogError:
+        return "h100-80gb" if facts["gpus"][0]["hopper"] else "a100-80gb"
 
 
 def errors_told(predicted: list[int], measured: list[int]) -> tuple[str, list[float], bool]:

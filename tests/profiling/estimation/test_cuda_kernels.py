@@ -18,6 +18,10 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32, last: bool = False) ->
     return tensor.contiguous(memory_format=torch.channels_last) if last else tensor
 
 
+def half(*shape: int) -> torch.Tensor:
+    return meta(*shape, dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("x", "dims", "accumulator", "read"),
     [
@@ -73,8 +77,11 @@ def test_workspaces_of_attention(kernel: str, shape: tuple[int, ...], dtype: tor
         (meta(32, 128, 28, 28), meta(128, 128, 3, 3), 1, (26.28, 26.28, 34.54)),
         (meta(32, 256, 56, 56), meta(64, 256, 1, 1), 1, (0, 0, 1.0)),
         (meta(32, 1024, 14, 14), meta(256, 1024, 1, 1), 1, (0, 0, 33.55)),
-        (meta(32, 64, 56, 56, dtype=torch.bfloat16), meta(64, 64, 3, 3, dtype=torch.bfloat16), 1, (25.8, 25.8, 27.7)),
-        (meta(32, 3, 224, 224, dtype=torch.bfloat16), meta(64, 3, 7, 7, dtype=torch.bfloat16), 2, (77.1, 77.1, 77.5)),
+        (half(32, 256, 14, 14), half(1024, 256, 1, 1), 1, (0, 0, 16.06)),
+        (half(64, 320, 7, 7), half(1280, 320, 1, 1), 1, (10.04, 10.04, 104.86)),
+        (half(64, 40, 28, 28), half(240, 40, 1, 1), 1, (0, 0, 2.95)),
+        (half(32, 64, 56, 56), half(64, 64, 3, 3), 1, (25.8, 25.8, 27.7)),
+        (half(32, 3, 224, 224), half(64, 3, 7, 7), 2, (77.1, 77.1, 77.5)),
         (meta(32, 64, 56, 56, last=True), meta(64, 64, 3, 3, last=True), 1, (0, 0, 2.1)),
         (meta(32, 96, 56, 56), meta(96, 1, 7, 7), 1, (0, 0, 0)),
         (meta(32, 96, 56, 56, last=True), meta(96, 1, 7, 7, last=True), 1, (0, 0, 318.2)),
@@ -83,7 +90,9 @@ def test_workspaces_of_attention(kernel: str, shape: tuple[int, ...], dtype: tor
 def test_workspaces_of_convolutions(
     x: torch.Tensor, w: torch.Tensor, stride: int, read: tuple[float, float, float]
 ) -> None:
-    """In megabytes. Of 150 kernels that were read three of four met the rule to the byte; these are of every kind."""
+    """In megabytes, those of 7 x 7 and 28 x 28 pixels off an H100. Of 150 kernels that were read three of four met the
+    rule to the byte; these are of every kind.
+    """
     groups = x.shape[1] // w.shape[1]
     padding = w.shape[-1] // 2
     y = torch.conv2d(x, w, None, stride, padding, 1, groups)

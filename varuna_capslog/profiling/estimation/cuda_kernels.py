@@ -187,6 +187,7 @@ def _cudnn_backward(args: Sequence[Any], result: Any, gpu: Gpu) -> Blocks:
 _ALIGNED = {4: 4, 2: 8}
 """Channels that matrix units take at once, by bytes of an element."""
 _FEW_PIXELS = 1024
+_LARGE_SUMS = 2 << 20
 _PIXELS_OF_A_PART = 6
 
 
@@ -222,8 +223,7 @@ def _workspace(x: Tensor, w: Tensor, y: Tensor, options: Sequence[Any], of_weigh
         return 4 * w.numel() * x.shape[0] * pixels // _PIXELS_OF_A_PART if spread else 0
     parts = _parts_bytes(w, x.itemsize) if of_weights else 0
     if window == 1 and groups == 1 and all(step == 1 for step in stride):
-        converts = of_weights and not last and pixels < _FEW_PIXELS and x.shape[0] > 1
-        return _size(x) + _size(y) + _size(w) if converts else parts
+        return parts if last or x.shape[0] == 1 else _of_product(x, w, y, pixels, of_weights, parts)
     copies, filled = 0, _ALIGNED[x.itemsize]
     for tensor in (x, y, w):
         channels = tensor.shape[1]
@@ -231,6 +231,22 @@ def _workspace(x: Tensor, w: Tensor, y: Tensor, options: Sequence[Any], of_weigh
         if not last or whole != channels:
             copies += _size(tensor) // channels * whole
     return copies + parts
+
+
+def _of_product(x: Tensor, w: Tensor, y: Tensor, pixels: int, of_weights: bool, parts: int) -> int:
+    """Of kernels of one element on several images whose channels come first: images of few pixels take other products.
+
+    Gradients of small weights are summed image by image; those of large ones, and of images that do not fill 16 bytes,
+    take copies with the channels last. With 16 bits and odd pixels it is the forward that takes them.
+    """
+    odd_halves = x.itemsize == 2 and pixels % 2 == 1
+    if not of_weights:
+        return _size(x) + _size(y) if odd_halves else 0
+    if pixels >= _FEW_PIXELS:
+        return parts
+    fills = odd_halves or pixels % _ALIGNED[x.itemsize] == 0
+    sums = 4 * w.numel()
+    return sums * x.shape[0] if fills and sums < _LARGE_SUMS else _size(x) + _size(y)
 
 
 def _parts_bytes(w: Tensor, itemsize: int) -> int:

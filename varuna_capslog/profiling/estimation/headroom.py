@@ -29,6 +29,7 @@ from varuna_capslog.profiling.estimation.quirks import CUBLAS_WORKSPACE, CUBLAS_
 __all__ = [
     "COMMUNICATOR_BYTES",
     "CONTEXT_BYTES",
+    "HOPPER_CONTEXT_BYTES",
     "UNSEEN_PART",
     "StepTrace",
     "context_bytes",
