@@ -314,8 +314,9 @@ def test_no_grad_and_autocast_blocks_keep_their_meaning() -> None:
     x = torch.randn(2, 4)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(chain.run({"x": x})["output"], model(x))
-    with pytest.raises(CapslogError, match="no_grad"):
-        Chain.from_module(model, ["teacher.1"], (torch.randn(2, 4),))
+    cut_inside = Chain.from_module(model, ["teacher.1"], (torch.randn(2, 4),))
+    assert [layer.name for layer in cut_inside.layers] == ["teacher.0", "teacher.1"]
+    assert_same(model, cut_inside, {"x": torch.randn(2, 4)}, training=True)
 
 
 def test_constants_and_plain_tensors_travel_with_their_layer() -> None:

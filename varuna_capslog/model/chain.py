@@ -21,7 +21,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture import Kept, OneOf, capture_layers, open_state
 from varuna_capslog.model.capture.runtime import OfTheModel
 from varuna_capslog.model.factories import Factories, LayerFactory
-from varuna_capslog.model.hollow import hollow_parameter, replace_parameters
+from varuna_capslog.model.hollow import hollow_parameter, kept_tensors, replace_parameters
 from varuna_capslog.model.layer import Layer
 
 __all__ = ["Chain", "Layer", "LayerFactory", "TensorSpec", "TiedParameter", "Value"]
@@ -183,9 +183,12 @@ class Chain:
 
     @property
     def kept_whole(self) -> list[str]:
-        """Which parts of a captured model run as a whole, as Python, and why: one sentence each."""
-        whole = getattr(self.layers[-1].module, "meta", {}).get("whole", {})
-        return [f"{path or 'the model'} runs as a whole, as Python: {why}" for path, why in whole.items()]
+        """Which parts of a captured model run as a whole, or layers are one, and why: one sentence each."""
+        told = getattr(self.layers[-1].module, "meta", {})
+        whole = told.get("whole", {}).items()
+        return [f"{path or 'the model'} runs as a whole, as Python: {why}" for path, why in whole] + [
+            *told.get("joined", [])
+        ]
 
     def check_unchanged(self) -> None:
         """Raises CapslogError where the model that was captured has other attributes or submodules now, which its
@@ -374,7 +377,7 @@ class Chain:
         if self.factories is not None:
             return self.factories.build(index)
         module = self.layers[index].module
-        empty = {
+        empty = kept_tensors([module]) | {
             id(one): nn.Parameter(torch.empty_like(one, device="cpu"), requires_grad=one.requires_grad)
             for one in module.parameters()
             if one.is_meta

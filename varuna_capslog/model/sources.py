@@ -35,7 +35,8 @@ def module_settings(module: nn.Module) -> Iterator[tuple[str, str]]:
     """A module's plain attributes as text; what prints an address counts by its class."""
     for key, value in sorted(vars(module).items()):
         if key == "meta" and isinstance(value, dict):  # in which classes outputs are returned is no work
-            value = {name: one for name, one in value.items() if name not in ("result", "whole", "left", "python")}
+            told = ("result", "whole", "joined", "left", "python")
+            value = {name: one for name, one in value.items() if name not in told}
         if not key.startswith("_") and not isinstance(value, nn.Module | Tensor):
             yield key, _ADDRESS.sub("", repr(value))
 

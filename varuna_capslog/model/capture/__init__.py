@@ -27,6 +27,7 @@ from varuna_capslog.model.capture.forks import forked_modules
 from varuna_capslog.model.capture.kept import CaptureRequest, Kept
 from varuna_capslog.model.capture.modes import merge_modes
 from varuna_capslog.model.capture.python_calls import Whole, WholeModel
+from varuna_capslog.model.capture.regions import open_regions
 from varuna_capslog.model.capture.runtime import FixedSize, OfTheModel, SequentialSlice, Varying, hold
 from varuna_capslog.model.capture.sizes import localise_sizes
 from varuna_capslog.model.capture.split import split_graph
@@ -120,7 +121,7 @@ def capture_layers(
             "example_inputs: a dict of keyword arguments or a tuple of positional ones"
         )
     arguments, keywords = _arguments_of(example_inputs)
-    if "use_cache" in inspect.signature(model.forward).parameters:
+    if _takes_use_cache(model):
         keywords.setdefault("use_cache", False)  # a Hugging Face decoder's key-value cache is no part of training
     request = CaptureRequest(model, asked, (arguments, keywords), outputs, evaluates)
     if kept is not None and (found := kept.read(request)) is not None:
@@ -164,6 +165,15 @@ def _arguments_of(example: Mapping[str, Any] | Sequence[Any]) -> tuple[tuple[Any
     return ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
 
 
+def _takes_use_cache(model: nn.Module) -> bool:
+    """Whether `use_cache` is an argument of the model, or of one of Hugging Face that it hands its arguments to, as a
+    model of peft does.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    hands_on = any(one.kind == inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    return "use_cache" in parameters or (hands_on and bool(getattr(getattr(model, "config", None), "use_cache", False)))
+
+
 def _exported(
     request: CaptureRequest, cut_points: Sequence[str], both: bool, keeps: bool
 ) -> dict[bool, CapturedLayers]:
@@ -177,6 +187,7 @@ def _exported(
         if asked is None:
             cut_points = [*forked_modules(captured, model, cut_points), *cut_points] or automatic_cut_points(model)
         _check_whole(captured, asked or ())
+        open_regions(captured, cut_points)
         collapse_modules(captured, model, cut_points)
         train_only: str | None = _NOT_ASKED
         if request.evaluates:
@@ -185,6 +196,7 @@ def _exported(
             try:
                 in_eval = exporter.export()
                 localise_sizes(in_eval)
+                open_regions(in_eval, cut_points)
                 collapse_modules(in_eval, model, cut_points)
             except (CapslogError, KeptWhole) as error:
                 train_only = f"in eval mode it cannot be captured ({error})"

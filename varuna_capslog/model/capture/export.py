@@ -315,7 +315,7 @@ def _explained(model: nn.Module, running: Sequence[tuple[str, str]], error: Exce
     advice = "mend the example inputs or the module, or write this model as a Chain by hand"
     if isinstance(error, NeedsPython):
         why = reason
-    elif "data-dependent" in reason or "DataDependent" in type(error).__name__:
+    elif "data-dependent" in reason or "DataDependent" in type(error).__name__ or "but got FakeTensor" in reason:
         why = "its Python code branches on, or sizes something by, the values of a tensor"
         advice = "use torch.where there, or write this model as a Chain by hand"
     elif "not a known type" in reason:
@@ -382,7 +382,8 @@ def _region(node: fx.Node, root: fx.GraphModule, calls: Calls) -> Region | None:
     if kind == "wrap_with_set_grad_enabled":
         return Region(_cleaned_body(root, node.args[1], calls), torch.set_grad_enabled, node.args[:1])
     if kind == "wrap_with_autocast":
-        return Region(_cleaned_body(root, node.args[4], calls), torch.autocast, node.args[:4])
+        # where the model's code says nothing, a trace notes that autocast keeps no copies of weights; running, it does
+        return Region(_cleaned_body(root, node.args[4], calls), torch.autocast, (*node.args[:3], True))
     return None
 
 

@@ -15,14 +15,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.export import Captured, NotCaptured, export_model, module_path
 from varuna_capslog.model.capture.opaque import MadeCall, OpaqueCalls
-from varuna_capslog.model.capture.runtime import Varying
+from varuna_capslog.model.capture.runtime import Region, Varying
 from varuna_capslog.model.capture.trial import has_weights, try_model
 from varuna_capslog.model.hollow import NeedsValues
 from varuna_capslog.model.python_state import PythonState, StateChange
@@ -71,7 +71,8 @@ class Exporter:
                 self._keep_failing(error)
                 continue
             self._refuse_state(captured)
-            new = self._drawing(captured) | self._hooked(captured) | self._leaving(captured) | self._sized(captured)
+            new = self._drawing(captured) | self._hooked(captured) | self._leaving(captured)
+            new |= self._sized(captured) | self._normed(captured)
             if not new:
                 captured.whole = dict(self.whole)
                 return captured
@@ -180,6 +181,19 @@ class Exporter:
             self._made |= calls.made
         return found
 
+    def _normed(self, captured: Captured) -> dict[str, str]:
+        """The modules with a batch norm under autocast or no_grad of their own code, whose statistics only its own call
+        counts.
+        """
+        found: dict[str, str] = {}
+        for node in captured.graph.find_nodes(op="call_module"):
+            region = captured.extra.get(str(node.target))
+            if isinstance(region, Region) and any(map(_counts, region.body.graph.nodes)):
+                path, context = module_path(node), region.context.__name__
+                line = line_of(type(self._model.get_submodule(path)), rf"\b({context}|no_grad)\b")
+                found[path] = f"its code calls a batch norm under {context}{line}"
+        return {path: why for path, why in found.items() if self._covering(path) not in self.whole}
+
     def _leaving(self, captured: Captured) -> dict[str, str]:
         """The modules that would leave something else behind in the next call, or that cannot be told what."""
         if not self._keeps:
@@ -234,6 +248,13 @@ class Exporter:
             yield
         finally:
             state.put_back()
+
+
+def _counts(node: fx.Node) -> bool:
+    """Whether a node is a batch norm that adds to its running statistics."""
+    if "batch_norm" not in str(node.target):
+        return False
+    return len(node.args) > 5 and bool(node.args[5]) and node.args[3] is not None
 
 
 def _may_be_open(value: Any) -> bool:

@@ -328,8 +328,20 @@ class Region(nn.Module):
 
     def forward(self, *values: Any) -> Any:
         """The body's outputs, a tuple."""
+        if self.context is torch.autocast:
+            values = tuple(map(_no_leaf, values))
         with self.context(*self.arguments):
             return self.body(*values)
+
+
+def _no_leaf(value: Any) -> Any:
+    """A view of a value that crossed a cut: of a leaf autocast makes one copy for all readers, as of a weight, and the
+    gradients of that copy would be added in the lower precision.
+    """
+    crossed = (
+        isinstance(value, Tensor) and value.is_leaf and value.requires_grad and not isinstance(value, nn.Parameter)
+    )
+    return value.view_as(value) if crossed else value
 
 
 class SequentialSlice(Frozen, nn.Sequential):

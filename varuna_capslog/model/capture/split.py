@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.capture.assign import assign_layers
+from varuna_capslog.model.capture.assign import assign_layers, joined
 from varuna_capslog.model.capture.collapse import mutated_arguments
 from varuna_capslog.model.capture.export import Captured, follow_device, module_path, same_storage
 from varuna_capslog.model.capture.python_calls import Whole
@@ -50,7 +50,8 @@ def split_graph(
             change of a value of which two views cross a cut.
     """
     wanted = _choose_outputs(captured, outputs)
-    layer_of, names = _with_statistics_together(*assign_layers(captured, model, cut_points, lenient), captured, model)
+    layer_of, names = assign_layers(captured, model, cut_points, lenient)
+    layer_of, names, together = _with_statistics_together(layer_of, names, captured, model)
     _protect_boundaries(captured, wanted, layer_of)
     value_names = _name_values(captured, wanted, layer_of)
     parts: list[list[fx.Node]] = [[] for _ in names]
@@ -83,7 +84,13 @@ def split_graph(
     left = [(change.put, values) for change, values in zip(changes, captured.left or (), strict=True)]
     watch = captured.watch
     python = bool(captured.whole or (watch is not None and (watch.drawn or watch.changes)))
-    told = {"result": captured.result, "whole": captured.whole, "left": OfTheModel(left), "python": python}
+    told = {
+        "result": captured.result,
+        "whole": captured.whole,
+        "left": OfTheModel(left),
+        "python": python,
+        "joined": together,
+    }
     layers[-1].module.meta |= told  # type: ignore[operator]
     freeze_layers(layers, model)
     return layers, tuple(captured.inputs), tuple(wanted)
@@ -91,34 +98,44 @@ def split_graph(
 
 def _with_statistics_together(
     layer_of: dict[fx.Node, int], names: list[str], captured: Captured, model: nn.Module
-) -> tuple[dict[fx.Node, int], list[str]]:
+) -> tuple[dict[fx.Node, int], list[str], list[str]]:
     """One layer of all from the first to the last that calls a module with running statistics: these are added in the
     order of its calls, in one place.
+
+    Returns the layer of every node, the names of the layers, and which of them are joined, one sentence each.
     """
+    norms: dict[tuple[int, int], str] = {}
+    for norm, layers in _statistics(layer_of, captured, model).items():
+        if min(layers) < max(layers):
+            norms.setdefault((min(layers), max(layers)), norm)
+    place = joined(len(names), norms)
+    kept = sorted(set(place))
+    number = {old: kept.index(place[old]) for old in range(len(names))}
+    why = [
+        f"{names[first]} to {names[last]} are one layer, which makes all calls of {norm}, since its running statistics "
+        "are added in their order"
+        for (first, last), norm in norms.items()
+        if not any(low <= first and last <= high and (low, high) != (first, last) for low, high in norms)
+    ]
+    return {node: number[layer] for node, layer in layer_of.items()}, [names[old] for old in kept], why
+
+
+def _statistics(layer_of: Mapping[fx.Node, int], captured: Captured, model: nn.Module) -> dict[str, list[int]]:
+    """The layers that call each module with running statistics, by its name."""
     users: dict[int, list[int]] = {}
     norms: dict[int, str] = {}
     for node, layer in layer_of.items():
-        called = captured.extra.get(str(node.target)) if node.op == "call_module" else None
-        if node.op == "call_module" and (called is None or isinstance(called, Whole)):
-            module = called.module if isinstance(called, Whole) else model.get_submodule(str(node.target))
-            for name, part in module.named_modules():
-                if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats and part.training:
-                    users.setdefault(id(part), []).append(layer)
-                    norms[id(part)] = f"{node.target}.{name}".rstrip(".")
-    place = list(range(len(names)))
-    for norm, layers in users.items():
-        first, last = min(layers), max(layers)
-        if first < last:
-            why = f"its statistics are added in layers {names[first]} to {names[last]}, which are one"
-            captured.whole.setdefault(norms[norm], why)
-        for at in range(first + 1, last + 1):
-            place[at] = min(place[at], place[first])
-    for at in range(1, len(place)):  # what a later range has joined belongs to the first layer of all that overlap
-        if place[at] < at:
-            place[at] = place[place[at]]
-    kept = sorted(set(place))
-    number = {old: kept.index(place[old]) for old in range(len(names))}
-    return {node: number[layer] for node, layer in layer_of.items()}, [names[old] for old in kept]
+        if node.op != "call_module":
+            continue
+        called = captured.extra.get(str(node.target))
+        if called is not None and not isinstance(called, Whole):
+            continue
+        path = called.path if isinstance(called, Whole) else str(node.target)
+        for name, part in model.get_submodule(path).named_modules():
+            if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats and part.training:
+                users.setdefault(id(part), []).append(layer)
+                norms[id(part)] = f"{path}.{name}".rstrip(".")
+    return {norms[one]: layers for one, layers in users.items()}
 
 
 def _choose_outputs(captured: Captured, outputs: Sequence[str] | None) -> dict[str, fx.Node]:

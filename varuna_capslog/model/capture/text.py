@@ -78,8 +78,9 @@ def to_text(captured: CapturedLayers, model: nn.Module) -> tuple[str, dict[str, 
         else:
             raise NotText(f"layer {layer.name!r} is no captured graph")
         written.append({**described, "name": layer.name, "reads": layer.reads, "writes": layer.writes})
-    whole = layers[-1].module.meta.get("whole", {})  # type: ignore[union-attr, operator]
-    return json.dumps({"layers": written, "inputs": inputs, "outputs": outputs, "whole": whole}), tensors
+    meta: dict[str, Any] = layers[-1].module.meta  # type: ignore[assignment]
+    told = {name: meta[name] for name in ("whole", "joined") if name in meta}
+    return json.dumps({"layers": written, "inputs": inputs, "outputs": outputs, "told": told}), tensors
 
 
 def from_text(text: str, tensors: Mapping[str, Tensor], model: nn.Module) -> CapturedLayers:
@@ -94,7 +95,7 @@ def from_text(text: str, tensors: Mapping[str, Tensor], model: nn.Module) -> Cap
             graph, extra = _graph_from(one, f"{number}.", tensors, model)
             module = layer_module(graph, extra, model, one["paths"])
         layers.append(Layer(one["name"], module, tuple(one["reads"]), tuple(one["writes"])))
-    layers[-1].module.meta["whole"] = read["whole"]  # type: ignore[index, operator]
+    layers[-1].module.meta |= read["told"]
     freeze_layers(layers, model)
     return layers, tuple(read["inputs"]), tuple(read["outputs"])
 
