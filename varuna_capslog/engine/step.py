@@ -24,7 +24,17 @@ from varuna_capslog.engine.stage import Stage
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.workload import COUNTED, Minibatch
 
-__all__ = ["NO_REPORT", "Poll", "RankReport", "Verdict", "check_minibatch", "data_failure", "train_step"]
+__all__ = [
+    "NO_REPORT",
+    "Poll",
+    "RankReport",
+    "Verdict",
+    "check_minibatch",
+    "data_failure",
+    "no_targets",
+    "take_weight",
+    "train_step",
+]
 
 
 @dataclass(frozen=True)
@@ -199,9 +209,8 @@ class Poll:
         squared = _fold(norms.unsqueeze(1))[0]
         finite = all(math.isfinite(value) for value in (squared, *total))
         parts = dict(zip(names, total, strict=True))
-        # the mean over all targets of the minibatch, of which microbatches may have unequally many
-        counted = parts.pop(COUNTED, float(count))
-        weight = counted / count or 1.0
+        counted = take_weight(parts, count)
+        weight = counted or 1.0
         parts = {name: part / weight for name, part in parts.items()}
         norm, largest = math.sqrt(squared) / weight / (1.0 if scaled is None else scaled.scale), self._options.clip_norm
         scale = (min(1.0, largest / (norm + 1e-6)) if largest > 0 else 1.0) / weight
@@ -216,7 +225,7 @@ class Poll:
             else:
                 norm, scale = math.inf, 0.0
         if counted == 0:
-            refusal = refusal or f"step {step}: none of its targets counts in the loss; nothing was applied"
+            refusal = refusal or no_targets(step)
         ballots = tuple(self._communicator.gather(ballot)) if any(given.tolist()) else ()
         seconds = {"waited_seconds": tuple(waited.tolist()), "busy_seconds": tuple(busy.tolist())}
         factor = None if scaled is None else scaled.scale
@@ -232,6 +241,18 @@ class Poll:
             mine = mine or next((list(values) for values in parts), None)
             self.part_names = next(names for names in self._communicator.gather(mine) if names is not None)
         return self.part_names
+
+
+def take_weight(parts: dict[str, float], count: int) -> float:
+    """Takes `COUNTED` out of the parts of a minibatch's loss; returns the mean weight of its `count` microbatches, by
+    which gradients and parts are divided: it makes of the sum of weighted means the mean over all targets.
+    """
+    return parts.pop(COUNTED, float(count)) / count
+
+
+def no_targets(step: int) -> str:
+    """Why a step of weight 0 is refused."""
+    return f"step {step}: none of its targets counts in the loss; nothing was applied"
 
 
 def _fold(rows: Tensor) -> list[float]:
