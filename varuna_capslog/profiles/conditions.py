@@ -14,7 +14,17 @@ from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.schedules.shape import STAGE_INPUTS
 
-__all__ = ["CACHE_BYTES", "JOINED", "KEPT_WHOLE", "MOMENTS", "PURPOSE", "UPDATE_RATE", "checked", "kept_copies"]
+__all__ = [
+    "CACHE_BYTES",
+    "JOINED",
+    "KEPT_WHOLE",
+    "MOMENTS",
+    "PURPOSE",
+    "UPDATE_RATE",
+    "checked",
+    "kept_copies",
+    "why_few",
+]
 
 UPDATE_RATE = "update_seconds_per_parameter_byte"
 """Where a profile's conditions say what norm, clipping and optimizer cost: seconds per byte of parameters."""
@@ -28,7 +38,7 @@ JOINED = "joined_variants"
 """Where a profile names the variants whose neighbours do not convert what they hand to each other."""
 
 KEPT_WHOLE = "kept_whole"
-"""Where a profile says which parts of a captured model run as a whole, as Python, and why."""
+"""Where a profile says which parts of a captured model run as a whole, as Python, or are one layer, and why."""
 
 MOMENTS = "moments"
 """Where a profile says in which type moments are kept, if it is another one than they are stepped in."""
@@ -110,3 +120,8 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     PURPOSE: partial(fields.choice, allowed=("inference",)),
     UPDATE_RATE: fields.seconds,
 }
+
+
+def why_few(conditions: Mapping[str, Any]) -> str:
+    """Why a captured model has no more layers, for the end of a sentence; empty where nobody knows a reason."""
+    return "".join(f"; {text}" for text in conditions.get(KEPT_WHOLE, []))

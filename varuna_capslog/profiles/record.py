@@ -259,11 +259,6 @@ class Profile:
                 raise CapslogError(f"{place} names layer {ends - 1}, but the last layer is {len(self.layers) - 1}")
 
     @property
-    def why_few(self) -> str:
-        """Why a captured model has no more layers, for the end of a sentence; empty where nobody knows a reason."""
-        return "".join(f"; {text}" for text in self.conditions.get(conditions.KEPT_WHOLE, []))
-
-    @property
     def num_layers(self) -> int:
         """L, the number of layers."""
         return len(self.layers)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from varuna_capslog import accelerator
 from varuna_capslog.model.capture.opaque import OpaqueCalls
 from varuna_capslog.model.capture.watching import Watch
 from varuna_capslog.model.hollow import ReadNumbers, on_host
@@ -31,14 +32,16 @@ def has_weights(model: nn.Module) -> bool:
 def untouched(model: nn.Module) -> Iterator[None]:
     """While it is open, buffers may change and random numbers be drawn; afterwards they are what they were."""
     kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
-    devices = {tensor.device.index or 0 for tensor in model.parameters() if tensor.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(devices)):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, value in kept:
-                    buffer.copy_(value)
+    devices = {torch.device("cpu"), *(tensor.device for tensor in model.parameters() if not tensor.is_meta)}
+    states = {device: accelerator.random_state(device) for device in devices}
+    try:
+        yield
+    finally:
+        for device, state in states.items():
+            accelerator.set_random_state(device, state)
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)
 
 
 def try_model(
