@@ -248,11 +248,11 @@ def _bound(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     signature = inspect.signature(model.forward)
     kinds = {one.kind for one in signature.parameters.values()}
     if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY}:
-        if kwargs:
+        if args and kwargs:
             raise CapslogError(
-                f"{type(model).__name__}.forward takes arguments without names, so its sample must be a tuple"
+                f"{type(model).__name__}.forward takes arguments without names; give all in order or all by name"
             )
-        return args
+        return args or kwargs
     try:
         found = signature.bind(*args, **kwargs).arguments
     except TypeError as error:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from varuna_capslog.base.errors import CapslogError
@@ -26,9 +27,11 @@ __all__ = [
     "ReadNumbers",
     "Stripped",
     "a_number",
+    "attribute_tensors",
     "built_hollow",
     "hollow_copy",
     "hollow_parameter",
+    "kept_tensors",
     "on_host",
     "replace_parameters",
 ]
@@ -135,7 +138,27 @@ def _hollow_memo(modules: Sequence[nn.Module], stripped: Stripped) -> dict[int, 
             memo[id(parameter)] = _on_meta(parameter, stripped)
         for buffer in module.buffers():
             memo[id(buffer)] = torch.zeros_like(buffer, device="cpu") if buffer.is_meta else buffer
-    return memo
+    return kept_tensors(modules) | memo
+
+
+def kept_tensors(modules: Iterable[nn.Module]) -> dict[int, object]:
+    """What a deep copy puts in place of the tensors that modules keep as attributes, where torch cannot copy them: the
+    values of one with a gradient, such as the weight that `weight_norm` computes, and one without memory itself.
+    """
+    return {id(one): one.detach() for one in attribute_tensors(modules) if one.is_meta or not one.is_leaf}
+
+
+def attribute_tensors(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """The tensors that modules keep as plain attributes, also in lists, tuples and dicts."""
+    for module in modules:
+        for part in module.modules():
+            own = {name: value for name, value in vars(part).items() if name not in _TABLES}
+            for leaf in pytree.tree_leaves(own):
+                if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
+                    yield leaf
+
+
+_TABLES = ("_parameters", "_buffers", "_modules")
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from varuna_capslog import accelerator
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.python_calls import PythonCall, Whole, WholeModel
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
-from varuna_capslog.model.hollow import VALUE_ERRORS, ReadNumbers, replace_parameters
+from varuna_capslog.model.hollow import VALUE_ERRORS, ReadNumbers, kept_tensors, replace_parameters
 from varuna_capslog.model.low_weights import low_parameters
 from varuna_capslog.model.python_state import PythonState
 from varuna_capslog.model.random_states import GLOBAL, RandomStates
@@ -62,7 +62,7 @@ class ShapeTable:
         self._device = device_type if device_type == accelerator.auto_type() else "cpu"
         self._precision = precision
         # copied as a whole, so that tied modules stay tied, with shapes in place of parameters and buffers
-        memo: dict[int, Any] = {}
+        memo: dict[int, Any] = kept_tensors(layer.module for layer in chain.layers)
         for layer in chain.layers:
             for parameter in layer.module.parameters():
                 hollow = parameter.detach().to("meta")

@@ -17,7 +17,7 @@ from torch import nn
 
 from varuna_capslog.model.capture.python_calls import WholeModel
 from varuna_capslog.model.chain import Chain, Layer
-from varuna_capslog.model.hollow import built_hollow
+from varuna_capslog.model.hollow import attribute_tensors, built_hollow
 from varuna_capslog.model.training_modes import put_in_training
 from varuna_capslog.model.workload import Workload
 
@@ -68,8 +68,9 @@ def real_tensors(layers: Sequence[Layer], only: set[int] | None = None) -> dict[
             if id(parameter) not in memo and (only is None or id(parameter) in only):
                 memo[id(parameter)] = real_parameter(parameter)
         # not left to deepcopy, which cannot copy a tensor, or a generator, into the fake world of an estimate
-        memo |= {id(buffer): buffer.detach().clone() for buffer in layer.module.buffers()}
         whole = [layer.module.model] if isinstance(layer.module, WholeModel) else []
+        tensors = [*layer.module.buffers(), *attribute_tensors([layer.module, *whole])]
+        memo |= {id(tensor): tensor.detach().clone() for tensor in tensors}
         kept = (value for part in (*layer.module.modules(), *whole) for value in vars(part).values())
         memo |= {id(value): value for value in kept if isinstance(value, torch.Generator)}
     return memo

@@ -13,13 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tests.model import hostile
+from tests.model import hostile, unusual
+from varuna_capslog.api.estimating import estimate
+from varuna_capslog.api.planning import plan
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.seeds import mix, mixed
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.step import train_step
+from varuna_capslog.fitting import fit
 from varuna_capslog.model.capture import Kept
 from varuna_capslog.model.capture.leaves import named_leaves
 from varuna_capslog.model.chain import Chain, TensorSpec
@@ -279,5 +282,132 @@ def test_a_hook_with_a_tensor_of_the_forward_keeps_its_module_whole() -> None:
 
 def test_a_module_that_fails_on_its_example_says_so() -> None:
     model = made(hostile.Base)
-    with pytest.raises(CapslogError, match=r"the model itself fails on this example, too .*shapes cannot be multiplied"):
+    why = r"the model itself fails on this example, too .*shapes cannot be multiplied"
+    with pytest.raises(CapslogError, match=why):
         Chain.from_module(model, None, (torch.randn(4, 5),))
+
+
+# -- models that were refused wrongly, or with torch's traceback  ------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", unusual.CASES)
+def test_an_unusual_model_trains_as_itself(name: str, tmp_path: Any) -> None:
+    """To the last bit, also where layers run again, and where another process reads the capture; but a sparse gradient
+    is added in another order than a dense one, and the engine folds running statistics in by itself.
+    """
+    case = unusual.CASES[name]
+    kept = Kept(tmp_path)
+    kept.writes = True
+    batches, plain = unusual.examples(case), unusual.made(case)
+    wanted_loss, wanted = unusual.plain_step(plain, batches)
+    rtol = 1e-6 if name == "sparse embeddings" else 0.0
+    for recompute in (False, True):
+        chain = Chain.from_module(unusual.made(case), None, batches[0], evaluates=False, kept=kept)
+        assert len(chain) >= case.layers, [layer.name for layer in chain.layers]
+        found_loss, gradients, buffers = unusual.engine_step(chain, batches, recompute)
+        assert found_loss == pytest.approx(wanted_loss, rel=1e-7)
+        unusual.assert_close(gradients, wanted, rtol)
+        unusual.assert_close(buffers, {name: one for name, one in plain.named_buffers() if name in buffers}, 1e-6)
+
+
+PLANNED = ["complex parameters", "nested batch", "old weight_norm", "autocast around all", "sparse embeddings"]
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_an_unusual_model_is_planned(name: str) -> None:
+    case = unusual.CASES[name]
+    assert len(plan(unusual.made(case), case.example(), devices=2).cuts) == 2
+
+
+def refusal(door: Any, case: unusual.Case) -> str:
+    with pytest.raises(CapslogError) as error:
+        door(unusual.made(case), case.example())
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_what_cannot_be_planned_says_why() -> None:
+    twice = refusal(lambda model, example: plan(model, example, devices=9), unusual.CASES["batch norm called twice"])
+    assert "blocks" not in twice
+    assert "are one layer, which makes all calls of encoder.0.norm, since its running statistics" in twice
+    packed = refusal(estimate, unusual.CASES["packed sequences in a module"])
+    assert "module 'reader.rnn' cannot run on tensors without values" in packed
+    fitted = refusal(lambda model, example: fit(model, example, budget="1GB"), unusual.CASES["packed sequences"])
+    assert fitted.startswith("Packed cannot be fitted to a budget: ")
+    spectral = refusal(estimate, unusual.Case(unusual.OldSpectralNorm, lambda: (unusual.x(),), 5))
+    assert "changes its buffer 'blocks.0.weight_u' in the forward" in spectral
+
+
+class KeyValueCache:
+    pass
+
+
+class WithCache(unusual.Blocks):
+    def forward(self, x: Tensor) -> Any:
+        return {"logits": super().forward(x), "past": KeyValueCache()}
+
+
+def test_a_result_of_a_class_that_torch_does_not_know_is_refused() -> None:
+    """It said that the model returns no tensor."""
+    found = refusal(
+        lambda model, args: Chain.from_module(model, None, args), unusual.Case(unusual.Plain, lambda: (unusual.x(),), 1)
+    )
+    assert found.startswith("the Plain returns a tests.model.unusual.Result, in which torch finds no tensors; return a")
+    cached = refusal(estimate, unusual.Case(WithCache, lambda: (unusual.x(),), 1))
+    assert cached.endswith("set use_cache=False in its config, or return tensors only")
+
+
+class Adapted(nn.Module):
+    """As models of peft: hands all its arguments on, and shows the configuration of the model inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Cached()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+class Config:
+    use_cache = True
+
+
+class Cached(unusual.Blocks):
+    config = Config()
+
+    def forward(self, x: Tensor, use_cache: bool | None = None) -> Any:
+        logits = super().forward(x)
+        keeps = self.config.use_cache if use_cache is None else use_cache
+        return {"logits": logits, "past": KeyValueCache()} if keeps else {"logits": logits}
+
+
+def test_the_cache_of_a_model_inside_another_is_switched_off() -> None:
+    sample = {"x": unusual.x()}
+    assert len(plan(Adapted(), sample, devices=2).cuts) == 2
+    fitted = fit(Adapted(), sample, budget="1GB")
+    assert fitted.fits[0].intervals == ()
+    with pytest.raises(CapslogError, match="takes arguments without names; give all in order or all by name"):
+        fitted(unusual.x(), use_cache=False)
+
+
+class Keeping(unusual.Blocks):
+    """Keeps an activation on itself."""
+
+    def body(self, x: Tensor) -> Tensor:
+        self.last = super().body(x)
+        return self.last
+
+
+def test_a_model_that_kept_an_activation_is_planned_and_stays_as_it_is() -> None:
+    """Torch copies no tensor with a gradient, and none at all among fake ones."""
+    model = Keeping()
+    model(unusual.x()).sum().backward()
+    before = model.last
+    assert len(plan(model, (unusual.x(),), devices=2).cuts) == 2
+    assert model.last is before

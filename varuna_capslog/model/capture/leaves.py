@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["named_leaves", "paths_of"]
+__all__ = ["input_tensors", "named_leaves", "paths_of"]
+
+
+def input_tensors(name: str, value: Any) -> dict[str, Tensor]:
+    """The tensors in one argument of a model, by the names that the inputs of its chain have: `batch` for a tensor,
+    `batch_image` and `batch_extra_0` for those in dicts and lists.
+    """
+    return {
+        "_".join([name, *(re.sub("[^a-zA-Z0-9]", "_", key).lower() for key in path)]): leaf
+        for path, leaf in paths_of(value)
+        if isinstance(leaf, Tensor)
+    }
 
 
 def named_leaves(tree: Any, taken: Collection[str] = ()) -> list[tuple[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ def whole_layer(
         why: no graph can stand for it.
 
     Raises:
-        CapslogError: cut points, of which it has none; an unknown output.
+        CapslogError: cut points, of which it has none; an unknown output; a result of a class that torch does not know.
     """
     if cut_points:
         raise CapslogError(
@@ -49,6 +50,7 @@ def whole_layer(
     arguments = bare(example[0]), {name: bare(value) for name, value in example[1].items()}
     with in_training(model):
         _, result = try_model(model, *arguments, OpaqueCalls({}))
+    _check_result(model, result)
     names = _input_names(model, arguments)
     leaves = [name for name, leaf in named_leaves(result, names)]
     tensors = [isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)]
@@ -68,6 +70,24 @@ def whole_layer(
 
 
 _NAME = "model"
+
+
+def _check_result(model: nn.Module, result: Any) -> None:
+    """Refuses objects in what a model returns, in which nobody knows the tensors."""
+    for leaf in pytree.tree_leaves(result):
+        kind = type(leaf)
+        if isinstance(leaf, (Tensor, *_PLAIN)) or kind.__module__ == "torch":
+            continue
+        advice = "return a tuple or dict of tensors"
+        if kind.__name__.endswith("Cache"):
+            advice = "set use_cache=False in its config, or return tensors only"
+        raise CapslogError(
+            f"the {type(model).__name__} returns a {kind.__module__}.{kind.__qualname__}, in which torch finds no "
+            f"tensors; {advice}"
+        )
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum)
 
 
 def _input_names(model: nn.Module, arguments: tuple[tuple[Any, ...], Mapping[str, Any]]) -> list[str]:
