@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.capture import Kept, OneOf, capture_layers, open_state
+from varuna_capslog.model.capture import Kept, OneOf, Varying, capture_layers, open_state
 from varuna_capslog.model.capture.runtime import OfTheModel
 from varuna_capslog.model.factories import Factories, LayerFactory
 from varuna_capslog.model.hollow import hollow_parameter, kept_tensors, replace_parameters
@@ -167,7 +167,7 @@ class Chain:
         cls,
         model: nn.Module,
         cut_points: Sequence[str] | None,
-        example_inputs: Mapping[str, Any] | Sequence[Any] | OneOf | None = None,
+        example_inputs: Mapping[str, Any] | Sequence[Any] | Tensor | Varying | OneOf | None = None,
         *,
         outputs: Sequence[str] | None = None,
         name: str | None = None,

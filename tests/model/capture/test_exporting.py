@@ -411,3 +411,10 @@ def test_a_model_that_kept_an_activation_is_planned_and_stays_as_it_is() -> None
     before = model.last
     assert len(plan(model, (unusual.x(),), devices=2).cuts) == 2
     assert model.last is before
+
+
+def test_an_example_may_be_a_bare_tensor() -> None:
+    """As for `plan` and `fit`; its rows were taken for arguments."""
+    chain = Chain.from_module(unusual.Blocks(), None, unusual.x(), evaluates=False)
+    assert chain.inputs == ("x",)
+    assert len(chain) == 5

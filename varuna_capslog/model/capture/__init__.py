@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
@@ -58,7 +58,7 @@ __all__ = [
 def capture_layers(
     model: nn.Module,
     cut_points: Sequence[str] | None,
-    example_inputs: Mapping[str, Any] | Sequence[Any] | OneOf | None = None,
+    example_inputs: Mapping[str, Any] | Sequence[Any] | Tensor | Varying | OneOf | None = None,
     outputs: Sequence[str] | None = None,
     evaluates: bool = True,
     kept: Kept | None = None,
@@ -80,7 +80,7 @@ def capture_layers(
             layer waits for another only where the model's own modules do (`assign`). None takes `automatic_cut_points`,
             less those that never run, what follows the last block (norm and head), and modules outside the blocks that
             read one tensor side by side, such as the branches of an Inception block (`forks`).
-        example_inputs: a dict of keyword arguments or a tuple of positional ones. Entries that are not tensors
+        example_inputs: a tensor, a dict of keyword arguments or a tuple of positional ones. Entries that are no tensors
             (`use_cache=False`) are fixed in the captured model. A `Varying` tensor leaves some of its sizes open. For
             `OneOf` several examples the model is captured once for the shapes of each.
         evaluates: False captures training mode only; the layers then refuse to run in eval mode.
@@ -118,7 +118,7 @@ def capture_layers(
     if example_inputs is None:
         raise CapslogError(
             f"{type(model).__name__} is not an nn.Sequential cut between its children, so capturing it needs "
-            "example_inputs: a dict of keyword arguments or a tuple of positional ones"
+            "example_inputs: a tensor, a dict of keyword arguments or a tuple of positional ones"
         )
     arguments, keywords = _arguments_of(example_inputs)
     if _takes_use_cache(model):
@@ -160,8 +160,12 @@ def _holding_all(model: nn.Module, captured: CapturedLayers) -> CapturedLayers:
     return captured
 
 
-def _arguments_of(example: Mapping[str, Any] | Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments_of(
+    example: Mapping[str, Any] | Sequence[Any] | Tensor | Varying,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments."""
+    if isinstance(example, (Tensor, Varying)):
+        return (example,), {}
     return ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
 
 
