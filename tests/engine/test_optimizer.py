@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.train import ParameterGroup, Train
+from varuna_capslog.engine.holders.gradients import norm_of
 from varuna_capslog.engine.host.tier import HostTier, TierOptions
 from varuna_capslog.engine.layers import EngineLayer, take_layers
 from varuna_capslog.engine.learning_rate import LearningRate
@@ -340,3 +342,37 @@ def test_a_recipe_is_what_the_config_says() -> None:
     assert recipe.settings("back[0].bias", 1) == (0.1, 0)
     assert recipe.settings("back[0].weight", 2) == (0.1, 0.5)
     assert recipe.settings("head.weight", 2) == (1.0, 0.2)
+
+
+class Spectrum(nn.Module):
+    """A complex parameter beside a real one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spectrum, self.scale = nn.Parameter(torch.randn(5, dtype=torch.complex64)), nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) * self.spectrum, n=8) * self.scale
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "adam"])
+def test_complex_parameters_are_stepped_as_torch_does(kind: str) -> None:
+    """torch's fused kernels, which step the real ones, refuse them: a run of such a model ended in a traceback."""
+    torch.manual_seed(0)
+    plain = Spectrum()
+    chain = Chain([Layer("spectrum", copy.deepcopy(plain), ["x"], ["y"])], ["x"], ["y"])
+    layers = take_layers(chain, [0], CPU, "float32")
+    recipe = Recipe(optimizer=kind, rate=LearningRate(base=0.1), weight_decay=0.01)
+    ours, theirs = StageOptimizer(layers, recipe), recipe.kind(plain.parameters(), lr=0.1, weight_decay=0.01)
+    for step in range(1, 4):
+        for module in (layers[0].layer.module, plain):
+            module(torch.full((2, 8), 0.5 * step)).square().sum().backward()
+        ours.step(step, 1.0)
+        theirs.step()
+        theirs.zero_grad()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(layers[0].parameters[name], parameter, rtol=1e-6, atol=1e-7)
+
+
+def test_the_norm_of_a_complex_gradient_is_of_both_parts() -> None:
+    assert norm_of(torch.tensor([3 + 4j, 12j])).item() == 13.0

@@ -28,22 +28,44 @@ class ShortcutFirst(nn.Module):
         return self.shortcut(x) + y
 
 
-def test_modules_that_run_in_another_order_than_they_were_made() -> None:
-    """Their statistics were exchanged: training was right, and evaluation found nothing."""
-    module = ShortcutFirst()
-    plain = copy.deepcopy(module)
+def buffers_after_two_microbatches(module: nn.Module) -> dict[str, Tensor]:
+    """The engine's, each microbatch with a recomputation."""
     layer = EngineLayer(0, Layer("block", module), torch.device("cpu"), "float32", {})
     for microbatch in range(2):
         x = torch.randn(5, 4, generator=torch.Generator().manual_seed(microbatch))
-        plain(x)
         layer.forward({"x": x}, microbatch, 0, graph=True, record=True)
-        layer.forward({"x": x}, microbatch, 0, graph=True, record=False)  # a recomputation
+        layer.forward({"x": x}, microbatch, 0, graph=True, record=False)
     layer.statistics.commit(layer.statistics.take())
+    return dict(module.named_buffers())
+
+
+def assert_as_plain(module: nn.Module) -> None:
+    plain = copy.deepcopy(module)
+    for microbatch in range(2):
+        plain(torch.randn(5, 4, generator=torch.Generator().manual_seed(microbatch)))
+    found = buffers_after_two_microbatches(module)
     for name, value in plain.named_buffers():
-        torch.testing.assert_close(dict(module.named_buffers())[name], value, msg=name)
+        torch.testing.assert_close(found[name], value, msg=name)
 
 
-def test_modules_that_run_unequally_often_are_refused() -> None:
-    layer = EngineLayer(0, Layer("block", ShortcutFirst(2)), torch.device("cpu"), "float32", {})
-    with pytest.raises(CapslogError, match=r"ran \[1, 2\] times in one forward"):
-        layer.forward({"x": torch.ones(5, 4)}, 0, 0, graph=True, record=True)
+def test_modules_that_run_in_another_order_than_they_were_made() -> None:
+    """Their statistics were exchanged: training was right, and evaluation found nothing."""
+    assert_as_plain(ShortcutFirst())
+
+
+def test_modules_that_run_unequally_often() -> None:
+    """Were refused, and so was a frozen module beside one that is not."""
+    assert_as_plain(ShortcutFirst(2))
+    module = ShortcutFirst()
+    module.inner.eval()
+    assert_as_plain(module)
+    assert module.inner.num_batches_tracked == 0
+
+
+def test_other_modules_for_another_microbatch_are_refused() -> None:
+    module = ShortcutFirst()
+    layer = EngineLayer(0, Layer("block", module), torch.device("cpu"), "float32", {})
+    layer.forward({"x": torch.ones(5, 4)}, 0, 0, graph=True, record=True)
+    module.times = 2
+    with pytest.raises(CapslogError, match=r"ran \[1, 1\] times in one forward and \[1, 2\] times in another"):
+        layer.forward({"x": torch.ones(5, 4)}, 1, 0, graph=True, record=True)

@@ -12,10 +12,7 @@ from torch import Tensor, nn
 from tests.fitting import models
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.engine.probe import PeakProbe
-from varuna_capslog.fitting.module import _Run, fit
-from varuna_capslog.fitting.search import Fit
-from varuna_capslog.model.chain import Chain
-from varuna_capslog.plans.parts import MemoryInterval
+from varuna_capslog.fitting.module import fit
 
 
 def train(module: nn.Module, x: Tensor, loss: Any, optimizer: torch.optim.Optimizer) -> tuple[Tensor, int]:
@@ -70,15 +67,38 @@ def test_a_loop_within_its_budget_has_the_bits_of_the_plain_loop(name: str) -> N
     assert len(fitted.fits) == 1
 
 
-def test_a_submodule_in_eval_mode_is_refused_where_its_code_was_cut_open() -> None:
+def least_budget(module: nn.Module, x: Any) -> int:
+    """The smallest budget that does."""
+    with pytest.raises(DoesNotFit) as refused:
+        fit(copy.deepcopy(module), x, 10)
+    return int(str(refused.value).partition("smallest budget that does is ")[2].partition(" ")[0])
+
+
+def gradients(module: nn.Module, outputs: Any, loss: Any) -> dict[str, Tensor | None]:
+    module.zero_grad()
+    loss(outputs).backward()
+    return {name: one.grad for name, one in module.named_parameters()}
+
+
+def assert_equal(ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None]) -> None:
+    for name, one in theirs.items():
+        assert (ours[name] is None) == (one is None), name
+        assert one is None or torch.equal(ours[name], one), name
+
+
+def test_a_submodule_that_is_put_into_eval_mode_is_captured_again() -> None:
+    """It was refused where its code had been cut open."""
     module, x = models.skips()
-    chain = Chain.from_module(module, None, (x,), evaluates=False)
-    run = _Run(Fit((), (MemoryInterval(0, 2, "recompute"),), 1, 1, 1, 1.0, 1.0), chain)
-    module.get_submodule("blocks.1.norm").eval()  # called as it is, so that it may have a mode of its own
-    run((x,), {}, module)
-    module.get_submodule("blocks").eval()
-    with pytest.raises(CapslogError, match="module 'blocks' is in eval mode while the model trains"):
-        run((x,), {}, module)
+    plain = copy.deepcopy(module)
+    fitted = fit(module, x, least_budget(module, x), loss=models.skips_loss)
+    for path in ("", "blocks.1.norm", "blocks"):
+        found = []
+        for one, run in ((plain, plain), (module, fitted)):
+            if path:
+                one.get_submodule(path).eval()
+            torch.manual_seed(2)
+            found.append(gradients(one, run(x), models.skips_loss))
+        assert_equal(*found)
 
 
 def test_a_batch_of_another_shape_is_fitted_when_it_comes() -> None:

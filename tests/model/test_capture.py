@@ -314,8 +314,9 @@ def test_no_grad_and_autocast_blocks_keep_their_meaning() -> None:
     x = torch.randn(2, 4)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(chain.run({"x": x})["output"], model(x))
-    with pytest.raises(CapslogError, match="no_grad"):
-        Chain.from_module(model, ["teacher.1"], (torch.randn(2, 4),))
+    cut_inside = Chain.from_module(model, ["teacher.1"], (torch.randn(2, 4),))
+    assert [layer.name for layer in cut_inside.layers] == ["teacher.0", "teacher.1"]
+    assert_same(model, cut_inside, {"x": torch.randn(2, 4)}, training=True)
 
 
 def test_constants_and_plain_tensors_travel_with_their_layer() -> None:
@@ -344,8 +345,12 @@ def test_constants_and_plain_tensors_travel_with_their_layer() -> None:
 
 def test_bad_requests_get_one_sentence() -> None:
     class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
         def forward(self, x: Tensor) -> Tensor:
-            return x if x.sum() > 0 else -x
+            return self.linear(x) if x.sum() > 0 else -x
 
     class Counting(nn.Module):
         def __init__(self) -> None:
@@ -365,8 +370,8 @@ def test_bad_requests_get_one_sentence() -> None:
             return self.last(self.inner(self.first(x)))
 
     example = (torch.randn(2, 4),)
-    with pytest.raises(CapslogError, match=r"'inner' \(Branching\) cannot be captured.*values of a tensor"):
-        Chain.from_module(Holder(Branching()), ["last"], example)
+    with pytest.raises(CapslogError, match=r"cut point 'inner\.linear' lies in 'inner', which runs as a whole .*of a"):
+        Chain.from_module(Holder(Branching()), ["inner.linear"], example)
     with pytest.raises(CapslogError, match=r"'inner' \(Counting\) changes its 'count'"):
         Chain.from_module(Holder(Counting()), ["last"], example)
     plain = Holder(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))

@@ -25,8 +25,10 @@ class Points(Dataset[dict[str, Tensor]]):
         broken: int | None = None,
         longer: int | None = None,
         slow: int | None = None,
+        labelled: int | None = None,
     ) -> None:
         self.count, self.noise, self.broken, self.longer, self.slow = count, noise, broken, longer, slow
+        self.labelled = count if labelled is None else labelled
 
     def __len__(self) -> int:
         return self.count
@@ -39,7 +41,8 @@ class Points(Dataset[dict[str, Tensor]]):
         size = 5 if index == self.longer else 4
         x = torch.arange(size) * (index + 1) / 40
         x += self.noise * (torch.rand(size) + random.random() + float(np.random.rand()))  # noqa: NPY002
-        return {"input": x, "label": torch.tensor(index % 3), "number": torch.tensor(index)}
+        label = index % 3 if index < self.labelled else -100
+        return {"input": x, "label": torch.tensor(label), "number": torch.tensor(index)}
 
 
 def model(dropout: float = 0.1) -> nn.Module:
@@ -61,6 +64,10 @@ class Named(nn.Module):
 def noted_loss(outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """The loss, and as another part the sum of 2 ** number over the samples, which tells who was there."""
     return {"loss": F.cross_entropy(outputs, batch["label"]), "who": (2 ** batch["number"]).sum().float()}
+
+
+def counting_loss(outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Any]:
+    return {"loss": F.cross_entropy(outputs, batch["label"]), "count": (batch["label"] >= 0).sum()}
 
 
 def named_loss(outputs: Any, batch: dict[str, Tensor]) -> Tensor:

@@ -109,6 +109,45 @@ def test_the_losses_are_those_of_a_plain_loop_with_a_data_loader(pool: WorkerPoo
     assert [line["loss"] for line in lines(tmp_path)] == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize("loss", ["cross_entropy", "chunked_cross_entropy", "tests.own_data.samples:counting_loss"])
+def test_labels_that_are_ignored_unevenly_count_for_the_whole_minibatch(
+    pool: WorkerPool, tmp_path: Path, loss: str
+) -> None:
+    """The mean of the microbatches' means was taken: of microbatches with one label as much as of one with all, and a
+    microbatch without any ended the run.
+    """
+    data = {"arguments": {"labelled": 9}, "loss": loss, "val": "tests.own_data.samples:Points"}
+    data["val_arguments"] = {"labelled": 5, "count": 8}
+    model = {"factory": NAME, "arguments": {"dropout": 0.0}}
+    sections = {"model": model, "pipeline": {"replicas": 2}, "train": {"evaluate_every": 0}}
+    given = config(tmp_path, data, **sections)
+    train(pool, given, (0, 3))
+    torch.manual_seed(given.train.seed)
+    plain = samples.model(0.0)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=1e-4)
+    feed = Feed(DatasetWorkload(given).train_data(), 8, 2, given.train.seed, [])
+    order = [[*itertools.chain(*feed.minibatch(step).sample_ids)] for step in range(1, 7)]
+    expected = []
+    for batch in DataLoader(samples.Points(labelled=9), batch_sampler=order):
+        optimizer.zero_grad()
+        found = F.cross_entropy(plain(batch["input"]), batch["label"])
+        found.backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        optimizer.step()
+        expected += [float(found.detach()), float(norm)]
+    told = [line[name] for line in lines(tmp_path) for name in ("loss", "grad_norm")]
+    assert told == pytest.approx(expected, abs=1e-5)
+    assert all(line["parts"] == {} for line in lines(tmp_path))
+    batch = next(iter(DataLoader(samples.Points(8, labelled=5), batch_size=8)))
+    score = files.read_jsonl(tmp_path / "evaluations.jsonl")[-1]["scores"]["val_loss"]
+    assert score == pytest.approx(float(F.cross_entropy(plain(batch["input"]), batch["label"]).detach()), abs=1e-4)
+
+
+def test_a_minibatch_without_any_label_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
+    given = config(tmp_path, {"arguments": {"labelled": 0}, "loss": "cross_entropy"})
+    assert "step 1: none of its targets counts in the loss; nothing was applied" in train(pool, given, (0, 3))["error"]
+
+
 def test_the_scores_are_means_over_the_samples_that_fill_microbatches(whole: Path) -> None:
     checkpoint, _ = latest_checkpoint(whole / "checkpoints")
     assert checkpoint is not None

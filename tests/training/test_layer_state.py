@@ -259,7 +259,7 @@ def test_a_follower_is_its_owner_to_the_last_bit(pool: WorkerPool, layout: Cuts,
         skipped = [step for step, scale in enumerate(result["scales"], 1) if scale == 0.0]
         assert skipped == ([] if options.loss_scale is None else [2])
     keys = {index: found for result in results for index, found in result["keys"].items()}
-    assert [key for key in keys[1] if key.startswith("statistics")] == [f"statistics/{index}/0" for index in range(4)]
+    assert [key for key in keys[1] if key.startswith("statistics")] == [f"statistics/{index}/0/0" for index in range(4)]
     assert not keys[0], "nothing of a frozen layer changes"
     for index in SHARED:
         assert "gradients/head.0.weight" in keys[index], "the total, wherever its leaf lies"

@@ -31,6 +31,7 @@ def plan_front(request: PlanRequest, planner: str, output: Path | None, as_json:
     planner: one of `planners.LAYERWISE` for the front of its budgets; any other for that of cuts alone.
     """
     from varuna_capslog.planners import LAYERWISE
+    from varuna_capslog.profiles.conditions import why_few
 
     profile = request.only_profile()
     count = request.microbatches(profile)
@@ -38,6 +39,7 @@ def plan_front(request: PlanRequest, planner: str, output: Path | None, as_json:
     if request.devices > profile.num_layers:
         raise CapslogError(
             f"{request.devices} devices but only {profile.num_layers} layers; use --joint for more devices"
+            f"{why_few(profile.conditions)}"
         )
     value = {
         "model": profile.model,

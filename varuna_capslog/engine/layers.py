@@ -8,11 +8,14 @@ from the others. That makes every sum of gradients the same for any cut list (en
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from varuna_capslog import accelerator
@@ -23,10 +26,14 @@ from varuna_capslog.engine.halves import WeightHalf, input_half
 from varuna_capslog.engine.host.offload import GradientBox, laid_out
 from varuna_capslog.engine.routes import Gradients
 from varuna_capslog.engine.statistics import RunningStatistics, tracking_modules
+from varuna_capslog.model.capture.python_calls import Whole, WholeModel
 from varuna_capslog.model.chain import Chain, Layer, Value
 from varuna_capslog.model.hollow import replace_parameters
 from varuna_capslog.model.low_weights import low_parameters
+from varuna_capslog.model.python_state import PythonState
+from varuna_capslog.model.random_states import GLOBAL, RandomStates, crafted_draws, seed_generators
 from varuna_capslog.model.trace import autocast_context
+from varuna_capslog.model.training_modes import frozen_parts, put_in_training
 
 __all__ = ["EngineLayer", "LayerGraph", "keep_layout", "persistent_buffers", "seed_layer", "take_layers"]
 
@@ -121,8 +128,7 @@ class EngineLayer:
         masters: name -> the float32 master of a parameter that is trained and kept in 16 bits; the optimizer steps it,
             and the parameter is its rounding. The uses of a shared parameter have one master.
         shared: name inside the layer -> address of the shared parameter, for those that are shared.
-        compiled: what runs in training in the module's place; it always builds a graph, since torch compiles other code
-            for a forward without one. None: the module itself runs.
+        compiled: what runs in training in the module's place. None: the module itself runs.
     """
 
     def __init__(
@@ -141,17 +147,30 @@ class EngineLayer:
         self.shared = dict(shared)
         self.parameters: dict[str, nn.Parameter] = dict(layer.module.named_parameters())
         self.masters: dict[str, nn.Parameter] = dict(masters or {})
+        self._frozen = frozen_parts(layer.module)
+        for part in layer.module.modules():
+            if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse and part.weight.requires_grad:
+                part.weight.register_hook(_dense)
         self.statistics = RunningStatistics(layer.module)
         self.compiled: CompiledForward | None = None
         self._precision = precision
+        self._python = any(isinstance(part, (Whole, WholeModel)) for part in layer.module.modules())
         self._stateless = self._plain = False
+        self._generators: Mapping[str, Any] | None = None
+        """What its Python code draws from, beside torch; None: its first forward in training will show it."""
 
     def reset(self) -> None:
         """Forgets the step it was in: gradients and statistics."""
-        self.layer.module.train()
+        self.train()
         self.statistics.take()
         for parameter in self.parameters.values():
             parameter.grad = None
+
+    def train(self) -> None:
+        """Puts it back into training mode, but for what was in eval mode when it was taken."""
+        self.layer.module.train()
+        for part in self._frozen:
+            part.training = False
 
     def address(self, name: str) -> str:
         """The address of one of its parameters: its own, or that of the shared parameter which it is."""
@@ -175,6 +194,13 @@ class EngineLayer:
         return self.compiled is not None and self.layer.module.training
 
     @property
+    def builds_graph(self) -> bool:
+        """Whether it builds a graph wherever it runs: compiled code is made with one, and Python code that runs as a
+        whole may differentiate in its forward.
+        """
+        return self._python or self.compiles
+
+    @property
     def buffers(self) -> dict[str, Tensor]:
         """Persistent buffers by name inside the layer."""
         return persistent_buffers(self.layer.module, self.parameters)
@@ -185,13 +211,14 @@ class EngineLayer:
         """Runs the layer; returns what it writes.
 
         Args:
-            values: at least the tensors it reads; where `compiles`, with a gradient wherever their specs want one, also
-                without a graph.
+            values: at least the tensors it reads; where it `builds_graph`, with a gradient wherever their specs want
+                one, also without a graph.
             seeds: `seeds.mixed` of (run seed, step, microbatch), for the random numbers.
             graph: keep the autograd graph.
             record: count running statistics (False in a recomputation).
         """
-        accelerator.seed(self.device, mix(self.index, after=seeds))
+        seed = mix(self.index, after=seeds)
+        accelerator.seed(self.device, seed)
         if self._plain and self.compiled is None and torch.is_grad_enabled() is graph:
             return self.layer.run(values)  # what is below, where it would do nothing else
         versions = None
@@ -200,18 +227,48 @@ class EngineLayer:
         if self.statistics:
             self.statistics.begin(microbatch if record else None)
         try:
-            compiles = self.compiles
-            with torch.set_grad_enabled(graph or compiles), autocast_context(self.device.type, self._precision):
-                written = self.layer.run(values, self.compiled if compiles else None)
+            builds = self.builds_graph
+            with (
+                self._drawing(seed, any(isinstance(one, FakeTensor) for one in values.values())),
+                torch.set_grad_enabled(graph or builds),
+                autocast_context(self.device.type, self._precision),
+            ):
+                written = self.layer.run(values, self.compiled if self.compiles else None)
         finally:
             self.statistics.end()
         if self.statistics and record:
             self.statistics.arrange(microbatch)
-        if compiles and not graph:
+        if builds and not graph:
             written = {name: tensor.detach() for name, tensor in written.items()}
         if versions is not None:
             self._check_state(versions)
         return written
+
+    @contextmanager
+    def _drawing(self, seed: int, fake: bool) -> Iterator[None]:
+        """While it is open, what the layer's Python code draws, if it draws at all, follows from the seed.
+
+        Args:
+            fake: the run is an estimate: draws are the highest ones, by which code that leaves something out at random
+                leaves nothing out.
+        """
+        if fake:
+            with crafted_draws(high=True):
+                yield
+            return
+        generators = self._generators
+        if generators is None:
+            own = PythonState(dict(self.layer.module.named_modules()), files=True).generators
+            generators = {**GLOBAL, **own}
+        before = RandomStates(generators)
+        seed_generators(generators, seed)
+        seeded = RandomStates(generators) if self._generators is None else before
+        try:
+            yield
+            if self._generators is None and self.layer.module.training:
+                self._generators = generators if seeded.drawn() else {}
+        finally:
+            before.put_back()
 
     def _check_state(self, versions: Mapping[str, int]) -> None:
         """After the first forward: refuses modules that change buffers while they run (engine rule 1)."""
@@ -222,8 +279,12 @@ class EngineLayer:
                     "statistics may change there, since recomputation would repeat the change: make it an output or "
                     "a parameter"
                 )
-        self._stateless = True
-        self._plain = self._precision == "float32" and not self.statistics
+        self._stateless = self._generators is not None
+        self._plain = self._stateless and self._precision == "float32" and not (self.statistics or self._generators)
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def persistent_buffers(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -239,7 +300,7 @@ def take_layers(
     ready: Mapping[int, EngineLayer] | None = None,
     weights: str = "float32",
 ) -> list[EngineLayer]:
-    """The engine's own layers, of a chain's, on `device`, in training mode.
+    """The engine's own layers, of a chain's, on `device`, in training mode but for what is frozen.
 
     A parameter used by several layers gets one storage on this device and one leaf per using layer.
 
@@ -254,17 +315,16 @@ def take_layers(
         CapslogError: layers share a module that keeps running statistics.
     """
     if ready is None:
+        chain.check_unchanged()
         chain.fill(indices)
     storage: dict[nn.Parameter, Tensor] = {}
     known: _Masters = {}
-    taken = []
+    taken: dict[int, nn.Module] = {}
     for index in indices:
         layer = chain.layers[index]
         shared = chain.shared_names(index)
-        found = None if shared or ready is None else ready.get(index)
-        if found is not None:
-            found.reset()
-            taken.append(found)
+        if not shared and ready is not None and index in ready:
+            ready[index].reset()
             continue
         module = layer.module if ready is None else chain.new_module(index)
         if shared:
@@ -282,10 +342,18 @@ def take_layers(
             module.to(
                 device
             )  # not called for a module that is there: torch would replace the fake tensors of an estimate
-        module.train()
-        masters = _lower(module, weights, known)
-        taken.append(EngineLayer(index, replace(layer, module=module), device, precision, shared, masters))
-    return taken
+        taken[index] = module
+    put_in_training(taken.values(), [layer.module for layer in chain.layers])
+    layers = []
+    for index in indices:
+        if index in taken:
+            layer = replace(chain.layers[index], module=taken[index])
+            masters = _lower(layer.module, weights, known)
+            layers.append(EngineLayer(index, layer, device, precision, chain.shared_names(index), masters))
+        else:
+            assert ready is not None
+            layers.append(ready[index])
+    return layers
 
 
 _Masters = dict[tuple[int, int], tuple[nn.Parameter, Tensor]]

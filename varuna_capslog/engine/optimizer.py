@@ -84,7 +84,8 @@ class StageOptimizer:
             assert tier is not None, "moments wait in a tier"
             self._away = HostMoments(tier, {one: recipe.kept(one) for own in waiting for one in own})
         on_cpu = all(layer.device.type == "cpu" for layer in layers)
-        self._is_plain = on_cpu and recipe.is_plain_adamw
+        is_complex = any(parameter.is_complex() for parameter in self.parameters.values())
+        self._is_plain = on_cpu and recipe.is_plain_adamw and not is_complex
         here = {address: one for address, one in self.values.items() if address not in self._elsewhere}
         self._torch = recipe.build(here, on_cpu)
         self._averages: dict[nn.Parameter, Tensor] = {}

@@ -312,7 +312,7 @@ class PipelineEngine:
         Returns:
             "gradients/<name>": of the whole minibatch, times the loss scale; a shared parameter's is the sum over all
                 its uses.
-            "statistics/<microbatch>/<k>": of the k-th module call, [2, features].
+            "statistics/<microbatch>/<k>/<module>": of the k-th module call, [2, features]; the module's number.
             References: they change with `apply`.
         """
         layer = next(layer for layer in self.layers if layer.index == index)
@@ -323,7 +323,7 @@ class PipelineEngine:
             if gradient is not None:
                 update[f"gradients/{name}"] = gradient
         for microbatch, calls in self._statistics.of(index).items():
-            update |= {f"statistics/{microbatch}/{k}": tensor for k, tensor in enumerate(calls)}
+            update |= {f"statistics/{microbatch}/{k}/{each.module}": each.values for k, each in enumerate(calls)}
         return update
 
     def apply(self, verdict: Verdict) -> float:
@@ -407,7 +407,7 @@ class PipelineEngine:
             raise
         finally:
             for layer in self.layers:
-                layer.layer.module.train()
+                layer.train()
 
 
 def build(parts: EngineParts) -> PipelineEngine:

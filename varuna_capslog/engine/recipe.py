@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError, ConfigError
 from varuna_capslog.base.functions import imported
 from varuna_capslog.engine.learning_rate import LearningRate
-from varuna_capslog.model.trace import a_number
+from varuna_capslog.model.hollow import ReadNumbers
 
 if TYPE_CHECKING:
     from varuna_capslog.config.train import ParameterGroup, Train
@@ -183,18 +182,24 @@ class Recipe:
         Raises:
             ConfigError: its class refuses the arguments, or one of the parameters.
         """
-        shared: dict[tuple[float, float], list[nn.Parameter]] = {}
+        shared: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
         for address, parameter in parameters.items():
-            shared.setdefault(self.settings(address, parameter.dim()), []).append(parameter)
-        shared = shared or {(1.0, self.weight_decay): []}  # torch takes no empty list of groups
+            key = *self.settings(address, parameter.dim()), parameter.is_complex()
+            shared.setdefault(key, []).append(parameter)
+        shared = shared or {(1.0, self.weight_decay, False): []}  # torch takes no empty list of groups
         takes = inspect.signature(self.kind).parameters
         decays = "weight_decay" in takes
         arguments = {"lr": self.rate.base, **self.arguments}
-        if on_cpu and self.optimizer.lower() in _FUSED and not {"fused", "foreach", "differentiable"} & set(arguments):
-            arguments["fused"] = True
+        fuses = on_cpu and self.optimizer.lower() in _FUSED
+        fuses &= not {"fused", "foreach", "differentiable"} & set(arguments)
         groups = [
-            {"params": group, "lr_factor": factor, **({"weight_decay": decay} if decays else {})}
-            for (factor, decay), group in shared.items()
+            {
+                "params": group,
+                "lr_factor": factor,
+                **({"weight_decay": decay} if decays else {}),
+                **({"fused": not is_complex} if fuses else {}),  # the fused kernels know no complex numbers
+            }
+            for (factor, decay, is_complex), group in shared.items()
         ]
         try:
             built: torch.optim.Optimizer = self.kind(groups, **arguments)
@@ -223,7 +228,7 @@ class Recipe:
         else:
             stepped = nn.Parameter(parameter.detach())
             stepped.grad = torch.empty_like(stepped)
-            with _ReadNumbers():
+            with ReadNumbers():
                 built = self.build({"": stepped}, on_cpu=True)
                 built.step()
             found = dict(built.state[stepped])
@@ -302,15 +307,6 @@ class Recipe:
                 parameter.grad = values[name].flip(0) * step
             optimizer.step()
         return [parameter.detach().flatten().tolist() for parameter in parameters.values()]
-
-
-class _ReadNumbers(TorchDispatchMode):
-    """Reading a number out of a fake tensor gives `a_number`."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return a_number(args[0].dtype)
-        return func(*args, **(kwargs or {}))
 
 
 @functools.lru_cache(maxsize=4096)

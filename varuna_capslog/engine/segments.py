@@ -159,7 +159,7 @@ class StageSegment:
                     reads = self._enter(open_graph, read, context, live, call)
                 else:
                     reads = {value.name: live[value] for value in read}
-                if layer.compiles and not graph:
+                if layer.builds_graph and not graph:
                     wants = {value.name: specs[value].requires_grad for value in read}
                     reads = {name: tensor.detach().requires_grad_(wants[name]) for name, tensor in reads.items()}
                 if call is None:

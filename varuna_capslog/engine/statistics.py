@@ -8,7 +8,7 @@ microbatch order.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,20 @@ from varuna_capslog.model.chain import TensorSpec
 if TYPE_CHECKING:
     from varuna_capslog.engine.layers import EngineLayer
 
-__all__ = ["RunningStatistics", "StatisticsBook", "tracking_modules"]
+__all__ = ["BatchStatistics", "RunningStatistics", "StatisticsBook", "tracking_modules"]
 
 _TAG = 3 << 28
+
+
+class BatchStatistics(NamedTuple):
+    """What one call of a module saw.
+
+    module: its number among the layer's. values: mean and variance, [2, features].
+    """
+
+    module: int
+    values: Tensor
+
 
 _Norm = nn.modules.batchnorm._NormBase
 
@@ -40,7 +51,7 @@ def tracking_modules(module: nn.Module) -> Iterator[tuple[str, _Norm]]:
 
 
 class RunningStatistics:
-    """Intercepts the running statistics of one layer's modules.
+    """Intercepts the running statistics of one layer's modules; those that are frozen (in eval mode) have none.
 
     Between `begin(microbatch)` and `end()` the modules write their batch mean and variance aside; with
     `microbatch=None` (recomputation) they are dropped. Memory: two vectors per module and microbatch until `commit`.
@@ -48,10 +59,10 @@ class RunningStatistics:
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = [child for _, child in tracking_modules(module)]
-        self._recording: list[Tensor] | None = None
-        self._seen: dict[int, list[Tensor]] = {}
-        self._places: list[int] = []
-        """Of each call that is recorded, its module's place among the modules, which may run in another order."""
+        self._recording: list[BatchStatistics] | None = None
+        self._seen: dict[int, list[BatchStatistics]] = {}
+        self._calls: tuple[int, ...] | None = None
+        """The modules that a forward calls, as `arrange` orders them; None before the first one."""
         for child in self._modules:
             child.register_forward_pre_hook(self._divert)
             child.register_forward_hook(self._record, always_call=True)
@@ -65,7 +76,6 @@ class RunningStatistics:
         """From now on forwards belong to `microbatch` (None: a recomputation, whose statistics are dropped)."""
         self._active = True
         self._recording = None if microbatch is None else self._seen.setdefault(microbatch, [])
-        self._places.clear()
 
     def end(self) -> None:
         """Forwards are no longer part of a step."""
@@ -93,45 +103,48 @@ class RunningStatistics:
         assert module.running_mean is not None
         assert module.running_var is not None
         if self._recording is not None:
-            self._recording.append(torch.stack([module.running_mean, module.running_var]))
-            self._places.append(next(place for place, one in enumerate(self._modules) if one is module))
+            number = next(number for number, one in enumerate(self._modules) if one is module)
+            self._recording.append(BatchStatistics(number, torch.stack([module.running_mean, module.running_var])))
         module.running_mean, module.running_var, module.num_batches_tracked, module.momentum = kept
 
     def arrange(self, microbatch: int) -> None:
-        """After its forward: brings what was recorded into the modules' order, which `commit` goes by.
+        """After its forward: brings what was recorded into the order of the modules, those that were called again
+        behind all others: the same one for all holders of the layer.
 
         Raises:
-            CapslogError: one module ran more often than another.
+            CapslogError: the layer calls other modules than it did for an earlier microbatch.
         """
-        rounds = [self._places[:call].count(place) for call, place in enumerate(self._places)]
-        calls = sorted(range(len(rounds)), key=lambda call: (rounds[call], self._places[call]))
-        if [self._places[call] for call in calls] != [*range(len(self._modules))] * (max(rounds, default=-1) + 1):
-            counts = [self._places.count(place) for place in range(len(self._modules))]
+        seen = self._seen[microbatch]
+        again = [[one.module for one in seen[:call]].count(each.module) for call, each in enumerate(seen)]
+        seen[:] = [seen[call] for call in sorted(range(len(seen)), key=lambda call: (again[call], seen[call].module))]
+        calls = tuple(each.module for each in seen)
+        if self._calls is None:
+            self._calls = calls
+        if calls != self._calls:
+            counts = [[row.count(number) for number in range(len(self._modules))] for row in (self._calls, calls)]
             raise CapslogError(
-                f"the normalisations of one layer ran {counts} times in one forward; running statistics need each of "
-                "them as often as the others: cut the layer between them, or use GroupNorm"
+                f"the normalisations of one layer ran {counts[0]} times in one forward and {counts[1]} times in "
+                "another; running statistics need equal calls for every microbatch: use GroupNorm"
             )
-        self._seen[microbatch] = [self._seen[microbatch][call] for call in calls]
 
     def of(self, microbatch: int) -> Sequence[Tensor]:
         """Those of one microbatch of this step so far."""
-        return self._seen.get(microbatch, ())
+        return [each.values for each in self._seen.get(microbatch, ())]
 
-    def take(self) -> dict[int, list[Tensor]]:
-        """The statistics of this step, [2, features] per module call, by microbatch; forgets them."""
+    def take(self) -> dict[int, list[BatchStatistics]]:
+        """The statistics of this step by microbatch; forgets them."""
         seen, self._seen = self._seen, {}
         return seen
 
-    def commit(self, statistics: dict[int, list[Tensor]]) -> None:
+    def commit(self, statistics: Mapping[int, Sequence[BatchStatistics]]) -> None:
         """Folds statistics into the running buffers in microbatch order, as one process would have.
 
         Args:
             statistics: of all microbatches of the step, also those that other replicas computed.
         """
         for microbatch in sorted(statistics):
-            for position, (mean, variance) in enumerate(statistics[microbatch]):
-                # a module called several times in one forward appears several times, in the same order everywhere
-                module = self._modules[position % len(self._modules)]
+            for number, (mean, variance) in statistics[microbatch]:
+                module = self._modules[number]
                 assert module.running_mean is not None
                 assert module.running_var is not None
                 if module.num_batches_tracked is not None:
@@ -162,7 +175,7 @@ class StatisticsBook:
             }
             for index in self._layers
         }
-        self._found: dict[int, dict[int, list[Tensor]]] = {}
+        self._found: dict[int, dict[int, list[BatchStatistics]]] = {}
 
     def collect(self) -> None:
         """Takes the statistics of all microbatches of the step from the layers and from their other holders."""
@@ -170,8 +183,8 @@ class StatisticsBook:
             found, others = layer.statistics.take(), self._others[index]
             self._found[index] = found | self._ask(index, found, others) if others else found
 
-    def of(self, index: int) -> Mapping[int, list[Tensor]]:
-        """After `collect`: a layer's statistics by microbatch, [2, features] per module call; empty without any."""
+    def of(self, index: int) -> Mapping[int, list[BatchStatistics]]:
+        """After `collect`: a layer's statistics by microbatch; empty without any."""
         return self._found.get(index, {})
 
     def commit(self) -> None:
@@ -185,13 +198,13 @@ class StatisticsBook:
         self._found = {}
 
     def _ask(
-        self, index: int, mine: Mapping[int, list[Tensor]], others: Mapping[int, Sequence[int]]
-    ) -> dict[int, list[Tensor]]:
+        self, index: int, mine: Mapping[int, list[BatchStatistics]], others: Mapping[int, Sequence[int]]
+    ) -> dict[int, list[BatchStatistics]]:
         """The statistics that the other holders of a layer have, by microbatch."""
         order = sorted(mine)
-        shapes = [tensor.shape for tensor in mine[order[0]]]
-        sizes = [shape.numel() for shape in shapes]
-        flat = torch.cat([tensor.reshape(-1) for microbatch in order for tensor in mine[microbatch]])
+        calls = mine[order[0]]
+        sizes = [each.values.numel() for each in calls]
+        flat = torch.cat([each.values.reshape(-1) for microbatch in order for each in mine[microbatch]])
         wanted = {peer: TensorSpec((sum(sizes) * len(theirs),), flat.dtype) for peer, theirs in others.items()}
         found = {}
         for peer, values in self._communicator.exchange(
@@ -199,5 +212,7 @@ class StatisticsBook:
         ).items():
             pieces = iter(values.split(sizes * len(others[peer])))
             for microbatch in others[peer]:
-                found[microbatch] = [next(pieces).reshape(shape) for shape in shapes]
+                found[microbatch] = [
+                    BatchStatistics(each.module, next(pieces).reshape(each.values.shape)) for each in calls
+                ]
         return found

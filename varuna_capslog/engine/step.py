@@ -22,9 +22,19 @@ from varuna_capslog.engine.loss_scale import LossScale
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.stage import Stage
 from varuna_capslog.model.chain import Chain
-from varuna_capslog.model.workload import Minibatch
+from varuna_capslog.model.workload import COUNTED, Minibatch
 
-__all__ = ["NO_REPORT", "Poll", "RankReport", "Verdict", "check_minibatch", "data_failure", "train_step"]
+__all__ = [
+    "NO_REPORT",
+    "Poll",
+    "RankReport",
+    "Verdict",
+    "check_minibatch",
+    "data_failure",
+    "no_targets",
+    "take_weight",
+    "train_step",
+]
 
 
 @dataclass(frozen=True)
@@ -54,8 +64,8 @@ class Verdict:
         parts: the loss and its parts, of the whole minibatch.
         grad_norm: global norm of the gradients, before clipping and without the loss scale; infinite where the step is
             skipped.
-        scale: what the update multiplies the gradients with, for clipping and against the loss scale; 0: the step is
-            skipped, since its gradients overflowed.
+        scale: what the update multiplies the gradients with, for clipping, against the loss scale, and where
+            `workload.COUNTED` targets are unequal; 0: the step is skipped, since its gradients overflowed.
         finite: whether loss and gradients are finite.
         refusal: why the step must not be applied; None for one that may. Where the loss itself refused outputs, its
             words are known on the ranks of the last stage only.
@@ -198,8 +208,12 @@ class Poll:
         total = _fold(losses)
         squared = _fold(norms.unsqueeze(1))[0]
         finite = all(math.isfinite(value) for value in (squared, *total))
-        norm, largest = math.sqrt(squared) / (1.0 if scaled is None else scaled.scale), self._options.clip_norm
-        scale = min(1.0, largest / (norm + 1e-6)) if largest > 0 else 1.0
+        parts = dict(zip(names, total, strict=True))
+        counted = take_weight(parts, count)
+        weight = counted or 1.0
+        parts = {name: part / weight for name, part in parts.items()}
+        norm, largest = math.sqrt(squared) / weight / (1.0 if scaled is None else scaled.scale), self._options.clip_norm
+        scale = (min(1.0, largest / (norm + 1e-6)) if largest > 0 else 1.0) / weight
         if scaled is not None:
             scale /= scaled.scale
         refusal = None
@@ -210,8 +224,9 @@ class Poll:
                 refusal = _refusal(step, names, losses, norms, minibatch, refusals, self._chain, scaled)
             else:
                 norm, scale = math.inf, 0.0
+        if counted == 0:
+            refusal = refusal or no_targets(step)
         ballots = tuple(self._communicator.gather(ballot)) if any(given.tolist()) else ()
-        parts = dict(zip(names, total, strict=True))
         seconds = {"waited_seconds": tuple(waited.tolist()), "busy_seconds": tuple(busy.tolist())}
         factor = None if scaled is None else scaled.scale
         return Verdict(
@@ -226,6 +241,18 @@ class Poll:
             mine = mine or next((list(values) for values in parts), None)
             self.part_names = next(names for names in self._communicator.gather(mine) if names is not None)
         return self.part_names
+
+
+def take_weight(parts: dict[str, float], count: int) -> float:
+    """Takes `COUNTED` out of the parts of a minibatch's loss; returns the mean weight of its `count` microbatches, by
+    which gradients and parts are divided: it makes of the sum of weighted means the mean over all targets.
+    """
+    return parts.pop(COUNTED, float(count)) / count
+
+
+def no_targets(step: int) -> str:
+    """Why a step of weight 0 is refused."""
+    return f"step {step}: none of its targets counts in the loss; nothing was applied"
 
 
 def _fold(rows: Tensor) -> list[float]:

@@ -11,15 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import parse_bytes, parse_rate
 from varuna_capslog.fitting.search import Fit, Loop, StepSearch
 from varuna_capslog.fitting.segments import SegmentedChain
-from varuna_capslog.model.capture import captured_result
+from varuna_capslog.model.capture import LEFT, capture_layers, captured_result, leave_behind, open_state
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
+from varuna_capslog.model.hollow import NeedsValues
+from varuna_capslog.model.python_state import PythonState
+from varuna_capslog.model.training_modes import in_training
 
 __all__ = ["FittedModule", "fit"]
 
@@ -103,9 +106,9 @@ class FittedModule(nn.Module):
         return [run.fit for run in self._runs.values()]
 
     def train(self, mode: bool = True) -> FittedModule:
-        """As of any module."""
-        super().train(mode)
-        self._model[0].training = mode
+        """As of the module itself, whose own `train` may leave parts in eval mode."""
+        self._model[0].train(mode)
+        self.training = mode
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,30 +116,54 @@ class FittedModule(nn.Module):
         model = self._model[0]
         if not (self.training and torch.is_grad_enabled()):
             return model(*args, **kwargs)
-        run = self.fit_for(args, kwargs)
-        return model(*args, **kwargs) if run.chain is None else run(args, kwargs, model)
+        return self.fit_for(args, kwargs)(args, kwargs, model)
 
     def fit_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
-        """How calls with such arguments are run; raises as `fit`."""
+        """How calls with such arguments are run; raises as `fit`. Where the module has other attributes or submodules
+        than when such a call was captured, it is captured again.
+        """
         model = self._model[0]
         key = _key(_bound(model, args, kwargs))
-        if key not in self._runs:
-            self._runs[key] = _Run.of(model, args, kwargs, (self._budget, self._loss, self._cut_points, self._loop))
-        return self._runs[key]
+        run = self._runs.get(key)
+        if run is None or run.changed:
+            how = self._budget, self._loss, self._cut_points, self._loop
+            self._runs[key] = run = _Run.of(model, args, kwargs, how, run)
+        return run
 
 
 class _Run:
-    """Calls with arguments of certain shapes. segments: None where everything is kept."""
+    """Calls with arguments of certain shapes.
 
-    def __init__(self, fit: Fit, chain: Chain | None) -> None:
-        self.fit, self.chain = fit, chain
-        if chain is None:
-            return
-        self._segments = SegmentedChain(chain, fit.intervals, len(chain))
-        self._called = {id(part) for layer in chain.layers for part in layer.module.modules()}
+    Args:
+        fit: how they are run; nothing but the module itself where it has no intervals.
+        chain: of the module.
+        state: of those of its modules whose code the chain does not run.
+    """
+
+    def __init__(self, fit: Fit, chain: Chain, state: PythonState) -> None:
+        self.fit, self.chain, self._state = fit, chain, state
+        self._segments = SegmentedChain(chain, fit.intervals, len(chain)) if fit.intervals else None
+
+    @property
+    def runs_itself(self) -> bool:
+        """Whether the module itself is called."""
+        return self._segments is None
+
+    @property
+    def changed(self) -> bool:
+        """Whether the module has other attributes than when it was captured."""
+        return not self.runs_itself and bool(self._state.changes())
 
     @classmethod
-    def of(cls, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], how: tuple[Any, ...]) -> _Run:
+    def of(
+        cls, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], how: tuple[Any, ...], known: _Run | None
+    ) -> _Run:
+        """Captures the module, and chooses the intervals.
+
+        Args:
+            known: how such calls were run until some attribute changed; where the same layers are captured, its
+                intervals are taken.
+        """
         budget, loss, cut_points, loop = how
         bound = _bound(model, args, kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves(bound) if isinstance(leaf, Tensor)]
@@ -146,26 +173,42 @@ class _Run:
         if len(devices) != 1:
             where = ", ".join(sorted(map(str, devices)))
             raise CapslogError(f"the module and the sample are on {where}; move both to the device that trains")
-        chain = Chain.from_module(model, cut_points, bound, evaluates=False)
+        with in_training(model):
+            captured = capture_layers(model, cut_points, bound, evaluates=False, compares=known is None, keeps=True)
+        chain = Chain(*captured, type(model).__name__)
+        state = open_state(model, chain.layers, modes=True)
+        if known is not None and _structure(known.chain) == _structure(chain):
+            return cls(known.fit, chain, state)
         specs = {name: TensorSpec.of(tensor.detach()) for name, tensor in zip(chain.inputs, tensors, strict=True)}
         differentiated = _differentiated(chain, loss)
         searched = Chain([*chain.layers, _leaving(chain)], chain.inputs, chain.outputs, chain.name)
-        search = StepSearch(searched, specs, differentiated, devices.pop(), loop)
-        found = search.fit(budget)
-        return cls(found, chain if found.intervals else None)
+        try:
+            search = StepSearch(searched, specs, differentiated, devices.pop(), loop)
+        except NeedsValues as error:
+            raise CapslogError(
+                f"{type(model).__name__} cannot be fitted to a budget: {error.what} cannot run on tensors without "
+                f"values ({error.why}), so that nobody knows its bytes; give it fixed sizes, or train it as it is"
+            ) from error
+        return cls(search.fit(budget), chain, state)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module) -> Any:
         """What the model returns."""
-        assert self.chain is not None
-        for name, part in model.named_modules():
-            if not part.training and id(part) not in self._called:
-                raise CapslogError(
-                    f"module {name!r} is in eval mode while the model trains, but its code was captured in training "
-                    "mode; put it in training mode, or name its submodules among the cut_points of fit"
-                )
+        if self._segments is None:
+            return model(*args, **kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves(_bound(model, args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = self._segments.run(dict(zip(self.chain.inputs, tensors, strict=True)))
+        leave_behind(self.chain.layers, outputs)
         return captured_result(self.chain.layers, outputs)
+
+
+def _structure(chain: Chain) -> object:
+    """Equal for chains whose layers run the same operators, with whatever numbers."""
+    return [
+        (layer.name, layer.reads, layer.writes, [(node.op, str(node.target)) for node in layer.module.graph.nodes])
+        if isinstance(layer.module, fx.GraphModule)
+        else layer.name
+        for layer in chain.layers
+    ]
 
 
 class _Leaving(nn.Module):
@@ -189,7 +232,8 @@ def _differentiated(chain: Chain, loss: Callable[[Any], Tensor] | None) -> Calla
             return loss(captured_result(chain.layers, outputs))
         if "loss" in outputs:
             return outputs["loss"]
-        found = [one.float().sum() for one in outputs.values() if one.is_floating_point() and one.requires_grad]
+        own = [one for name, one in outputs.items() if not name.startswith(LEFT)]
+        found = [one.float().sum() for one in own if one.is_floating_point() and one.requires_grad]
         if not found:
             raise CapslogError(f"{chain.name}: none of its outputs carries a gradient, so there is nothing to train")
         return torch.stack(found).sum() if len(found) > 1 else found[0]
@@ -204,11 +248,11 @@ def _bound(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     signature = inspect.signature(model.forward)
     kinds = {one.kind for one in signature.parameters.values()}
     if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY}:
-        if kwargs:
+        if args and kwargs:
             raise CapslogError(
-                f"{type(model).__name__}.forward takes arguments without names, so its sample must be a tuple"
+                f"{type(model).__name__}.forward takes arguments without names; give all in order or all by name"
             )
-        return args
+        return args or kwargs
     try:
         found = signature.bind(*args, **kwargs).arguments
     except TypeError as error:

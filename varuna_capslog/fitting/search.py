@@ -23,6 +23,7 @@ from varuna_capslog.fitting.segments import SegmentedChain
 from varuna_capslog.memory.inflight import RANKS
 from varuna_capslog.memory.range_bytes import RangeBytes
 from varuna_capslog.model.chain import Chain, TensorSpec
+from varuna_capslog.model.random_states import crafted_draws
 from varuna_capslog.model.trace import autocast_context
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.planners.intervals import Handling, IntervalFronts, stage_bytes
@@ -193,7 +194,7 @@ class StepSearch:
     def _rehearsed(self, intervals: tuple[MemoryInterval, ...]) -> int:
         conditions = self._estimator.conditions
         quirks, mode = Quirks(conditions.device, conditions.gpu), FakeTensorMode(allow_non_fake_inputs=True)
-        with torch.random.fork_rng(devices=[]), mode, quirks.dispatch():
+        with torch.random.fork_rng(devices=[]), crafted_draws(high=True), mode, quirks.dispatch():
             chain = with_real_layers(self._estimator.chain, range(self._end + 1))
             parameters = list(chain.named_parameters().values())
             moments = [

@@ -1,9 +1,10 @@
 """A captured chain that runs in one autograd graph, each range of its layers treated as its memory interval says.
 
-`torch.utils.checkpoint` (without reentrance) runs a range again, with its random numbers replayed; hooks of autograd's
-saved tensors take what is offloaded to the host and bring it back. Values, gradients and the order in which gradients
-are added are those of the chain without intervals. Only the running statistics of batch norms need care: a range that
-runs again must not count its batch twice.
+`torch.utils.checkpoint` (without reentrance) runs a range again, with torch's random numbers replayed; hooks of
+autograd's saved tensors take what is offloaded to the host and bring it back. Values, gradients and the order in which
+gradients are added are those of the chain without intervals. What a range that runs again must not do twice is undone
+here: to count its batch in the running statistics of batch norms, to draw from Python's and numpy's generators, and to
+change attributes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from varuna_capslog import accelerator
+from varuna_capslog.model.capture import runs_python
 from varuna_capslog.model.chain import Chain
+from varuna_capslog.model.python_state import PythonState
+from varuna_capslog.model.random_states import GLOBAL, RandomStates
 from varuna_capslog.plans.parts import MemoryInterval, pieces_of
 
 __all__ = ["SegmentedChain"]
@@ -48,7 +52,7 @@ class SegmentedChain:
     """
 
     def __init__(self, chain: Chain, intervals: Sequence[MemoryInterval], end: int) -> None:
-        self._chain, self.end = chain, end
+        self._chain, self.end, self._python = chain, end, runs_python(chain.layers)
         self._parts = [self._part(piece) for piece in pieces_of(0, end, intervals)]
 
     def _part(self, piece: MemoryInterval) -> _Span:
@@ -88,7 +92,8 @@ class SegmentedChain:
         with away:
             if not part.piece.recomputes:
                 return layers(*_taken(tensors))
-            contexts = lambda: (contextlib.nullcontext(), _uncounted(modules))  # noqa: E731
+            again = _Again(modules) if self._python else None
+            contexts = lambda: (contextlib.nullcontext(), _uncounted(modules, again))  # noqa: E731
             found: tuple[Tensor, ...] = checkpoint(layers, *_taken(tensors), use_reentrant=False, context_fn=contexts)
             return found
 
@@ -101,8 +106,28 @@ def _taken(tensors: list[Tensor]) -> Iterator[Tensor]:
         yield taken.pop(0)
 
 
+class _Again:
+    """What the Python code of modules draws from and changes, before it runs for the first time."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._parts = {f"{at}.{name}": part for at, one in enumerate(modules) for name, part in one.named_modules()}
+        self._generators = {**GLOBAL, **PythonState(self._parts, files=True).generators}
+        self._before = RandomStates(self._generators)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """While it is open, the code draws the same numbers again; what it has drawn and changed then is undone."""
+        now, state = RandomStates(self._generators), PythonState(self._parts, files=True)
+        self._before.put_back()
+        try:
+            yield
+        finally:
+            state.put_back()
+            now.put_back()
+
+
 @contextlib.contextmanager
-def _uncounted(modules: Sequence[nn.Module]) -> Iterator[None]:
+def _uncounted(modules: Sequence[nn.Module], again: _Again | None) -> Iterator[None]:
     """While it is open, batch norms write their running statistics into copies, which are dropped at its end."""
     norms = [
         part
@@ -114,7 +139,8 @@ def _uncounted(modules: Sequence[nn.Module]) -> Iterator[None]:
     for part in norms:
         part._buffers.update({name: None if one is None else one.clone() for name, one in part._buffers.items()})
     try:
-        yield
+        with again.open() if again is not None else contextlib.nullcontext():
+            yield
     finally:
         for part, buffers in zip(norms, kept, strict=True):
             part._buffers.update(buffers)

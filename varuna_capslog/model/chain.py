@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.capture import Kept, OneOf, capture_layers
+from varuna_capslog.model.capture import Kept, OneOf, Varying, capture_layers, open_state
+from varuna_capslog.model.capture.runtime import OfTheModel
 from varuna_capslog.model.factories import Factories, LayerFactory
-from varuna_capslog.model.hollow import hollow_parameter, replace_parameters
+from varuna_capslog.model.hollow import hollow_parameter, kept_tensors, replace_parameters
 from varuna_capslog.model.layer import Layer
 
 __all__ = ["Chain", "Layer", "LayerFactory", "TensorSpec", "TiedParameter", "Value"]
@@ -140,6 +141,7 @@ class Chain:
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
         self.name = name
+        self._captured = OfTheModel()
         if not self.layers:
             raise CapslogError("a chain needs at least one layer, got none")
         known, names = set(self.inputs), set()
@@ -165,16 +167,39 @@ class Chain:
         cls,
         model: nn.Module,
         cut_points: Sequence[str] | None,
-        example_inputs: Mapping[str, Any] | Sequence[Any] | OneOf | None = None,
+        example_inputs: Mapping[str, Any] | Sequence[Any] | Tensor | Varying | OneOf | None = None,
         *,
         outputs: Sequence[str] | None = None,
         name: str | None = None,
         evaluates: bool = True,
         kept: Kept | None = None,
+        compares: bool = True,
     ) -> Chain:
         """A chain of an ordinary module, without edits to it; see `varuna_capslog.model.capture.capture_layers`."""
-        captured = capture_layers(model, cut_points, example_inputs, outputs, evaluates, kept)
-        return cls(*captured, name or type(model).__name__)
+        captured = capture_layers(model, cut_points, example_inputs, outputs, evaluates, kept, compares)
+        chain = cls(*captured, name or type(model).__name__)
+        chain._captured = OfTheModel(open_state(model, chain.layers, modes=False))
+        return chain
+
+    @property
+    def kept_whole(self) -> list[str]:
+        """Which parts of a captured model run as a whole, or layers are one, and why: one sentence each."""
+        told = getattr(self.layers[-1].module, "meta", {})
+        whole = told.get("whole", {}).items()
+        return [f"{path or 'the model'} runs as a whole, as Python: {why}" for path, why in whole] + [
+            *told.get("joined", [])
+        ]
+
+    def check_unchanged(self) -> None:
+        """Raises CapslogError where the model that was captured has other attributes or submodules now, which its
+        layers do not know.
+        """
+        state = self._captured.value
+        for change in [] if state is None else state.changes():
+            raise CapslogError(
+                f"{change} of the model was changed after the model was captured (from {change.before!r:.80} to "
+                f"{change.after!r:.80}), which its layers do not know; capture the model again"
+            )
 
     @classmethod
     def from_factories(
@@ -333,6 +358,7 @@ class Chain:
 
         A parameter that several layers share stays one. Buffers stay: some are no part of a layer's state.
         """
+        self._captured = OfTheModel()  # it knows parameters of the model
         alive = set(kept)
         freed = {
             one: hollow_parameter(one) for one in self.named_parameters().values() if not (one in alive or one.is_meta)
@@ -351,7 +377,7 @@ class Chain:
         if self.factories is not None:
             return self.factories.build(index)
         module = self.layers[index].module
-        empty = {
+        empty = kept_tensors([module]) | {
             id(one): nn.Parameter(torch.empty_like(one, device="cpu"), requires_grad=one.requires_grad)
             for one in module.parameters()
             if one.is_meta
@@ -377,6 +403,7 @@ class Chain:
             inputs: the tensors named by `self.inputs`.
             after_layer: called with each layer's index when it is done (progress, seeding).
         """
+        self.check_unchanged()
         self.fill()
         values = {name: inputs[name] for name in self.inputs}
         for index, layer in enumerate(self.layers):
@@ -404,6 +431,7 @@ class Chain:
 
     def check_cuts(self, cuts: Sequence[int]) -> None:
         """Raises CapslogError unless `cuts` (first layer of each stage, beginning with 0) fits this chain."""
+        why = f" ({'; '.join(self.kept_whole)})" if self.kept_whole else ""
         fields.within(
-            f"these cuts do not split a chain of {len(self)} layers", lambda: fields.cut_list(cuts, len(self))
+            f"these cuts do not split a chain of {len(self)} layers{why}", lambda: fields.cut_list(cuts, len(self))
         )

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.chain import Chain
@@ -64,14 +65,14 @@ def workload_of_model(
 
 
 def _batch_of(example: Any) -> int:
-    """The first size of the first tensor. Raises CapslogError where there is none."""
+    """The first size of the first tensor, in dicts and lists too. Raises CapslogError where there is none."""
     values = list(example.values()) if isinstance(example, Mapping) else example
     if not isinstance(values, (list, tuple)):
         raise CapslogError(
             f"the sample is {'missing' if example is None else f'a {type(example).__name__}'}; give a tensor, a tuple "
             f"or a dict of tensors, batch first, or text: {INPUT_GRAMMAR}"
         )
-    first = next((value for value in values if isinstance(value, Tensor)), None)
+    first = next((leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)), None)
     if first is None or first.dim() == 0 or 0 in first.shape:
         raise CapslogError(
             "the sample holds no tensor whose first size is a batch; give the model's inputs, batch first"

@@ -14,11 +14,27 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from varuna_capslog.base.errors import CapslogError
 
-__all__ = ["Stripped", "built_hollow", "hollow_copy", "hollow_parameter", "on_host", "replace_parameters"]
+__all__ = [
+    "VALUE_ERRORS",
+    "NeedsValues",
+    "ReadNumbers",
+    "Stripped",
+    "a_number",
+    "attribute_tensors",
+    "built_hollow",
+    "hollow_copy",
+    "hollow_parameter",
+    "kept_tensors",
+    "on_host",
+    "replace_parameters",
+]
 
 _Built = TypeVar("_Built")
 Stripped = dict[int, tuple["weakref.ref[nn.Parameter]", nn.Parameter]]
@@ -122,7 +138,27 @@ def _hollow_memo(modules: Sequence[nn.Module], stripped: Stripped) -> dict[int, 
             memo[id(parameter)] = _on_meta(parameter, stripped)
         for buffer in module.buffers():
             memo[id(buffer)] = torch.zeros_like(buffer, device="cpu") if buffer.is_meta else buffer
-    return memo
+    return kept_tensors(modules) | memo
+
+
+def kept_tensors(modules: Iterable[nn.Module]) -> dict[int, object]:
+    """What a deep copy puts in place of the tensors that modules keep as attributes, where torch cannot copy them: the
+    values of one with a gradient, such as the weight that `weight_norm` computes, and one without memory itself.
+    """
+    return {id(one): one.detach() for one in attribute_tensors(modules) if one.is_meta or not one.is_leaf}
+
+
+def attribute_tensors(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """The tensors that modules keep as plain attributes, also in lists, tuples and dicts."""
+    for module in modules:
+        for part in module.modules():
+            own = {name: value for name, value in vars(part).items() if name not in _TABLES}
+            for leaf in pytree.tree_leaves(own):
+                if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
+                    yield leaf
+
+
+_TABLES = ("_parameters", "_buffers", "_modules")
 
 
 @contextmanager
@@ -160,3 +196,41 @@ def _on_meta(parameter: nn.Parameter, stripped: Stripped) -> nn.Parameter:
         hollow = hollow_parameter(parameter)
         known = stripped[id(parameter)] = (weakref.ref(parameter), hollow)
     return known[1]
+
+
+class ReadNumbers(TorchDispatchMode):
+    """While it is open, reading a number out of a fake tensor gives `a_number`."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return a_number(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
+"""What fake tensors raise where values decide something."""
+
+
+class NeedsValues(CapslogError):
+    """Something that cannot run on tensors without values, which profiles and plans are made on.
+
+    Args:
+        what: that is.
+        why: in torch's words.
+    """
+
+    def __init__(self, what: str, why: object) -> None:
+        super().__init__(
+            f"{what} cannot run on tensors without values ({why}), which plans and profiles are made on; give it fixed "
+            "sizes, or set pipeline.cuts and no pipeline.capacity, with which a run needs no profile"
+        )
+        self.what, self.why = what, why
+
+
+def a_number(dtype: torch.dtype) -> bool | int | float:
+    """What reading a number out of a fake tensor gives: True, 1 or 1.5, by which an optimizer of torch can divide, and
+    by whose difference from 1, too.
+    """
+    if dtype == torch.bool:
+        return True
+    return 1.5 if dtype.is_floating_point else 1

@@ -20,12 +20,14 @@ from typing import Any
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.functions import call_function
 from varuna_capslog.config.reading import Config, section
 from varuna_capslog.config.settings import Section
 from varuna_capslog.model.capture import FixedSize, Kept, OneOf, Varying
+from varuna_capslog.model.capture.leaves import input_tensors
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.input_spec import INPUT_GRAMMAR, SEED, InputSpec, parse_input
 from varuna_capslog.model.state_file import read_state_file
@@ -214,7 +216,13 @@ class ModelWorkload(Workload):
     def _from_module(self, model: nn.Module, evaluates: bool) -> Chain:
         """One capture for all sizes where torch can leave those open that change, else one for each of them."""
         capture = functools.partial(
-            Chain.from_module, model, self._settings.cut_points, name=self.name, evaluates=evaluates, kept=self._kept
+            Chain.from_module,
+            model,
+            self._settings.cut_points,
+            name=self.name,
+            evaluates=evaluates,
+            kept=self._kept,
+            compares=self._kept is not None and self._kept.writes,
         )
         fixed: FixedSize | None = None
         if not any(spec.choices for spec in self._specs):
@@ -236,9 +244,12 @@ class ModelWorkload(Workload):
 
     def _examples(self, part: float, varying: bool = False) -> dict[str, Any]:
         """Example inputs with the sizes that change at a part of their ranges, or varying."""
-        made = {spec.name: spec.make(self._shape(spec, self._size, part), 0) for spec in self._specs}
+        made: dict[str, Any] = {spec.name: spec.make(self._shape(spec, self._size, part), 0) for spec in self._specs}
         least = {spec.name: tuple(spec.least) for spec in self._specs if spec.least and varying}
-        return {**made, **{name: Varying(made[name], open_) for name, open_ in least.items()}, **self._constants}
+        made |= {name: Varying(made[name], open_) for name, open_ in least.items()}
+        nested = {name: _with_tensors(name, value, made) for name, value in self._constants.items()}
+        inside = {one for name, value in nested.items() for one in input_tensors(name, value)}
+        return {name: tensor for name, tensor in made.items() if name not in inside} | nested
 
     def _bucket_parts(self) -> list[float]:
         """Where the made-up data stands in the ranges of the sizes that change, rising."""
@@ -335,14 +346,14 @@ class ModelWorkload(Workload):
         return parts[zlib.crc32(f"{SEED} {samples[0]}".encode()) % len(parts)]
 
     def _has_batch(self, spec: InputSpec) -> bool:
-        return spec.shape[0] == self._specs[0].shape[0]
+        return spec.shape[:1] == self._specs[0].shape[:1] != ()
 
     def _shape(self, spec: InputSpec, size: int, part: float = 1.0) -> tuple[int, ...]:
         shape = spec.sized(part)
         return (size, *shape[1:]) if self._has_batch(spec) else shape
 
     def take_example(self, model: nn.Module | Chain, example: Any) -> None:
-        """Takes the shapes of example inputs, unless specs said them, and what of them is no tensor.
+        """Takes the shapes of example inputs, unless specs said them, and what of them is no tensor or holds some.
 
         Raises:
             CapslogError: neither says a shape; more inputs than the model has.
@@ -359,9 +370,9 @@ class ModelWorkload(Workload):
             self._constants = {name: value for name, value in example.items() if not isinstance(value, Tensor)}
             if not self._specs:
                 self._specs = tuple(
-                    InputSpec(name, value.dtype, tuple(value.shape), high=_above(value))
+                    InputSpec(place, tensor.dtype, tuple(tensor.shape), high=_above(tensor))
                     for name, value in example.items()
-                    if isinstance(value, Tensor)
+                    for place, tensor in input_tensors(name, value).items()
                 )
         if not self._specs:
             raise CapslogError(
@@ -374,7 +385,8 @@ class ModelWorkload(Workload):
         kinds = {one.kind for one in parameters.values()}
         if isinstance(model, nn.Sequential) or inspect.Parameter.VAR_POSITIONAL in kinds:
             return
-        given = {*(spec.name for spec in self._specs), *self._constants}
+        nested = {place for name, value in self._constants.items() for place in input_tensors(name, value)}
+        given = {spec.name for spec in self._specs} - nested | {*self._constants}
         named = [name for name, one in parameters.items() if one.kind != inspect.Parameter.VAR_KEYWORD]
         needed = [name for name in named if parameters[name].default is inspect.Parameter.empty]
         unknown = sorted(given - {*named}) if inspect.Parameter.VAR_KEYWORD not in kinds else []
@@ -396,6 +408,16 @@ class ModelWorkload(Workload):
                 )
             output = found[0]
         return Chain(chain.layers, chain.inputs, (output,), chain.name, chain.factories)
+
+
+def _with_tensors(name: str, value: Any, tensors: Mapping[str, Tensor | Varying]) -> Any:
+    """An argument with other tensors in the places of its own; those that have no other stay."""
+    places = iter(input_tensors(name, value).items())
+
+    def other(own: Tensor) -> Any:
+        return tensors.get(next(places)[0], own)
+
+    return pytree.tree_map_only(Tensor, other, value)
 
 
 def _above(value: Tensor) -> int:

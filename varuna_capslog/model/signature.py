@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import enum
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 
-from varuna_capslog.model.capture.runtime import ByMode, ByShape, CapturedGraph, Guard, SequentialSlice
+from varuna_capslog.model.capture.python_calls import CallShape, Whole
+from varuna_capslog.model.capture.runtime import ByMode, ByShape, CapturedGraph, Frozen, Guard, SequentialSlice
 from varuna_capslog.model.layer import Layer
 
 __all__ = ["layer_signature", "run_signature"]
@@ -33,6 +34,9 @@ _RATES = {
     "timm.layers.drop.DropPath": "drop_prob",
 }
 """Probabilities that grow from block to block and decide nothing of the work, other than whether they are 0 or 1."""
+
+_NAMES: Mapping[type, Sequence[str]] = {Frozen: ("meta", "frozen", "_trained"), Whole: ("path",)}
+"""Attributes that are names in the model, or follow from them."""
 
 _OWN_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 _HOOKS = tuple(sorted(name for name in _OWN_OF_MODULES if name.endswith("_hooks")))
@@ -96,7 +100,10 @@ class _Description:
                 # made by a capture, under the names that the whole model has for its parts
                 children = [("", described) for _, described in children]
             own = (type(module), tuple(held), tuple(children), tuple(self._attributes(module)))
-        return module.training, tuple(hooks), own
+        frozen: tuple[int, ...] = ()
+        if isinstance(module, Frozen) and module.frozen:
+            frozen = tuple(at for at, (name, _) in enumerate(module.named_modules()) if name in module.frozen)
+        return (module.training, *frozen), tuple(hooks), own
 
     def value(self, value: object, numbers: dict[fx.Node, int] | None = None) -> object:
         """A value of an attribute or of an operation's argument.
@@ -110,6 +117,8 @@ class _Description:
             return type(value), value  # 1, 1.0 and True are equal, but not to an operation
         if isinstance(value, _THEMSELVES):
             return value
+        if isinstance(value, CallShape):
+            return type(value), self.value(value.key)
         if type(value) is slice:
             value = ("slice", value.start, value.stop, value.step)
         if isinstance(value, dict):
@@ -140,7 +149,9 @@ class _Description:
             return
         rate = _RATES.get(f"{type(module).__module__}.{type(module).__qualname__}")
         for key, value in sorted(vars(module).items()):
-            if key in _OWN_OF_MODULES or (isinstance(module, SequentialSlice) and key == "meta"):
+            if key in _OWN_OF_MODULES or any(
+                isinstance(module, kind) and key in names for kind, names in _NAMES.items()
+            ):
                 continue
             if isinstance(module, ByMode) and key == "spec":
                 yield key, str(value)

@@ -17,7 +17,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["class_name", "code_digest", "module_settings", "source_file"]
+__all__ = [
+    "class_name",
+    "code_digest",
+    "failing_line",
+    "is_users_file",
+    "line_of",
+    "module_settings",
+    "source_file",
+]
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -27,7 +35,8 @@ def module_settings(module: nn.Module) -> Iterator[tuple[str, str]]:
     """A module's plain attributes as text; what prints an address counts by its class."""
     for key, value in sorted(vars(module).items()):
         if key == "meta" and isinstance(value, dict):  # in which classes outputs are returned is no work
-            value = {name: one for name, one in value.items() if name != "result"}
+            told = ("result", "whole", "joined", "left", "python")
+            value = {name: one for name, one in value.items() if name not in told}
         if not key.startswith("_") and not isinstance(value, nn.Module | Tensor):
             yield key, _ADDRESS.sub("", repr(value))
 
@@ -48,6 +57,30 @@ def source_file(kind: type) -> Path | None:
     return Path(found) if found and Path(found).is_file() else None
 
 
+def line_of(kind: type, pattern: str) -> str:
+    """Where a class's code first matches a pattern, as ` (net.py:12)`; else where the class begins; empty where nobody
+    knows.
+    """
+    try:
+        lines, first = inspect.getsourcelines(kind)
+        file = inspect.getsourcefile(kind)
+    except (OSError, TypeError):
+        return ""
+    number = next((number for number, line in enumerate(lines) if re.search(pattern, line)), 0)
+    return f" ({Path(file or '').name}:{max(first, 1) + number})"
+
+
+def failing_line(error: BaseException, kinds: Iterable[type]) -> str:
+    """Where the code of one of these classes was when an error was raised, as in `line_of`."""
+    files = {str(file) for kind in kinds if (file := source_file(kind)) is not None}
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename in files:
+            found = f" ({Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno})"
+        trace = trace.tb_next
+    return found
+
+
 def code_digest(kinds: Iterable[type], modules: Iterable[str]) -> str:
     """SHA-256 of the code that these classes, their bases, and these Python modules run.
 
@@ -62,7 +95,7 @@ def code_digest(kinds: Iterable[type], modules: Iterable[str]) -> str:
     while waiting:
         module = sys.modules.get(waiting.pop())
         file = getattr(module, "__file__", None)
-        if module is None or file is None or module.__name__ in own or not _is_users(file):
+        if module is None or file is None or module.__name__ in own or not is_users_file(file):
             continue
         own[module.__name__] = Path(file)
         waiting += [name for value in vars(module).values() if (name := _home(value)).partition(".")[0] not in _APART]
@@ -77,7 +110,8 @@ def code_digest(kinds: Iterable[type], modules: Iterable[str]) -> str:
 _APART = ("torch", "builtins", __name__.partition(".")[0])
 
 
-def _is_users(file: str) -> bool:
+def is_users_file(file: str) -> bool:
+    """Whether a file of Python is the user's own, and not one of an installed package."""
     return file.endswith(".py") and not file.startswith(_INSTALLED)
 
 

@@ -10,25 +10,26 @@ import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from varuna_capslog import accelerator
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.capture.python_calls import PythonCall, Whole, WholeModel
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
-from varuna_capslog.model.hollow import replace_parameters
+from varuna_capslog.model.hollow import VALUE_ERRORS, ReadNumbers, kept_tensors, replace_parameters
 from varuna_capslog.model.low_weights import low_parameters
+from varuna_capslog.model.python_state import PythonState
+from varuna_capslog.model.random_states import GLOBAL, RandomStates
 from varuna_capslog.model.signature import layer_signature
+from varuna_capslog.model.training_modes import put_in_training
 
-__all__ = ["ShapeTable", "a_number", "autocast_context", "call_on", "fake_operands"]
+__all__ = ["ShapeTable", "autocast_context", "call_on", "fake_operands"]
 
 _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -61,7 +62,7 @@ class ShapeTable:
         self._device = device_type if device_type == accelerator.auto_type() else "cpu"
         self._precision = precision
         # copied as a whole, so that tied modules stay tied, with shapes in place of parameters and buffers
-        memo: dict[int, Any] = {}
+        memo: dict[int, Any] = kept_tensors(layer.module for layer in chain.layers)
         for layer in chain.layers:
             for parameter in layer.module.parameters():
                 hollow = parameter.detach().to("meta")
@@ -73,9 +74,13 @@ class ShapeTable:
         if low:
             new = {one: nn.Parameter(one.detach().to(dtype), one.requires_grad) for one, dtype in low.items()}
             replace_parameters(modules, new)
-        for module in modules:
-            module.train()
+        put_in_training(modules)
+        for part in (part for module in modules for part in module.modules()):
+            if isinstance(part, (Whole, WholeModel)):
+                part.from_memory = True
         self._signatures = [layer_signature(layer) for layer in chain.layers]
+        self._generators: dict[object, Mapping[str, Any]] = {}
+        """By signature: what a layer's Python code draws from, beside torch."""
         self._traced: dict[object, tuple[TensorSpec, ...]] = {}
         self._cache: dict[object, list[dict[str, TensorSpec]]] = {}
 
@@ -99,21 +104,44 @@ class ShapeTable:
             key = (self._signatures[index], read)
             written = self._traced.get(key)
             if written is None:
-                written = self._traced[key] = self._run(layer, read)
+                written = self._traced[key] = self._run(layer, read, self._signatures[index])
             values.update(zip(layer.writes, written, strict=True))
             table.append({name: values[name] for name in self._chain.crossing(index + 1)})
         return table
 
-    def _run(self, layer: Layer, read: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    def _run(self, layer: Layer, read: tuple[TensorSpec, ...], signature: object) -> tuple[TensorSpec, ...]:
+        generators = self._generators.get(signature)
+        known = generators is not None
+        if generators is None:
+            own = PythonState(dict(layer.module.named_modules()), files=True).generators
+            generators = {**GLOBAL, **own}
+        draws = RandomStates(generators)
+        try:
+            written = self._traced_on_fakes(layer, read)
+            if not known:
+                generators = self._generators[signature] = generators if draws.drawn() else {}
+        finally:
+            draws.put_back()
+        if not generators:
+            return written
+        # of other random numbers, another tensor may carry a gradient
+        carries = any(spec.requires_grad for spec in read) or any(
+            one.requires_grad for one in layer.module.parameters()
+        )
+        return tuple(replace(spec, requires_grad=carries and spec.dtype.is_floating_point) for spec in written)
+
+    def _traced_on_fakes(self, layer: Layer, read: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
             state, arguments = fake_operands(layer, read, self._device)
             try:
-                with _unlogged(), _Operators(), autocast_context(self._device, self._precision):
+                python = any(isinstance(part, PythonCall) for part in layer.module.modules())
+                numbers = ReadNumbers() if python else nullcontext()
+                with _unlogged(), _Operators(), numbers, autocast_context(self._device, self._precision):
                     result = call_on(layer, state, arguments)
             except CapslogError:
                 raise
             except Exception as error:
-                if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+                if isinstance(error, VALUE_ERRORS):
                     raise CapslogError(
                         f"layer {layer.name!r} cannot be planned: what it makes, or how much of it, depends on the "
                         f"values of a tensor ({error}); give it a fixed size, as torch.where does"
@@ -177,12 +205,3 @@ def call_on(layer: Layer, state: dict[str, Tensor], arguments: tuple[Tensor, ...
     """What a layer writes with `state` in place of its own parameters and buffers."""
     result = torch.func.functional_call(layer.module, state, arguments, tie_weights=True)
     return (result,) if isinstance(result, Tensor) else result
-
-
-def a_number(dtype: torch.dtype) -> bool | int | float:
-    """What reading a number out of a fake tensor gives: True, 1 or 1.5, by which an optimizer of torch can divide, and
-    by whose difference from 1, too.
-    """
-    if dtype == torch.bool:
-        return True
-    return 1.5 if dtype.is_floating_point else 1

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
 
 __all__ = [
+    "COUNTED",
     "DataSource",
     "Evaluator",
     "HostTargets",
@@ -39,6 +40,11 @@ __all__ = [
     "known_targets",
     "load_workload",
 ]
+
+
+COUNTED = "counted"
+"""The entry of a microbatch's loss that says how many targets its mean is over, in whatever unit; see
+`Workload.loss`."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +194,9 @@ class Workload(ABC):
     def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
         """Scalar parts of one microbatch's share of the minibatch loss. `"loss"` is what is differentiated; all are
         summed over microbatches and logged. Outputs and targets (see `known_targets`) lie on one device.
+
+        Where targets are known only when they are read, so that no normaliser can count them before, an entry `COUNTED`
+        gives this microbatch's weight: the step is divided by the mean of these weights over the microbatches.
         """
 
     @abstractmethod

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.nn import functional as F
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.variants.chunked_loss import chunked_cross_entropy
 
-__all__ = ["LOSSES", "METRICS", "Outputs", "returned"]
+__all__ = ["COUNTS", "LOSSES", "METRICS", "Outputs", "returned"]
 
 
 class Outputs(dict[str, Tensor]):
@@ -83,5 +84,18 @@ def _accuracy(outputs: Any, batch: Any) -> dict[str, float]:
     return {"accuracy": float((scores.argmax(-1) == classes).float().mean())}
 
 
+def counted_part(batch: Any) -> float:
+    """The part of a batch's targets that cross entropy does not ignore; 1 where they have no values."""
+    classes = _target(batch)
+    if isinstance(classes, FakeTensor):
+        return 1.0
+    with unset_fake_temporarily():  # an estimate has the values of its first batch
+        return float((classes != _IGNORED).sum()) / max(classes.numel(), 1)
+
+
+_IGNORED = -100
+"""As torch's `cross_entropy` has it."""
 LOSSES = {"cross_entropy": _cross_entropy, "chunked_cross_entropy": _chunked_cross_entropy, "mse": _mse}
+COUNTS = {"cross_entropy": counted_part, "chunked_cross_entropy": counted_part}
+"""What a loss's mean over a batch is over, as a part of the batch's targets."""
 METRICS = {"accuracy": _accuracy}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,8 +20,8 @@ from varuna_capslog.config.reading import Config, section
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.model_workload import ModelSection, ModelWorkload
 from varuna_capslog.model.trace import ShapeTable
-from varuna_capslog.model.workload import Evaluator, Minibatch, known_targets
-from varuna_capslog.own_data.judging import LOSSES, METRICS, returned
+from varuna_capslog.model.workload import COUNTED, Evaluator, Minibatch, known_targets
+from varuna_capslog.own_data.judging import COUNTS, LOSSES, METRICS, returned
 from varuna_capslog.own_data.loader import Loader
 from varuna_capslog.own_data.reading import SampleReader, named_or_handed
 from varuna_capslog.own_data.section import DataSection
@@ -39,7 +40,8 @@ class DatasetWorkload(ModelWorkload):
     """A model, a data set, and a loss of outputs and batch.
 
     A microbatch is what the collate function makes of as many samples; each counts 1 / number of microbatches in the
-    minibatch's loss. Validation leaves out the samples that do not fill a last microbatch.
+    minibatch's loss, or by the number of its targets that count. Validation leaves out the samples that do not fill a
+    last microbatch.
     """
 
     def __init__(self, config: Config) -> None:
@@ -165,28 +167,40 @@ class DatasetWorkload(ModelWorkload):
         return self._with_loss(chain) if self._loss_function is None and self._metric is None else chain
 
     def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
-        """The user's loss of outputs and batch, times this microbatch's share."""
+        """The user's loss of outputs and batch, times this microbatch's share: by the number of targets that it is the
+        mean of, where the loss says it or is one of ours, which count them.
+        """
         parts = self._parts(outputs, targets)
+        counted = parts.pop(COUNTED, None)
         if torch.is_grad_enabled() and not parts["loss"].requires_grad:
             raise CapslogError(
                 "the loss is a tensor without gradient, so nothing would be trained; compute it from the model's "
                 "outputs, without detach, item or torch.no_grad"
             )
-        return {name: value / normalisers["microbatches"] for name, value in parts.items()}
+        if counted is not None:
+            parts = {name: _weighted(value, float(counted), outputs) for name, value in parts.items()}
+        shares = {name: value / normalisers["microbatches"] for name, value in parts.items()}
+        return shares if counted is None else {**shares, COUNTED: counted}
 
     def _parts(self, outputs: Mapping[str, Tensor], batch: Any) -> dict[str, Tensor]:
-        """The parts of a microbatch's mean loss."""
+        """The parts of a microbatch's mean loss, and where it is known by what they count."""
         if self._loss_function is None:
             return {"loss": outputs["loss"]}
         found = self._loss_function(returned(outputs), batch)
         parts = dict(found) if isinstance(found, Mapping) else {"loss": found}
+        count = parts.pop("count", None)
         for name, value in parts.items():
             if not isinstance(value, Tensor) or value.dim() != 0:
                 shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
                 raise CapslogError(
                     f"the loss returned a {type(value).__name__}{shape} as {name!r}; return the mean over the "
-                    "microbatch, a tensor with one value, or a mapping of such with the entry 'loss'"
+                    "microbatch, a tensor with one value, or a mapping of such with the entry 'loss', and 'count' for "
+                    "the number of targets that it is the mean of"
                 )
+        if (counts := COUNTS.get(self._keys["loss"])) is not None:
+            count = counts(batch)
+        if count is not None:
+            parts[COUNTED] = torch.tensor(float(count), dtype=torch.float64)
         return parts
 
     def profile_targets(self, microbatch_size: int) -> tuple[Any, dict[str, float]]:
@@ -202,13 +216,14 @@ class DatasetWorkload(ModelWorkload):
             return None
         return _Judge(self)
 
-    def judged(self, outputs: Mapping[str, Tensor], batch: Any) -> dict[str, float]:
-        """Scores of one microbatch."""
+    def judged(self, outputs: Mapping[str, Tensor], batch: Any) -> tuple[dict[str, float], float]:
+        """Scores of one microbatch, and the weight of its losses."""
         with torch.no_grad():
-            scores = {f"val_{name}": float(value) for name, value in self._parts(outputs, batch).items()}
-            if self._metric is not None:
-                scores = {name: float(value) for name, value in self._metric(returned(outputs), batch).items()} | scores
-        return scores
+            parts = self._parts(outputs, batch)
+            weight = float(parts.pop(COUNTED, 1.0))
+            losses = {f"val_{name}": float(value) for name, value in parts.items()}
+            scores = {} if self._metric is None else self._metric(returned(outputs), batch)
+        return {name: float(value) for name, value in scores.items()} | losses, weight
 
     # -- before the workers --------------------------------------------------------------------------------------------
 
@@ -250,7 +265,7 @@ class DatasetWorkload(ModelWorkload):
 
 
 class _Judge:
-    """The evaluator: means over microbatches, which are of one size."""
+    """The evaluator: means over microbatches, which are of one size; of losses, over the targets that count."""
 
     def __init__(self, workload: DatasetWorkload) -> None:
         self._workload = workload
@@ -261,10 +276,22 @@ class _Judge:
 
     def summarize(self, results: list[Any]) -> dict[str, Any]:
         totals: dict[str, float] = {}
-        for result in results:
-            for name, value in result.items():
-                totals[name] = totals.get(name, 0.0) + value
-        return {name: total / len(results) for name, total in totals.items()}
+        weights: dict[str, float] = {}
+        for scores, counted in results:
+            for name, value in scores.items():
+                weight = counted if name.startswith("val_") else 1.0
+                totals[name] = totals.get(name, 0.0) + (value * weight if weight else 0.0)
+                weights[name] = weights.get(name, 0.0) + weight
+        return {name: total / weights[name] if weights[name] else math.nan for name, total in totals.items()}
+
+
+def _weighted(value: Tensor, weight: float, outputs: Mapping[str, Tensor]) -> Tensor:
+    """A mean times its weight; the mean of nothing is no number, and its gradient is zero."""
+    if weight == 1.0:
+        return value
+    if weight:
+        return value * weight
+    return torch.stack([(one * 0).sum() for one in outputs.values() if one.is_floating_point()]).sum()
 
 
 def _entry(batch: Any, key: str | int) -> Any:

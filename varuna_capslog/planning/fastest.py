@@ -298,7 +298,12 @@ class _Candidates:
                 return np.inf if self.is_over else self.weigh_for_shorter(stages, name)
 
             own = self.chains[name]
-            improved(own, one.stages, one.step, weigh, self._cheapest(own), most // (number + 1))
+            try:
+                improved(own, one.stages, one.step, weigh, self._cheapest(own), most // (number + 1))
+            except CapslogError:
+                if len(self.chains) == 1:
+                    raise
+                # the profile does not tell the halves of split backwards, which other plans of this schedule have
 
     def weigh_wider(self, all_fit: bool) -> None:
         """Limits in flight of their own, and several stages on each device, where such schedules are asked for.

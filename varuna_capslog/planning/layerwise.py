@@ -28,6 +28,7 @@ from varuna_capslog.planning.waiting_moments import all_away, with_room_used
 from varuna_capslog.planning.wider import LOOPED, WIDER
 from varuna_capslog.plans.parts import PlanRank, PlanStage, Units
 from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.conditions import why_few
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.schedules.shape import AUTO_SCHEDULE
@@ -79,7 +80,7 @@ def layerwise_plan(
     if names == (LOOPED,) and STAGES_PER_RANK * devices > profile.num_layers:
         raise CapslogError(
             f"{devices} devices with {STAGES_PER_RANK} stages each, but only {profile.num_layers} layers; every stage "
-            "holds at least one layer, so set devices lower, or choose schedule 1f1b"
+            f"holds at least one layer, so set devices lower, or choose schedule 1f1b{why_few(profile.conditions)}"
         )
     first = "1f1b" if names[0] in WIDER else names[0]
     shape = dataclasses.replace(with_microbatches(run, devices), schedule=first)

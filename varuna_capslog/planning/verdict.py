@@ -19,7 +19,7 @@ from varuna_capslog.memory.costs import NEVER
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.plans.parts import Shortfall
 from varuna_capslog.plans.plan import Plan
-from varuna_capslog.profiles.conditions import PURPOSE
+from varuna_capslog.profiles.conditions import PURPOSE, why_few
 from varuna_capslog.profiles.record import Profile
 
 if TYPE_CHECKING:
@@ -212,9 +212,10 @@ def rehearsed(
 def check_devices(devices: int, profile: Profile) -> None:
     """Raises CapslogError for more devices than layers."""
     if devices > profile.num_layers:
+        instead = "change what keeps it whole" if why_few(profile.conditions) else "a chain with more cut points"
         raise CapslogError(
             f"{devices} devices but only {profile.num_layers} layers; every stage holds at least one layer, "
-            f"so use at most {profile.num_layers} devices or a chain with more cut points"
+            f"so use at most {profile.num_layers} devices or {instead}{why_few(profile.conditions)}"
         )
 
 

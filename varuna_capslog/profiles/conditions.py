@@ -14,7 +14,17 @@ from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.schedules.shape import STAGE_INPUTS
 
-__all__ = ["CACHE_BYTES", "JOINED", "MOMENTS", "PURPOSE", "UPDATE_RATE", "checked", "kept_copies"]
+__all__ = [
+    "CACHE_BYTES",
+    "JOINED",
+    "KEPT_WHOLE",
+    "MOMENTS",
+    "PURPOSE",
+    "UPDATE_RATE",
+    "checked",
+    "kept_copies",
+    "why_few",
+]
 
 UPDATE_RATE = "update_seconds_per_parameter_byte"
 """Where a profile's conditions say what norm, clipping and optimizer cost: seconds per byte of parameters."""
@@ -26,6 +36,9 @@ CACHE_BYTES = "cache_bytes_of_a_sequence"
 
 JOINED = "joined_variants"
 """Where a profile names the variants whose neighbours do not convert what they hand to each other."""
+
+KEPT_WHOLE = "kept_whole"
+"""Where a profile says which parts of a captured model run as a whole, as Python, or are one layer, and why."""
 
 MOMENTS = "moments"
 """Where a profile says in which type moments are kept, if it is another one than they are stepped in."""
@@ -96,6 +109,7 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "headroom": _headroom,
     "limits": _texts,
     JOINED: _texts,
+    KEPT_WHOLE: _texts,
     MOMENTS: fields.text,
     "microbatch_size": partial(fields.whole, minimum=1),
     "optimizer_copies": _copies,
@@ -106,3 +120,8 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     PURPOSE: partial(fields.choice, allowed=("inference",)),
     UPDATE_RATE: fields.seconds,
 }
+
+
+def why_few(conditions: Mapping[str, Any]) -> str:
+    """Why a captured model has no more layers, for the end of a sentence; empty where nobody knows a reason."""
+    return "".join(f"; {text}" for text in conditions.get(KEPT_WHOLE, []))

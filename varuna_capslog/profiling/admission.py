@@ -16,6 +16,7 @@ from varuna_capslog import accelerator
 from varuna_capslog.base.machine_memory import available_bytes
 from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
+from varuna_capslog.model.hollow import VALUE_ERRORS, NeedsValues, ReadNumbers
 from varuna_capslog.model.low_weights import low_bytes
 from varuna_capslog.model.signature import layer_signature
 from varuna_capslog.model.trace import autocast_context, call_on, fake_operands
@@ -94,7 +95,10 @@ class BoundTable:
         read = tuple(cut[name] for name in layer.reads)
         key = (layer_signature(layer), read)
         if key not in self._traced:
-            self._traced[key] = self._trace(layer, read)
+            try:
+                self._traced[key] = self._trace(layer, read)
+            except VALUE_ERRORS as error:
+                raise NeedsValues(f"layer {layer.name!r}", error) from error
         return self._traced[key]
 
     def _trace(self, layer: Layer, read: Sequence[TensorSpec]) -> int:
@@ -110,6 +114,7 @@ class BoundTable:
             with (
                 torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
                 autocast_context("cpu", self._precision),
+                ReadNumbers(),
             ):
                 saved.extend(call_on(layer, state, arguments))
             own = {tensor.untyped_storage()._cdata for tensor in state.values()}

@@ -22,6 +22,7 @@ from varuna_capslog.model.low_weights import low_bytes
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.plans.plan import Plan, read_plan
 from varuna_capslog.profiles.action_bytes import ActionBytes
+from varuna_capslog.profiles.conditions import KEPT_WHOLE
 from varuna_capslog.profiles.record import Observation, Profile, SharedParameter, TensorRecord, layers_of_runs
 from varuna_capslog.schedules import RunShape
 
@@ -204,11 +205,12 @@ def profile_of(
         sum(one.numel() * one.itemsize for one in layer.module.parameters()) - low_bytes(layer.module, weights)[1]
         for layer in chain.layers
     ]
+    whole = {KEPT_WHOLE: chain.kept_whole} if chain.kept_whole else {}
     return Profile(
         layers=layers_of_runs(names, rows, parameters, grown_from_first),
         model=chain.name,
         source=source,
-        conditions=conditions,
+        conditions={**conditions, **whole},
         shared=tuple(SharedParameter(shared.name, shared.num_bytes, shared.layers) for shared in chain.shared),
         observations=tuple(rows),
         tensors=_tensors(chain, specs) if specs else (),

@@ -15,21 +15,28 @@ from typing import Any
 import torch
 from torch import nn
 
+from varuna_capslog.model.capture.python_calls import WholeModel
 from varuna_capslog.model.chain import Chain, Layer
-from varuna_capslog.model.hollow import built_hollow
+from varuna_capslog.model.hollow import attribute_tensors, built_hollow
+from varuna_capslog.model.training_modes import put_in_training
 from varuna_capslog.model.workload import Workload
 
 __all__ = ["real_parameter", "real_tensors", "skeleton", "with_real_layers"]
 
 
 def skeleton(workload: Workload, evaluates: bool = False) -> Chain:
-    """The workload's chain with real buffers but all parameters on the meta device; see `built_hollow`.
+    """The workload's chain in training mode with real buffers but all parameters on the meta device; see
+    `built_hollow`.
 
     evaluates: whether its layers run in eval mode too.
     """
     torch.manual_seed(0)
     build = functools.partial(workload.chosen_chain, evaluates)
     chain, modules = built_hollow(build, lambda built: [layer.module for layer in built.layers])
+    put_in_training(modules)
+    for part in (part for module in modules for part in module.modules()):
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
+            part.sparse = False  # fake tensors are never sparse
     return _with_modules(chain, modules)
 
 
@@ -60,8 +67,12 @@ def real_tensors(layers: Sequence[Layer], only: set[int] | None = None) -> dict[
         for parameter in layer.module.parameters():
             if id(parameter) not in memo and (only is None or id(parameter) in only):
                 memo[id(parameter)] = real_parameter(parameter)
-        # not left to deepcopy, which cannot copy a tensor into the fake world of an estimate
-        memo |= {id(buffer): buffer.detach().clone() for buffer in layer.module.buffers()}
+        # not left to deepcopy, which cannot copy a tensor, or a generator, into the fake world of an estimate
+        whole = [layer.module.model] if isinstance(layer.module, WholeModel) else []
+        tensors = [*layer.module.buffers(), *attribute_tensors([layer.module, *whole])]
+        memo |= {id(tensor): tensor.detach().clone() for tensor in tensors}
+        kept = (value for part in (*layer.module.modules(), *whole) for value in vars(part).values())
+        memo |= {id(value): value for value in kept if isinstance(value, torch.Generator)}
     return memo
 
 

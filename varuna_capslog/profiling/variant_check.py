@@ -82,7 +82,7 @@ class VariantCheck:
 
 
 def plain_chain(workload: Workload) -> Chain:
-    """The chain of a workload without its variants and without memory for parameters.
+    """The chain of a workload without its variants and without memory for parameters, in training mode.
 
     Raises:
         CapslogError: its layers are built by factories, which no variant can change.

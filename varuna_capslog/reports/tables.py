@@ -11,6 +11,7 @@ from varuna_capslog.base.units import format_bytes
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planning.verdict import MemoryVerdict, judge_plan
 from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.conditions import KEPT_WHOLE
 from varuna_capslog.profiles.record import Profile
 
 __all__ = ["format_seconds", "plan_table", "profile_table"]
@@ -103,6 +104,7 @@ def profile_table(profile: Profile, *more: str) -> Table:
         )
     for limit in profile.conditions.get("limits", []):
         notes.append(f"bytes are too low for {limit}: measure them (--measure)")
+    notes += profile.conditions.get(KEPT_WHOLE, [])
     if "profiling" in profile.conditions:
         notes.append(_launches(profile.conditions["profiling"]))
     title = f"{profile.model or 'model'}: {profile.num_layers} layers, {profile.source}"

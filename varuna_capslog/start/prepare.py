@@ -31,6 +31,7 @@ from varuna_capslog.plans.parts import PlanRank, Units, grains_of, scheduled
 from varuna_capslog.plans.pipelines import stages_of_pipelines
 from varuna_capslog.plans.plan import Plan, latest_plan, plan_path, read_plan, write_plan
 from varuna_capslog.plans.rules import check_actions
+from varuna_capslog.profiles.conditions import why_few
 from varuna_capslog.profiles.record import write_profile
 from varuna_capslog.profiles.variants import under
 from varuna_capslog.schedules import RunShape
@@ -378,7 +379,8 @@ def _of_cuts(config: Config, profile: Profile | None, link: Link | None) -> Plan
         if stages > profile.num_layers:
             raise CapslogError(
                 f"{devices} devices with {pipeline.rounds} stages each, but only {profile.num_layers} layers; every "
-                "stage holds at least one layer, so set pipeline.stages_per_rank or pipeline.devices lower"
+                f"stage holds at least one layer, so set pipeline.stages_per_rank or pipeline.devices lower"
+                f"{why_few(profile.conditions)}"
             )
         run = RunShape.of_config(config).share(pipeline.replicas)
         planner = _planner_of_one(config)

@@ -26,6 +26,7 @@ from varuna_capslog.engine.layers import EngineLayer, persistent_buffers, take_l
 from varuna_capslog.engine.optimizer import StageOptimizer, step_alike
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.recipe import Recipe
+from varuna_capslog.engine.statistics import BatchStatistics
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.low_weights import low_bytes
 
@@ -286,7 +287,7 @@ class Follower(StateFollower):
         (self.layer,) = take_layers(chain, [index], device, options.precision, known, options.weights)
         super().__init__(self.layer.name, self.layer.parameters)
         self._optimizer = StageOptimizer([self.layer], options.recipe, loss_scale=options.loss_scale)
-        self._statistics: dict[int, dict[int, Tensor]] = {}
+        self._statistics: dict[int, dict[int, BatchStatistics]] = {}
         install(self.layer, self._optimizer, state)
 
     def _live(self) -> LayerState:
@@ -295,8 +296,9 @@ class Follower(StateFollower):
     def _take(self, kind: str, name: str, tensor: Tensor) -> bool:
         if kind != "statistics" or not self.layer.statistics:
             return False
-        microbatch, number = name.split("/")
-        self._statistics.setdefault(int(microbatch), {})[int(number)] = tensor.to(self.layer.device)
+        microbatch, call, module = map(int, name.split("/"))
+        seen = BatchStatistics(module, tensor.to(self.layer.device))
+        self._statistics.setdefault(microbatch, {})[call] = seen
         return True
 
     def _step(self, step: int, scale: float) -> None:

@@ -41,10 +41,10 @@ def difference(
     """Runs both layers forward and backward on the same values.
 
     Outputs are compared by max|a - b| / max|b|, gradients by max|a - b| / max(max|b|, 1e-3 of the largest gradient of
-    the layer). Layers that draw random numbers in training run in eval mode, all others in training mode.
+    the layer). Layers that draw random numbers in training run in eval mode, all others in the mode that they are in.
 
     Args:
-        plain, other: with the same parameters' names and values; both get their mode set.
+        plain, other: with the same parameters' names and values, in the mode that they train in; they keep it.
         arguments: what the layer is called with; those that require a gradient are compared by it as well.
         gradients: compare them too.
         call: what runs in the place of `other`, such as its compiled code; None: the module itself.
@@ -53,11 +53,17 @@ def difference(
     Raises:
         Exception: whatever one of the layers raises on these arguments.
     """
-    trains = not _is_random(plain, arguments)
-    of_plain, of_other = (
-        _results(layer.train(trains), run or layer, arguments, gradients, unread)
-        for layer, run in ((plain, None), (other, call))
-    )
+    modes = [(module, module.training) for layer in (plain, other) for module in layer.modules()]
+    try:
+        if _is_random(plain, arguments):
+            plain.eval()
+            other.eval()
+        of_plain, of_other = (
+            _results(layer, run or layer, arguments, gradients, unread) for layer, run in ((plain, None), (other, call))
+        )
+    finally:
+        for module, mode in modes:
+            module.training = mode
     greatest = max([_size(value) for name, value in of_plain if name.startswith("the gradient")], default=0.0)
     worst = Difference("every tensor", 0.0)
     for (name, expected), (_, found) in zip(of_plain, of_other, strict=True):
@@ -77,8 +83,7 @@ def difference(
 
 
 def _is_random(layer: nn.Module, arguments: Sequence[Tensor]) -> bool:
-    """Whether two calls in training mode give different outputs."""
-    layer.train()
+    """Whether two calls give different outputs."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         found = []
         for seed in (0, 1):

@@ -22,8 +22,17 @@ from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.optimizer import StageOptimizer
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.stage import LossFunction
-from varuna_capslog.engine.step import NO_REPORT, RankReport, Verdict, check_minibatch, data_failure
+from varuna_capslog.engine.step import (
+    NO_REPORT,
+    RankReport,
+    Verdict,
+    check_minibatch,
+    data_failure,
+    no_targets,
+    take_weight,
+)
 from varuna_capslog.model.chain import Chain
+from varuna_capslog.model.training_modes import put_in_training
 from varuna_capslog.model.workload import Minibatch, known_targets
 from varuna_capslog.varuna_plugin.building import forward_only
 from varuna_capslog.varuna_plugin.inputs import Microbatches
@@ -121,6 +130,7 @@ class VarunaEngine:
         own = range(layout.cuts[pipeline_rank], ends[pipeline_rank])
         self._microbatches = layout.microbatches_of(self.rank, own[0], options.num_microbatches)
         shared = [chain.shared_names(index) for index in own]  # found while the chain is whole
+        put_in_training(layer.module for layer in chain.layers)
         with silent():
             install()
             configure(cuts=layout.cuts, loss="sum", timeout_seconds=parts.timeout_seconds)
@@ -181,7 +191,6 @@ class VarunaEngine:
         data: RankReport = NO_REPORT,
     ) -> Verdict:
         """As `Engine.vote`: the loss parts, the wishes to stop, the ballots and the reports are gathered."""
-        norm = self._norm
         try:
             own = dict(self._module.parts), stop, ballot, data.waited_seconds, data.failure
             gathered = self.communicator.gather(own)
@@ -189,6 +198,10 @@ class VarunaEngine:
             self.forget()
             raise
         total = _sum_parts([parts for parts, *_ in gathered])
+        counted = take_weight(total, len(minibatch.inputs))
+        weight = counted or 1.0
+        total = {name: part / weight for name, part in total.items()}
+        norm = self._norm / weight
         finite = all(math.isfinite(value) for value in (norm, *total.values()))
         refusal = data_failure(step, [failure for *_, failure in gathered])
         if refusal is None and self.options.refuses and not finite:
@@ -198,7 +211,10 @@ class VarunaEngine:
                 f"step {step}: not finite: {shown}, gradient norm {norm:g} (samples {samples}); nothing was applied: "
                 "lower train.lr or look at them"
             )
-        scale = min(1.0, self.options.clip_norm / (norm + 1e-6)) if self.options.clip_norm > 0 else 1.0
+        if counted == 0:
+            refusal = refusal or no_targets(step)
+        clipped = min(1.0, self.options.clip_norm / (norm + 1e-6)) if self.options.clip_norm > 0 else 1.0
+        scale = clipped / weight
         ballots = tuple(given for _, _, given, *_ in gathered)
         stops = any(wish for _, wish, *_ in gathered)
         waited = tuple(seconds for *_, seconds, _ in gathered)
@@ -226,6 +242,8 @@ class VarunaEngine:
             forward_only(self._varuna, Microbatches(batches), functools.partial(take, self._way))
         finally:
             self._varuna.train()
+            for layer in self.layers:
+                layer.train()
 
     def _inputs(self, step: int, minibatch: Minibatch, load: Load, index: int) -> dict[str, Any]:
         inputs = load(index) if self.layers[0].index == 0 else {}

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.chain import Chain
 
 
@@ -55,9 +54,15 @@ def test_values_are_taken_for_finite(question: str) -> None:
     assert not any(name in target for target in asked for name in ("isfinite", "isinf", "isnan"))
 
 
-def test_other_branches_on_values_are_refused() -> None:
-    with pytest.raises(CapslogError, match=r"'blocks\.0' \(Clamping\) cannot be captured: its Python code branches"):
-        Chain.from_module(Stack("positive"), None, example_inputs={"x": torch.randn(2, 4)})
+def test_other_branches_on_values_stay_python() -> None:
+    """Both ways of the branch are taken, by the values of each call."""
+    stack = Stack("positive")
+    with torch.no_grad():
+        stack.blocks[0].linear.weight.copy_(torch.eye(4))
+    chain = Chain.from_module(stack, None, example_inputs={"x": torch.randn(2, 4)})
+    for x in (torch.ones(2, 4), -torch.ones(2, 4)):
+        assert torch.equal(chain.run({"x": x})["output"], stack(x))
+    assert torch.equal(stack.blocks[0](torch.ones(2, 4)), stack.blocks[0].linear(torch.ones(2, 4)) + 1)
 
 
 def test_copies_of_a_captured_layer_share_its_graph_and_not_its_parameters() -> None:

@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from varuna_capslog.model import capture
-from varuna_capslog.model.capture import Kept
+from varuna_capslog.model.capture import Kept, exporting
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.profiling.cache import model_digest
 
@@ -61,13 +60,13 @@ def chain(kept: Kept | None, evaluates: bool = True, width: int = 8) -> Chain:
 def exports(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     """The models that were exported."""
     found: list[nn.Module] = []
-    export = capture.export_model
+    export = exporting.export_model
 
     def counted(model: nn.Module, *rest: Any) -> Any:
         found.append(model)
         return export(model, *rest)
 
-    monkeypatch.setattr(capture, "export_model", counted)
+    monkeypatch.setattr(exporting, "export_model", counted)
     return found
 
 

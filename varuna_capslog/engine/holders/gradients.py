@@ -229,7 +229,9 @@ def _unpack(flat: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str, T
 
 
 def norm_of(gradient: Tensor) -> Tensor:
-    """The norm in float64, added in one order for each shape."""
+    """The norm in float64, added in one order for each shape; of a complex gradient, over both parts."""
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient)
     if gradient.device.type != "cpu" or gradient.numel() <= _ONE_PIECE:
         return torch.linalg.vector_norm(gradient, dtype=torch.float64)
     pieces = gradient.reshape(-1).split(_PIECE)

@@ -8,28 +8,38 @@ captured without saying so.
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.by_shape import OneOf, by_shape
 from varuna_capslog.model.capture.collapse import collapse_modules
-from varuna_capslog.model.capture.export import Captured, OutputName, export_model
+from varuna_capslog.model.capture.comparison import compare_steps
+from varuna_capslog.model.capture.export import LEFT, Captured, OutputName
+from varuna_capslog.model.capture.exporting import Exporter, KeptWhole
 from varuna_capslog.model.capture.forks import forked_modules
 from varuna_capslog.model.capture.kept import CaptureRequest, Kept
 from varuna_capslog.model.capture.modes import merge_modes
-from varuna_capslog.model.capture.runtime import FixedSize, SequentialSlice, Varying
+from varuna_capslog.model.capture.python_calls import Whole, WholeModel
+from varuna_capslog.model.capture.regions import open_regions
+from varuna_capslog.model.capture.runtime import FixedSize, OfTheModel, SequentialSlice, Varying, hold
 from varuna_capslog.model.capture.sizes import localise_sizes
 from varuna_capslog.model.capture.split import split_graph
 from varuna_capslog.model.capture.text import CapturedLayers
+from varuna_capslog.model.capture.trial import has_weights
+from varuna_capslog.model.capture.whole import whole_layer
 from varuna_capslog.model.layer import Layer
+from varuna_capslog.model.python_state import PythonState
+from varuna_capslog.model.training_modes import freeze_layers, in_training
 
 __all__ = [
+    "LEFT",
     "FixedSize",
     "Kept",
     "OneOf",
@@ -37,6 +47,9 @@ __all__ = [
     "automatic_cut_points",
     "capture_layers",
     "captured_result",
+    "leave_behind",
+    "open_state",
+    "runs_python",
     "source_lists",
     "source_modules",
 ]
@@ -45,10 +58,12 @@ __all__ = [
 def capture_layers(
     model: nn.Module,
     cut_points: Sequence[str] | None,
-    example_inputs: Mapping[str, Any] | Sequence[Any] | OneOf | None = None,
+    example_inputs: Mapping[str, Any] | Sequence[Any] | Tensor | Varying | OneOf | None = None,
     outputs: Sequence[str] | None = None,
     evaluates: bool = True,
     kept: Kept | None = None,
+    compares: bool = False,
+    keeps: bool = False,
 ) -> CapturedLayers:
     """Splits `model` before each named submodule, in the order in which its forward runs them.
 
@@ -65,12 +80,14 @@ def capture_layers(
             layer waits for another only where the model's own modules do (`assign`). None takes `automatic_cut_points`,
             less those that never run, what follows the last block (norm and head), and modules outside the blocks that
             read one tensor side by side, such as the branches of an Inception block (`forks`).
-        example_inputs: a dict of keyword arguments or a tuple of positional ones. Entries that are not tensors
+        example_inputs: a tensor, a dict of keyword arguments or a tuple of positional ones. Entries that are no tensors
             (`use_cache=False`) are fixed in the captured model. A `Varying` tensor leaves some of its sizes open. For
             `OneOf` several examples the model is captured once for the shapes of each.
         evaluates: False captures training mode only; the layers then refuse to run in eval mode.
         kept: where captures of the same model may lie, and are to be kept if it `writes`: then that of training mode
             only too.
+        compares: whether to compare a step with the model's own, where the model has weights and nothing was kept.
+        keeps: whether `leave_behind` is to be called after each run; nothing is kept in files then.
         outputs: which of the model's output tensors leave the chain (default: all). They are named by their place in
             the model's result: `logits`, `loss`, `0.1`; a single bare tensor is named `output`.
 
@@ -83,63 +100,117 @@ def capture_layers(
         raise CapslogError(
             f"cut_points={cut_points!r} is one string; give a list of submodule names, e.g. [{cut_points!r}]"
         )
-    lenient, asked = cut_points is None, cut_points
+    asked = cut_points
     if cut_points is None:
         cut_points = list(_list_children(model))
     _check_names(model, cut_points)
     if isinstance(model, nn.Sequential) and not any("." in cut for cut in cut_points):
-        return _sequential_layers(model, cut_points), ("x",), ("x",)
+        captured = _sequential_layers(model, cut_points), ("x",), ("x",)
+        if compares and example_inputs is not None and not isinstance(example_inputs, OneOf):
+            compare_steps(model, captured, _arguments_of(example_inputs))
+        return captured
     if isinstance(example_inputs, OneOf):
-        some = [capture_layers(model, asked, example, outputs, evaluates, kept) for example in example_inputs.examples]
-        return by_shape(some, type(model).__name__)
+        some = [
+            capture_layers(model, asked, example, outputs, evaluates, kept, compares and not number)
+            for number, example in enumerate(example_inputs.examples)
+        ]
+        return _holding_all(model, by_shape(some, type(model).__name__))
     if example_inputs is None:
         raise CapslogError(
             f"{type(model).__name__} is not an nn.Sequential cut between its children, so capturing it needs "
-            "example_inputs: a dict of keyword arguments or a tuple of positional ones"
+            "example_inputs: a tensor, a dict of keyword arguments or a tuple of positional ones"
         )
-    arguments, keywords = (
-        ((), dict(example_inputs)) if isinstance(example_inputs, Mapping) else (tuple(example_inputs), {})
-    )
-    if "use_cache" in inspect.signature(model.forward).parameters:
+    arguments, keywords = _arguments_of(example_inputs)
+    if _takes_use_cache(model):
         keywords.setdefault("use_cache", False)  # a Hugging Face decoder's key-value cache is no part of training
     request = CaptureRequest(model, asked, (arguments, keywords), outputs, evaluates)
     if kept is not None and (found := kept.read(request)) is not None:
-        return found
-    training = [(module, module.training) for module in model.modules()]
-    alone: Captured | None = None
+        return _holding_all(model, found)
+    writes = kept is not None and kept.writes
     try:
-        model.train()
-        captured = export_model(model, arguments, keywords)
-        localise_sizes(captured)
-        if lenient:
-            cut_points = [*forked_modules(captured, model, cut_points), *cut_points] or automatic_cut_points(model)
-        collapse_modules(captured, model, cut_points)
-        train_only: str | None = _NOT_ASKED
-        if evaluates:
-            alone = captured.copy() if kept is not None and kept.writes else None
-            model.eval()
-            try:
-                in_eval = export_model(model, arguments, keywords)
-                localise_sizes(in_eval)
-                collapse_modules(in_eval, model, cut_points)
-            except CapslogError as error:
-                train_only = f"in eval mode it cannot be captured ({error})"
-            else:
-                train_only = merge_modes(captured, in_eval, model)
+        made = _exported(request, cut_points, writes, keeps)
     except FixedSize as error:
         if kept is not None and kept.writes:
             kept.refuse(request, error)
         raise
-    finally:
-        for module, mode in training:
-            module.training = mode
-    layers = split_graph(captured, model, cut_points, outputs, train_only, lenient)
+    except KeptWhole as error:
+        made = {evaluates: whole_layer(model, request.example, outputs, asked, str(error))}
+    if compares and has_weights(model):
+        difference = compare_steps(model, made[evaluates], request.example)
+        if difference is not None:
+            why = f"captured, it makes another step than the module itself: {difference}"
+            made = {evaluates: whole_layer(model, request.example, outputs, asked, why)}
+            if compare_steps(model, made[evaluates], request.example) is not None:
+                raise CapslogError(f"the {type(model).__name__} cannot be captured: {why}")
     if kept is not None and kept.writes:
-        kept.write(request, layers)
-        if alone is not None:
-            trained = split_graph(alone, model, cut_points, outputs, _NOT_ASKED, lenient)
-            kept.write(replace(request, evaluates=False), trained)
-    return layers
+        for mode, layers in made.items():
+            kept.write(replace(request, evaluates=mode), layers)
+    return _holding_all(model, made[evaluates])
+
+
+def _holding_all(model: nn.Module, captured: CapturedLayers) -> CapturedLayers:
+    """The layers, of which the last one holds what parameters of the model none of them uses, so that states, files of
+    weights and memory are those of all of it.
+    """
+    last = captured[0][-1].module
+    held = {id(parameter) for layer in captured[0] for parameter in layer.module.parameters()}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in held and isinstance(last, fx.GraphModule):
+            hold(last, name, parameter)
+    return captured
+
+
+def _arguments_of(
+    example: Mapping[str, Any] | Sequence[Any] | Tensor | Varying,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments."""
+    if isinstance(example, (Tensor, Varying)):
+        return (example,), {}
+    return ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
+
+
+def _takes_use_cache(model: nn.Module) -> bool:
+    """Whether `use_cache` is an argument of the model, or of one of Hugging Face that it hands its arguments to, as a
+    model of peft does.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    hands_on = any(one.kind == inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    return "use_cache" in parameters or (hands_on and bool(getattr(getattr(model, "config", None), "use_cache", False)))
+
+
+def _exported(
+    request: CaptureRequest, cut_points: Sequence[str], both: bool, keeps: bool
+) -> dict[bool, CapturedLayers]:
+    """The captured model by whether it evaluates, too, as the request says; with `both` also in training mode only."""
+    model, asked = request.model, request.cut_points
+    exporter = Exporter(model, *request.example, keeps)
+    alone: Captured | None = None
+    with in_training(model):
+        captured = exporter.export()
+        localise_sizes(captured)
+        if asked is None:
+            cut_points = [*forked_modules(captured, model, cut_points), *cut_points] or automatic_cut_points(model)
+        _check_whole(captured, asked or ())
+        open_regions(captured, cut_points)
+        collapse_modules(captured, model, cut_points)
+        train_only: str | None = _NOT_ASKED
+        if request.evaluates:
+            alone = captured.copy() if both else None
+            model.eval()
+            try:
+                in_eval = exporter.export()
+                localise_sizes(in_eval)
+                open_regions(in_eval, cut_points)
+                collapse_modules(in_eval, model, cut_points)
+            except (CapslogError, KeptWhole) as error:
+                train_only = f"in eval mode it cannot be captured ({error})"
+            else:
+                train_only = merge_modes(captured, in_eval, model)
+    split = functools.partial(split_graph, model=model, cut_points=cut_points, outputs=request.outputs)
+    made = {request.evaluates: split(captured, train_only=train_only, lenient=asked is None)}
+    if alone is not None:
+        made[False] = split(alone, train_only=_NOT_ASKED, lenient=asked is None)
+    return made
 
 
 _NOT_ASKED = "nobody asked for its eval mode"
@@ -205,6 +276,43 @@ def captured_result(layers: Sequence[Layer], outputs: Mapping[str, Any]) -> Any:
     return pytree.tree_map(lambda leaf: outputs[leaf] if isinstance(leaf, OutputName) else leaf, result)
 
 
+def open_state(model: nn.Module, layers: Sequence[Layer], modes: bool) -> PythonState:
+    """The attributes of those modules of a captured model whose code does not run in its layers: what it depended on
+    when it was captured.
+
+    modes: whether it counts which of them are in training mode.
+    """
+    runs = {id(part) for layer in layers for part in _called(layer.module)}
+    parts = {path: part for path, part in model.named_modules() if id(part) not in runs}
+    return PythonState(parts, modes=modes)
+
+
+def _called(layer: nn.Module) -> Iterator[nn.Module]:
+    """The modules of the model whose code a layer runs."""
+    if isinstance(layer, WholeModel):
+        yield from (layer.model, *layer.modules())
+    elif isinstance(layer, fx.GraphModule):
+        targets = {str(node.target) for node in layer.graph.find_nodes(op="call_module")}
+        for part in [layer.get_submodule(target) for target in targets]:
+            yield from (part.module if isinstance(part, Whole) else part).modules()
+    else:
+        yield from layer.modules()
+
+
+def runs_python(layers: Sequence[Layer]) -> bool:
+    """Whether code of a captured model draws random numbers of Python, or changes attributes, as far as is known."""
+    return bool(getattr(layers[-1].module, "meta", {}).get("python", True))
+
+
+def leave_behind(layers: Sequence[Layer], outputs: Mapping[str, Any]) -> None:
+    """Leaves on the modules of a model, captured with `keeps`, what its code would have left there.
+
+    outputs: the tensors that leave its chain, by name.
+    """
+    for put, values in getattr(layers[-1].module, "meta", {}).get("left", OfTheModel()).value or ():
+        put(pytree.tree_map(lambda leaf: outputs[leaf] if isinstance(leaf, OutputName) else leaf, values))
+
+
 def source_lists(layer: Layer) -> tuple[str, ...]:
     """Qualified names of the model's ModuleLists and ModuleDicts that hold modules of a captured layer."""
     return tuple(layer.module.meta["source_lists"])  # type: ignore[index]
@@ -223,6 +331,14 @@ def _check_names(model: nn.Module, cut_points: Sequence[str]) -> None:
         seen.add(cut)
 
 
+def _check_whole(captured: Captured, cut_points: Sequence[str]) -> None:
+    """Refuses cut points within modules that are kept whole."""
+    for cut in cut_points:
+        for path, why in captured.whole.items():
+            if cut.startswith(f"{path}."):
+                raise CapslogError(f"cut point {cut!r} lies in {path!r}, which runs as a whole ({why}); cut before it")
+
+
 def _sequential_layers(model: nn.Sequential, cut_points: Sequence[str]) -> list[Layer]:
     slices: list[list[tuple[str, nn.Module]]] = [[]]
     for child in model.named_children():
@@ -236,4 +352,6 @@ def _sequential_layers(model: nn.Sequential, cut_points: Sequence[str]) -> list[
             "the nn.Sequential holds one module twice, so its children's names do not give its order; "
             "make the second one a module of its own"
         )
-    return [Layer(part[0][0], SequentialSlice(part)) for part in slices]
+    layers = [Layer(part[0][0], SequentialSlice(part)) for part in slices]
+    freeze_layers(layers, model)
+    return layers

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -21,7 +21,22 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.collapse import mutated_arguments
 from varuna_capslog.model.capture.export import Captured, module_calls, module_path
 
-__all__ = ["assign_layers"]
+__all__ = ["assign_layers", "joined"]
+
+
+def joined(count: int, ranges: Iterable[tuple[int, int]]) -> list[int]:
+    """The first of those that each of `count` things in a row is joined with.
+
+    Args:
+        ranges: first and last of those that are to be one; ranges that overlap are one as well.
+    """
+    place = list(range(count))
+    for first, last in ranges:
+        for at in range(first + 1, last + 1):
+            place[at] = min(place[at], place[first])
+    for at in range(1, count):  # what a later range has joined belongs to the first of all that overlap
+        place[at] = place[place[at]]
+    return place
 
 
 @dataclass

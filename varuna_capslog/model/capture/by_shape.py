@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.capture.runtime import ByShape, Guard, Sizes
+from varuna_capslog.model.capture.runtime import ByShape, CapturedGraph, Guard, Sizes, hold
 from varuna_capslog.model.capture.text import CapturedLayers
 from varuna_capslog.model.layer import Layer
 from varuna_capslog.model.signature import run_signature
@@ -128,26 +128,11 @@ def _merged(modules: Sequence[fx.GraphModule], extra: Sequence[tuple[str, Sizes]
         graphs.append(graph)
     merged = ByShape(held, graphs[0], class_name="CapturedLayer")
     for target, own in held.items():
-        _hold(merged, target, own)
+        hold(merged, target, own)
     merged.take_graphs(graphs, guards)
     for module in modules:
         _take_over(merged, module)
     return merged
-
-
-def _hold(merged: ByShape, target: str, own: Any) -> None:
-    """Gives a layer something that one of its graphs refers to, as `CapturedGraph` has done with those of its own."""
-    path, _, name = target.rpartition(".")
-    if isinstance(own, nn.Module):
-        merged.add_submodule(target, own)
-        return
-    if path and not any(known == path for known, _ in merged.named_modules(remove_duplicate=False)):
-        merged.add_submodule(path, nn.Module())
-    owner = merged.get_submodule(path)
-    if isinstance(own, Tensor) and not isinstance(own, nn.Parameter):
-        owner.register_buffer(name, own)
-    else:
-        setattr(owner, name, own)
 
 
 def _held(module: nn.Module, target: str) -> Any:
@@ -179,6 +164,8 @@ def _take_over(merged: ByShape, module: fx.GraphModule) -> None:
         out = {name for name, value in part._buffers.items() if id(value) in kept_out}
         part._non_persistent_buffers_set |= out
     merged.training = module.training
+    assert isinstance(module, CapturedGraph)
+    merged.freeze_as(module)
     for key, value in module.meta.items():
         before = merged.meta.get(key, ())
         both = isinstance(value, tuple) and isinstance(before, tuple)

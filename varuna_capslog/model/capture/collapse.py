@@ -23,14 +23,16 @@ __all__ = ["collapse_modules", "mutated_arguments"]
 def collapse_modules(captured: Captured, model: nn.Module, cut_points: Sequence[str]) -> None:
     """Replaces, outermost first, each call of a submodule by one `call_module` node; changes the graph in place.
 
-    A call is replaced when no cut point lies inside the module, every call of it in this model had one tensor as its
-    only argument and returned one tensor, and its operations form one run of nodes that take one value from outside
-    (beside the module's own parameters and buffers) and leave one value.
+    A call is replaced when neither a cut point nor a module that is kept whole lies inside the module, every call of it
+    in this model had one tensor as its only argument and returned one tensor, and its operations form one run of nodes
+    that take one value from outside (beside the module's own parameters and buffers) and leave one value. An embedding
+    of sparse gradients is left as an operation, with dense ones.
 
     Raises:
         CapslogError: a module that is no batch norm changes a buffer or a parameter in its forward.
     """
     _refuse_state(captured, model)
+    _read_buffers_themselves(captured)
     nodes = [node for node in captured.graph.nodes if node.op in ("call_function", "call_module")]
     spans: dict[str, list[int]] = {}
     paths: dict[str, str] = {}
@@ -38,15 +40,21 @@ def collapse_modules(captured: Captured, model: nn.Module, cut_points: Sequence[
         for key, path in module_calls(node).items():
             paths[key] = path
             spans.setdefault(key, []).append(index)
+    keeps = captured.watch is not None and captured.watch.keeps
+    dense = set() if keeps else {node for node in nodes if _made_dense(node)}
     done: set[int] = set()
     for key in sorted(spans, key=lambda key: (spans[key][0], -len(spans[key]), len(paths[key]))):
         indices, path = spans[key], paths[key]
         if done & set(indices) or any(cut.startswith(path + ".") for cut in cut_points):
             continue
+        if any(f"{whole}.".startswith(f"{path}.") for whole in captured.whole):
+            continue  # its own call of Python knows what it makes
         module = model.get_submodule(path)
         if id(module) not in captured.simple or indices[-1] - indices[0] + 1 != len(indices):
             continue
         part = [nodes[index] for index in indices]
+        if dense & set(part):
+            continue
         if all("inner_stacks" in node.meta or node.target is operator.getitem for node in part):
             continue  # all of it is one no_grad or autocast block, which may lie around the call instead of inside
         ends = _single_ends(part, module, captured, model)
@@ -66,6 +74,32 @@ def collapse_modules(captured: Captured, model: nn.Module, cut_points: Sequence[
         for node in reversed(part):
             captured.graph.erase_node(node)
         done |= set(indices)
+
+
+def _read_buffers_themselves(captured: Captured) -> None:
+    """Lets whoever reads what an in-place operation made of a buffer read the buffer: a batch norm that is called again
+    counts on from the count that its first call returned, which no other module needs.
+    """
+    for node in captured.graph.nodes:
+        for argument in mutated_arguments(node):
+            if argument.op == "get_attr" and argument is node.args[0] and same_storage(argument, node):
+                node.replace_all_uses_with(argument)
+
+
+def _made_dense(node: fx.Node) -> bool:
+    """Lets an embedding's gradient be dense, since gradients are added, normed and sent; True where it was not."""
+    schema = getattr(node.target, "_schema", None)
+    names = [] if schema is None else [argument.name for argument in schema.arguments]
+    if "sparse" not in names:
+        return False
+    place = names.index("sparse")
+    if place < len(node.args) and node.args[place] is True:
+        node.update_arg(place, False)
+    elif node.kwargs.get("sparse") is True:
+        node.update_kwarg("sparse", False)
+    else:
+        return False
+    return True
 
 
 def mutated_arguments(node: fx.Node) -> list[fx.Node]:

@@ -12,9 +12,9 @@ import logging
 import operator
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,12 +23,17 @@ from torch.export.graph_signature import InputKind, TensorArgument
 from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.capture.finite import FiniteValues
+from varuna_capslog.model.capture.leaves import named_leaves
+from varuna_capslog.model.capture.opaque import Calls, NeedsPython, OpaqueCalls, put_in_calls
 from varuna_capslog.model.capture.runtime import CapturedGraph, FixedSize, Region, Varying, names_of
+from varuna_capslog.model.capture.watching import Watch
 from varuna_capslog.model.hollow import on_host
+from varuna_capslog.model.sources import failing_line
 
 __all__ = [
+    "LEFT",
     "Captured",
+    "NotCaptured",
     "OutputName",
     "export_model",
     "follow_device",
@@ -52,6 +57,9 @@ class Captured:
         bounds: least and greatest value of every size that may change, by its name in torch's shapes.
         conditions: what else the model's code asked of these sizes, as comparisons of their names.
         result: what the model returns, with the names of its tensors in their places.
+        left: likewise, what its code leaves on its modules, one for each of the watch's changes.
+        watch: what was noticed of the model's code.
+        whole: why a module is kept whole, by its qualified name.
     """
 
     graph: fx.Graph
@@ -62,6 +70,9 @@ class Captured:
     bounds: dict[str, tuple[int, int | None]]
     conditions: tuple[str, ...] = ()
     result: Any = None
+    left: Any = None
+    watch: Watch | None = None
+    whole: dict[str, str] = field(default_factory=dict)
 
     def copy(self) -> Captured:
         """The same with a graph of its own."""
@@ -70,20 +81,50 @@ class Captured:
             made[node] = graph.node_copy(node, made.__getitem__)
         inputs = {name: made[node] for name, node in self.inputs.items()}
         outputs = {name: made[node] for name, node in self.outputs.items()}
-        return Captured(
-            graph, inputs, outputs, dict(self.extra), set(self.simple), self.bounds, self.conditions, self.result
+        return replace(
+            self, graph=graph, inputs=inputs, outputs=outputs, extra=dict(self.extra), simple=set(self.simple)
         )
+
+
+LEFT = "left behind: "
+"""What the names of outputs begin with that the model's code leaves on its modules."""
 
 
 class OutputName(str):
     """Stands in a model's result for the tensor of that name."""
 
 
-def export_model(model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Captured:
+class NotCaptured(CapslogError):
+    """torch cannot capture a model.
+
+    Attributes:
+        path: qualified name of the module that was running.
+        why: in short.
+    """
+
+    def __init__(self, path: str, why: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.path, self.why = path, why
+
+
+def export_model(
+    model: nn.Module,
+    arguments: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+    opaque: OpaqueCalls | None = None,
+    by_module: bool = False,
+    keeps: bool = False,
+) -> Captured:
     """Captures `model` in its present mode on these arguments' shapes; a `Varying` one leaves some of its sizes open.
 
+    Nothing that the model's code keeps is another one afterwards.
+
+    Args:
+        opaque: knows what of the model is kept whole; None: nothing.
+        by_module, keeps: as for `Watch`.
+
     Raises:
-        CapslogError: torch cannot capture it; names the module that was running and torch's reason.
+        NotCaptured: names the module that was running and torch's reason.
     """
     varies = {}
     if any(isinstance(one, Varying) for one in [*arguments, *keywords.values()]):
@@ -93,13 +134,14 @@ def export_model(model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping
         arguments, keywords = tuple(map(bare, arguments)), {name: bare(value) for name, value in keywords.items()}
     # torch takes one tensor given under two names for one input, so every input is a tensor of its own
     arguments, keywords = pytree.tree_map_only(Tensor, lambda tensor: tensor.clone(), (arguments, dict(keywords)))
-    calls: dict[int, bool] = {}
-    running: list[str] = []
-    with on_host(model), _watched(model, calls, running), _quiet(), FiniteValues():
+    watch, opaque = Watch(model, by_module, keeps), opaque or OpaqueCalls({})
+    with on_host(model), opaque.open(), watch.open(), _quiet():
         try:
             program = torch.export.export(model, arguments, keywords, dynamic_shapes=varies or None, strict=False)
+        except FixedSize:
+            raise
         except Exception as error:
-            raise CapslogError(_explain(model, running, error)) from error
+            raise _explained(model, watch.running, error) from error
     _check_open(program, varies)
     names = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     graph, extra = fx.Graph(), {}
@@ -118,11 +160,11 @@ def export_model(model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping
             extra[target] = program.constants[spec.target]
         env[node] = graph.create_node("get_attr", target)
         env[node].meta["val"] = node.meta.get("val")
-    _copy_operations(program.graph_module, graph, env, extra)
+    _copy_operations(program.graph_module, graph, env, extra, opaque.calls)
     bounds = {str(name): (int(one.lower), _finite(one.upper)) for name, one in program.range_constraints.items()}
-    captured = Captured(graph, inputs, {}, extra, {key for key, simple in calls.items() if simple}, bounds)
+    captured = Captured(graph, inputs, {}, extra, watch.simple, bounds, watch=watch)
     captured.conditions = _conditions(program, inputs) if bounds else ()
-    _name_outputs(captured, program, env)
+    _name_outputs(captured, program, env, keeps)
     _bypass_copies_of_nothing(captured)
     return captured
 
@@ -200,24 +242,28 @@ def same_storage(a: fx.Node, b: fx.Node) -> bool:
     return first.untyped_storage()._cdata == second.untyped_storage()._cdata
 
 
-def _name_outputs(captured: Captured, program: Any, env: Mapping[fx.Node, fx.Node]) -> None:
+def _name_outputs(captured: Captured, program: Any, env: Mapping[fx.Node, fx.Node], keeps: bool) -> None:
     result = program.graph.output_node().args[0]
     tree = pytree.tree_unflatten(list(range(len(result))), program.call_spec.out_spec)
-    leaves: list[Any] = []
-    for path, index in pytree.tree_flatten_with_path(tree)[0]:
-        value = result[index]
-        leaves.append(value)
-        if not isinstance(value, fx.Node):
-            continue
-        parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
-        name = ".".join(parts) or "output"
-        while name in captured.inputs or name in captured.outputs:
-            name += "_out"
-        captured.outputs[name] = env[value]
-        leaves[-1] = OutputName(name)
-    captured.result = pytree.tree_unflatten(leaves, program.call_spec.out_spec)
+    captured.result = _named(captured, tree[0] if keeps else tree, result, env, "")
+    if keeps:
+        captured.left = _named(captured, tree[1], result, env, LEFT)
     if not captured.outputs:
         raise CapslogError("the model returns no tensor, so there is nothing to take a loss of")
+
+
+def _named(captured: Captured, tree: Any, result: Sequence[Any], env: Mapping[fx.Node, fx.Node], before: str) -> Any:
+    """A part of what was returned, with names in the places of tensors, which become outputs.
+
+    tree: the places of its leaves in `result`.
+    """
+    names: dict[int, Any] = {}
+    for place, index in named_leaves(tree, captured.inputs):
+        names[index] = result[index]
+        if isinstance(result[index], fx.Node):
+            names[index] = OutputName(before + place)
+            captured.outputs[before + place] = env[result[index]]
+    return pytree.tree_map(lambda index: names[index], tree)
 
 
 def _bypass_copies_of_nothing(captured: Captured) -> None:
@@ -245,29 +291,6 @@ def _bypass_copies_of_nothing(captured: Captured) -> None:
 
 
 @contextmanager
-def _watched(model: nn.Module, calls: dict[int, bool], running: list[str]) -> Iterator[None]:
-    """Notes how every module is called, and which one is running when something fails."""
-    handles = []
-
-    def enter(path: str) -> Any:
-        return lambda module, args: running.append(f"{path!r} ({type(module).__name__})")
-
-    def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        running.pop()
-        simple = len(args) == 1 and isinstance(args[0], Tensor) and not kwargs and isinstance(output, Tensor)
-        calls[id(module)] = calls.get(id(module), True) and simple
-
-    for path, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(enter(path or type(model).__name__)))
-        handles.append(module.register_forward_hook(leave, with_kwargs=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
 def _quiet() -> Iterator[None]:
     """torch.export logs and prints whole graphs before it raises; our one sentence says what a user needs. Nor does
     it note the lines of Python that each operation comes from, which takes a sixth of its time.
@@ -284,21 +307,24 @@ def _quiet() -> Iterator[None]:
         fx.config.do_not_emit_stack_traces = traced
 
 
-def _explain(model: nn.Module, running: list[str], error: Exception) -> str:
-    where = running[-1] if running else repr(type(model).__name__)
+def _explained(model: nn.Module, running: Sequence[tuple[str, str]], error: Exception) -> NotCaptured:
+    path, kind = running[-1] if running else ("", type(model).__name__)
+    where = f"module {path or kind!r} ({kind})"
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    if "data-dependent" in reason or "DataDependent" in type(error).__name__:
-        return (
-            f"module {where} cannot be captured: its Python code branches on, or sizes something by, the values of a "
-            f"tensor ({reason[:160]}); use torch.where there, or write this model as a Chain by hand"
-        )
-    if "not a known type" in reason:
-        kind = reason.partition("<class '")[2].partition("'")[0]
-        return f"{where} takes or returns a {kind}, which is no tensor, list, tuple or dict; make it return tensors"
-    return (
-        f"module {where} cannot be captured ({type(error).__name__}: {reason[:300]}); "
-        "mend the example inputs or the module, or write this model as a Chain by hand"
-    )
+    line = failing_line(error, map(type, model.modules()))
+    advice = "mend the example inputs or the module, or write this model as a Chain by hand"
+    if isinstance(error, NeedsPython):
+        why = reason
+    elif "data-dependent" in reason or "DataDependent" in type(error).__name__ or "but got FakeTensor" in reason:
+        why = "its Python code branches on, or sizes something by, the values of a tensor"
+        advice = "use torch.where there, or write this model as a Chain by hand"
+    elif "not a known type" in reason:
+        value = reason.partition("<class '")[2].partition("'")[0]
+        why = f"it takes or returns a {value}, which is no tensor, list, tuple or dict"
+        advice = "make it return tensors"
+    else:
+        why = f"{type(error).__name__}: {reason[:300]}"
+    return NotCaptured(path, f"{why}{line}", f"{where} cannot be captured: {why}{line}; {advice}")
 
 
 def _is_check(node: fx.Node) -> bool:
@@ -312,20 +338,24 @@ def _is_check(node: fx.Node) -> bool:
 _CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range")
 
 
-def _copy_operations(root: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, fx.Node], extra: dict[str, Any]) -> None:
-    """Copies torch's operations into our graph; a region under its own gradient or autocast mode becomes a `Region`.
+def _copy_operations(
+    root: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, fx.Node], extra: dict[str, Any], calls: Calls
+) -> None:
+    """Copies torch's operations into our graph; a region under its own gradient or autocast mode becomes a `Region`,
+    and a call that was not followed its module.
 
     Args:
         root: owner of torch's graph and of the bodies of its regions.
         graph: gets the copies.
         env: torch's node -> our copy; knows the inputs already.
         extra: gets the regions by attribute name.
+        calls: those that were not followed.
     """
     for node in root.graph.nodes:
         # a get_attr is the body of a region, fetched where it is used
         if node.op in ("placeholder", "get_attr", "output") or _is_check(node):
             continue
-        region = _region(node, root)
+        region = _region(node, root, calls)
         if region is None:
             env[node] = graph.node_copy(node, lambda old: env[old])
             made_by = env[node].args[0] if node.target is operator.getitem else None
@@ -341,25 +371,30 @@ def _copy_operations(root: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, f
             "nn_module_stack": _common_stack(region),
             "inner_stacks": [inner.meta.get("nn_module_stack") or {} for inner in region.body.graph.nodes],
         }
+    replaced = put_in_calls(graph, calls, extra)
+    for node, value in env.items():
+        while value in replaced:
+            value = env[node] = replaced[value]
 
 
-def _region(node: fx.Node, root: fx.GraphModule) -> Region | None:
+def _region(node: fx.Node, root: fx.GraphModule, calls: Calls) -> Region | None:
     kind = getattr(node.target, "__name__", "")
     if kind == "wrap_with_set_grad_enabled":
-        return Region(_cleaned_body(root, node.args[1]), torch.set_grad_enabled, node.args[:1])
+        return Region(_cleaned_body(root, node.args[1], calls), torch.set_grad_enabled, node.args[:1])
     if kind == "wrap_with_autocast":
-        return Region(_cleaned_body(root, node.args[4]), torch.autocast, node.args[:4])
+        # where the model's code says nothing, a trace notes that autocast keeps no copies of weights; running, it does
+        return Region(_cleaned_body(root, node.args[4], calls), torch.autocast, (*node.args[:3], True))
     return None
 
 
-def _cleaned_body(root: fx.GraphModule, attribute: Any) -> fx.GraphModule:
+def _cleaned_body(root: fx.GraphModule, attribute: Any, calls: Calls) -> fx.GraphModule:
     body = root.get_submodule(attribute.target)
     assert isinstance(body, fx.GraphModule)
     graph = fx.Graph()
     extra: dict[str, Any] = {}
     inputs = body.graph.find_nodes(op="placeholder")
     env = {node: graph.node_copy(node) for node in inputs}
-    _copy_operations(body, graph, env, extra)
+    _copy_operations(body, graph, env, extra, calls)
     graph.node_copy(body.graph.output_node(), lambda old: env[old])
     follow_device(graph, env[inputs[0]] if inputs else None)
     return CapturedGraph(nn.ModuleDict(extra), graph)

@@ -38,6 +38,7 @@ _DAMAGED = (
     KeyError,
     TypeError,
     AttributeError,
+    NotText,
 )
 """What reading a file raises that is not the one that was written."""
 
@@ -57,7 +58,7 @@ class CaptureRequest:
 
     model: nn.Module
     cut_points: Sequence[str] | None
-    example: tuple[Sequence[Any], Mapping[str, Any]]
+    example: tuple[tuple[Any, ...], Mapping[str, Any]]
     outputs: Sequence[str] | None
     evaluates: bool
 
@@ -68,7 +69,7 @@ class CaptureRequest:
             code: Python modules beside those of the model's classes.
         """
         found = hashlib.sha256(repr((torch.__version__, self.cut_points, self.outputs, self.evaluates)).encode())
-        leaves, spec = pytree.tree_flatten((tuple(self.example[0]), dict(self.example[1])))
+        leaves, spec = pytree.tree_flatten((self.example[0], dict(self.example[1])))
         found.update(repr(([_described(leaf) for leaf in leaves], str(spec))).encode())
         tensors: dict[int, str] = {}
         for path, module in self.model.named_modules(remove_duplicate=False):

@@ -106,7 +106,7 @@ def _alike(
     if (node.op, node.target) != (other.op, other.target):
         return False
     mine_extra, other_extra = training.extra.get(str(node.target)), evaluation.extra.get(str(other.target))
-    if mine_extra is not None and not _same_region(mine_extra, other_extra):
+    if mine_extra is not None and not _same_extra(mine_extra, other_extra):
         return False
     (mine, spec), (yours, other_spec) = _leaves(node), _leaves(other)
     if spec != other_spec or len(mine) != len(yours):
@@ -122,9 +122,9 @@ def _equal_leaves(node: fx.Node, other: fx.Node) -> bool:
     return all(isinstance(a, fx.Node) or (type(a) is type(b) and a == b) for a, b in pairs)
 
 
-def _same_region(mine: Any, yours: Any) -> bool:
-    same_context = mine.context is yours.context and mine.arguments == yours.arguments
-    return same_context and str(mine.body.graph) == str(yours.body.graph)
+def _same_extra(mine: Any, yours: Any) -> bool:
+    """Whether two modules that a capture has added do the same."""
+    return type(mine) is type(yours) and bool(mine.key == yours.key)
 
 
 def _switch(captured: Captured, node: fx.Node, other: fx.Node, name: str) -> None:

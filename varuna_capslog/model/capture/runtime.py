@@ -9,7 +9,7 @@ import ast
 import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,11 +24,14 @@ __all__ = [
     "ByShape",
     "CapturedGraph",
     "FixedSize",
+    "Frozen",
     "Guard",
+    "OfTheModel",
     "Region",
     "SequentialSlice",
     "Sizes",
     "Varying",
+    "hold",
     "names_of",
 ]
 
@@ -53,7 +56,58 @@ class Varying:
         self.tensor, self.dimensions = tensor, tuple(dimensions)
 
 
-class CapturedGraph(fx.GraphModule):
+class OfTheModel:
+    """Something of the captured model that a layer or chain knows; its copies and pickles are of no model."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def __deepcopy__(self, memo: object) -> OfTheModel:
+        return OfTheModel()
+
+    def __reduce__(self) -> Any:
+        return OfTheModel, ()
+
+
+class Frozen(nn.Module):
+    """A layer of which some modules stay in eval mode when it is put into training mode.
+
+    frozen: their names in the layer.
+    """
+
+    frozen: tuple[str, ...] = ()
+    _trained: tuple[str, ...] = ()
+
+    def train(self, mode: bool = True) -> Any:
+        """As of any module, but for what is frozen."""
+        super().train(mode)
+        for name in self.frozen:
+            self.get_submodule(name).training = False
+        return self
+
+    def freeze(self, frozen: Collection[nn.Module], trained: Collection[nn.Module]) -> None:
+        """Notes which of its modules are frozen, and which were in training mode when they were captured."""
+        held = [(name, id(part)) for name, part in self.named_modules(remove_duplicate=False) if name]
+        rest, seen = {id(part) for part in frozen}, {id(part) for part in trained}
+        names = tuple(name for name, key in held if key in rest)
+        if names:
+            self.frozen = names
+        self._trained = tuple(name for name, key in held if key in seen)
+
+    def freeze_as(self, other: Frozen) -> None:
+        """Notes what is frozen in a layer that holds modules of the same names."""
+        names = {name for name, _ in self.named_modules(remove_duplicate=False)}
+        if frozen := tuple(name for name in other.frozen if name in names):
+            self.frozen = frozen
+        self._trained = tuple(name for name in other._trained if name in names)
+
+    @property
+    def trained(self) -> list[nn.Module]:
+        """Its modules that were in training mode when they were captured."""
+        return [self.get_submodule(name) for name in self._trained]
+
+
+class CapturedGraph(Frozen, fx.GraphModule):
     """A part of a captured model's graph. It never changes once it is made, so that copies share graph and code.
 
     A copy of an `fx.GraphModule` copies the graph and compiles its code anew, which takes longer than estimating it.
@@ -66,6 +120,21 @@ class CapturedGraph(fx.GraphModule):
         memo[id(self._graph)] = self._graph
         copied.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
         return copied
+
+
+def hold(layer: fx.GraphModule, name: str, value: Any) -> None:
+    """Gives a captured layer something under a qualified name, as its constructor does with what its graph names."""
+    path, _, last = name.rpartition(".")
+    if isinstance(value, nn.Module):
+        layer.add_submodule(name, value)
+        return
+    if path and not any(known == path for known, _ in layer.named_modules(remove_duplicate=False)):
+        layer.add_submodule(path, nn.Module())
+    owner = layer.get_submodule(path)
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        owner.register_buffer(last, value)
+    else:
+        setattr(owner, last, value)
 
 
 class Guard(nn.Module):
@@ -252,13 +321,30 @@ class Region(nn.Module):
         self.body: fx.GraphModule = body
         self.context, self.arguments = context, tuple(arguments)
 
+    @property
+    def key(self) -> object:
+        """Equal for regions that do the same."""
+        return self.context, self.arguments, str(self.body.graph)
+
     def forward(self, *values: Any) -> Any:
         """The body's outputs, a tuple."""
+        if self.context is torch.autocast:
+            values = tuple(map(_no_leaf, values))
         with self.context(*self.arguments):
             return self.body(*values)
 
 
-class SequentialSlice(nn.Sequential):
+def _no_leaf(value: Any) -> Any:
+    """A view of a value that crossed a cut: of a leaf autocast makes one copy for all readers, as of a weight, and the
+    gradients of that copy would be added in the lower precision.
+    """
+    crossed = (
+        isinstance(value, Tensor) and value.is_leaf and value.requires_grad and not isinstance(value, nn.Parameter)
+    )
+    return value.view_as(value) if crossed else value
+
+
+class SequentialSlice(Frozen, nn.Sequential):
     """Consecutive children of an nn.Sequential, under their own names.
 
     The first of them may work in place (`nn.ReLU(inplace=True)`); its input has crossed a cut, where others read it

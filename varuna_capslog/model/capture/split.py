@@ -14,12 +14,14 @@ import torch
 from torch import fx, nn
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.capture.assign import assign_layers
+from varuna_capslog.model.capture.assign import assign_layers, joined
 from varuna_capslog.model.capture.collapse import mutated_arguments
 from varuna_capslog.model.capture.export import Captured, follow_device, module_path, same_storage
-from varuna_capslog.model.capture.runtime import CapturedGraph, Guard
+from varuna_capslog.model.capture.python_calls import Whole
+from varuna_capslog.model.capture.runtime import CapturedGraph, Guard, OfTheModel
 from varuna_capslog.model.capture.sizes import sizes_of
 from varuna_capslog.model.layer import Layer
+from varuna_capslog.model.training_modes import freeze_layers
 
 __all__ = ["layer_module", "split_graph"]
 
@@ -49,6 +51,7 @@ def split_graph(
     """
     wanted = _choose_outputs(captured, outputs)
     layer_of, names = assign_layers(captured, model, cut_points, lenient)
+    layer_of, names, together = _with_statistics_together(layer_of, names, captured, model)
     _protect_boundaries(captured, wanted, layer_of)
     value_names = _name_values(captured, wanted, layer_of)
     parts: list[list[fx.Node]] = [[] for _ in names]
@@ -77,8 +80,62 @@ def split_graph(
             captured, model, names[index], part, reads, read_names, [n for _, n in writes], train_only
         )
         layers.append(Layer(names[index], module, tuple(read_names), tuple(written for written, _ in writes)))
-    layers[-1].module.meta["result"] = captured.result  # type: ignore[index, operator]
+    changes = captured.watch.changes if captured.watch is not None and captured.watch.keeps else []
+    left = [(change.put, values) for change, values in zip(changes, captured.left or (), strict=True)]
+    watch = captured.watch
+    python = bool(captured.whole or (watch is not None and (watch.drawn or watch.changes)))
+    told = {
+        "result": captured.result,
+        "whole": captured.whole,
+        "left": OfTheModel(left),
+        "python": python,
+        "joined": together,
+    }
+    layers[-1].module.meta |= told  # type: ignore[operator]
+    freeze_layers(layers, model)
     return layers, tuple(captured.inputs), tuple(wanted)
+
+
+def _with_statistics_together(
+    layer_of: dict[fx.Node, int], names: list[str], captured: Captured, model: nn.Module
+) -> tuple[dict[fx.Node, int], list[str], list[str]]:
+    """One layer of all from the first to the last that calls a module with running statistics: these are added in the
+    order of its calls, in one place.
+
+    Returns the layer of every node, the names of the layers, and which of them are joined, one sentence each.
+    """
+    norms: dict[tuple[int, int], str] = {}
+    for norm, layers in _statistics(layer_of, captured, model).items():
+        if min(layers) < max(layers):
+            norms.setdefault((min(layers), max(layers)), norm)
+    place = joined(len(names), norms)
+    kept = sorted(set(place))
+    number = {old: kept.index(place[old]) for old in range(len(names))}
+    why = [
+        f"{names[first]} to {names[last]} are one layer, which makes all calls of {norm}, since its running statistics "
+        "are added in their order"
+        for (first, last), norm in norms.items()
+        if not any(low <= first and last <= high and (low, high) != (first, last) for low, high in norms)
+    ]
+    return {node: number[layer] for node, layer in layer_of.items()}, [names[old] for old in kept], why
+
+
+def _statistics(layer_of: Mapping[fx.Node, int], captured: Captured, model: nn.Module) -> dict[str, list[int]]:
+    """The layers that call each module with running statistics, by its name."""
+    users: dict[int, list[int]] = {}
+    norms: dict[int, str] = {}
+    for node, layer in layer_of.items():
+        if node.op != "call_module":
+            continue
+        called = captured.extra.get(str(node.target))
+        if called is not None and not isinstance(called, Whole):
+            continue
+        path = called.path if isinstance(called, Whole) else str(node.target)
+        for name, part in model.get_submodule(path).named_modules():
+            if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats and part.training:
+                users.setdefault(id(part), []).append(layer)
+                norms[id(part)] = f"{path}.{name}".rstrip(".")
+    return {norms[one]: layers for one, layers in users.items()}
 
 
 def _choose_outputs(captured: Captured, outputs: Sequence[str] | None) -> dict[str, fx.Node]:
@@ -186,7 +243,7 @@ def _layer_module(
     return layer_module(graph, extra, model, paths)
 
 
-def layer_module(graph: fx.Graph, extra: Mapping[str, Any], model: nn.Module, paths: Sequence[str]) -> fx.GraphModule:
+def layer_module(graph: fx.Graph, extra: Mapping[str, Any], model: nn.Module, paths: Sequence[str]) -> CapturedGraph:
     """The module of a layer: its graph on the model's parameters and modules, and on what the model lacks.
 
     Args:
@@ -196,6 +253,9 @@ def layer_module(graph: fx.Graph, extra: Mapping[str, Any], model: nn.Module, pa
     targets = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
     held = {target: extra[target] if target in extra else operator.attrgetter(target)(model) for target in targets}
     module = CapturedGraph(held, graph, class_name="CapturedLayer")
+    for part in list(module.modules()):
+        if isinstance(part, Whole):
+            module.add_submodule(part.path, part.module)
     _keep_persistence(module, model)
     known = {id(submodule) for submodule in model.modules()}
     for submodule in module.modules():

@@ -11,6 +11,7 @@ import builtins
 import json
 import math
 import operator
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -20,9 +21,18 @@ from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
+from varuna_capslog.model.capture.python_calls import (
+    CallShape,
+    FunctionCall,
+    MadeTensor,
+    PythonCall,
+    Whole,
+    WholeModel,
+)
 from varuna_capslog.model.capture.runtime import ByMode, CapturedGraph, Guard, Region
 from varuna_capslog.model.capture.split import layer_module
 from varuna_capslog.model.layer import Layer
+from varuna_capslog.model.training_modes import freeze_layers
 
 __all__ = ["CapturedLayers", "NotText", "from_text", "to_text"]
 
@@ -58,12 +68,19 @@ def to_text(captured: CapturedLayers, model: nn.Module) -> tuple[str, dict[str, 
     written: list[dict[str, Any]] = []
     for layer in layers:
         module = layer.module
-        if not isinstance(module, fx.GraphModule):
+        if isinstance(module, WholeModel):
+            described = {"call": _call_text(module), "outputs": module.outputs}
+        elif isinstance(module, fx.GraphModule):
+            described = {
+                **_graph_of(module, model, f"{len(written)}.", tensors),
+                "paths": module.meta["source_modules"],
+            }
+        else:
             raise NotText(f"layer {layer.name!r} is no captured graph")
-        described = _graph_of(module, model, f"{len(written)}.", tensors)
-        described |= {"name": layer.name, "reads": layer.reads, "writes": layer.writes}
-        written.append({**described, "paths": module.meta["source_modules"]})
-    return json.dumps({"layers": written, "inputs": inputs, "outputs": outputs}), tensors
+        written.append({**described, "name": layer.name, "reads": layer.reads, "writes": layer.writes})
+    meta: dict[str, Any] = layers[-1].module.meta  # type: ignore[assignment]
+    told = {name: meta[name] for name in ("whole", "joined") if name in meta}
+    return json.dumps({"layers": written, "inputs": inputs, "outputs": outputs, "told": told}), tensors
 
 
 def from_text(text: str, tensors: Mapping[str, Tensor], model: nn.Module) -> CapturedLayers:
@@ -71,9 +88,15 @@ def from_text(text: str, tensors: Mapping[str, Tensor], model: nn.Module) -> Cap
     read = json.loads(text)
     layers = []
     for number, one in enumerate(read["layers"]):
-        graph, extra = _graph_from(one, f"{number}.", tensors)
-        module = layer_module(graph, extra, model, one["paths"])
+        module: CapturedGraph | WholeModel
+        if "call" in one:
+            module = WholeModel(model, _call_shape(one["call"]), one["outputs"], "")
+        else:
+            graph, extra = _graph_from(one, f"{number}.", tensors, model)
+            module = layer_module(graph, extra, model, one["paths"])
         layers.append(Layer(one["name"], module, tuple(one["reads"]), tuple(one["writes"])))
+    layers[-1].module.meta |= read["told"]
+    freeze_layers(layers, model)
     return layers, tuple(read["inputs"]), tuple(read["outputs"])
 
 
@@ -92,13 +115,15 @@ def _graph_of(module: fx.GraphModule, model: nn.Module | None, place: str, tenso
     return {"nodes": nodes, "extra": extra}
 
 
-def _graph_from(described: Mapping[str, Any], place: str, tensors: Mapping[str, Tensor]) -> tuple[fx.Graph, Any]:
+def _graph_from(
+    described: Mapping[str, Any], place: str, tensors: Mapping[str, Tensor], model: nn.Module
+) -> tuple[fx.Graph, Any]:
     graph = fx.Graph()
     made: dict[str, fx.Node] = {}
     for op, name, target, args, kwargs in described["nodes"]:
         found = _function(target) if op == "call_function" else target
         made[name] = graph.create_node(op, found, _value(args, made), _value(kwargs, made), name)
-    extra = {key: _held(value, f"{place}{key}", tensors) for key, value in described["extra"].items()}
+    extra = {key: _held(value, f"{place}{key}", tensors, model) for key, value in described["extra"].items()}
     return graph, extra
 
 
@@ -123,10 +148,16 @@ def _held_text(held: Any, place: str, tensors: dict[str, Tensor]) -> Any:
         name = next((name for name, context in _CONTEXTS.items() if context is held.context), None)
         body = _graph_of(held.body, None, f"{place}.", tensors)
         return {"kind": "region", "context": name, "arguments": _value_text(held.arguments), "body": body}
+    if isinstance(held, Whole):
+        return {"kind": "whole", "path": held.path, "call": _call_text(held)}
+    if isinstance(held, FunctionCall):
+        name = f"{held.kind.__module__}:{held.kind.__qualname__}"
+        _function_kind(name)
+        return {"kind": "function", "name": name, "call": _call_text(held)}
     raise NotText(f"{place.partition('.')[2]!r} is a {type(held).__name__}")
 
 
-def _held(described: Mapping[str, Any], place: str, tensors: Mapping[str, Tensor]) -> Any:
+def _held(described: Mapping[str, Any], place: str, tensors: Mapping[str, Tensor], model: nn.Module) -> Any:
     match described["kind"]:
         case "tensor":
             return tensors[place]
@@ -138,10 +169,56 @@ def _held(described: Mapping[str, Any], place: str, tensors: Mapping[str, Tensor
             spec, training, evaluation = described["given"]
             leaves = _value(training, {}), _value(evaluation, {})
             return ByMode(_function(described["target"]), pytree.treespec_loads(spec), *leaves, described["slots"])
+        case "whole":
+            return Whole(model.get_submodule(described["path"]), described["path"], _call_shape(described["call"]))
+        case "function":
+            return FunctionCall(_function_kind(described["name"]), _call_shape(described["call"]))
         case _:
-            graph, extra = _graph_from(described["body"], f"{place}.", tensors)
+            graph, extra = _graph_from(described["body"], f"{place}.", tensors, model)
             arguments = _value(described["arguments"], {})
             return Region(CapturedGraph(extra, graph), _CONTEXTS[described["context"]], arguments)
+
+
+def _call_text(call: PythonCall) -> Any:
+    """A call's arguments and result beside tensors."""
+    shape = call.shape
+    try:
+        specs = pytree.treespec_dumps(shape.spec), pytree.treespec_dumps(shape.result_spec)
+    except NotImplementedError as error:
+        raise NotText(f"{call.describe()} takes or returns objects of a class without a text form") from error
+    tensors = [(one.shape, one.stride, _value_text(one.dtype), one.device) for one in shape.tensors]
+    constants = _value_text(shape.constants), _value_text(shape.result_constants)
+    return [*specs, *constants, shape.slots, shape.given, shape.made, tensors, shape.passed]
+
+
+def _call_shape(described: Any) -> CallShape:
+    spec, result_spec, constants, results, slots, given, made, tensors, passed = described
+    return CallShape(
+        pytree.treespec_loads(spec),
+        _value(constants, {}),
+        tuple(slots),
+        tuple(map(tuple, given)),
+        pytree.treespec_loads(result_spec),
+        _value(results, {}),
+        tuple(made),
+        tuple(
+            MadeTensor(tuple(shape), tuple(stride), _value(dtype, {}), device)
+            for shape, stride, dtype, device in tensors
+        ),
+        tuple((at, number) for at, number in passed),
+    )
+
+
+def _function_kind(name: str) -> Any:
+    """An autograd Function that this process has imported already."""
+    module, _, path = name.partition(":")
+    try:
+        kind = operator.attrgetter(path)(sys.modules[module])
+    except (KeyError, AttributeError) as error:
+        raise NotText(f"it calls the autograd Function {name}, which cannot be imported by this name") from error
+    if not (isinstance(kind, type) and issubclass(kind, torch.autograd.Function)):
+        raise NotText(f"{name} is no autograd Function")
+    return kind
 
 
 def _function_name(function: Any) -> str:

@@ -271,6 +271,7 @@ class _OnePart:
         results = tuple(writes.values())
         self._graph.output(results[0] if len(results) == 1 else results)
         module = layer_module(self._graph, self._held, self._parts.module, ())
+        module.freeze_as(self._parts.module)
         module.meta.update(self._parts.module.meta)
         into.add(self._name, module, list(self.reads), list(writes))
 

@@ -27,6 +27,7 @@ from varuna_capslog.engine.probe import StageMeter, resident_tensors, storage_by
 from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, TensorSpec
+from varuna_capslog.model.hollow import VALUE_ERRORS, NeedsValues
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.profiles.action_bytes import ActionBytes
@@ -191,6 +192,8 @@ def fake_step(
             )
         except CapslogError:
             raise
+        except VALUE_ERRORS as error:
+            raise NeedsValues(f"the run of {who[0]}", error) from error
         except Exception as error:
             raise CapslogError(
                 f"{who[0]} cannot run on fake tensors ({type(error).__name__}: {error}); let {who[1]} depend on "

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from varuna_capslog.model.trace import a_number
+from varuna_capslog.model.hollow import a_number
 
 __all__ = ["Lifetimes", "Recipes", "Temporary"]
 

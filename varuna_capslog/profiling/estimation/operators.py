@@ -290,12 +290,16 @@ _ROW = 384
 
 
 def _rows_of(name: str, args: Sequence[Any], outputs: list[Tensor]) -> int:
-    """How many rows a norm over the last dimensions, or over groups of channels, has."""
+    """How many rows a norm over the last dimensions, or over groups of channels, has; a weight norm one for each size
+    that it takes.
+    """
     if "group" in name:
         return int(args[0].shape[0] * args[6 if "backward" not in name else 8])
     shape = args[1] if "backward" not in name else args[2]
+    if isinstance(shape, Tensor):
+        return shape.numel()
     x = args[0]
-    return int(x.numel() // max(1, math.prod(shape)))
+    return int(x.numel() // max(1, math.prod(shape))) if isinstance(shape, Sequence) else 1
 
 
 def _indexed(

@@ -1,0 +1,420 @@
+"""Models whose Python does what no graph does: each trains as itself, or is refused by name; none differs silently."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tests.model import hostile, unusual
+from varuna_capslog.api.estimating import estimate
+from varuna_capslog.api.planning import plan
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.seeds import mix, mixed
+from varuna_capslog.engine.layout import Layout
+from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.engine.pipeline import PipelineEngine
+from varuna_capslog.engine.step import train_step
+from varuna_capslog.fitting import fit
+from varuna_capslog.model.capture import Kept
+from varuna_capslog.model.capture.leaves import named_leaves
+from varuna_capslog.model.chain import Chain, TensorSpec
+from varuna_capslog.model.hollow import hollow_copy
+from varuna_capslog.model.python_state import PythonState
+from varuna_capslog.model.random_states import GLOBAL, crafted_draws, seed_generators
+from varuna_capslog.model.trace import ShapeTable
+from varuna_capslog.model.workload import Minibatch
+from varuna_capslog.profiling.estimation.hollow import SilentCommunicator
+
+BATCHES = [torch.randn(4, hostile.WIDTH, generator=torch.Generator().manual_seed(number)) for number in range(3)]
+ONE_LAYER = {
+    *("LayerDrop", "RareLayerDrop", "NumpyLayerDrop", "Roll", "OwnGenerator", "TorchGenerator", "Branches"),
+}
+"""Models whose own outermost code must stay Python."""
+
+
+def made(kind: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind()
+
+
+def seed(model: nn.Module, value: int) -> None:
+    torch.default_generator.manual_seed(value)
+    seed_generators({**GLOBAL, **PythonState(dict(model.named_modules()), files=True).generators}, value)
+
+
+def loss(outputs: Mapping[str, Tensor], targets: Any = None, normalisers: Mapping[str, float] | None = None) -> Any:
+    share = (normalisers or {"microbatches": 1.0})["microbatches"]
+    return {"loss": torch.stack([one.square().mean() for one in outputs.values()]).sum() / share}
+
+
+def tensors(result: Any) -> dict[str, Tensor]:
+    return {name: leaf for name, leaf in named_leaves(result) if isinstance(leaf, Tensor)}
+
+
+def step(run: Callable[[Tensor], Mapping[str, Tensor]], model: nn.Module, x: Tensor) -> tuple[Any, dict[str, Any]]:
+    model.zero_grad()
+    outputs = run(x)
+    loss(outputs)["loss"].backward()
+    return outputs, {name: one.grad for name, one in model.named_parameters()}
+
+
+def assert_same(ours: Mapping[str, Tensor | None], theirs: Mapping[str, Tensor | None], what: object) -> None:
+    assert ours.keys() == theirs.keys(), what
+    for name, one in theirs.items():
+        other = ours[name]
+        assert (one is None) == (other is None), (what, name)
+        assert one is None or torch.equal(one, other), (what, name)
+
+
+@pytest.mark.parametrize("name", hostile.RIGHT)
+def test_a_hostile_model_is_its_chain_to_the_last_bit(name: str, tmp_path: Any) -> None:
+    """Backwards of the user's own were lost, and what Python drew was frozen at the capture: gradient reversal trained
+    in the wrong direction, and layers that the capture's draw left out were never trained. Also where another process
+    reads the capture.
+    """
+    model = made(hostile.RIGHT[name])
+    plain, kept = copy.deepcopy(model), Kept(tmp_path)
+    kept.writes = True
+    chains = [Chain.from_module(model, None, (BATCHES[0],), kept=kept) for _ in range(2)]
+    for chain in chains:
+        assert (len(chain) == 1) == (name in ONE_LAYER), [layer.name for layer in chain.layers]
+        for number in range(3):
+            seed(plain, number)
+            outputs, gradients = step(lambda x: tensors(plain(x)), plain, BATCHES[1])
+            seed(model, number)
+            found, ours = step(lambda x: chain.run({chain.inputs[0]: x}), model, BATCHES[1])  # noqa: B023
+            assert_same(ours, gradients, number)
+            assert all(map(torch.equal, found.values(), outputs.values()))
+    if name != "DroppingSequential":
+        held = {id(one) for chain in chains for layer in chain.layers for one in layer.module.parameters()}
+        assert held == {id(one) for one in model.parameters()}, "parameters that no layer holds"
+
+
+def engine_step(chain: Chain, recompute: bool) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of one step of three microbatches on one rank, by the model's own names."""
+    inputs = [{chain.inputs[0]: x} for x in BATCHES]
+    specs = [{name: TensorSpec.of(tensor) for name, tensor in one.items()} for one in inputs]
+    minibatch = Minibatch(specs, [None] * 3, {"microbatches": 3.0}, [[0], [1], [2]])
+    options = EngineOptions(3, seed=5, clip_norm=0.0, recompute=recompute)
+    layout, communicator = Layout.pipelines((0,), len(chain)), SilentCommunicator(0, 1, False)
+    engine = PipelineEngine(chain, loss, layout, options, communicator, torch.device("cpu"))
+    found: dict[str, Tensor] = {}
+
+    def keep() -> None:
+        for layer in engine.layers:
+            found.update({name: one.grad.clone() for name, one in layer.parameters.items() if one.grad is not None})
+
+    return train_step(engine, 1, minibatch, inputs.__getitem__, before_commit=keep).parts["loss"], found
+
+
+@pytest.mark.parametrize("name", hostile.RIGHT)
+def test_a_step_of_the_engine_draws_by_its_seeds(name: str) -> None:
+    """Also where layers run again, in whatever state the process's generators are; they are left as they were."""
+    chain = Chain.from_module(made(hostile.RIGHT[name]), None, (BATCHES[0],))
+    random.seed(1)
+    states = random.getstate(), np.random.get_state()[1].copy()  # noqa: NPY002
+    losses = [engine_step(copy.deepcopy(chain), recompute) for recompute in (True, False)]
+    assert random.getstate() == states[0]
+    assert np.array_equal(np.random.get_state()[1], states[1])  # noqa: NPY002
+    assert losses[0][0] == losses[1][0]
+    assert_same(losses[0][1], losses[1][1], name)
+
+
+@pytest.mark.parametrize("name", ["LayerDrop", "NumpyLayerDrop", "OwnGenerator", "Branches"])
+def test_a_step_of_a_whole_model_is_the_models_own_with_the_same_seeds(name: str) -> None:
+    model = made(hostile.RIGHT[name])
+    plain = copy.deepcopy(model)
+    total, gradients = engine_step(Chain.from_module(model, None, (BATCHES[0],)), recompute=True)
+    losses = []
+    for microbatch, x in enumerate(BATCHES):
+        seed(plain, mix(0, after=mixed(5, 1, microbatch)))
+        part = loss(tensors(plain(x)), None, {"microbatches": 3.0})["loss"]
+        part.backward()
+        losses.append(part.item())
+    assert total == pytest.approx(sum(losses), rel=1e-12)
+    assert_same(gradients, {name: one.grad for name, one in plain.named_parameters() if one.grad is not None}, name)
+
+
+@pytest.mark.parametrize("name", hostile.REFUSED)
+def test_a_state_from_one_forward_to_the_next_is_refused_by_name(name: str) -> None:
+    """Such state was captured as it happened to be, and `fit` changed it twice where layers ran again."""
+    kind, word = hostile.REFUSED[name]
+    for model, compares in ((made(kind), True), (made(kind), False), (hollow_copy(made(kind)), True)):
+        with pytest.raises(CapslogError, match=f"changes its (attribute|buffer) .*{word}.* in its forward") as refused:
+            Chain.from_module(model, None, (BATCHES[0],), compares=compares)
+        assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", [*hostile.RIGHT, *hostile.REFUSED])
+def test_a_capture_leaves_nothing_behind(name: str) -> None:
+    """Fake tensors stayed on modules that keep an activation, and the generators went on."""
+    model = made(hostile.RIGHT.get(name) or hostile.REFUSED[name][0])
+    modules = dict(model.named_modules())
+    before = {path: dict(vars(module)) for path, module in modules.items()}
+    state, forward = PythonState(modules, files=True), hostile.Reverse.forward
+    values, generator = {name: one.clone() for name, one in model.state_dict().items()}, torch.get_rng_state()
+    draws = random.getstate(), np.random.get_state()[1].copy()  # noqa: NPY002
+    for compares in (True, False):
+        try:
+            Chain.from_module(model, None, (BATCHES[0],), compares=compares)
+        except CapslogError:
+            assert name in hostile.REFUSED
+        assert state.changes() == []
+        assert {path: dict(vars(module)) for path, module in modules.items()} == before
+        assert hostile.Reverse.forward is forward
+        held = [value for module in modules.values() for value in vars(module).values()]
+        assert not any(isinstance(value, FakeTensor) for value in held)
+        assert all(torch.equal(values[key], one) for key, one in model.state_dict().items())
+        assert torch.equal(torch.get_rng_state(), generator)
+        assert random.getstate() == draws[0]
+        assert np.array_equal(np.random.get_state()[1], draws[1])  # noqa: NPY002
+
+
+@pytest.mark.parametrize("name", [name for name in hostile.RIGHT if name != "DroppingSequential"])
+def test_without_weights_the_same_modules_stay_python(name: str) -> None:
+    """As where a model is planned: by what is noticed alone."""
+    model = made(hostile.RIGHT[name])
+    chains = [Chain.from_module(one, None, (BATCHES[0],)) for one in (model, hollow_copy(model))]
+    assert [layer.name for layer in chains[0].layers] == [layer.name for layer in chains[1].layers]
+    specs = [ShapeTable(chain).boundaries({chain.inputs[0]: TensorSpec((4, 8))}) for chain in chains]
+    assert specs[0] == specs[1]
+
+
+def test_what_carries_a_gradient_does_not_depend_on_a_draw() -> None:
+    """A block that is left out hands on a tensor without a gradient; stages before it were then never trained."""
+    for kind in (hostile.DroppingBlocks, hostile.DroppingSequential):
+        chain = Chain.from_module(made(kind), None, (BATCHES[0],))
+        for high in (True, False):
+            with crafted_draws(high):
+                table = ShapeTable(chain).boundaries({chain.inputs[0]: TensorSpec((4, 8))})
+            assert all(spec.requires_grad for cut in table[1:] for spec in cut.values())
+
+
+def test_draws_that_decide_nothing_keep_nothing_python() -> None:
+    """Such as those of a LayerDrop whose rate is 0."""
+
+    class Off(hostile.Base):
+        rate = 0.0
+
+        def body(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                if self.training and random.random() < self.rate:
+                    continue
+                x = x + block(x)
+            return x
+
+    assert [layer.name for layer in Chain.from_module(made(Off), None, (BATCHES[0],)).layers][:2] == [
+        "blocks.0",
+        "blocks.1",
+    ]
+
+
+def test_crafted_draws_are_the_extremes() -> None:
+    for high, least, most in ((False, 0.0, 0.0), (True, 1 - 1e-9, 1.0)):
+        with crafted_draws(high):
+            draws = [random.random(), float(np.random.uniform()), random.random()]  # noqa: NPY002
+        assert all(least <= one <= most for one in draws)
+
+
+def test_a_changed_attribute_is_named_where_the_chain_runs() -> None:
+    """A coefficient that the loop annealed, and a block that was replaced, did nothing."""
+    changes: dict[str, Callable[[nn.Module], None]] = {
+        "alpha": lambda model: setattr(model, "alpha", 0.5),
+        r"settings\['beta'\]": lambda model: model.settings.update(beta=0.1),
+        r"blocks\.1": lambda model: model.blocks.__setitem__(1, nn.Linear(8, 8)),
+        "extra": lambda model: setattr(model, "extra", 1),
+    }
+    for named, change in changes.items():
+        model = made(hostile.Alpha)
+        chain = Chain.from_module(model, None, (BATCHES[0],))
+        chain.run({"x": BATCHES[0]})
+        change(model)
+        with pytest.raises(CapslogError, match=f"{named} of the model was changed after the model was captured"):
+            chain.run({"x": BATCHES[0]})
+        with pytest.raises(CapslogError, match="was changed after"):
+            engine_step(chain, recompute=False)
+
+
+def test_what_layers_run_themselves_may_change() -> None:
+    """A dropout's rate, what takes a gradient, and attributes of modules whose code runs."""
+
+    class Dropping(hostile.Base):
+        def block(self) -> nn.Module:
+            return nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+
+    model = made(Dropping)
+    chain = Chain.from_module(model, None, (BATCHES[0],))
+    for part in model.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    model.head.requires_grad_(False)
+    found = chain.run({"x": BATCHES[0]})["output"]
+    assert torch.equal(found, model(BATCHES[0]))
+    copied = copy.deepcopy(chain)  # which has nothing to do with the model
+    model.extra = 1
+    copied.run({"x": BATCHES[0]})
+
+
+def test_a_hook_with_a_tensor_of_the_forward_keeps_its_module_whole() -> None:
+    class Masked(hostile.Base):
+        def forward(self, x: Tensor) -> Any:
+            x = self.body(x)
+            mask = (x > 0).float()
+            if x.requires_grad:
+                x.register_hook(lambda gradient: gradient * mask)
+            return self.head(x)
+
+    model = made(Masked)
+    plain = copy.deepcopy(model)
+    chain = Chain.from_module(model, None, (BATCHES[0],))
+    assert "uses another tensor of the forward" in chain.layers[-1].module.meta["whole"][""]
+    _, gradients = step(lambda x: tensors(plain(x)), plain, BATCHES[1])
+    assert_same(step(lambda x: chain.run({"x": x}), model, BATCHES[1])[1], gradients, "")
+
+
+def test_a_module_that_fails_on_its_example_says_so() -> None:
+    model = made(hostile.Base)
+    why = r"the model itself fails on this example, too .*shapes cannot be multiplied"
+    with pytest.raises(CapslogError, match=why):
+        Chain.from_module(model, None, (torch.randn(4, 5),))
+
+
+# -- models that were refused wrongly, or with torch's traceback  ------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", unusual.CASES)
+def test_an_unusual_model_trains_as_itself(name: str, tmp_path: Any) -> None:
+    """To the last bit, also where layers run again, and where another process reads the capture; but a sparse gradient
+    is added in another order than a dense one, and the engine folds running statistics in by itself.
+    """
+    case = unusual.CASES[name]
+    kept = Kept(tmp_path)
+    kept.writes = True
+    batches, plain = unusual.examples(case), unusual.made(case)
+    wanted_loss, wanted = unusual.plain_step(plain, batches)
+    rtol = 1e-6 if name == "sparse embeddings" else 0.0
+    for recompute in (False, True):
+        chain = Chain.from_module(unusual.made(case), None, batches[0], evaluates=False, kept=kept)
+        assert len(chain) >= case.layers, [layer.name for layer in chain.layers]
+        found_loss, gradients, buffers = unusual.engine_step(chain, batches, recompute)
+        assert found_loss == pytest.approx(wanted_loss, rel=1e-7)
+        unusual.assert_close(gradients, wanted, rtol)
+        unusual.assert_close(buffers, {name: one for name, one in plain.named_buffers() if name in buffers}, 1e-6)
+
+
+PLANNED = ["complex parameters", "nested batch", "old weight_norm", "autocast around all", "sparse embeddings"]
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_an_unusual_model_is_planned(name: str) -> None:
+    case = unusual.CASES[name]
+    assert len(plan(unusual.made(case), case.example(), devices=2).cuts) == 2
+
+
+def refusal(door: Any, case: unusual.Case) -> str:
+    with pytest.raises(CapslogError) as error:
+        door(unusual.made(case), case.example())
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_what_cannot_be_planned_says_why() -> None:
+    twice = refusal(lambda model, example: plan(model, example, devices=9), unusual.CASES["batch norm called twice"])
+    assert "blocks" not in twice
+    assert "are one layer, which makes all calls of encoder.0.norm, since its running statistics" in twice
+    packed = refusal(estimate, unusual.CASES["packed sequences in a module"])
+    assert "module 'reader.rnn' cannot run on tensors without values" in packed
+    fitted = refusal(lambda model, example: fit(model, example, budget="1GB"), unusual.CASES["packed sequences"])
+    assert fitted.startswith("Packed cannot be fitted to a budget: ")
+    spectral = refusal(estimate, unusual.Case(unusual.OldSpectralNorm, lambda: (unusual.x(),), 5))
+    assert "changes its buffer 'blocks.0.weight_u' in the forward" in spectral
+
+
+class KeyValueCache:
+    pass
+
+
+class WithCache(unusual.Blocks):
+    def forward(self, x: Tensor) -> Any:
+        return {"logits": super().forward(x), "past": KeyValueCache()}
+
+
+def test_a_result_of_a_class_that_torch_does_not_know_is_refused() -> None:
+    """It said that the model returns no tensor."""
+    found = refusal(
+        lambda model, args: Chain.from_module(model, None, args), unusual.Case(unusual.Plain, lambda: (unusual.x(),), 1)
+    )
+    assert found.startswith("the Plain returns a tests.model.unusual.Result, in which torch finds no tensors; return a")
+    cached = refusal(estimate, unusual.Case(WithCache, lambda: (unusual.x(),), 1))
+    assert cached.endswith("set use_cache=False in its config, or return tensors only")
+
+
+class Adapted(nn.Module):
+    """As models of peft: hands all its arguments on, and shows the configuration of the model inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Cached()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+class Config:
+    use_cache = True
+
+
+class Cached(unusual.Blocks):
+    config = Config()
+
+    def forward(self, x: Tensor, use_cache: bool | None = None) -> Any:
+        logits = super().forward(x)
+        keeps = self.config.use_cache if use_cache is None else use_cache
+        return {"logits": logits, "past": KeyValueCache()} if keeps else {"logits": logits}
+
+
+def test_the_cache_of_a_model_inside_another_is_switched_off() -> None:
+    sample = {"x": unusual.x()}
+    assert len(plan(Adapted(), sample, devices=2).cuts) == 2
+    fitted = fit(Adapted(), sample, budget="1GB")
+    assert fitted.fits[0].intervals == ()
+    with pytest.raises(CapslogError, match="takes arguments without names; give all in order or all by name"):
+        fitted(unusual.x(), use_cache=False)
+
+
+class Keeping(unusual.Blocks):
+    """Keeps an activation on itself."""
+
+    def body(self, x: Tensor) -> Tensor:
+        self.last = super().body(x)
+        return self.last
+
+
+def test_a_model_that_kept_an_activation_is_planned_and_stays_as_it_is() -> None:
+    """Torch copies no tensor with a gradient, and none at all among fake ones."""
+    model = Keeping()
+    model(unusual.x()).sum().backward()
+    before = model.last
+    assert len(plan(model, (unusual.x(),), devices=2).cuts) == 2
+    assert model.last is before
+
+
+def test_an_example_may_be_a_bare_tensor() -> None:
+    """As for `plan` and `fit`; its rows were taken for arguments."""
+    chain = Chain.from_module(unusual.Blocks(), None, unusual.x(), evaluates=False)
+    assert chain.inputs == ("x",)
+    assert len(chain) == 5

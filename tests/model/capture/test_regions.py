@@ -1,0 +1,96 @@
+"""Autocast and no_grad around several blocks, in which cuts may lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.model import unusual
+from tests.model.unusual import WIDTH, Blocks, Case, NormBlock, assert_close, engine_step, examples, made, plain_step
+from varuna_capslog.model.chain import Chain
+
+
+class Frozen(Blocks):
+    """Blocks without gradients, by a block of the model's own code."""
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            x = self.body(x)
+        return self.head(x)
+
+
+class TwiceUnderAutocast(Blocks):
+    """Of a weight that is used twice autocast makes one copy, so both uses are one layer."""
+
+    def body(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            for block in (self.blocks[0], self.blocks[1], self.blocks[2], self.blocks[1], self.blocks[3]):
+                x = x + block(x).relu()
+        return x.float()
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.first(x).relu() + self.other(x).sigmoid()).float()
+
+
+class ResidualUnderAutocast(Blocks):
+    """What crossed a cut and is read twice is no weight: autocast converts it each time."""
+
+    def block(self) -> nn.Module:
+        return Pair()
+
+    def body(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            for block in self.blocks:
+                x = block(x)
+        return x
+
+
+@pytest.mark.parametrize(("kind", "layers"), [(Frozen, 5), (TwiceUnderAutocast, 3), (ResidualUnderAutocast, 5)])
+def test_what_runs_under_a_mode_of_its_own_is_cut(kind: type[nn.Module], layers: int) -> None:
+    case = Case(kind, lambda: (unusual.x(),), layers)
+    wanted_loss, wanted = plain_step(made(case), examples(case))
+    chain = Chain.from_module(made(case), None, case.example(), evaluates=False)
+    assert len(chain) == layers, [layer.name for layer in chain.layers]
+    found_loss, gradients, _ = engine_step(chain, examples(case), True)
+    assert found_loss == pytest.approx(wanted_loss, rel=1e-7)
+    assert_close(gradients, wanted, 0.0)
+
+
+def test_what_crossed_a_cut_is_no_weight_for_autocast() -> None:
+    """Two linear layers of a block read it: their gradients are added in float32, as in the model."""
+    case = Case(ResidualUnderAutocast, lambda: (unusual.x(),), 5)
+    layer = Chain.from_module(made(case), None, case.example(), evaluates=False).layers[1]
+    crossed, kept = (unusual.x().requires_grad_() for _ in range(2))
+    for read in (crossed, kept * 1.0):
+        (written,) = layer.run({layer.reads[0]: read}).values()
+        written.square().sum().backward()
+    assert crossed.grad is not None
+    assert kept.grad is not None
+    assert torch.equal(crossed.grad, kept.grad)
+
+
+class NormsUnderAutocast(Blocks):
+    def block(self) -> nn.Module:
+        return NormBlock()
+
+    def body(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().body(x)
+
+
+def test_a_batch_norm_under_autocast_of_the_model_keeps_it_whole() -> None:
+    """It was refused as a module that is no batch norm."""
+    case = Case(NormsUnderAutocast, lambda: (unusual.x(),), 1)
+    chain = Chain.from_module(made(case), None, case.example(), evaluates=False)
+    (why,) = chain.kept_whole
+    assert "its code calls a batch norm under autocast (test_regions.py:" in why
+    assert_close(engine_step(chain, examples(case), True)[1], plain_step(made(case), examples(case))[1], 0.0)

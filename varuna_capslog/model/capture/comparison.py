@@ -1,0 +1,266 @@
+"""One step of a captured model beside the model's own, on its example: outputs, gradients and buffers.
+
+`capture_layers` asks here before a model with weights trains, for whatever it has not noticed otherwise. What is
+captured runs other operators than the model only to rounding; a backward that was lost, or Python that was not run,
+makes another step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.capture.export import LEFT
+from varuna_capslog.model.capture.exporting import bare, state_sentence
+from varuna_capslog.model.capture.leaves import named_leaves
+from varuna_capslog.model.capture.text import CapturedLayers
+from varuna_capslog.model.capture.trial import untouched
+from varuna_capslog.model.python_state import PythonState, StateChange
+from varuna_capslog.model.random_states import GLOBAL, RandomStates, seed_generators
+from varuna_capslog.model.training_modes import in_training, put_in_training
+
+__all__ = ["compare_steps"]
+
+_TOLERANCE = {torch.float64: 1e-8, torch.complex128: 1e-8, torch.float32: 1e-3, torch.complex64: 1e-3}
+"""By which part of its largest value a tensor may differ; those of fewer bits: _COARSE."""
+_COARSE = 0.05
+_LEAST = 1e-3
+"""A gradient far below the model's largest one is compared by this part of the latter (rule 1 of the engine)."""
+
+
+@dataclass
+class _OneStep:
+    """What a step made, by name."""
+
+    outputs: dict[str, Tensor]
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+
+
+class _Names(NamedTuple):
+    """Names of what enters and leaves captured layers; ours: whether the one output of the model has a name of ours."""
+
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+    ours: bool
+
+    def chosen(self, result: Any) -> dict[str, Tensor]:
+        """Those tensors that leave the layers, of all that the model returns."""
+        leaves = {name: leaf for name, leaf in named_leaves(result, self.inputs) if isinstance(leaf, Tensor)}
+        if self.ours:
+            return dict(zip(self.outputs, leaves.values(), strict=True))
+        return {name: leaves[name] for name in self.outputs}
+
+
+class _SameDraws(TorchDispatchMode):
+    """While it is open, random operators of torch give the same numbers, in whatever order and layout they draw them:
+    dropout keeps everything.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        names = [one.name for one in func._schema.arguments]
+        if "dropout_p" in names:  # of fused attention
+            at = names.index("dropout_p")
+            args, kwargs = (
+                (*args[:at], 0.0, *args[at + 1 :])[: len(args)],
+                {**kwargs} | dict.fromkeys({"dropout_p"} & {*kwargs}, 0.0),
+            )
+            return func(*args, **kwargs)
+        if func is torch.ops.aten.native_dropout.default:
+            return args[0] / (1 - args[1]), torch.ones_like(args[0], dtype=torch.bool)
+        return pytree.tree_map_only(Tensor, functools.partial(_fill, func), func(*args, **kwargs))
+
+
+def _fill(func: Any, drawn: Tensor) -> Tensor:
+    name = func.overloadpacket.__name__
+    if name == "randperm":
+        return drawn.copy_(torch.arange(drawn.numel(), device=drawn.device))
+    kept = 1.0 if name.startswith("bernoulli") else 0.5
+    return drawn.fill_(kept if drawn.is_floating_point() or name.startswith("bernoulli") else 0)
+
+
+def compare_steps(
+    model: nn.Module, captured: CapturedLayers, example: tuple[tuple[Any, ...], Mapping[str, Any]]
+) -> str | None:
+    """How a step of the captured layers differs from one of the model; None where it does not.
+
+    Where the model's own step fails there is nothing to compare: it will fail where it trains, with its own error.
+
+    Args:
+        example: positional and keyword arguments.
+
+    Raises:
+        CapslogError: a model whose code has changed something in the first step, by which its next one is another.
+    """
+    layers, inputs, outputs = captured
+    outputs = tuple(name for name in outputs if not name.startswith(LEFT))
+    names = _Names(inputs, outputs, isinstance(model, nn.Sequential))
+    arguments = bare(example[0]), {name: bare(value) for name, value in example[1].items()}
+
+    def run() -> Mapping[str, Tensor]:
+        tensors = [leaf for leaf in pytree.tree_leaves(_fresh(arguments)) if isinstance(leaf, Tensor)]
+        values = dict(zip(inputs, tensors, strict=True))
+        for layer in layers:
+            values |= layer(values)
+        return {name: values[name] for name in outputs}
+
+    try:
+        expected, changes = _plain_step(model, arguments, names)
+    except Exception:
+        return None
+    _refuse_changes(model, arguments, names, expected, changes)
+    modules = [layer.module for layer in layers]
+    modes = [(part, part.training) for module in modules for part in module.modules()]
+    try:
+        with in_training(model):
+            put_in_training(modules)
+            found = _step(model, run)[0]
+    except Exception as error:
+        return f"it fails ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+    finally:
+        for part, mode in modes:
+            part.training = mode
+    return _difference(expected, found)
+
+
+def _fresh(arguments: Any) -> Any:
+    return pytree.tree_map_only(Tensor, Tensor.clone, arguments)
+
+
+def _refuse_changes(
+    model: nn.Module, arguments: Any, names: _Names, expected: _OneStep, changes: Sequence[StateChange]
+) -> None:
+    """Refuses a model whose step is another one by what its code has changed in an earlier one."""
+    changes = [one for one in changes if one.put is not None]
+    counters = [one for one in changes if one.counts]
+    states = [[(one, one.after) for one in changes]] if changes else []
+    states += [[(one, type(one.after)(value)) for one in counters] for value in (7919, 10**9) if counters]
+    for state in states:
+        what = _difference(expected, _plain_step(model, arguments, names, state)[0], exact=True)
+        if what is None:
+            continue
+        if _difference(expected, _plain_step(model, arguments, names)[0], exact=True) is not None:
+            raise CapslogError(
+                f"two steps of the {type(model).__name__} from the same state and the same random numbers differ "
+                f"({what}); a pipeline computes parts of a step again, so let it depend on its inputs and on random "
+                "numbers of torch, random and numpy alone"
+            )
+        raise CapslogError(state_sentence(model, [one for one, _ in state]))
+
+
+def _plain_step(
+    model: nn.Module, arguments: Any, names: _Names, state: Sequence[tuple[StateChange, Any]] = ()
+) -> tuple[_OneStep, list[StateChange]]:
+    def run() -> Mapping[str, Tensor]:
+        args, kwargs = _fresh(arguments)
+        result = model(*args, **kwargs)
+        return names.chosen(result)
+
+    with in_training(model):
+        return _step(model, run, state)
+
+
+def _step(
+    model: nn.Module, run: Callable[[], Mapping[str, Tensor]], state: Sequence[tuple[StateChange, Any]] = ()
+) -> tuple[_OneStep, list[StateChange]]:
+    """A forward and a backward; and what the model's code has changed, which is put back.
+
+    state: what was changed before.
+    """
+    with _left_alone(model) as kept, untouched(model), _SameDraws(), torch.enable_grad():
+        for change, value in state:
+            assert change.put is not None
+            change.put(value)
+        before = PythonState(dict(model.named_modules()), files=True) if state else kept
+        outputs = run()
+        ends = [(name, tensor) for name, tensor in outputs.items() if tensor.requires_grad]
+        parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        gradients: dict[str, Tensor | None] = {}
+        if ends and parameters:
+            found = torch.autograd.grad(
+                [tensor for _, tensor in ends],
+                list(parameters.values()),
+                [_direction(tensor) for _, tensor in ends],
+                allow_unused=True,
+            )
+            gradients = {name: _dense(one) for name, one in zip(parameters, found, strict=True)}
+        changes = before.changes()
+        buffers = {name: one.detach().clone() for name, one in model.named_buffers()}
+        made = {name: tensor.detach() for name, tensor in outputs.items()}
+    return _OneStep(made, gradients, buffers), changes
+
+
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    """A gradient; that of an embedding may be sparse."""
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+
+
+def _direction(tensor: Tensor) -> Tensor:
+    """Random numbers as the gradient of an output: they tell apart what a sum would not."""
+    generator = torch.Generator().manual_seed(tensor.numel())
+    values = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+    return values.to(device=tensor.device, dtype=tensor.dtype)
+
+
+@contextmanager
+def _left_alone(model: nn.Module) -> Iterator[PythonState]:
+    """While it is open, generators beside torch's begin from one seed; then these and attributes are put back."""
+    state = PythonState(dict(model.named_modules()), files=True)
+    generators = {**GLOBAL, **state.generators}
+    draws = RandomStates(generators)
+    seed_generators(generators, 0)
+    try:
+        yield state
+    finally:
+        state.put_back()
+        draws.put_back()
+
+
+def _difference(expected: _OneStep, found: _OneStep, exact: bool = False) -> str | None:
+    """The first difference, in words."""
+    largest = max((_size(one) for one in expected.gradients.values() if one is not None), default=0.0)
+    pairs: list[tuple[str, Tensor | None, Tensor | None, float]] = []
+    for name, tensor in expected.outputs.items():
+        # of whole numbers, such as a largest entry's place, rounding may choose others
+        if exact or tensor.is_floating_point() or tensor.is_complex():
+            pairs.append((f"the output {name!r}", tensor, found.outputs[name], 0.0))
+    for name, gradient in expected.gradients.items():
+        pairs.append((f"the gradient of {name!r}", gradient, found.gradients.get(name), _LEAST * largest))
+    for name, tensor in expected.buffers.items():
+        pairs.append((f"the buffer {name!r}", tensor, found.buffers.get(name), 0.0))
+    for what, one, other, least in pairs:
+        known = one if one is not None else other
+        if known is None:
+            continue
+        wanted, given = (_numbers(torch.zeros_like(known) if each is None else each) for each in (one, other))
+        if wanted.shape != given.shape:
+            return f"{what} has the shape {list(given.shape)} instead of {list(wanted.shape)}"
+        if torch.equal(wanted, given):
+            continue
+        finite = torch.isfinite(wanted) & torch.isfinite(given)
+        gap, size = _size((wanted - given)[finite]), max(_size(wanted[finite]), least)
+        same_rest = torch.equal(torch.isnan(wanted), torch.isnan(given))
+        allowed = 0.0 if exact else _TOLERANCE.get(known.dtype, _COARSE)
+        if not same_rest or gap > allowed * size:
+            return f"{what} differs by {gap / max(size, 1e-300):.1e} of its largest value"
+    return None
+
+
+def _numbers(value: Tensor) -> Tensor:
+    return value if value.is_complex() else value.double()
+
+
+def _size(value: Tensor) -> float:
+    return float(value.detach().abs().max()) if value.numel() else 0.0

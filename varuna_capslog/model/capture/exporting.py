@@ -1,0 +1,327 @@
+"""Exports of one model until one of them does what the model does: says what of it has to stay Python, and why.
+
+`capture_layers` asks here for the graph of each mode. A module whose code cannot be exported, or whose random numbers
+an export would take for constants, is kept whole: its Python runs at every step. Where the model's own outermost code
+is of that kind, all of the model is. A model that keeps a state from one forward to the next is refused: a pipeline
+runs forwards again, and on several ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils import _pytree as pytree
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.capture.export import Captured, NotCaptured, export_model, module_path
+from varuna_capslog.model.capture.opaque import MadeCall, OpaqueCalls
+from varuna_capslog.model.capture.runtime import Region, Varying
+from varuna_capslog.model.capture.trial import has_weights, try_model
+from varuna_capslog.model.hollow import NeedsValues
+from varuna_capslog.model.python_state import PythonState, StateChange
+from varuna_capslog.model.random_states import GLOBAL, crafted_draws
+from varuna_capslog.model.sources import line_of
+
+__all__ = ["Exporter", "KeptWhole"]
+
+_TRIES = 30
+
+
+class KeptWhole(Exception):
+    """All of the model has to stay Python; says why."""
+
+
+class Exporter:
+    """Exports of a model with an example.
+
+    Args:
+        keeps: whether the graphs leave on the model's modules what its code does.
+
+    Attributes:
+        whole: why a module is kept whole, by its qualified name.
+    """
+
+    def __init__(
+        self, model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any], keeps: bool = False
+    ) -> None:
+        self._model, self._arguments, self._keywords = model, arguments, dict(keywords)
+        self._keeps = keeps
+        self.whole: dict[str, str] = {}
+        self._made: dict[str, list[MadeCall]] = {}
+
+    def export(self) -> Captured:
+        """The graph of the model in its present mode.
+
+        Raises:
+            KeptWhole: no part of it can be one.
+            FixedSize: as `export_model`.
+            CapslogError: the model fails on its example, or it keeps a state.
+        """
+        for _ in range(_TRIES):
+            try:
+                captured = self._once(bool(self.whole))
+            except NotCaptured as error:
+                self._keep_failing(error)
+                continue
+            self._refuse_state(captured)
+            new = self._drawing(captured) | self._hooked(captured) | self._leaving(captured)
+            new |= self._sized(captured) | self._normed(captured)
+            if not new:
+                captured.whole = dict(self.whole)
+                return captured
+            self._keep(new)
+        raise KeptWhole("too many of its modules cannot be captured")
+
+    def _once(self, by_module: bool, states: AbstractContextManager[Any] | None = None) -> Captured:
+        modules = {path: self._model.get_submodule(path) for path in self.whole}
+        with states or nullcontext():
+            calls = OpaqueCalls(modules, self._made)
+            return export_model(self._model, self._arguments, self._keywords, calls, by_module, self._keeps)
+
+    # -- what fails ----------------------------------------------------------------------------------------------------
+
+    def _keep_failing(self, error: NotCaptured) -> None:
+        """Keeps the module whole that failed in an export, or the one around it where it is whole already."""
+        path = self._covering(error.path)
+        if path in self._made:
+            path = path.rpartition(".")[0]
+        arguments, keywords = self._bare()
+        modules = {path: self._model.get_submodule(path)} if path else {}
+        calls = OpaqueCalls(modules, records=True)
+        try:
+            try_model(self._model, arguments, keywords, calls)
+        except Exception as failure:
+            if not has_weights(self._model):
+                where = f"module {error.path!r}" if error.path else f"the {type(self._model).__name__}"
+                raise NeedsValues(where, error.why) from failure
+            reason = " ".join(str(failure).split())[:300] or type(failure).__name__
+            raise CapslogError(f"{error}; the model itself fails on this example, too ({reason})") from failure
+        if not path:
+            raise KeptWhole(error.why)
+        self._made |= calls.made
+        self._keep({path: error.why})
+
+    def _bare(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return bare(self._arguments), {name: bare(one) for name, one in self._keywords.items()}
+
+    def _covering(self, path: str) -> str:
+        """The outermost module that is kept whole around a module, or the module itself."""
+        return min((whole for whole in self.whole if f"{path}.".startswith(f"{whole}.")), key=len, default=path)
+
+    def _keep(self, reasons: Mapping[str, str]) -> None:
+        if "" in reasons:
+            raise KeptWhole(reasons[""])
+        self.whole |= reasons
+        for path in list(self.whole):
+            if self._covering(path) != path:
+                del self.whole[path]
+
+    # -- random numbers ------------------------------------------------------------------------------------------------
+
+    def _drawing(self, captured: Captured) -> dict[str, str]:
+        """The modules that an export would be wrong of, since their code draws random numbers that decide something."""
+        found = dict.fromkeys(_with_generators(captured), "it draws from a generator of its own")
+        assert captured.watch is not None
+        if not captured.watch.drawn or (self.whole and not self._uncovered(captured.watch.drawers)):
+            return found
+        texts, drawers = {graph_text(captured)}, dict(captured.watch.drawers)
+        for high in (False, True):
+            try:
+                other = self._once(True, crafted_draws(high))
+            except NotCaptured:
+                texts.add("")
+                continue
+            assert other.watch is not None
+            texts.add(graph_text(other))
+            for path, names in other.watch.drawers.items():
+                drawers.setdefault(path, set()).update(names)
+        own = {path: names for path, names in self._uncovered(drawers).items() if names - GLOBAL.keys()}
+        if len(texts) > 1 or own:
+            those = self._uncovered(drawers) or {"": set(captured.watch.drawn)}
+            for path, names in those.items():
+                line = line_of(type(self._model.get_submodule(path)), r"\brandom\b|\brng\b|\.(random|uniform|choice)\(")
+                found[path] = f"its code draws from {' and '.join(sorted(names))}{line}"
+        return found
+
+    def _uncovered(self, drawers: Mapping[str, set[str]]) -> dict[str, set[str]]:
+        return {path: names for path, names in drawers.items() if self._covering(path) not in self.whole}
+
+    # -- what else no graph has ----------------------------------------------------------------------------------------
+
+    def _hooked(self, captured: Captured) -> dict[str, str]:
+        """The modules with a hook on their backward that are not called as a graph calls modules."""
+        return {
+            path: "it has a hook on its backward"
+            for path, module in self._model.named_modules()
+            if (module._backward_hooks or module._backward_pre_hooks)
+            and id(module) not in captured.simple
+            and self._covering(path) not in self.whole
+        }
+
+    def _sized(self, captured: Captured) -> dict[str, str]:
+        """The modules with a tensor whose size depends on the values of another, which no other size is known of."""
+        found: dict[str, str] = {}
+        for node in captured.graph.nodes:
+            if any(free_unbacked_symbols(one) for one in pytree.tree_leaves(node.meta.get("val")) if _may_be_open(one)):
+                path = module_path(node)
+                line = line_of(type(self._model.get_submodule(path)), r"def forward")
+                found[path] = f"it makes a tensor whose size depends on the values of another{line}"
+        if found and has_weights(self._model):
+            arguments, keywords = self._bare()
+            paths = [self._covering(path) for path in found if path]
+            calls = OpaqueCalls({path: self._model.get_submodule(path) for path in paths}, records=True)
+            try_model(self._model, arguments, keywords, calls)
+            self._made |= calls.made
+        return found
+
+    def _normed(self, captured: Captured) -> dict[str, str]:
+        """The modules with a batch norm under autocast or no_grad of their own code, whose statistics only its own call
+        counts.
+        """
+        found: dict[str, str] = {}
+        for node in captured.graph.find_nodes(op="call_module"):
+            region = captured.extra.get(str(node.target))
+            if isinstance(region, Region) and any(map(_counts, region.body.graph.nodes)):
+                path, context = module_path(node), region.context.__name__
+                line = line_of(type(self._model.get_submodule(path)), rf"\b({context}|no_grad)\b")
+                found[path] = f"its code calls a batch norm under {context}{line}"
+        return {path: why for path, why in found.items() if self._covering(path) not in self.whole}
+
+    def _leaving(self, captured: Captured) -> dict[str, str]:
+        """The modules that would leave something else behind in the next call, or that cannot be told what."""
+        if not self._keeps:
+            return {}
+        assert captured.watch is not None
+        changes = [one for one in captured.watch.changes if self._covering(one.module or "") not in self.whole]
+        return {
+            one.module or "": f"its code changes its {one.name}"
+            for one in changes
+            if one.put is None or one.counts or not all(map(_is_plain, pytree.tree_leaves(one.after)))
+        }
+
+    # -- what stays from one forward to the next -----------------------------------------------------------------------
+
+    def _refuse_state(self, captured: Captured) -> None:
+        """Refuses a model whose graph depends on what its code has changed in an earlier forward."""
+        assert captured.watch is not None
+        changes = [one for one in captured.watch.changes if self._covering(one.module or "") not in self.whole]
+        for change in changes:
+            if _reads(captured, change):
+                raise CapslogError(state_sentence(self._model, [change]))
+        counters = [one for one in changes if one.counts]
+        text = graph_text(captured) if counters else ""
+        for values in _other_numbers(counters):
+            try:
+                other = self._once(False, self._with_values(counters, values))
+            except NotCaptured:
+                continue
+            if graph_text(other) != text:
+                raise CapslogError(state_sentence(self._model, counters))
+        kept = [one for one in changes if isinstance(one.after, Tensor) and one.put is not None]
+        if not kept:
+            return
+        zeros = [torch.zeros(one.after.shape, dtype=one.after.dtype, device=one.after.device) for one in kept]
+        try:
+            other = self._once(False, self._with_values(kept, zeros))
+        except NotCaptured:
+            return
+        assert other.watch is not None
+        for change in other.watch.changes:
+            if any(change.name == one.name and change.module == one.module for one in kept) and _reads(other, change):
+                raise CapslogError(state_sentence(self._model, [change]))
+
+    @contextmanager
+    def _with_values(self, changes: Sequence[StateChange], values: Sequence[Any]) -> Iterator[None]:
+        """While it is open, what was changed has these values."""
+        state = PythonState(dict(self._model.named_modules()), files=True)
+        try:
+            for change, value in zip(changes, values, strict=True):
+                assert change.put is not None
+                change.put(value)
+            yield
+        finally:
+            state.put_back()
+
+
+def _counts(node: fx.Node) -> bool:
+    """Whether a node is a batch norm that adds to its running statistics."""
+    if "batch_norm" not in str(node.target):
+        return False
+    return len(node.args) > 5 and bool(node.args[5]) and node.args[3] is not None
+
+
+def _may_be_open(value: Any) -> bool:
+    return isinstance(value, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (Tensor, bool, int, float, str, type(None)))
+
+
+def bare(value: Any) -> Any:
+    """An example input without its word about sizes that change; of a tuple, all of them."""
+    if isinstance(value, tuple):
+        return tuple(map(bare, value))
+    return value.tensor if isinstance(value, Varying) else value
+
+
+def state_sentence(model: nn.Module, changes: Sequence[StateChange]) -> str:
+    """Why a model is refused whose forward changes these, and depends on them."""
+    change = changes[0]
+    owner = "the model itself" if not change.module else f"module {change.module!r}"
+    kind_of_owner = type(model.get_submodule(change.module or ""))
+    owner += line_of(kind_of_owner, rf"\b{re.escape(re.split(r'[.[]', change.name)[0])}\b.*=[^=]")
+    kind = "attribute" if change.kind == "attribute of an object" else change.kind
+    return (
+        f"{owner} changes its {kind} {change.name!r} in its forward, and what it computes depends on it; a pipeline "
+        "runs forwards again and on several ranks, which cannot keep such state in order, only batch norm's running "
+        "statistics: make it an input of the model, or change it between steps"
+    )
+
+
+def graph_text(captured: Captured) -> str:
+    """What a graph computes, as text: equal for graphs that do the same."""
+    lines = [f"{node.op} {node.target} {node.args} {node.kwargs}" for node in captured.graph.nodes]
+    for name, held in sorted(captured.extra.items()):
+        if isinstance(held, Tensor):
+            values = held.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            lines.append(f"{name} {held.shape} {held.dtype} {hashlib.sha256(values).hexdigest()}")
+        else:
+            lines.append(f"{name} {getattr(held, 'key', held)}")
+    return "\n".join([*lines, str(list(captured.outputs))])
+
+
+def _reads(captured: Captured, change: StateChange) -> bool:
+    """Whether a graph reads the tensor that was there before a change."""
+    if not isinstance(change.before, Tensor):
+        return False
+    target = f"{change.module}.{change.name}".lstrip(".")
+    for node in captured.graph.find_nodes(op="get_attr"):
+        held = captured.extra.get(str(node.target))
+        same = isinstance(held, Tensor) and change.kind != "buffer" and held.data_ptr() == change.before.data_ptr()
+        if node.users and (same or (change.kind == "buffer" and node.target == target)):
+            return True
+    return False
+
+
+def _other_numbers(counters: Sequence[StateChange]) -> Iterator[list[Any]]:
+    """What numbers that a forward changes may be in later forwards: the next ones, one like any, and a large one."""
+    if counters:
+        yield [one.after for one in counters]
+        yield [type(one.after)(one.after + 1) for one in counters]
+        yield [type(one.after)(7 * one.after + 1009) for one in counters]
+        yield [type(one.after)(10**9) for one in counters]
+
+
+def _with_generators(captured: Captured) -> Iterator[str]:
+    """The modules whose graph draws from a generator that is an object of theirs."""
+    for node in captured.graph.find_nodes(op="get_attr"):
+        if isinstance(captured.extra.get(str(node.target)), torch.Generator):
+            yield from dict.fromkeys(module_path(user) for user in node.users)

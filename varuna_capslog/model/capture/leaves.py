@@ -1,0 +1,69 @@
+"""Names of the tensors in what a model takes and returns, by their places there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+__all__ = ["input_tensors", "named_leaves", "paths_of"]
+
+
+def input_tensors(name: str, value: Any) -> dict[str, Tensor]:
+    """The tensors in one argument of a model, by the names that the inputs of its chain have: `batch` for a tensor,
+    `batch_image` and `batch_extra_0` for those in dicts and lists.
+    """
+    return {
+        "_".join([name, *(re.sub("[^a-zA-Z0-9]", "_", key).lower() for key in path)]): leaf
+        for path, leaf in paths_of(value)
+        if isinstance(leaf, Tensor)
+    }
+
+
+def named_leaves(tree: Any, taken: Collection[str] = ()) -> list[tuple[str, Any]]:
+    """Every leaf of what a model returns, with its name by its place: `logits`, `loss`, `0.1`; a bare one is `output`.
+
+    Args:
+        taken: names that none gets.
+    """
+    found: dict[str, Any] = {}
+    for path, leaf in paths_of(tree):
+        name = ".".join(path) or "output"
+        while name in taken or name in found:
+            name += "_out"
+        found[name] = leaf
+    return list(found.items())
+
+
+def paths_of(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every leaf with the keys, numbers or attributes that lead to it, in torch's order.
+
+    A class that was registered without a way to name its parts (those of diffusers are) has the names of its entries
+    or attributes.
+    """
+    if pytree.tree_is_leaf(tree):
+        yield path, tree
+        return
+
+    def inside(value: Any) -> bool:
+        return value is not tree
+
+    children = pytree.tree_flatten(tree, inside)[0]
+    try:
+        keys = [_text(key[0]) for key, _ in pytree.tree_flatten_with_path(tree, inside)[0]]
+    except ValueError:
+        own = tree if isinstance(tree, Mapping) else getattr(tree, "__dict__", {})
+        keys = [_name_in(own, child, place) for place, child in enumerate(children)]
+    for key, child in zip(keys, children, strict=True):
+        yield from paths_of(child, (*path, key))
+
+
+def _text(key: Any) -> str:
+    return str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))))
+
+
+def _name_in(own: Mapping[Any, Any], value: Any, place: int) -> str:
+    return next((str(name) for name, one in own.items() if one is value), str(place))

@@ -1,0 +1,303 @@
+"""While a model is exported: what must stay Python becomes one operation of the graph, with its real backward.
+
+torch's export follows the forward of an autograd Function and knows nothing of its backward, nor of hooks that code
+gives a tensor; and it takes what Python decides by random numbers for a constant. Here calls of Functions, hooks, and
+calls of chosen modules are not followed, and stand in the graph as operations of our own; afterwards each of them
+becomes a module that makes the call (`python_calls`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch._ops import _get_dispatch_mode_pre_dispatch
+from torch.utils import _pytree as pytree
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.capture.finite import FiniteValues
+from varuna_capslog.model.capture.python_calls import CallShape, FunctionCall, Hooked, PythonCall, Whole
+
+__all__ = ["Calls", "MadeCall", "NeedsPython", "OpaqueCalls", "put_in_calls"]
+
+_LIBRARY = torch.library.Library("capslog", "DEF")
+_LIBRARY.define("python_call(Tensor[] given, str made, int number) -> Tensor[]")
+_LIBRARY.define("hooked(Tensor x, int number) -> ()")
+_LIBRARY.impl("hooked", lambda x, number: None, "CompositeExplicitAutograd")
+
+
+def _made(given: list[Tensor], made: str, number: int) -> list[Tensor]:
+    return [
+        torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=device)
+        for shape, stride, dtype, device in json.loads(made)
+    ]
+
+
+torch.library.register_fake("capslog::python_call", _made, lib=_LIBRARY)
+_CALL = torch.ops.capslog.python_call.default
+_HOOKED = torch.ops.capslog.hooked.default
+
+
+class NeedsPython(CapslogError):
+    """A module's own code does what no graph does; the sentence says what, without the module."""
+
+
+class MadeCall(NamedTuple):
+    """A call of Python code that was made once.
+
+    changes: whether it writes into one of its arguments.
+    """
+
+    call: PythonCall
+    changes: bool
+
+
+Calls = Sequence["MadeCall | Hooked"]
+"""What the operations of ours in an exported graph stand for, by their numbers."""
+
+
+class OpaqueCalls(FiniteValues):
+    """While it is open, what the model's code does is an export of it, or, with `records`, a plain run of it.
+
+    Args:
+        whole: the modules that are kept whole, by qualified name.
+        made: calls of these modules, in order, that a plain run has made: they are not made again.
+        records: note the calls of `whole` in `made` instead.
+
+    Attributes:
+        calls: what each operation of ours stands for, by its number.
+    """
+
+    def __init__(
+        self,
+        whole: Mapping[str, nn.Module],
+        made: Mapping[str, list[MadeCall]] | None = None,
+        records: bool = False,
+    ) -> None:
+        super().__init__()
+        self._whole, self._records = dict(whole), records
+        self.made: dict[str, list[MadeCall]] = {path: list(rows) for path, rows in (made or {}).items()}
+        self.calls: list[MadeCall | Hooked] = []
+        self._hooks: dict[str, dict[str, Any]] = {}
+        self._busy = False
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """Opens it for the code that this thread runs."""
+        kinds = [(kind, vars(kind).get("forward"), kind.forward) for kind in _functions()]
+        try:
+            for kind, _, forward in kinds:
+                kind.forward = staticmethod(self._function(kind, forward))
+            for path, module in self._whole.items():
+                self._hooks[path] = {name: vars(module)[name] for name in _HOOKS}
+                self._stand_in(path)
+            with self:
+                yield
+        finally:
+            for kind, own, _ in kinds:
+                if own is None:
+                    del kind.forward
+                else:
+                    kind.forward = own
+            for path in self._hooks:
+                self._step_back(path)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _WATCHED and self._follows():
+            if func is not Tensor.register_hook:
+                raise NeedsPython("it differentiates in its forward (torch.autograd)")
+            self._hook(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _follows(self) -> bool:
+        """Whether what runs now is being exported."""
+        key = torch._C._TorchDispatchModeKey.PROXY
+        return not self._busy and _get_dispatch_mode_pre_dispatch(key) is not None
+
+    # -- modules -------------------------------------------------------------------------------------------------------
+
+    def _stand_in(self, path: str) -> None:
+        module = self._whole[path]
+        for name in _HOOKS:  # they run within the call
+            own = self._hooks[path][name]
+            vars(module)[name] = type(own)() if own is not None else None
+        vars(module)["forward"] = functools.update_wrapper(functools.partial(self._called, path), module.forward)
+
+    def _step_back(self, path: str) -> None:
+        vars(self._whole[path]).pop("forward", None)
+        vars(self._whole[path]).update(self._hooks[path])
+
+    def _called(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        module, rows = self._whole[path], self.made.setdefault(path, [])
+        watching = {name: vars(module)[name] for name in _HOOKS}
+
+        def plain() -> Any:
+            self._step_back(path)
+            try:
+                return module(*args, **kwargs)
+            finally:
+                self._stand_in(path)
+                vars(module).update(watching)
+
+        def call_of(result: Any) -> PythonCall:
+            return Whole(module, path, CallShape.of((args, kwargs), result))
+
+        if self._follows():
+            made = rows.pop(0) if rows else self._make((args, kwargs), plain, call_of)[0]
+            return self._put(made, (args, kwargs))
+        if not self._records or self._busy:
+            return plain()
+        made, result = self._make((args, kwargs), plain, call_of)
+        rows.append(made)
+        return result
+
+    # -- autograd Functions --------------------------------------------------------------------------------------------
+
+    def _function(self, kind: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+        skipped = 0 if _sets_context(kind) else 1
+
+        def called(*given: Any, **kwargs: Any) -> Any:
+            if not self._follows():
+                return forward(*given, **kwargs)
+            arguments, run = (given[skipped:], kwargs), functools.partial(forward, *given, **kwargs)
+            made, _ = self._make(arguments, run, lambda result: FunctionCall(kind, CallShape.of(arguments, result)))
+            return self._put(made, arguments)
+
+        return called
+
+    # -- both ----------------------------------------------------------------------------------------------------------
+
+    def _make(
+        self, arguments: Any, run: Callable[[], Any], call_of: Callable[[Any], PythonCall]
+    ) -> tuple[MadeCall, Any]:
+        """Makes a call, which no export follows, and its result."""
+        tensors = _tensors(arguments)
+        versions = [tensor._version for tensor in tensors]
+        exports, self._busy = self._follows(), True
+        try:
+            with _unfollowed() if exports else contextlib.nullcontext():
+                result = run()
+        finally:
+            self._busy = False
+        changes = any(tensor._version != version for tensor, version in zip(tensors, versions, strict=True))
+        return MadeCall(call_of(result), changes), result
+
+    def _put(self, made: MadeCall, arguments: Any) -> Any:
+        """Puts a call into the graph; returns its result, with tensors that the graph knows."""
+        tensors = _tensors(arguments)
+        self.calls.append(made)
+        shapes = json.dumps(
+            [(one.shape, one.stride, _name_of(one.dtype), one.device) for one in made.call.shape.tensors]
+        )
+        found = torch.ops.capslog.python_call(tensors, shapes, len(self.calls) - 1)
+        return made.call.shape.rebuilt(found)
+
+    # -- hooks ---------------------------------------------------------------------------------------------------------
+
+    def _hook(self, x: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
+        if x.is_leaf:
+            raise NeedsPython("it gives a parameter or an input a hook in its forward")
+        if any(isinstance(value, Tensor) for value in _kept_by(hook)):
+            raise NeedsPython("it gives a tensor a hook that uses another tensor of the forward")
+        self.calls.append(Hooked(hook))
+        torch.ops.capslog.hooked(x, len(self.calls) - 1)
+
+
+_HOOKS = (
+    *(name for name in vars(nn.Module()) if name.startswith(("_forward_hooks", "_forward_pre_hooks"))),
+    *("_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook"),
+)
+"""The tables of a module's hooks."""
+_WATCHED = (Tensor.register_hook, Tensor.backward, torch.autograd.grad, torch.autograd.backward)
+
+
+def _functions() -> list[Any]:
+    """All autograd Functions but torch's own."""
+    found: list[Any] = []
+    waiting = list(torch.autograd.Function.__subclasses__())
+    while waiting:
+        kind = waiting.pop()
+        waiting += kind.__subclasses__()
+        if kind.__module__.partition(".")[0] != "torch" and kind not in found:
+            found.append(kind)
+    return found
+
+
+def _sets_context(kind: Any) -> bool:
+    """Whether its forward gets no context, since another method sets it."""
+    return kind.setup_context is not torch.autograd.Function.setup_context
+
+
+@contextlib.contextmanager
+def _unfollowed() -> Iterator[None]:
+    """While it is open, operators run on the tensors of an export without getting into its graph."""
+    core = torch._C
+    included = core._dispatch_tls_local_include_set().remove(core.DispatchKey.PreDispatch)
+    excluded = core._dispatch_tls_local_exclude_set() | core.DispatchKeySet(core.DispatchKey.PreDispatch)
+    with core._ForceDispatchKeyGuard(included, excluded), core.DisableTorchFunction():
+        yield
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _tensors(arguments: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+
+
+def _kept_by(hook: Any) -> Iterator[Any]:
+    """What a function keeps beside its code."""
+    if isinstance(hook, functools.partial):
+        yield from (*hook.args, *hook.keywords.values(), *_kept_by(hook.func))
+    yield from getattr(hook, "__defaults__", None) or ()
+    for cell in getattr(hook, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # not filled yet
+            yield from pytree.tree_leaves(cell.cell_contents)
+
+
+def put_in_calls(graph: fx.Graph, calls: Calls, extra: dict[str, Any]) -> dict[fx.Node, fx.Node]:
+    """Puts modules in the place of our operations in an exported graph, and gives what stands for which of its nodes.
+
+    Args:
+        calls: of the `OpaqueCalls`.
+        extra: gets the modules by attribute name.
+    """
+    replaced: dict[fx.Node, fx.Node] = {}
+    for node in reversed(list(graph.nodes)):  # of two hooks of one tensor the first gets the gradient first
+        if node.target not in (_CALL, _HOOKED):
+            continue
+        number = node.args[-1]
+        call = calls[number]
+        source: Any = node.args[0]
+        if isinstance(call, Hooked):
+            extra[f"hook_{number}"] = call
+            with graph.inserting_after(source):
+                new = graph.call_module(f"hook_{number}", (source,))
+            new.meta = {"val": source.meta.get("val"), "nn_module_stack": node.meta.get("nn_module_stack")}
+            source.replace_all_uses_with(new, delete_user_cb=functools.partial(_is_another, new))
+            replaced[source] = replaced.get(source, new)
+        else:
+            extra[f"python_{number}"] = call.call
+            with graph.inserting_before(node):
+                new = graph.call_module(f"python_{number}", tuple(source))
+            new.meta = {key: node.meta.get(key) for key in ("val", "nn_module_stack")}
+            new.meta["mutates"] = call.changes
+            for made, given in call.call.shape.passed:  # they share memory
+                for user in node.users:
+                    if user.args[1] == made:
+                        user.meta["val"] = source[given].meta.get("val")
+            node.replace_all_uses_with(new)
+        graph.erase_node(node)
+    return replaced
+
+
+def _is_another(node: fx.Node, user: fx.Node) -> bool:
+    return user is not node

@@ -1,0 +1,287 @@
+"""The modules of a captured layer that run the user's own Python at every step, where a graph would not do the same.
+
+`opaque` makes them while a model is exported: for a module that is kept whole, for an autograd Function, whose backward
+no graph has, and for a hook that the model's code gives a tensor. They hold no parameters: a module that is kept whole
+lies beside them in the layer, under its own name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.capture.runtime import FixedSize, Frozen
+
+__all__ = ["CallShape", "FunctionCall", "Hooked", "MadeTensor", "PythonCall", "Whole", "WholeModel"]
+
+
+class MadeTensor(NamedTuple):
+    """A tensor that a call has made."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> MadeTensor:
+        """Describes a tensor, also one without values. Raises FixedSize where its sizes were left open."""
+        sizes = [*tensor.shape, *tensor.stride()]
+        if any(isinstance(size, torch.SymInt) and not size.node.expr.is_number for size in sizes):
+            raise FixedSize("the sizes of the inputs cannot change where the model runs as Python; give one size only")
+        shape, stride = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
+        return cls(shape, stride, tensor.dtype, str(tensor.device))
+
+    def empty(self, device: torch.device | str | None = None) -> Tensor:
+        """Such a tensor."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device or self.device)
+
+
+@dataclass(frozen=True)
+class CallShape:
+    """A call of Python code without its tensors.
+
+    Attributes:
+        spec, constants: structure and leaves of (args, kwargs), with None in the places (`slots`) of tensors.
+        given: the tensors' shapes.
+        result_spec, result_constants, made: likewise of what it returned; tensors: what it made.
+        passed: number of a tensor that it made, and of the argument that it was; another call may make one anew.
+    """
+
+    spec: pytree.TreeSpec
+    constants: tuple[Any, ...]
+    slots: tuple[int, ...]
+    given: tuple[tuple[int, ...], ...]
+    result_spec: pytree.TreeSpec
+    result_constants: tuple[Any, ...]
+    made: tuple[int, ...]
+    tensors: tuple[MadeTensor, ...]
+    passed: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, arguments: tuple[Any, Any], result: Any) -> CallShape:
+        """The shape of a call with these (args, kwargs). Raises FixedSize where sizes of its result were left open."""
+        leaves, spec = pytree.tree_flatten(arguments)
+        slots = tuple(at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+        numbers = {id(leaves[at]): number for number, at in enumerate(slots)}
+        results, result_spec = pytree.tree_flatten(result)
+        made = tuple(at for at, leaf in enumerate(results) if isinstance(leaf, Tensor))
+        passed = [(number, numbers[id(results[at])]) for number, at in enumerate(made) if id(results[at]) in numbers]
+        return cls(
+            spec,
+            _without_tensors(leaves),
+            slots,
+            tuple(tuple(leaves[at].shape) for at in slots),
+            result_spec,
+            _without_tensors(results),
+            made,
+            tuple(MadeTensor.of(results[at]) for at in made),
+            tuple(passed),
+        )
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for calls with the same arguments and results beside the values of tensors."""
+        structures = str(self.spec), str(self.result_spec)
+        return *structures, self.constants, self.slots, self.result_constants, self.made, self.tensors, self.passed
+
+    def leaves(self, made: Sequence[Any]) -> list[Any]:
+        """The result with these tensors, flat."""
+        found = list(self.result_constants)
+        for at, tensor in zip(self.made, made, strict=True):
+            found[at] = tensor
+        return found
+
+    def rebuilt(self, made: Sequence[Any]) -> Any:
+        """The result with these tensors."""
+        return pytree.tree_unflatten(self.leaves(made), self.result_spec)
+
+
+def _without_tensors(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+
+
+class PythonCall(nn.Module):
+    """A call of Python code, with tensors in the places where the captured call had some.
+
+    Attributes:
+        from_memory: give tensors without values like those of the captured call instead of making it, where shapes are
+            asked for.
+    """
+
+    def __init__(self, shape: CallShape) -> None:
+        super().__init__()
+        self.shape, self.from_memory = shape, False
+
+    @property
+    def key(self) -> object:
+        """Equal for calls of the same code with the same arguments beside tensors."""
+        return self.describe(), self.shape.key
+
+    def describe(self) -> str:
+        """What is called, for messages."""
+        raise NotImplementedError
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """The call itself."""
+        raise NotImplementedError
+
+    def held(self) -> Iterable[Tensor]:
+        """The parameters that the call uses."""
+        return ()
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The tensors that the call makes."""
+        found = self._leaves(tensors)
+        return tuple(found[at] for at in self.shape.made)
+
+    def _leaves(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """All that it returns, flat; that beside tensors must be what it was in the captured call."""
+        shape = self.shape
+        if self.from_memory and tuple(tuple(tensor.shape) for tensor in tensors) == shape.given:
+            return self._remembered(tensors)
+        leaves = list(shape.constants)
+        for slot, tensor in zip(shape.slots, tensors, strict=True):
+            leaves[slot] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, shape.spec)
+        found, spec = pytree.tree_flatten(self.call(*args, **kwargs))
+        if spec != shape.result_spec or not all(map(_alike, found, shape.result_constants)):
+            raise CapslogError(
+                f"{self.describe()} returned something else than when the model was captured: "
+                f"{_told(found)} instead of {_told(shape.result_constants)} in {shape.result_spec}; let it return the "
+                "same structure and the same values beside its tensors in every call"
+            )
+        return list(found)
+
+    def _remembered(self, tensors: Sequence[Tensor]) -> list[Any]:
+        # of other random numbers, another tensor may carry a gradient
+        carries = torch.is_grad_enabled() and any(one.requires_grad for one in (*tensors, *self.held()))
+        made = [one.empty(tensors[0].device if tensors else None) for one in self.shape.tensors]
+        for one in made:
+            one.requires_grad_(carries and (one.is_floating_point() or one.is_complex()))
+        return self.shape.leaves(made)
+
+
+def _alike(leaf: Any, captured: Any) -> bool:
+    if isinstance(leaf, Tensor):
+        return captured is None
+    return leaf is captured or (type(leaf) is type(captured) and bool(leaf == captured))
+
+
+def _told(leaves: Sequence[Any]) -> str:
+    return str([f"a tensor{list(leaf.shape)}" if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+
+
+class Whole(PythonCall):
+    """A module that is called as a whole, with any arguments and results.
+
+    Args:
+        path: its qualified name in the model, under which the layer holds it.
+    """
+
+    def __init__(self, module: nn.Module, path: str, shape: CallShape) -> None:
+        super().__init__(shape)
+        self.path = path
+        self._module = (module,)  # in a tuple it is no submodule
+
+    @property
+    def module(self) -> nn.Module:
+        """What is called."""
+        return self._module[0]
+
+    def describe(self) -> str:
+        return f"module {self.path!r} ({type(self.module).__name__})"
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def held(self) -> Iterable[Tensor]:
+        return self.module.parameters()
+
+
+class WholeModel(Frozen, PythonCall):
+    """A model that is one layer, with its own parameters, buffers and submodules under their own names.
+
+    Args:
+        outputs: which of all that it returns, flat, the layer writes.
+        why: no graph can stand for it.
+    """
+
+    def __init__(self, model: nn.Module, shape: CallShape, outputs: Sequence[int], why: str) -> None:
+        PythonCall.__init__(self, shape)
+        # the model's own tables, so that whatever is moved, loaded or listed here is there too
+        self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
+        self.training = model.training
+        self._model = (model,)  # in a tuple it is no submodule
+        self.outputs = tuple(outputs)
+        parts, lists = [*model.named_modules()][1:], (nn.ModuleList, nn.ModuleDict)
+        self.meta: dict[str, Any] = {
+            "source_modules": tuple(path for path, part in parts if not any(part.children())),
+            "source_lists": tuple(path for path, part in parts if isinstance(part, lists)),
+            "whole": {"": why},
+        }
+
+    @property
+    def model(self) -> nn.Module:
+        """What is called."""
+        return self._model[0]
+
+    def train(self, mode: bool = True) -> WholeModel:
+        """As of the model itself."""
+        self.model.train(mode)
+        super().train(mode)
+        return self
+
+    def describe(self) -> str:
+        return f"the {type(self.model).__name__}"
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+    def held(self) -> Iterable[Tensor]:
+        return self.parameters()
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """What the layer writes."""
+        found = self._leaves(tensors)
+        return tuple(found[at] for at in self.outputs)
+
+
+class FunctionCall(PythonCall):
+    """A call of an autograd Function, which keeps its own backward."""
+
+    def __init__(self, kind: type, shape: CallShape) -> None:
+        super().__init__(shape)
+        self.kind = kind
+
+    def describe(self) -> str:
+        return f"the autograd Function {self.kind.__qualname__}"
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        return self.kind.apply(*args, **kwargs)  # type: ignore[attr-defined]
+
+
+class Hooked(nn.Module):
+    """A tensor with a hook of the user's on its gradient."""
+
+    def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
+        super().__init__()
+        self.hook = hook
+
+    @property
+    def key(self) -> object:
+        """Equal for hooks of the same code."""
+        return getattr(self.hook, "__code__", self.hook)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The tensor itself, as a view."""
+        view = x.view_as(x)
+        if view.requires_grad:
+            view.register_hook(self.hook)
+        return view
