@@ -96,8 +96,7 @@ def test_a_profile_is_written_where_asked_and_tells_the_kind(capsys: pytest.Capt
         ("stack", (*X, "--model-arg", "deep=3"), "unexpected keyword argument 'deep'"),
         ("stack", (*X, "--model-arg", "depth"), "--model-arg 'depth': write name=value"),
         ("stack", (*X, "--model-arg", "name=a", "--model-arg", "what=b"), "unexpected keyword argument 'name'"),
-        ("stack", (*X, "--model-arg", "branches=true"), "branches on, or sizes something by, the values of a tensor"),
-        ("masked", X, "layer 'blocks.1' cannot be planned: what it makes, or how much of it, depends on the values"),
+        ("masked", X, "layer 'model' cannot run on tensors without values (aten.nonzero.default), which plans and"),
         ("stack", ("--input", "image=float32[2,8]"), "the model has no input 'image'; its forward takes x"),
         ("stack", (), "gave no example inputs, so say their shapes with --input"),
         ("stack", ("--input", "x=float32[2,9]"), "module 'blocks.0' (Linear) cannot be captured"),
@@ -113,6 +112,13 @@ def test_mistakes_are_one_sentence_and_status_2(
     assert run("plan", function, "--devices", "2", "--json", *arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert reason in line
+
+
+def test_a_model_that_branches_on_values_is_one_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("plan", "stack", *X, "--model-arg", "branches=true", "--devices", "2", "--json") == 2
+    refusal = capsys.readouterr().err.splitlines()[-1]
+    assert "2 devices but only 1 layers" in refusal
+    assert "its Python code branches on, or sizes something by, the values of a tensor (nets_of_ordinary" in refusal
 
 
 def test_an_accelerator_that_estimates_do_not_know(

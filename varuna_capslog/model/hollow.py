@@ -7,6 +7,7 @@ of a module is built by its own code; each parameter leaves memory as soon as it
 from __future__ import annotations
 
 import copy
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ __all__ = [
     "kept_tensors",
     "on_host",
     "replace_parameters",
+    "unlogged",
 ]
 
 _Built = TypeVar("_Built")
@@ -209,6 +211,17 @@ class ReadNumbers(TorchDispatchMode):
 
 VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 """What fake tensors raise where values decide something."""
+
+
+@contextmanager
+def unlogged() -> Iterator[None]:
+    """torch logs a traceback where an operator refuses fake tensors; the error that follows says what a user needs."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 class NeedsValues(CapslogError):

@@ -7,9 +7,8 @@ real parameters: it works on a skeleton of the chain whose parameters have shape
 from __future__ import annotations
 
 import copy
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,7 @@ from varuna_capslog import accelerator
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.python_calls import PythonCall, Whole, WholeModel
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
-from varuna_capslog.model.hollow import VALUE_ERRORS, ReadNumbers, kept_tensors, replace_parameters
+from varuna_capslog.model.hollow import VALUE_ERRORS, ReadNumbers, kept_tensors, replace_parameters, unlogged
 from varuna_capslog.model.low_weights import low_parameters
 from varuna_capslog.model.python_state import PythonState
 from varuna_capslog.model.random_states import GLOBAL, RandomStates
@@ -136,7 +135,7 @@ class ShapeTable:
             try:
                 python = any(isinstance(part, PythonCall) for part in layer.module.modules())
                 numbers = ReadNumbers() if python else nullcontext()
-                with _unlogged(), _Operators(), numbers, autocast_context(self._device, self._precision):
+                with unlogged(), _Operators(), numbers, autocast_context(self._device, self._precision):
                     result = call_on(layer, state, arguments)
             except CapslogError:
                 raise
@@ -153,17 +152,6 @@ class ShapeTable:
                     f"layer {layer.name!r} returned {len(result)} tensors but declares writes={list(layer.writes)}"
                 )
             return tuple(TensorSpec.of(tensor) for tensor in result)
-
-
-@contextmanager
-def _unlogged() -> Iterator[None]:
-    """torch logs a traceback where an operator refuses fake tensors; the error that follows says what a user needs."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
 
 
 class _Operators(TorchDispatchMode):

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from varuna_capslog import accelerator
 from varuna_capslog.model.capture.opaque import OpaqueCalls
 from varuna_capslog.model.capture.watching import Watch
-from varuna_capslog.model.hollow import ReadNumbers, on_host
+from varuna_capslog.model.hollow import ReadNumbers, on_host, unlogged
 
 __all__ = ["has_weights", "try_model", "untouched"]
 
@@ -61,6 +61,7 @@ def try_model(
             stack.enter_context(on_host(model))
             mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(ReadNumbers())
+            stack.enter_context(unlogged())
             take = mode.from_tensor
         arguments, keywords = pytree.tree_map_only(Tensor, take, (arguments, dict(keywords)))
         stack.enter_context(torch.enable_grad())

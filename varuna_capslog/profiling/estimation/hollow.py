@@ -151,7 +151,8 @@ def trimmed_step(
     rank, world_size = (0, 1) if alone else (MEASURED_RANK, 2)
     communicator = SilentCommunicator(rank, world_size, quirks.has("host staging"))
     engine = pipeline.engine(loss, communicator, _CPU, hollow_ready(pipeline.table, conditions), meter)
-    who = f"layers {run.first} to {run.end - 1}", "them"
+    own = pipeline.chain.layers[run.has_upstream : len(pipeline.chain) - run.has_downstream]
+    who = (f"layer {own[0].name!r}", "it") if len(own) == 1 else (f"layers {run.first} to {run.end - 1}", "them")
     return fake_step(engine, quirks, pipeline.minibatch, who, recipes, meter)
 
 
@@ -193,7 +194,7 @@ def fake_step(
         except CapslogError:
             raise
         except VALUE_ERRORS as error:
-            raise NeedsValues(f"the run of {who[0]}", error) from error
+            raise NeedsValues(who[0], error) from error
         except Exception as error:
             raise CapslogError(
                 f"{who[0]} cannot run on fake tensors ({type(error).__name__}: {error}); let {who[1]} depend on "
