@@ -45,6 +45,19 @@ def fused_dropout() -> None:
     assert peak("cuda", lambda: F.dropout(x, 0.1, training=False))[0] == 0
 
 
+def fused_rms_norm() -> None:
+    x = torch.empty(N // 64, 64, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.empty(64, dtype=torch.bfloat16, requires_grad=True)
+    norm = functools.partial(F.rms_norm, x, (64,), weight)
+    on_cpu, _ = peak("cpu", norm)
+    assert on_cpu > 3 * 4 * N  # copies in float32
+    on_cuda, seen = peak("cuda", norm)
+    assert on_cuda == 2 * N + 2 * 2 * N // 64  # the result, and two numbers of each row
+    assert "native_layer_norm" in seen
+    _, seen = peak("cuda", lambda: norm().sum().backward())
+    assert "native_layer_norm_backward" in seen
+
+
 def softmax_backward_product() -> None:
     grad, out = torch.empty(64, N // 64), torch.empty(64, N // 64)
     backward = torch.ops.aten._softmax_backward_data

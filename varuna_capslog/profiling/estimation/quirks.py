@@ -33,7 +33,7 @@ __all__ = [
     "Quirks",
 ]
 
-QUIRKS_VERSION = 12
+QUIRKS_VERSION = 13
 """Raised whenever an entry, or what an estimate tells, changes; a condition of every estimated profile."""
 
 _aten = torch.ops.aten
@@ -73,6 +73,12 @@ QUIRKS = {
         ("cuda",),
         "Dropout on CUDA is native_dropout, which keeps a bool mask; the CPU's draws and keeps a mask of the "
         "input's own dtype (is_fused_kernel_acceptable, ATen/native/Dropout.cpp).",
+    ),
+    "fused rms norm": Quirk(
+        ("cuda",),
+        "rms_norm on CUDA is one kernel that keeps its input and a number of each row; the CPU's is made of eight "
+        "operators, which keep the input in float32, too (rms_norm_symint, ATen/native/layer_norm.cpp). Counted as a "
+        "layer norm, which keeps two numbers of each row.",
     ),
     "softmax backward product": Quirk(
         ("cuda",),
@@ -266,6 +272,7 @@ class Quirks:
             return
         with torch.library._scoped_library("aten", "IMPL") as library:
             library.impl("dropout", _fused_dropout, "AutogradCPU")
+            library.impl("rms_norm", _fused_rms_norm, "AutogradCPU")
             library.impl("scaled_dot_product_attention", _fused_attention(self.kind.prefers_cudnn), "AutogradCPU")
             for name in _FLOAT32_UNDER_AUTOCAST:
                 library.impl(name, _in_float32(name), "AutocastCPU")
@@ -281,6 +288,10 @@ def _fused_dropout(x: Tensor, p: float, train: bool) -> Tensor:
     if p == 1:
         return x * 0
     return _aten.native_dropout(x, p, train)[0]
+
+
+def _fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    return _aten.native_layer_norm(x, shape, weight, None, torch.finfo(x.dtype).eps if eps is None else eps)[0]
 
 
 def _fused_attention(prefers_cudnn: bool) -> Callable[..., Tensor]:
@@ -336,6 +347,7 @@ _FLOAT32_UNDER_AUTOCAST = (
     "log_softmax.int",
     "layer_norm",
     "native_layer_norm",
+    "rms_norm",
     "group_norm",
     "cross_entropy_loss",
     "nll_loss",
