@@ -61,19 +61,30 @@ def work_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
     Args:
         halves: the 16-bit types that the device's matrix units take, which work on whole tiles; (): it has none.
     """
-    name = func.overloadpacket.__name__
-    if name in _FREE or _moves_nothing(func):
+    name, changed, count = _known_of(func)
+    if count is None:
         return {}
     inputs = list(_tensors((*args, *kwargs.values())))
-    changed = _changed(func)
     outputs = list(_tensors(args[place] for place in changed if place < len(args)) if changed else _tensors((result,)))
-    return _kind_of(name)(name, args, inputs, outputs, result, halves)
+    return count(name, args, inputs, outputs, result, halves)
 
 
 _Count = Callable[[str, Sequence[Any], list[Tensor], list[Tensor], Any, Halves], Work]
 
 
 @functools.cache
+def _known_of(func: Any) -> tuple[str, tuple[int, ...], _Count | None]:
+    """An operator's name, the places of the arguments that it writes into, and what counts its work: None where it
+    moves nothing.
+    """
+    name = func.overloadpacket.__name__
+    returns = [part.alias_info for part in func._schema.returns]
+    views = bool(returns) and all(alias is not None and not alias.is_write for alias in returns)
+    arguments = enumerate(func._schema.arguments)
+    changed = tuple(place for place, part in arguments if part.alias_info is not None and part.alias_info.is_write)
+    return name, changed, None if name in _FREE or views else _kind_of(name)
+
+
 def _kind_of(name: str) -> _Count:
     if name in _PRODUCTS:
         return _product
@@ -90,20 +101,6 @@ def _kind_of(name: str) -> _Count:
     if name.startswith("nll_loss"):
         return _chosen
     return _streamed
-
-
-@functools.cache
-def _moves_nothing(func: Any) -> bool:
-    returns = func._schema.returns
-    aliases = [part.alias_info for part in returns]
-    return bool(returns) and all(alias is not None and not alias.is_write for alias in aliases)
-
-
-@functools.cache
-def _changed(func: Any) -> tuple[int, ...]:
-    """The places of the arguments that it writes into."""
-    arguments = enumerate(func._schema.arguments)
-    return tuple(place for place, part in arguments if part.alias_info is not None and part.alias_info.is_write)
 
 
 def _tensors(values: Any) -> Any:

@@ -239,9 +239,12 @@ class Quirks:
     def temporary(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Sequence[int]:
         """The blocks that an operator's kernel takes beside its results and gives back; see `lifetimes.Temporary`."""
         if self.device == "cuda":
-            self._count_cublas(func, args)
             on_cuda = CUDA_KERNELS.get(func)
-            return () if on_cuda is None else on_cuda(args, result, self.kind)
+            if on_cuda is None:
+                return ()
+            if func in _GEMMS:
+                self._count_cublas(func, args)
+            return on_cuda(args, result, self.kind)
         if func in _CONVOLUTIONS and args[1].itemsize == 2:
             self.limits.add(_LOW_CONVOLUTIONS)
         if not self.amx and func in _GEMMS and args[1].dtype == torch.bfloat16:
@@ -253,8 +256,6 @@ class Quirks:
 
     def _count_cublas(self, func: Any, args: Sequence[Any]) -> None:
         """Adds the workspaces that the first products of a thread take and that stay."""
-        if func not in _GEMMS:
-            return
         backward = torch._C._current_autograd_node() is not None
         if backward not in self._threads:
             self._threads.add(backward)
