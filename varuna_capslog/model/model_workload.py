@@ -28,6 +28,7 @@ from varuna_capslog.config.reading import Config, section
 from varuna_capslog.config.settings import Section
 from varuna_capslog.model.capture import FixedSize, Kept, OneOf, Varying
 from varuna_capslog.model.capture.leaves import input_tensors
+from varuna_capslog.model.capture.runtime import runs_its_children
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.input_spec import INPUT_GRAMMAR, SEED, InputSpec, parse_input
 from varuna_capslog.model.state_file import read_state_file
@@ -383,7 +384,7 @@ class ModelWorkload(Workload):
         """Refuses inputs that the model's forward does not take, and such as lack one that it needs."""
         parameters = inspect.signature(model.forward).parameters
         kinds = {one.kind for one in parameters.values()}
-        if isinstance(model, nn.Sequential) or inspect.Parameter.VAR_POSITIONAL in kinds:
+        if runs_its_children(model) or inspect.Parameter.VAR_POSITIONAL in kinds:
             return
         nested = {place for name, value in self._constants.items() for place in input_tensors(name, value)}
         given = {spec.name for spec in self._specs} - nested | {*self._constants}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config, section
+from varuna_capslog.model.capture.runtime import runs_its_children
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.model_workload import ModelSection, ModelWorkload
 from varuna_capslog.model.trace import ShapeTable
@@ -115,7 +116,7 @@ class DatasetWorkload(ModelWorkload):
         batch, given = self._first, self._keys["inputs"]
         if isinstance(model, Chain):
             taken = list(model.inputs)
-        elif isinstance(model, nn.Sequential):
+        elif runs_its_children(model):
             taken = ["x"]
         else:
             taken = list(inspect.signature(model.forward).parameters)

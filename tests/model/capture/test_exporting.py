@@ -418,3 +418,33 @@ def test_an_example_may_be_a_bare_tensor() -> None:
     chain = Chain.from_module(unusual.Blocks(), None, unusual.x(), evaluates=False)
     assert chain.inputs == ("x",)
     assert len(chain) == 5
+
+
+class Doubled(nn.Sequential):
+    """An nn.Sequential with code of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = super().forward(x)
+        return 2 * result
+
+
+@pytest.mark.parametrize("how", ["forward", "hook", "pre-hook", "backward pre-hook"])
+def test_what_a_sequential_does_beside_its_children_is_not_lost(how: str) -> None:
+    """Such a model was cut between its children, which alone ran then."""
+    children = nn.Linear(8, 8), nn.Linear(8, 8)
+    model = Doubled(*children) if how == "forward" else nn.Sequential(*children)
+    if how == "hook":
+        model.register_forward_hook(lambda module, args, output: 3 * output)
+    elif how == "pre-hook":
+        model.register_forward_pre_hook(lambda module, args: (3 * args[0],))
+    elif how == "backward pre-hook":
+        model.register_full_backward_pre_hook(lambda module, gradients: (3 * gradients[0],))
+    x = torch.randn(4, 8)
+    with pytest.raises(CapslogError, match=r"is more than an nn\.Sequential that is cut between its children"):
+        Chain.from_module(model, None)
+    chain = Chain.from_module(model, None, x)
+    model(x).sum().backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    next(iter(chain.run({chain.inputs[0]: x}).values())).sum().backward()
+    assert all(torch.equal(one.grad, other) for one, other in zip(model.parameters(), expected, strict=True))

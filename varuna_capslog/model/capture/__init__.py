@@ -28,7 +28,14 @@ from varuna_capslog.model.capture.kept import CaptureRequest, Kept
 from varuna_capslog.model.capture.modes import merge_modes
 from varuna_capslog.model.capture.python_calls import Whole, WholeModel
 from varuna_capslog.model.capture.regions import open_regions
-from varuna_capslog.model.capture.runtime import FixedSize, OfTheModel, SequentialSlice, Varying, hold
+from varuna_capslog.model.capture.runtime import (
+    FixedSize,
+    OfTheModel,
+    SequentialSlice,
+    Varying,
+    hold,
+    runs_its_children,
+)
 from varuna_capslog.model.capture.sizes import localise_sizes
 from varuna_capslog.model.capture.split import split_graph
 from varuna_capslog.model.capture.text import CapturedLayers
@@ -104,7 +111,8 @@ def capture_layers(
     if cut_points is None:
         cut_points = list(_list_children(model))
     _check_names(model, cut_points)
-    if isinstance(model, nn.Sequential) and not any("." in cut for cut in cut_points):
+    if runs_its_children(model) and not any("." in cut for cut in cut_points):
+        assert isinstance(model, nn.Sequential)
         captured = _sequential_layers(model, cut_points), ("x",), ("x",)
         if compares and example_inputs is not None and not isinstance(example_inputs, OneOf):
             compare_steps(model, captured, _arguments_of(example_inputs))
@@ -117,8 +125,8 @@ def capture_layers(
         return _holding_all(model, by_shape(some, type(model).__name__))
     if example_inputs is None:
         raise CapslogError(
-            f"{type(model).__name__} is not an nn.Sequential cut between its children, so capturing it needs "
-            "example_inputs: a tensor, a dict of keyword arguments or a tuple of positional ones"
+            f"{type(model).__name__} is more than an nn.Sequential that is cut between its children, so capturing it "
+            "needs example_inputs: a tensor, a dict of keyword arguments or a tuple of positional ones"
         )
     arguments, keywords = _arguments_of(example_inputs)
     if _takes_use_cache(model):

@@ -22,6 +22,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.export import LEFT
 from varuna_capslog.model.capture.exporting import bare, state_sentence
 from varuna_capslog.model.capture.leaves import named_leaves
+from varuna_capslog.model.capture.runtime import runs_its_children
 from varuna_capslog.model.capture.text import CapturedLayers
 from varuna_capslog.model.capture.trial import untouched
 from varuna_capslog.model.python_state import PythonState, StateChange
@@ -106,7 +107,7 @@ def compare_steps(
     """
     layers, inputs, outputs = captured
     outputs = tuple(name for name in outputs if not name.startswith(LEFT))
-    names = _Names(inputs, outputs, isinstance(model, nn.Sequential))
+    names = _Names(inputs, outputs, runs_its_children(model))
     arguments = bare(example[0]), {name: bare(value) for name, value in example[1].items()}
 
     def run() -> Mapping[str, Tensor]:

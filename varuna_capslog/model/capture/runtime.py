@@ -344,6 +344,14 @@ def _no_leaf(value: Any) -> Any:
     return value.view_as(value) if crossed else value
 
 
+def runs_its_children(model: nn.Module) -> bool:
+    """Whether a module does nothing but run its children, one after the other: an nn.Sequential whose class has no
+    forward of its own, and that has no hook.
+    """
+    hooks = (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks, model._backward_pre_hooks)
+    return isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward and not any(hooks)
+
+
 class SequentialSlice(Frozen, nn.Sequential):
     """Consecutive children of an nn.Sequential, under their own names.
 
