@@ -428,12 +428,15 @@ class Doubled(nn.Sequential):
         return 2 * result
 
 
-@pytest.mark.parametrize("how", ["forward", "hook", "pre-hook", "backward pre-hook"])
+@pytest.mark.parametrize("how", ["class", "forward", "hook", "pre-hook", "backward pre-hook"])
 def test_what_a_sequential_does_beside_its_children_is_not_lost(how: str) -> None:
     """Such a model was cut between its children, which alone ran then."""
     children = nn.Linear(8, 8), nn.Linear(8, 8)
-    model = Doubled(*children) if how == "forward" else nn.Sequential(*children)
-    if how == "hook":
+    model = Doubled(*children) if how == "class" else nn.Sequential(*children)
+    if how == "forward":
+        plain = model.forward
+        model.forward = lambda x: 2 * plain(x)  # type: ignore[method-assign, assignment]
+    elif how == "hook":
         model.register_forward_hook(lambda module, args, output: 3 * output)
     elif how == "pre-hook":
         model.register_forward_pre_hook(lambda module, args: (3 * args[0],))

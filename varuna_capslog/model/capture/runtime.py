@@ -345,11 +345,12 @@ def _no_leaf(value: Any) -> Any:
 
 
 def runs_its_children(model: nn.Module) -> bool:
-    """Whether a module does nothing but run its children, one after the other: an nn.Sequential whose class has no
-    forward of its own, and that has no hook.
+    """Whether a module does nothing but run its children, one after the other: an nn.Sequential that has no forward of
+    its own, in its class or put on itself, and no hook.
     """
     hooks = (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks, model._backward_pre_hooks)
-    return isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward and not any(hooks)
+    own = getattr(model.forward, "__func__", None) is not nn.Sequential.forward
+    return isinstance(model, nn.Sequential) and not own and not any(hooks)
 
 
 class SequentialSlice(Frozen, nn.Sequential):
