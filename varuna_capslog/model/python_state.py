@@ -7,6 +7,7 @@ still those that were captured.
 
 from __future__ import annotations
 
+import dis
 import functools
 import sys
 import types
@@ -155,7 +156,8 @@ class PythonState:
 
     Args:
         modules: by qualified name.
-        files: whether the values count that the modules' classes and the user's own files keep, too.
+        files: whether the values count that the modules' classes, their functions and the user's own files keep, too.
+        reads: whether those of these values count that the modules' code names.
         modes: whether it counts which modules are in training mode.
         apart: objects that are not looked into, where hooks of the modules know them.
     """
@@ -164,6 +166,7 @@ class PythonState:
         self,
         modules: Mapping[str, nn.Module],
         files: bool = False,
+        reads: bool = False,
         modes: bool = True,
         apart: Collection[object] = (),
     ) -> None:
@@ -179,12 +182,14 @@ class PythonState:
             self._take(path, "", module, modes, _DEPTH, seen)
             for name in _TABLES:
                 self._places.append(_Place(path, "", vars(module)[name], _KINDS[name]))
-            for name, value in _closures(module):
+            for name, value in _closures(module, files):
                 self._follow(path, name, value, 1, seen)
-        if files:
+        if files or reads:
+            attributes, values = (None, None) if files else _names_read(self._modules)
             for name, table in _files_of(self._modules):
-                self._places.append(_Files(name, table))
-                for key, value in _values_of(table):
+                known = attributes if isinstance(table, type) else values
+                self._places.append(_Files(name, table, known))
+                for key, value in _values_of(table, known):
                     self._follow(None, f"{name}.{key}", value, 1, seen)
 
     def _take(self, path: str | None, name: str, module: nn.Module, modes: bool, depth: int, seen: set[int]) -> None:
@@ -251,13 +256,14 @@ class _Attributes(_Place):
 
 
 class _Files(_Place):
-    """The plain values that a class or a file of Python keeps."""
+    """The plain values that a class or a file of Python keeps, of all names or of some."""
 
-    def __init__(self, name: str, owner: Any) -> None:
+    def __init__(self, name: str, owner: Any, known: Collection[str] | None) -> None:
+        self._known = known
         super().__init__(None, name, owner, "attribute of an object")
 
     def _content(self) -> dict[str, Any]:
-        return dict(_values_of(self.table))
+        return dict(_values_of(self.table, self._known))
 
     def _put(self, key: Any, value: Any) -> None:
         setattr(self.table, key, value)
@@ -268,9 +274,13 @@ class _Files(_Place):
                 self._put(key, value)
 
 
-def _values_of(owner: Any) -> Iterator[tuple[str, Any]]:
+def _values_of(owner: Any, known: Collection[str] | None) -> Iterator[tuple[str, Any]]:
     for key, value in list(vars(owner).items()):
-        if not key.startswith("__") and isinstance(value, (bool, int, float, list, dict, set, deque, *GENERATORS)):
+        if (
+            (known is None or key in known)
+            and not key.startswith("__")
+            and isinstance(value, (bool, int, float, list, dict, set, deque, *GENERATORS))
+        ):
             yield key, value
 
 
@@ -289,12 +299,54 @@ def _files_of(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
             yield name, found
 
 
-def _closures(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What the module's hooks keep: lists and the like that are theirs."""
-    for table in ("_forward_hooks", "_forward_pre_hooks"):
-        for hook in vars(module)[table].values():
-            for cell in getattr(hook, "__closure__", None) or ():
-                try:
-                    yield "hook", cell.cell_contents
-                except ValueError:  # not filled yet
-                    continue
+def _names_read(modules: Iterable[nn.Module]) -> tuple[set[str], set[str]]:
+    """The names of attributes, and of values of files, in the code of the modules' classes and in that of the functions
+    of their files which it names.
+    """
+    attributes: set[str] = set()
+    values: set[str] = set()
+    waiting = [one for kind in {type(module) for module in modules} for one in _functions_of(kind)]
+    while waiting:
+        function = waiting.pop()
+        of_objects, of_files = _names_in(function.__code__)
+        named = [function.__globals__.get(name) for name in of_files - values]
+        attributes |= of_objects
+        values |= of_files
+        own = function.__module__
+        waiting += [one for one in named if isinstance(one, types.FunctionType) and one.__module__ == own]
+    return attributes, values
+
+
+@functools.cache
+def _names_in(code: types.CodeType) -> tuple[set[str], set[str]]:
+    """The names of attributes and of a file's values that code reads, functions within it included."""
+    inner = [_names_in(one) for one in code.co_consts if isinstance(one, types.CodeType)]
+    read = list(dis.get_instructions(code))
+    attributes = {one.argval for one in read if one.opname in ("LOAD_ATTR", "LOAD_METHOD")}
+    values = {one.argval for one in read if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return attributes.union(*(one[0] for one in inner)), values.union(*(one[1] for one in inner))
+
+
+def _functions_of(kind: type) -> Iterator[types.FunctionType]:
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] not in ("torch", "builtins"):
+            yield from (one for one in vars(base).values() if isinstance(one, types.FunctionType))
+
+
+def _closures(module: nn.Module, of_class: bool) -> Iterator[tuple[str, Any]]:
+    """What the module's hooks keep, and functions of its class if asked: lists and the like that are theirs."""
+    hooks = [hook for table in ("_forward_hooks", "_forward_pre_hooks") for hook in vars(module)[table].values()]
+    kind: Any = type(module)
+    for function in (*hooks, *(_with_closures(kind) if of_class else ())):
+        for place, cell in enumerate(getattr(function, "__closure__", None) or ()):
+            try:
+                value = cell.cell_contents
+            except ValueError:  # not filled yet
+                continue
+            yield function.__code__.co_freevars[place], value
+
+
+@functools.cache
+def _with_closures(kind: Any) -> tuple[Any, ...]:
+    """The functions of a class that keep something."""
+    return tuple(one for one in _functions_of(kind) if one.__closure__)

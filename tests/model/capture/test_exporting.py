@@ -451,3 +451,91 @@ def test_what_a_sequential_does_beside_its_children_is_not_lost(how: str) -> Non
     model.zero_grad()
     next(iter(chain.run({chain.inputs[0]: x}).values())).sum().backward()
     assert all(torch.equal(one.grad, other) for one, other in zip(model.parameters(), expected, strict=True))
+
+
+def test_hooks_of_parameters_are_refused() -> None:
+    """Copies of parameters, of which other ranks train, have no hooks."""
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        getattr(model[1].weight, register)(lambda one: None)
+        with pytest.raises(CapslogError, match=r"parameter '1\.weight' has a hook on its gradient, which copies of it"):
+            Chain.from_module(model, None)
+
+
+class Averaged(hostile.Base):
+    """A teacher that the forward moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.blocks[0].weight, 0.1)
+        return self.head(self.body(x) - self.teacher(x))
+
+
+class Clamped(hostile.Base):
+    """Weights that the forward keeps small: twice is as once."""
+
+    def forward(self, x: Tensor) -> Any:
+        self.head.weight.data.clamp_(-0.1, 0.1)
+        return self.head(self.body(x))
+
+
+def test_what_a_forward_writes_into_parameters_and_closures_is_noticed() -> None:
+    model = made(Averaged)
+    before = model.teacher.weight.clone()
+    with pytest.raises(CapslogError, match=r"module 'teacher' .*changes its parameter 'weight' in its forward"):
+        Chain.from_module(model, None, (BATCHES[0],), compares=True)
+    assert torch.equal(model.teacher.weight, before)
+    model = made(Clamped)
+    before = model.head.weight.clone()
+    chain = Chain.from_module(model, None, (BATCHES[0],), compares=True)
+    assert torch.equal(model.head.weight, before)
+    assert torch.equal(chain.run({chain.inputs[0]: BATCHES[0]})["output"], model(BATCHES[0]))
+
+
+def test_a_count_in_a_closure_is_noticed() -> None:
+    count = [0]
+
+    class Alternating(hostile.Base):
+        def forward(self, x: Tensor) -> Any:
+            count[0] += 1
+            return self.head(self.body(x)) * (1 + count[0] % 2)
+
+    with pytest.raises(CapslogError, match=r"changes its attribute 'count\[0\]' in its forward"):
+        Chain.from_module(made(Alternating), None, (BATCHES[0],))
+    assert count == [0]
+
+
+scale = 1.0
+loss_so_far = 0.0
+
+
+class Scaled(hostile.Base):
+    """What its file keeps scales it; an attribute has the name of another value of the file."""
+
+    def forward(self, x: Tensor) -> Any:
+        return _scaled(self.head(self.body(x)), self.loss_so_far)
+
+    loss_so_far = 0.0
+
+
+def _scaled(x: Tensor, more: float) -> Tensor:
+    return x * scale + more
+
+
+def test_a_value_of_its_file_that_the_code_reads_may_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = Chain.from_module(made(Scaled), None, (BATCHES[0],))
+    monkeypatch.setitem(globals(), "loss_so_far", 0.5)
+    chain.run({chain.inputs[0]: BATCHES[0]})
+    monkeypatch.setitem(globals(), "scale", 2.0)
+    with pytest.raises(
+        CapslogError, match=r"test_exporting\.scale of the model was changed after"
+    ):
+        chain.run({chain.inputs[0]: BATCHES[0]})
+    monkeypatch.undo()
+    monkeypatch.setattr(Scaled, "loss_so_far", 0.5)
+    with pytest.raises(CapslogError, match=r"Scaled\.loss_so_far of the model was changed"):
+        chain.run({chain.inputs[0]: BATCHES[0]})

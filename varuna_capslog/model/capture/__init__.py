@@ -111,6 +111,8 @@ def capture_layers(
     if cut_points is None:
         cut_points = list(_list_children(model))
     _check_names(model, cut_points)
+    if not keeps:
+        _check_parameters(model)
     if runs_its_children(model) and not any("." in cut for cut in cut_points):
         assert isinstance(model, nn.Sequential)
         captured = _sequential_layers(model, cut_points), ("x",), ("x",)
@@ -285,14 +287,14 @@ def captured_result(layers: Sequence[Layer], outputs: Mapping[str, Any]) -> Any:
 
 
 def open_state(model: nn.Module, layers: Sequence[Layer], modes: bool) -> PythonState:
-    """The attributes of those modules of a captured model whose code does not run in its layers: what it depended on
-    when it was captured.
+    """The attributes of those modules of a captured model whose code does not run in its layers, and what else that
+    code names of their files: what it depended on when it was captured.
 
     modes: whether it counts which of them are in training mode.
     """
     runs = {id(part) for layer in layers for part in _called(layer.module)}
     parts = {path: part for path, part in model.named_modules() if id(part) not in runs}
-    return PythonState(parts, modes=modes)
+    return PythonState(parts, reads=True, modes=modes)
 
 
 def _called(layer: nn.Module) -> Iterator[nn.Module]:
@@ -337,6 +339,19 @@ def _check_names(model: nn.Module, cut_points: Sequence[str]) -> None:
         if cut in seen:
             raise CapslogError(f"cut point {cut!r} is listed twice; a model is cut once before a module")
         seen.add(cut)
+
+
+def _check_parameters(model: nn.Module) -> None:
+    """Refuses hooks on parameters: a layer that another rank or a later member makes has parameters without them."""
+    for name, parameter in model.named_parameters():
+        hooks = [*(parameter._backward_hooks or {}).values()]
+        hooks += [*(getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()]
+        if any(not str(getattr(hook, "__module__", "")).startswith("varuna_capslog.") for hook in hooks):
+            raise CapslogError(
+                f"parameter {name!r} has a hook on its gradient, which copies of it on other ranks do not have; remove "
+                "it, and let the forward do its work: of part * weight + (1 - part) * weight.detach() the gradient is "
+                "part times as large"
+            )
 
 
 def _check_whole(captured: Captured, cut_points: Sequence[str]) -> None:

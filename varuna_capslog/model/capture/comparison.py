@@ -24,7 +24,7 @@ from varuna_capslog.model.capture.exporting import bare, state_sentence
 from varuna_capslog.model.capture.leaves import named_leaves
 from varuna_capslog.model.capture.runtime import runs_its_children
 from varuna_capslog.model.capture.text import CapturedLayers
-from varuna_capslog.model.capture.trial import untouched
+from varuna_capslog.model.capture.trial import same_bits, untouched
 from varuna_capslog.model.python_state import PythonState, StateChange
 from varuna_capslog.model.random_states import GLOBAL, RandomStates, seed_generators
 from varuna_capslog.model.training_modes import in_training, put_in_training
@@ -180,7 +180,7 @@ def _step(
 
     state: what was changed before.
     """
-    with _left_alone(model) as kept, untouched(model), _SameDraws(), torch.enable_grad():
+    with _left_alone(model) as kept, untouched(model) as values, _SameDraws(), torch.enable_grad():
         for change, value in state:
             assert change.put is not None
             change.put(value)
@@ -197,10 +197,27 @@ def _step(
                 allow_unused=True,
             )
             gradients = {name: _dense(one) for name, one in zip(parameters, found, strict=True)}
-        changes = before.changes()
+        changes = [*before.changes(), *_changed_parameters(model, values)]
         buffers = {name: one.detach().clone() for name, one in model.named_buffers()}
         made = {name: tensor.detach() for name, tensor in outputs.items()}
     return _OneStep(made, gradients, buffers), changes
+
+
+def _changed_parameters(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[StateChange]:
+    """The parameters that the model's own forward has written into.
+
+    values: at its beginning, by name.
+    """
+    for name, before in values.items():
+        parameter = model.get_parameter(name)
+        if not same_bits(parameter, before):
+            module, _, own = name.rpartition(".")
+            after = parameter.detach().clone()
+            yield StateChange(module, own, "parameter", before, after, functools.partial(_write, parameter))
+
+
+def _write(parameter: Tensor, value: Any) -> None:
+    parameter.data.copy_(value)
 
 
 def _dense(gradient: Tensor | None) -> Tensor | None:

@@ -32,7 +32,7 @@ def open_regions(captured: Captured, cut_points: Collection[str]) -> None:
             pieces = _pieces(node, region, cut_points)
             if len(pieces) > 1:
                 _put_pieces(captured, node, region, pieces)
-            else:
+            elif pieces:
                 for one in (node, *node.users):
                     one.meta["nn_module_stack"] = _stack_of(pieces[0])
 

@@ -20,7 +20,7 @@ from varuna_capslog.model.capture.opaque import OpaqueCalls
 from varuna_capslog.model.capture.watching import Watch
 from varuna_capslog.model.hollow import ReadNumbers, on_host, unlogged
 
-__all__ = ["has_weights", "try_model", "untouched"]
+__all__ = ["has_weights", "same_bits", "try_model", "untouched"]
 
 
 def has_weights(model: nn.Module) -> bool:
@@ -29,19 +29,33 @@ def has_weights(model: nn.Module) -> bool:
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """While it is open, buffers may change and random numbers be drawn; afterwards they are what they were."""
+def untouched(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """While it is open, parameters and buffers may change and random numbers be drawn; afterwards they are what they
+    were.
+
+    Gives the parameters' values at the beginning, by name.
+    """
+    values = {name: one.detach().clone() for name, one in model.named_parameters() if not one.is_meta}
     kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
     devices = {torch.device("cpu"), *(tensor.device for tensor in model.parameters() if not tensor.is_meta)}
     states = {device: accelerator.random_state(device) for device in devices}
     try:
-        yield
+        yield values
     finally:
         for device, state in states.items():
             accelerator.set_random_state(device, state)
         with torch.no_grad():
             for buffer, value in kept:
                 buffer.copy_(value)
+            for name, value in values.items():
+                parameter = model.get_parameter(name)
+                if not same_bits(parameter, value):
+                    parameter.data.copy_(value)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold equal numbers, where a missing one equals another."""
+    return torch.equal(one.detach(), other) or bool(torch.isclose(one.detach(), other, 0.0, 0.0, equal_nan=True).all())
 
 
 def try_model(
