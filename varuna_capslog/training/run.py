@@ -129,7 +129,7 @@ class Run:
         if found is None:
             return None
         grains = grains_of(self.engine.layout.stages)
-        check_continues(self.config, self.engine.chain.name, found.manifest, found.path, grains)
+        check_continues(self.config, self.engine.chain.name, found.manifest, found.path, grains, self.setup.facts)
         self.take_weights(found)
         self._found, self.loop.step = found, found.step
         return found
