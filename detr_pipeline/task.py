@@ -69,7 +69,7 @@ class DetrWorkload(CocoWorkload):
             said += [f"model.weights={self.model.weights}: {fit.told()}"] if fit.skipped else []
         return said
 
-    def _fitting(self, chain: Chain, path: Path) -> weights.Fit:
+    def _fitting(self, chain: Chain, path: Path) -> weights.FittingWeights:
         """What of a weights file fits the chain. Raises CapslogError where that is less than half of what is wanted."""
         fit = weights.fit(chain, read_state_file(path))
         if 2 * len(fit.found) < fit.wanted:

@@ -18,7 +18,7 @@ from detr_pipeline.chain import units_of
 from varuna_capslog.model.chain import Chain
 
 __all__ = [
-    "Fit",
+    "FittingWeights",
     "fit",
     "from_reference",
     "load_into",
@@ -69,7 +69,7 @@ def to_reference(chain: Chain) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class Fit:
+class FittingWeights:
     """What a weights file and a chain have in common.
 
     Attributes:
@@ -89,7 +89,7 @@ class Fit:
         return f"it fits {len(self.found)} of {self.wanted} tensors, and {len(self.skipped)} are left out ({shown})"
 
 
-def fit(chain: Chain, state: Mapping[str, Tensor]) -> Fit:
+def fit(chain: Chain, state: Mapping[str, Tensor]) -> FittingWeights:
     """Weights for the chain's addresses out of Facebook's layout.
 
     Args:
@@ -112,7 +112,7 @@ def fit(chain: Chain, state: Mapping[str, Tensor]) -> Fit:
             found[address] = state[name]
     placed = set(names.values())
     skipped += [f"{name}: no place in the model" for name in state if name not in placed]
-    return Fit(found, skipped, wanted)
+    return FittingWeights(found, skipped, wanted)
 
 
 def from_reference(chain: Chain, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
