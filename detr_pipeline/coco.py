@@ -31,6 +31,9 @@ BoolArray = NDArray[np.bool_]
 # Annotation files round coordinates to two decimals, so a box that touches the border may overhang by a hundredth.
 _OVERHANG_PIXELS = 0.02
 
+# In a smaller image a box of one pixel is as usual as one that is written as fractions.
+_FEW_PIXELS = 8
+
 
 @dataclass(frozen=True, eq=False)
 class CocoIndex:
@@ -125,7 +128,8 @@ def read_coco(path: Path | str, strict: bool = False) -> CocoIndex:
 
     Raises:
         CapslogError: missing, unreadable or malformed file; missing fields; duplicate image, category or annotation id;
-            unknown image or category id; a box that is not four finite numbers; with `strict`, boxes to drop or clamp.
+            unknown image or category id; a box that is not four finite numbers; boxes that are all fractions; an
+            `iscrowd` that is no 0 or 1; with `strict`, boxes to drop or clamp.
     """
     path = Path(path).expanduser()
     try:
@@ -228,7 +232,8 @@ class _Checker:
             return f"annotation id {annotation_ids[i]} of {file_names[box_image[i]]}"
 
         xywh = self.box_array(where)
-        crowd = np.array([row.get("iscrowd") in (1, True) for row in self.annotations], dtype=np.bool_)
+        self.refuse_fractions(xywh, widths, heights)
+        crowd = self.crowds(where)
         given_areas = [row.get("area") for row in self.annotations]
         areas = np.array([area if isinstance(area, (int, float)) else np.nan for area in given_areas], dtype=np.float64)
 
@@ -281,6 +286,25 @@ class _Checker:
             lambda i: f"{where(i)} has the non-finite bbox {values[i]}; remove the annotation or mend the box",
         )
         return boxes
+
+    def crowds(self, where: Callable[[int], str]) -> BoolArray:
+        given = [row.get("iscrowd") for row in self.annotations]
+        self.refuse_first(
+            np.array([value is not None and value not in (0, 1) for value in given], dtype=np.bool_),
+            lambda i: f"{where(i)} has iscrowd={given[i]!r}, which must be 0 or 1, as a number",
+        )
+        return np.array([value == 1 for value in given], dtype=np.bool_)
+
+    def refuse_fractions(self, xywh: FloatArray, widths: IntArray, heights: IntArray) -> None:
+        sides = np.concatenate([widths, heights])
+        if not (xywh[:, 2:] > 0).all(axis=1).any() or sides.max() <= _FEW_PIXELS:
+            return
+        if xywh.min() >= 0 and xywh.max() <= 1:
+            raise self.error(
+                f"all {len(xywh)} boxes lie between 0 and 1, in images of up to {widths.max()}x{heights.max()} pixels, "
+                "so they are fractions; bbox must be in pixels: multiply x and width by the image's width, y and "
+                "height by its height"
+            )
 
     def refuse_first(self, wrong: BoolArray | np.bool_, message: Callable[[int], str]) -> None:
         if wrong.any():

@@ -9,13 +9,16 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from detr_pipeline.data import (
     DataConfig,
+    Split,
     class_names,
+    data_facts,
     largest_padded_size,
     open_index,
     prepare_image,
@@ -53,6 +56,23 @@ class CocoWorkload(Workload):
     def num_classes(self) -> int:
         """Classes without no-object; read from the data file where `model.num_classes` is not set."""
         return self._given_classes or len(class_names(self.data)[0])
+
+    def check(self) -> Sequence[str]:
+        """What the files of both splits hold that a run would stop at or learn wrong things from; see
+        `detr_pipeline.checks`.
+        """
+        if self.data.uses_digits:
+            return []
+        from detr_pipeline.checks import check_split
+
+        splits: tuple[Split, ...] = ("train", "val") if self.data.has_split("val") else ("train",)
+        said = {line: None for split in splits for line in check_split(self.data, split)}
+        self.val_data()  # compares the categories of both files
+        return list(said)
+
+    def data_facts(self) -> Mapping[str, Any]:
+        """Number and names of the pictures, and every category."""
+        return data_facts(self.data)
 
     @abstractmethod
     def input_specs(self, microbatch_size: int, size: Sequence[int]) -> dict[str, TensorSpec]:

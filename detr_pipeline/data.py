@@ -6,20 +6,22 @@ that hold the first stage open pictures. The state of one sample must never depe
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from detr_pipeline.coco import CocoIndex, read_coco
 from detr_pipeline.digits import DIGIT_NAMES, DigitsConfig, digits_dataset, picture_sizes
+from detr_pipeline.pictures import MAX_PIXELS, read_image
 from detr_pipeline.transforms import AugmentConfig, ImageRecipe, apply, largest_size, plan
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Section
@@ -32,12 +34,13 @@ __all__ = [
     "DataConfig",
     "Split",
     "class_names",
+    "data_facts",
     "image_sizes",
     "input_specs",
     "largest_padded_size",
     "open_index",
     "prepare_image",
-    "read_image",
+    "refuse_other_size",
     "sampled_padded_sizes",
 ]
 
@@ -77,6 +80,13 @@ class DataConfig(Section):
 
     strict: bool = False
     """Refuse boxes without size or over the border instead of dropping and clamping them."""
+
+    picture_bits: Annotated[int, Field(ge=8, le=31)] | None = None
+    """Bits that count in pictures of more than 8 bits, such as 12 of a camera's 16. Null takes 16, and refuses pictures
+    that are almost black then, and those of 32 bits."""
+
+    max_pixels: Annotated[int, Field(ge=1)] = MAX_PIXELS
+    """Width times height of the largest picture that is opened."""
 
     labels: Literal["contiguous", "original"] = "contiguous"
     """`contiguous` numbers the classes 0..C-1; `original` uses the file's category ids as they are, gaps included (91
@@ -235,6 +245,30 @@ def input_specs(count: int, size: Sequence[int]) -> dict[str, TensorSpec]:
     }
 
 
+def data_facts(config: DataConfig) -> dict[str, Any]:
+    """What a run that is continued must find again in its training data; the digits need no file."""
+    ids, names = class_names(config)
+    facts = {f"category {id_}": name for id_, name in zip(ids, names, strict=True)}
+    if config.uses_digits:
+        return {"number of samples": config.digits.train_images, **facts}
+    files = "\n".join(Path(name).name for name in open_index(config, "train").file_names)
+    digest = hashlib.sha256(files.encode("utf-8", "surrogatepass")).hexdigest()
+    return {"number of samples": files.count("\n") + 1, **facts, "digest of the file names": digest[:16]}
+
+
+def _refuse_renamed(train: CocoIndex, val: CocoIndex) -> None:
+    """Raises CapslogError where an id stands for another category in the validation file; a category without a name is
+    called by its id."""
+    trained = dict(zip(train.category_ids, train.names, strict=True))
+    for id_, name in zip(val.category_ids, val.names, strict=True):
+        other = trained.get(id_, name)
+        if str(id_) not in (name, other) and name.strip().casefold() != other.strip().casefold():
+            raise CapslogError(
+                f"category {id_} is {other!r} in {train.path} and {name!r} in {val.path}; the scores would be those of "
+                "other categories: give both files the same ids"
+            )
+
+
 class CocoSource:
     """A split as a `DataSource`: `train` with augmentation, `val` without.
 
@@ -253,7 +287,8 @@ class CocoSource:
         category_ids, names: per class, in the order of the model's outputs.
 
     Raises:
-        CapslogError: whatever `DataConfig.files` and `read_coco` refuse, or a category that the training file lacks.
+        CapslogError: whatever `DataConfig.files` and `read_coco` refuse, or a category that the training file lacks or
+            calls by another name.
     """
 
     def __init__(self, config: DataConfig, split: Split, seed: int, num_queries: int) -> None:
@@ -263,6 +298,8 @@ class CocoSource:
         # The training file alone says what the classes are: a validation file may lack some.
         self.category_ids, self.names = class_names(config)
         position = {id_: i for i, id_ in enumerate(self.category_ids)}
+        if split == "val" and not config.uses_digits:
+            _refuse_renamed(open_index(config, "train"), index)
         for id_, name in zip(index.category_ids, index.names, strict=True):
             if id_ not in position:
                 raise CapslogError(
@@ -327,43 +364,26 @@ class CocoSource:
 
     def _decode(self, sample: int, recipe: ImageRecipe) -> Tensor:
         path = self.images / self.index.file_names[sample]
-        image_id = self.index.image_ids[sample]
-        image = read_image(path, f"image id {image_id}")
-        expected = (int(self.index.widths[sample]), int(self.index.heights[sample]))
-        if image.size != expected:
-            raise CapslogError(
-                f"image {path} (image id {image_id}) is {image.width}x{image.height} pixels with its EXIF orientation, "
-                f"but {self.index.path} says {expected[0]}x{expected[1]}; its boxes cannot be trusted: correct the file"
-            )
+        name = f"image id {self.index.image_ids[sample]}"
+        image = read_image(path, name, self.config.picture_bits, self.config.max_pixels)
+        refuse_other_size(self.index, sample, path, image.size)
         return apply(recipe, image)
 
 
-def read_image(path: Path, name: str = "") -> Image.Image:
-    """A picture as upright RGB: EXIF orientation applied; grey, palette, CMYK and transparent ones converted.
-
-    Args:
-        name: how the error calls the picture besides its path.
-
-    Raises:
-        CapslogError: the file is missing or cannot be decoded.
-    """
-    called = f"image {path}" + (f" ({name})" if name else "")
-    try:
-        with Image.open(path) as file:
-            upright = ImageOps.exif_transpose(file)
-            if upright.mode.startswith("I"):
-                # PIL would cut 16-bit grey off at 255 instead of scaling it.
-                upright = Image.fromarray((np.asarray(upright).astype(np.uint32) >> 8).clip(0, 255).astype(np.uint8))
-            return upright.convert("RGB")
-    except FileNotFoundError:
-        raise CapslogError(f"{called} is missing; check the picture folder and the file names") from None
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        raise CapslogError(f"{called} cannot be decoded ({error}); replace it or take it out of the data") from error
+def refuse_other_size(index: CocoIndex, image: int, path: Path, size: tuple[int, int]) -> None:
+    """Raises CapslogError if a picture, upright, is not (width, height) as the annotation file says."""
+    expected = (int(index.widths[image]), int(index.heights[image]))
+    if size != expected:
+        raise CapslogError(
+            f"image {path} (image id {index.image_ids[image]}) is {size[0]}x{size[1]} pixels with its EXIF "
+            f"orientation, but {index.path} says {expected[0]}x{expected[1]}; its boxes cannot be trusted: correct the "
+            "file"
+        )
 
 
 def prepare_image(path: Path, config: DataConfig) -> tuple[dict[str, Tensor], Image.Image]:
     """A picture from outside the data set as chain inputs of one image (validation resize), and the picture itself."""
-    image = read_image(path)
+    image = read_image(path, "", config.picture_bits, config.max_pixels)
     recipe = plan(None, image.width, image.height, _NO_BOXES, config.augment)
     return {"images": apply(recipe, image)[None], "sizes": torch.tensor([recipe.size])}, image
 

@@ -32,8 +32,6 @@ __all__ = ["DetrWorkload"]
 
 logger = logging.getLogger(__name__)
 
-_SHOWN_SKIPS = 5
-
 
 class DetrWorkload(CocoWorkload):
     """One DETR run.
@@ -54,21 +52,32 @@ class DetrWorkload(CocoWorkload):
         """Fresh weights, then those of `model.weights` where that is set.
 
         Raises:
-            CapslogError: the weights file cannot be used, or fits nothing of this model.
+            CapslogError: the weights file cannot be used, or fits less than half of this model.
         """
         chain = build_chain(self.model, self.num_classes)
         if self.model.weights is not None:
-            found, skipped = weights.from_reference(chain, read_state_file(self.model.weights))
-            if not found:
-                raise CapslogError(
-                    f"model.weights={self.model.weights} fits no part of this model ({skipped[0]}); "
-                    f"give weights of a {self.model.backbone}"
-                )
-            weights.load_into(chain, found)
-            if skipped:
-                shown = "; ".join(skipped[:_SHOWN_SKIPS])
-                logger.info("%s: %d entries skipped: %s", self.model.weights, len(skipped), shown)
+            weights.load_into(chain, self._fitting(chain, self.model.weights).found)
         return chain
+
+    def check(self) -> Sequence[str]:
+        """As its base, and how much of `model.weights` is taken, where that is not all."""
+        said = [*super().check()]
+        if self.model.weights is not None:
+            with torch.device("meta"):
+                chain = build_chain(self.model, self.num_classes)
+            fit = self._fitting(chain, self.model.weights)
+            said += [f"model.weights={self.model.weights}: {fit.told()}"] if fit.skipped else []
+        return said
+
+    def _fitting(self, chain: Chain, path: Path) -> weights.FittingWeights:
+        """What of a weights file fits the chain. Raises CapslogError where that is less than half of what is wanted."""
+        fit = weights.fit(chain, read_state_file(path))
+        if 2 * len(fit.found) < fit.wanted:
+            raise CapslogError(
+                f"model.weights={path}: {fit.told()}; give weights of this model or of a {self.model.backbone}, or "
+                "take what fits with init_from"
+            )
+        return fit
 
     def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
         """DETR's set loss; see `detr_pipeline.loss.set_loss`."""

@@ -52,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         def prepare() -> None:
             stack.enter_context(reserve(config.run_dir))
-            prepare_run(config, show=False)
+            for note in prepare_run(config, show=False).notes:
+                sys.stderr.write(f"note: {note}\n")
             if config.resume == "auto":
                 recover(config.run_dir)  # what an elastic run left here that stopped between two checkpoints
 

@@ -34,6 +34,9 @@ __all__ = [
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
+_SLIVER = 25
+"""Times as long as wide; the sizes of other pictures are those of the reference."""
+
 Pixels = Annotated[int, Field(ge=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 
@@ -98,14 +101,17 @@ def resized_size(height: int, width: int, scale: int, max_size: int | None) -> t
     """(h, w) after the shorter side became `scale`, or less where the longer one would pass `max_size`.
 
     The rounding is the reference's (`datasets/transforms.py`), not that of torchvision's RandomShortestSize, which
-    gives another size for about one image in forty; with it the longer side may pass `max_size` by one pixel.
+    gives another size for about one image in forty; with it the longer side may pass `max_size`, by half as many
+    pixels as the image is times as long as wide. Of a sliver it is cut to `max_size`.
     """
     short, long = min(height, width), max(height, width)
     if max_size is not None and long / short * scale > max_size:
         scale = max(1, round(max_size * short / long))
-    if height < width:
-        return scale, int(scale * width / height)
-    return int(scale * height / width), scale
+    longest = int(scale * long / short)
+    if max_size is not None and long > _SLIVER * short:
+        # the reference keeps the whole length where the shorter side cannot become less than a pixel
+        longest = min(longest, max_size)
+    return (scale, longest) if height < width else (longest, scale)
 
 
 def plan(
@@ -123,7 +129,7 @@ def plan(
     if rng is not None:
         flip = bool(rng.random() < config.flip)
         if rng.random() < config.crop:
-            resize = resized_size(height, width, _choice(rng, config.crop_resize), None)
+            resize = _size_before_crop(height, width, _choice(rng, config.crop_resize))
             seen_width, seen_height = (
                 int(rng.integers(*_crop_range(side, config.crop_size), endpoint=True)) for side in reversed(resize)
             )
@@ -147,6 +153,11 @@ def plan(
     moved = moved / [seen_width, seen_height, seen_width, seen_height]
     centres, spans = (moved[:, :2] + moved[:, 2:]) / 2, moved[:, 2:] - moved[:, :2]
     return ImageRecipe(flip, resize, crop, size, np.concatenate([centres, spans], axis=1), kept)
+
+
+def _size_before_crop(height: int, width: int, scale: int) -> tuple[int, int]:
+    """(h, w) after the resize that a crop is cut from; without a bound a picture of 1 x 3000 would take 1.4 GiB."""
+    return resized_size(height, width, scale, _SLIVER * scale)
 
 
 def _choice(rng: np.random.Generator, values: Sequence[int]) -> int:
@@ -196,7 +207,9 @@ def largest_size(
         if config.crop < 1:
             found |= _resized_sizes(sizes, config.scales, config.max_size)
         if config.crop > 0:
-            before = _resized_sizes(sizes, config.crop_resize, None)
+            before = {
+                _size_before_crop(height, width, scale) for height, width in sizes for scale in config.crop_resize
+            }
             found |= _resized_sizes(_reachable_crops(before, config.crop_size), config.scales, config.max_size)
     if alone:
         return max(found, key=lambda size: (size[0] * size[1], size))

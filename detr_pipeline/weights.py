@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,6 +18,8 @@ from detr_pipeline.chain import units_of
 from varuna_capslog.model.chain import Chain
 
 __all__ = [
+    "FittingWeights",
+    "fit",
     "from_reference",
     "load_into",
     "reference_names",
@@ -26,6 +29,7 @@ __all__ = [
 
 _BODY = "backbone.0.body."
 _COUNTER = "num_batches_tracked"
+_SHOWN_SKIPS = 3
 
 
 def reference_names(chain: Chain) -> dict[str, str]:
@@ -64,38 +68,62 @@ def to_reference(chain: Chain) -> dict[str, Tensor]:
     return {name: state[address].detach().cpu() for address, name in names.items()}
 
 
-def from_reference(chain: Chain, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+@dataclass(frozen=True)
+class FittingWeights:
+    """What a weights file and a chain have in common.
+
+    Attributes:
+        found: {address: tensor}.
+        skipped: one line per entry that is of another shape (heads for other classes), without a place in this chain,
+            or missing from the file. A bare ResNet's classifier and the parts that it cannot have do not count.
+        wanted: tensors of the chain that a file of this kind can have.
+    """
+
+    found: dict[str, Tensor]
+    skipped: list[str]
+    wanted: int
+
+    def told(self) -> str:
+        """How much is taken, and some of what is not."""
+        shown = "; ".join(self.skipped[:_SHOWN_SKIPS]) + ("; ..." if len(self.skipped) > _SHOWN_SKIPS else "")
+        return f"it fits {len(self.found)} of {self.wanted} tensors, and {len(self.skipped)} are left out ({shown})"
+
+
+def fit(chain: Chain, state: Mapping[str, Tensor]) -> FittingWeights:
     """Weights for the chain's addresses out of Facebook's layout.
 
     Args:
         chain: gives addresses and shapes; it may be on the meta device and is not changed.
         state: may be a panoptic model's (`detr.` before every name) or a bare ResNet's as torchvision writes it.
-
-    Returns:
-        {address: tensor}, and what was skipped, one line per entry: of another shape (heads for other classes),
-        without a place in this chain, or missing from the file. A bare ResNet's classifier and the parts that it
-        cannot have do not count.
     """
     state, bare = _normalised(state)
     names = reference_names(chain)
     ours = chain.named_tensors()
-    found, skipped = {}, []
+    found, skipped, wanted = {}, [], 0
     for address, name in names.items():
+        if bare and not name.startswith(_BODY):
+            continue
+        wanted += 1
         if name not in state:
-            if not bare or name.startswith(_BODY):
-                skipped.append(f"{name}: not in the file")
+            skipped.append(f"{name}: not in the file")
         elif state[name].shape != ours[address].shape:
             skipped.append(f"{name}: {list(state[name].shape)} in the file, {list(ours[address].shape)} in the model")
         else:
             found[address] = state[name]
     placed = set(names.values())
     skipped += [f"{name}: no place in the model" for name in state if name not in placed]
-    return found, skipped
+    return FittingWeights(found, skipped, wanted)
+
+
+def from_reference(chain: Chain, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """What is found and what is skipped, as `fit` says."""
+    both = fit(chain, state)
+    return both.found, both.skipped
 
 
 def _normalised(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], bool]:
-    bare = "conv1.weight" in state
-    if bare:
+    bare = "conv1.weight" in state or all(name.startswith(_BODY) for name in state)
+    if "conv1.weight" in state:
         state = {_BODY + name: tensor for name, tensor in state.items() if not name.startswith("fc.")}
     elif any(name.startswith("detr.") for name in state):
         state = {name.removeprefix("detr."): tensor for name, tensor in state.items()}

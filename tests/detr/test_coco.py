@@ -124,6 +124,8 @@ def test_a_sound_file_is_read_without_a_word_also_strictly(write, caplog):
         (with_annotation(category_id=1), r"annotation id 0 has category_id=1, which is not in 'categories'"),
         (with_annotation(category_id="2"), r"annotations\[1\] has category_id='2'.*whole number"),
         (with_annotation(id=5), "duplicate id 5 in 'annotations'"),
+        (with_annotation(iscrowd="1"), r"annotation id 0 of a\.jpg has iscrowd='1', which must be 0 or 1"),
+        (with_annotation(iscrowd=2), r"iscrowd=2, which must be 0 or 1"),
         (document(images=[document()["images"][0]] * 2), "duplicate id 7 in 'images'"),
         (document(categories=[{"id": 2}, {"id": 2}]), "duplicate id 2 in 'categories'"),
         (document(images=[{"id": 1, "file_name": "x.jpg", "width": 3}]), "has no 'height'"),
@@ -135,6 +137,19 @@ def test_refused(write, value, message):
     with pytest.raises(CapslogError, match=message) as caught:
         read_coco(path)
     assert str(path) in str(caught.value)
+
+
+def test_boxes_as_fractions_are_refused(write):
+    """They were learned as boxes of half a pixel."""
+    rows = document()["annotations"]
+    fractions = [{**row, "bbox": [0.25, 0.5, 0.5, 0.5]} for row in rows]
+    with pytest.raises(CapslogError, match=r"all 3 boxes lie between 0 and 1, in images of up to 40x30.*multiply"):
+        read_coco(write(document(annotations=fractions)))
+    fractions[0]["bbox"] = [0.25, 0.5, 3, 0.5]
+    assert len(read_coco(write(document(annotations=fractions))).boxes) == 3
+    small = [{**row, "width": 4, "height": 4} for row in document()["images"]]
+    whole = [{**row, "bbox": [0, 0, 1, 1]} for row in rows]
+    assert len(read_coco(write(document(images=small, annotations=whole))).boxes) == 3
 
 
 def test_a_missing_file_is_named(tmp_path):

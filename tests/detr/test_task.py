@@ -133,8 +133,28 @@ def test_weights_from_a_path_are_in_the_chain(tmp_path: Path) -> None:
     with pytest.raises(CapslogError, match=r"no\.pth' cannot be read"):
         tiny_workload(tmp_path, {"weights": str(tmp_path / "no.pth")}).build_chain()
     torch.save({"model": {"other": torch.zeros(2)}}, tmp_path / "other.pth")
-    with pytest.raises(CapslogError, match=r"other\.pth fits no part of this model.*give weights of a resnet18"):
+    with pytest.raises(CapslogError, match=r"other\.pth: it fits 0 of \d+ tensors.*give weights of .* resnet18"):
         tiny_workload(tmp_path, {"weights": str(tmp_path / "other.pth")}).build_chain()
+
+
+def test_how_much_of_the_weights_is_taken_is_said_or_refused(tmp_path: Path) -> None:
+    """A file that fitted one tensor trained from scratch without a word."""
+    whole = to_reference(tiny_workload(tmp_path, {"num_classes": 3}).build_chain())
+    path, given = tmp_path / "weights.pth", {"weights": str(tmp_path / "weights.pth")}
+    torch.save(whole, path)
+    (said,) = tiny_workload(tmp_path, given).check()
+    total = len(whole)
+    assert (
+        f"weights.pth: it fits {total - 2} of {total} tensors, and 2 are left out (class_embed.weight: [4, 32]" in said
+    )
+    assert tiny_workload(tmp_path, given | {"num_classes": 3}).check() == []
+    torch.save({name: tensor for name, tensor in whole.items() if name.startswith("query")}, path)
+    part = tiny_workload(tmp_path, given)
+    for call in (part.check, part.build_chain):
+        with pytest.raises(CapslogError, match=rf"fits 1 of {total} tensors, and {total - 1} .*; \.\.\.\).*init_from"):
+            call()
+    torch.save({name: tensor for name, tensor in whole.items() if name.startswith("backbone")}, path)
+    assert tiny_workload(tmp_path, given).check() == []
 
 
 def test_import_weights_gives_addresses_and_skips_without_a_model_in_memory(tmp_path: Path) -> None:

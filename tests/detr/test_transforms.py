@@ -52,6 +52,37 @@ def test_size_rule_keeps_the_shape_and_the_bound(height, width, scale):
     assert (h < w) == (height < width) or h == w
 
 
+@pytest.mark.parametrize(("height", "width"), [(1, 12_000), (3000, 1), (10, 8000), (2, 900)])
+def test_slivers_keep_to_the_bound(height, width):
+    """A validation picture of 1 x 12000 stayed as long, and one crop of 3000 x 1 took 1.4 GiB."""
+    config, boxes = AugmentConfig(), np.array([[0.0, 0.0, width, height]])
+    every = [plan(None, width, height, boxes, config)]
+    every += [plan(np.random.default_rng(seed), width, height, boxes, config) for seed in range(40)]
+    assert any(recipe.resize for recipe in every)
+    for recipe in every:
+        assert max(recipe.size) <= 1333 + 25 / 2  # a crop of it may be no sliver
+        assert recipe.resize is None or max(recipe.resize) <= 25 * 600
+        assert recipe.boxes.tolist() == [[0.5, 0.5, 1.0, 1.0]]
+    widths, heights = np.array([width]), np.array([height])
+    for train in (False, True):
+        assert max(largest_size(widths, heights, config, train, alone=False)) <= 1333 + 25 / 2
+    image = Image.new("RGB", (width, height), "white")
+    assert apply(next(recipe for recipe in every if recipe.resize), image).min() > 1
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 900))
+def test_ordinary_pictures_have_the_references_size(height, width, scale):
+    """As its code says, for all that are up to 25 times as long as wide."""
+    short, long = min(height, width), max(height, width)
+    if long > 25 * short:
+        return
+    assert max(resized_size(height, width, scale, 25 * scale)) == int(scale * long / short)
+    if long / short * scale > 1333:
+        scale = max(1, round(1333 * short / long))
+    assert sorted(resized_size(height, width, scale, 1333)) == sorted((scale, int(scale * long / short)))
+
+
 def test_largest_size_agrees_with_planning_at_random():
     config = AugmentConfig(
         scales=(40, 48, 56), max_size=80, crop_resize=(30, 40, 50), crop_size=(24, 50), val_scale=56, crop=0.6

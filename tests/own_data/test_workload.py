@@ -207,6 +207,12 @@ def test_what_cannot_be_trained_is_said_before_a_worker_starts(
         DatasetWorkload(given).hand_over()
 
 
+def test_the_number_of_samples_is_a_fact_that_a_run_must_find_again(tmp_path: Path) -> None:
+    """It fixes their order: a run went on in silence after eight were added."""
+    workload = DatasetWorkload(config(tmp_path))
+    assert workload.data_facts() == {"number of samples": len(workload.train_data())}
+
+
 def test_the_engine_that_must_know_targets_beforehand_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CapslogError, match="engine=varuna takes targets that are known before"):
         DatasetWorkload(config(tmp_path, engine="varuna"))

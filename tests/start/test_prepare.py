@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from tests.start.test_given_plan import REPLICATED_MIDDLE, config_of
 from varuna_capslog.base import files
@@ -15,10 +16,12 @@ from varuna_capslog.base.units import format_bytes
 from varuna_capslog.config.reading import Config
 from varuna_capslog.membership.protection import state_bytes
 from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.model.workload import load_workload
 from varuna_capslog.planning.search import plan as search
 from varuna_capslog.plans.parts import Shortfall
 from varuna_capslog.plans.plan import Plan, latest_plan
 from varuna_capslog.schedules import RunShape
+from varuna_capslog.start import prepare as prepare_module
 from varuna_capslog.start.given_plan import with_given_plan
 from varuna_capslog.start.member_worker import capacity_of
 from varuna_capslog.start.prepare import prepare_run, profile_run
@@ -48,6 +51,48 @@ def test_a_run_that_gets_a_plan_of_the_other_form_gets_a_new_plan_file(
         assert found is not None
         assert found[0] == number // 2
         assert found[1].short == ("cuts" in plan)
+
+
+# -- data
+
+
+def of_pictures(folder: Path, **train: Any) -> Config:
+    """A run over three pictures, of which the last is missing."""
+    (folder / "img").mkdir(exist_ok=True)
+    images = [{"id": number, "file_name": f"{number}.png", "width": 40, "height": 30} for number in range(3)]
+    boxes = [{"id": number, "image_id": number, "category_id": 1, "bbox": [2, 2, 9, 9]} for number in range(3)]
+    document = {"images": images, "annotations": boxes, "categories": [{"id": 1, "name": "ant"}]}
+    (folder / "a.json").write_text(json.dumps(document))
+    for number in range(2):
+        Image.new("RGB", (40, 30)).save(folder / "img" / f"{number}.png")
+    data = {"root": str(folder), "train_json": "a.json", "train_images": "img"}
+    sections = {"workload": "detr_pipeline:workload", "data": data, "run_dir": str(folder / "run")}
+    return config_of(None, {"minibatch_size": 2, "microbatch_size": 2} | train, **sections)
+
+
+def test_data_that_would_stop_the_run_are_found_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare_module, "profile_and_variants", lambda *_, **__: pytest.fail("a profile was made"))
+    with pytest.raises(CapslogError, match=r"1 of the 3 pictures .* missing .* 2\.png \(image id 2\)"):
+        prepare_run(of_pictures(tmp_path), show=False)
+    with pytest.raises(CapslogError, match=r"the training data has 3 samples, fewer than train\.minibatch_size=4"):
+        prepare_run(of_pictures(tmp_path, minibatch_size=4), show=False)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_not_continued_with_renamed_categories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare_module, "profile_and_variants", lambda config, *_, **__: (config, None))
+    monkeypatch.setattr(prepare_module, "_plan", lambda *_, **__: Plan.of_cuts(11, [0]))
+    config = of_pictures(tmp_path)
+    Image.new("RGB", (40, 30)).save(tmp_path / "img" / "2.png")
+    facts = load_workload(config).data_facts()
+    manifest = tmp_path / "run" / "checkpoints" / "step-00000002" / "manifest.json"
+    files.write_json(manifest, {"data": {**facts, "category 1": "bee"}})
+    with pytest.raises(CapslogError, match=r"step-00000002 was written .* category 1 was 'bee', and now it is 'ant'"):
+        prepare_run(config, show=False)
+    files.write_json(manifest, {"data": facts})
+    prepare_run(config, show=False)
 
 
 # -- schedules whose plans say more than cuts

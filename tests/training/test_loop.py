@@ -128,6 +128,27 @@ def test_a_stop_by_the_clock_is_evaluated_and_one_by_a_person_is_not(tmp_path: P
         assert saved_steps(folder) == [1]
 
 
+def test_going_on_from_an_older_checkpoint_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It stood in the log of a worker, and steps were made again in silence."""
+    config = cases.run_config(str(tmp_path), train={"max_steps": 2, "checkpoint_every": 1, "evaluate_every": None})
+    plan = Plan.of_cuts(num_layers=11, cuts=(0,), model="tiny")
+
+    def run() -> Run:
+        return Run(config, plan, TinyWorkload(config), alone(), CPU)
+
+    first = run()
+    first.train()
+    first.loop.close()
+    for step, said in ((2, "step-00000002/layer-0003.pt: missing or cut short"), (1, "the run begins anew")):
+        (tmp_path / "checkpoints" / f"step-{step:08d}" / "layer-0003.pt").write_bytes(b"x")
+        capsys.readouterr()
+        again = run()
+        found = again.resume()
+        again.loop.close()
+        assert (found.step if found else 0) == step - 1
+        assert said in capsys.readouterr().out
+
+
 def test_a_refused_step_leaves_the_boundary_before_it_and_names_no_microbatch(tmp_path: Path) -> None:
     config = cases.run_config(str(tmp_path), data={"samples": 24, "poison": 5}, train={"max_steps": 3})
     plan = Plan.of_cuts(num_layers=11, cuts=(0,), model="tiny")

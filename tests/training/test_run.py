@@ -141,6 +141,30 @@ def test_a_checkpoint_of_before_there_were_other_types_is_one_of_float32(tmp_pat
         check_continues(other, "tiny", {"model": "tiny", "constants": constants}, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("now", "message"),
+    [
+        ({"number of samples": 72}, "whose number of samples was 64, and now it is 72; .*init_from"),
+        ({"category 1": "blue"}, "whose category 1 was 'red', and now it is 'blue'"),
+        ({"category 2": "blue"}, "whose category 2 was missing, and now it is 'blue'"),
+    ],
+)
+def test_other_training_data_is_refused(tmp_path: Path, now: dict[str, Any], message: str) -> None:
+    """With other samples their order differs, and with renamed categories the weights mean others."""
+    config, before = cases.run_config(str(tmp_path)), {"number of samples": 64, "category 1": "red"}
+    manifest = {"model": "tiny", "constants": run_constants(config), "data": before}
+    check_continues(config, "tiny", manifest, tmp_path, facts=before)
+    check_continues(config, "tiny", {**manifest, "data": {}}, tmp_path, facts=before)
+    check_continues(config, "tiny", manifest, tmp_path)
+    with pytest.raises(CapslogError, match=message):
+        check_continues(config, "tiny", manifest, tmp_path, facts=before | now)
+
+
+def test_checkpoints_keep_the_facts_of_the_data(whole: Path) -> None:
+    manifest = open_checkpoint(whole / "checkpoints" / "step-00000006").manifest
+    assert manifest["data"] == {"number of samples": 24}
+
+
 def test_a_run_begins_from_one_of_other_types(pool: WorkerPool, whole: Path, tmp_path: Path) -> None:
     """From float32 to 16 bits and back: the masters are the weights, and only what is frozen is rounded."""
     still = {"max_steps": 1, "lr": 1e-30}

@@ -185,6 +185,20 @@ class Workload(ABC):
         """
         return self.build_chain()
 
+    def check(self) -> Sequence[str]:
+        """Called once before the workers of a run start: what the user should know of data and weights, a line each.
+
+        Raises:
+            CapslogError: what the run would stop at, or learn wrong things from.
+        """
+        return ()
+
+    def data_facts(self) -> Mapping[str, Any]:
+        """What a run that is continued must find again in its training data, as {what it is: plain value}; nothing by
+        default. `number of samples` is one that is told before the workers start, where it is given.
+        """
+        return {}
+
     def hand_over(self) -> None:  # noqa: B027 (most workloads have nothing to hand over)
         """Called once before the workers of a run start: writes into the run's folder what they need not do again, such
         as to capture a model. Nothing by default.

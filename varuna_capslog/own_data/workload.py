@@ -228,6 +228,10 @@ class DatasetWorkload(ModelWorkload):
 
     # -- before the workers --------------------------------------------------------------------------------------------
 
+    def data_facts(self) -> Mapping[str, Any]:
+        """The number of samples."""
+        return {"number of samples": len(self._reader.dataset("dataset"))}
+
     def hand_over(self) -> None:
         """Captures the model, and tries the loss on the first batch with made-up outputs."""
         super().hand_over()

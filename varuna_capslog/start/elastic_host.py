@@ -67,8 +67,11 @@ def starting_point(config: Config, say: Callable[[str], None] = lambda line: Non
     if config.resume == "auto":
         take_held(config.run_dir)
         found, skipped = newest_checkpoint(config.run_dir)
-        for problem in skipped:
-            say(f"passed over a checkpoint: {problem}")
+        if skipped:
+            from varuna_capslog.training.checkpoint import passed_over
+
+            for line in passed_over(found, skipped):
+                say(line)
     elif config.resume != "never":
         from varuna_capslog.training.checkpoint import open_checkpoint
 

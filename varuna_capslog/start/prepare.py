@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from varuna_capslog.base import fields, files
 from varuna_capslog.base.clock import wall_seconds
@@ -54,7 +54,7 @@ from varuna_capslog.start.replicated_start import (
     plan_automatic,
     plan_replicated,
 )
-from varuna_capslog.training.constants import check_folder
+from varuna_capslog.training.constants import check_folder, check_samples
 
 if TYPE_CHECKING:
     from varuna_capslog.model.chain import Chain
@@ -77,10 +77,10 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
     # Before the profile, which may take minutes.
     check_names(config)
     _check_optimizer(config)
+    said, facts = _check_workload(config)
     _hand_over(config)
     given = _checked_plan(config)
     memo = estimate_memo(config)
-    said: list[str] = []
     profile = None
     if _needs_profile(config, given):
         config, profile = profile_and_variants(config, show, memo, say=said.append)
@@ -88,8 +88,9 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
         _check_digest(given, profile, config)
     config = with_defaults(config, profile)
     plan = naming_variants(config, _plan(config, profile, given, memo=memo))
+    why = "; ".join(plan.notes)
     plan = dataclasses.replace(plan, notes=(*plan.notes, *said))
-    check_folder(config, plan.model, grains_of(plan.stages))
+    check_folder(config, plan.model, grains_of(plan.stages), facts)
     # the plans of an elastic run may each have another schedule
     settled = config if config.elastic.enabled else with_choices_of(config, plan)
     files.write_text(config.run_dir / "config.yaml", dump_config(settled))
@@ -99,7 +100,7 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
     if last is None or not _same(last[1], plan):
         write_plan(plan_path(config.run_dir, 0 if last is None else last[0] + 1), plan)
     if plan.fits is False:
-        raise DoesNotFit("; ".join(plan.notes) or "no plan fits the given capacity; add devices or capacity")
+        raise DoesNotFit(why or "no plan fits the given capacity; add devices or capacity")
     files.append_jsonl(config.run_dir / "events.jsonl", {"kind": "launch", "time": begun})
     return plan
 
@@ -339,6 +340,17 @@ def _check_optimizer(config: Config) -> None:
     from varuna_capslog.engine.recipe import Recipe  # imports torch, which planning from a profile does without
 
     Recipe.of_config(config.train).check_optimizer()
+
+
+def _check_workload(config: Config) -> tuple[list[str], Mapping[str, Any]]:
+    """What the user should know of data and weights, and the facts of the training data."""
+    from varuna_capslog.model.workload import load_workload
+
+    workload = load_workload(config)
+    facts = workload.data_facts()
+    if "number of samples" in facts:
+        check_samples(facts["number of samples"], config.train.minibatch_size)
+    return list(workload.check()), facts
 
 
 def _hand_over(config: Config) -> None:

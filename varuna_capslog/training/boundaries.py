@@ -128,6 +128,7 @@ class Boundaries:
         whole = self._complete()
         extra = {
             "constants": run_constants(self._setup.config, grains_of(self._engine.layout.stages)),
+            "data": dict(self._setup.facts),
             "cuts": self._engine.layout.layers_of_ways[0],
         }
         folder, number, engine = self._setup.checkpoints, self._generation, self._engine

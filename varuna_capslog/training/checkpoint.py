@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import threading
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,6 +32,7 @@ __all__ = [
     "entry_of",
     "latest_checkpoint",
     "open_checkpoint",
+    "passed_over",
     "prune",
     "publish",
     "read_file",
@@ -40,6 +41,7 @@ __all__ = [
 ]
 
 FORMAT = "varuna-capslog/checkpoint/1"
+_REMEDY = "set resume to the folder of an older checkpoint"
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Checkpoint:
                 f"{', '.join(list(self.manifest['layers'])[:8])}, ...)"
             )
         file = self.path / entry["file"]
-        loaded: dict[str, Any] = read_file(file, "resume from an older checkpoint", entry["digest"], mapped)
+        loaded: dict[str, Any] = read_file(file, _REMEDY, entry["digest"], mapped)
         return loaded
 
     def weights(self, name: str, mapped: bool = False) -> dict[str, Tensor]:
@@ -165,7 +167,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     for name, entry in manifest["layers"].items():
         file = path / entry["file"]
         if not file.is_file() or file.stat().st_size != entry["bytes"]:
-            raise CapslogError(f"{file}: missing or cut short (layer {name!r}); resume from an older checkpoint")
+            raise CapslogError(f"{file}: missing or cut short (layer {name!r}); {_REMEDY}")
     return Checkpoint(path, manifest)
 
 
@@ -178,6 +180,14 @@ def latest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
         except CapslogError as error:
             skipped.append(str(error))
     return None, skipped
+
+
+def passed_over(found: Checkpoint | None, skipped: Sequence[str]) -> list[str]:
+    """What the user reads of `latest_checkpoint`, where the newest is not what a run goes on from."""
+    lines = [f"passed over a checkpoint: {problem.removesuffix(f'; {_REMEDY}')}" for problem in skipped]
+    if skipped and found is None:
+        lines.append("no checkpoint is whole: the run begins anew")
+    return lines
 
 
 def best_checkpoint(folder: Path) -> Checkpoint:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Config
 
-__all__ = ["check_continues", "check_folder", "run_constants"]
+__all__ = ["check_continues", "check_folder", "check_samples", "run_constants"]
 
 
 def run_constants(config: Config, grains: Sequence[int] = ()) -> dict[str, Any]:
@@ -37,7 +38,12 @@ def run_constants(config: Config, grains: Sequence[int] = ()) -> dict[str, Any]:
 
 
 def check_continues(
-    config: Config, model: str | None, manifest: Mapping[str, Any], path: Path, grains: Sequence[int] = ()
+    config: Config,
+    model: str | None,
+    manifest: Mapping[str, Any],
+    path: Path,
+    grains: Sequence[int] = (),
+    facts: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Raises CapslogError if the checkpoint at `path` is not one that a run of `config` can continue.
 
@@ -45,6 +51,7 @@ def check_continues(
         model: the chain's name, None where it is not known.
         manifest: the checkpoint's.
         grains: of the layers of this run's plan; see `plans.parts.grains_of`.
+        facts: of the training data, see `Workload.data_facts`; none where they are not known.
     """
     if model is not None and manifest.get("model") != model:
         raise CapslogError(
@@ -65,9 +72,33 @@ def check_continues(
                 f"{path} was written with train.{name}={before[name]}, the config says {value}; losses would not "
                 "continue: set it back, or begin a new run with init_from"
             )
+    then = manifest.get("data", {})  # of versions that kept none
+    for name in then | facts if then and facts else ():
+        if then.get(name) != facts.get(name):
+            raise CapslogError(
+                f"{path} was written with training data whose {name} was {_said(then, name)}, and now it is "
+                f"{_said(facts, name)}; losses would not continue: set the data back, or begin a new run with init_from"
+            )
 
 
-def check_folder(config: Config, model: str | None, grains: Sequence[int] = ()) -> None:
+def _said(facts: Mapping[str, Any], name: str) -> str:
+    return repr(facts[name]) if name in facts else "missing"
+
+
+def check_samples(samples: int, minibatch_size: int) -> None:
+    """Raises CapslogError for training data of less than one minibatch."""
+    if samples < minibatch_size:
+        raise CapslogError(
+            f"the training data has {samples} samples, fewer than train.minibatch_size={minibatch_size}; lower it"
+        )
+
+
+def check_folder(
+    config: Config,
+    model: str | None,
+    grains: Sequence[int] = (),
+    facts: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
     """Raises CapslogError if `config.resume` and what `run_dir/checkpoints` holds do not go together.
 
     A damaged checkpoint is no matter here: the ranks say which ones they pass over.
@@ -88,5 +119,5 @@ def check_folder(config: Config, model: str | None, grains: Sequence[int] = ()) 
         except CapslogError:
             continue
         if isinstance(manifest, dict):
-            check_continues(config, model, manifest, path, grains)
+            check_continues(config, model, manifest, path, grains, facts)
             return

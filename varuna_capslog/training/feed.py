@@ -22,6 +22,7 @@ from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.base.seeds import mix
 from varuna_capslog.engine.step import RankReport
 from varuna_capslog.model.workload import DataSource, LateTargets, Minibatch, Reading, ReadingSource
+from varuna_capslog.training.constants import check_samples
 
 __all__ = ["Feed", "evaluation_groups"]
 
@@ -54,11 +55,7 @@ class Feed:
         self._source, self._seed = source, seed
         self._minibatch_size, self._microbatch_size = minibatch_size, microbatch_size
         self.steps_per_epoch = len(source) // minibatch_size
-        if self.steps_per_epoch == 0:
-            raise CapslogError(
-                f"the training data has {len(source)} samples, fewer than train.minibatch_size={minibatch_size}; "
-                "lower it"
-            )
+        check_samples(len(source), minibatch_size)
         reads = isinstance(source, ReadingSource)
         self._asked = Counter([*local, *judged] if reads else local)
         self._order = sorted(self._asked)

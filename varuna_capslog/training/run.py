@@ -24,7 +24,7 @@ from varuna_capslog.engine.pipeline import build
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.plans.parts import grains_of
 from varuna_capslog.plans.plan import Plan
-from varuna_capslog.training.checkpoint import Checkpoint, latest_checkpoint, open_checkpoint
+from varuna_capslog.training.checkpoint import Checkpoint, latest_checkpoint, open_checkpoint, passed_over
 from varuna_capslog.training.constants import check_continues, check_folder
 from varuna_capslog.training.loop import TrainingLoop
 from varuna_capslog.training.run_setup import check_plan, set_up_run
@@ -115,8 +115,9 @@ class Run:
         found: Checkpoint | None = None
         if wish == "auto":
             latest, skipped = latest_checkpoint(self.setup.checkpoints)
-            for problem in skipped if self.communicator.rank == 0 else ():
-                sys.stderr.write(f"passed over a checkpoint: {problem}\n")
+            if self.communicator.rank == 0:
+                # on standard output, which the user sees; the errors of a worker are in a file
+                sys.stdout.writelines(f"{line}\n" for line in passed_over(latest, skipped))
             steps = self.communicator.gather(latest.step if latest else 0)
             if min(steps) != max(steps):
                 raise CapslogError(
@@ -129,7 +130,7 @@ class Run:
         if found is None:
             return None
         grains = grains_of(self.engine.layout.stages)
-        check_continues(self.config, self.engine.chain.name, found.manifest, found.path, grains)
+        check_continues(self.config, self.engine.chain.name, found.manifest, found.path, grains, self.setup.facts)
         self.take_weights(found)
         self._found, self.loop.step = found, found.step
         return found

@@ -6,9 +6,10 @@ begins from (`init_from`) are those of one of our checkpoints or of a file that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +43,7 @@ class RunSetup:
         source: the training data.
         total_steps: number of the last step; None where only time limits the run.
         left_out: one line per entry of `init_from` that was not taken over.
+        facts: of the training data, which the checkpoints keep; see `Workload.data_facts`.
     """
 
     config: Config
@@ -51,6 +53,7 @@ class RunSetup:
     options: EngineOptions
     total_steps: int | None
     left_out: Sequence[str] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def run_dir(self) -> Path:
@@ -121,7 +124,8 @@ def set_up_run(config: Config, workload: Workload, plan: Plan | None = None) -> 
             pipeline.host_tier, pipeline.host_capacity, pipeline.host_bandwidth, max(60.0, pipeline.timeout_seconds)
         ),
     )
-    return RunSetup(config, workload, chain, source, options, last, left_out)
+    facts = {"number of samples": len(source), **workload.data_facts()}
+    return RunSetup(config, workload, chain, source, options, last, left_out, facts)
 
 
 def _loss_scale(train: Train) -> LossScale | None:

@@ -350,7 +350,7 @@ class PipelineWork(Work):
         number = record.number + self.start.offset
         if record.number > self._begun[0]:  # no member trains in it, and it has no plan of its own
             self._run.keep_plan(number)
-        extra = {"constants": run_constants(self.setup.config)}
+        extra = {"constants": run_constants(self.setup.config), "data": dict(self.setup.facts)}
         write_held(self.setup.run_dir, self.chain, held, record, number, extra)
 
     # -- boundaries ---------------------------------------------------------------------------------------------------

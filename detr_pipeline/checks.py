@@ -1,0 +1,132 @@
+"""What is told of a COCO folder before a run: what the run would stop at, or learn wrong things from.
+
+`coco_task` asks once, before the first worker starts. Of pictures only headers are read, and of many pictures only
+those of a sample.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from pathlib import Path
+
+from PIL import Image
+
+from detr_pipeline.coco import CocoIndex
+from detr_pipeline.data import DataConfig, Split, open_index, refuse_other_size
+from detr_pipeline.pictures import ORIENTATION, has_more_bits, opened_image, read_image
+from varuna_capslog.base.errors import CapslogError
+
+__all__ = ["check_split"]
+
+_SAMPLE = 1000
+"""Pictures whose headers are read."""
+_DECODED = 8
+"""Pictures of more than 8 bits of these that are decoded, since their headers do not say how many count."""
+_UNSEEN = (2, 3, 4)
+"""Orientations that leave width and height as they are; 5 to 8 swap them."""
+
+
+def check_split(config: DataConfig, split: Split) -> list[str]:
+    """What the user should know of a split, a line each; no picture is decoded but a few of more than 8 bits.
+
+    Raises:
+        CapslogError: nothing to learn, pictures that are missing, too large or of another size, one picture with
+            several lists of boxes; what `read_coco` refuses.
+    """
+    index, folder = open_index(config, split), config.files(split)[1]
+    notes = [*_without_boxes(index, split), *_doubled(index)]
+    _refuse_missing(index, folder, split)
+    _refuse_large(index, config.max_pixels)
+    return [*notes, *_of_headers(index, folder, config)]
+
+
+def _without_boxes(index: CocoIndex, split: Split) -> list[str]:
+    if not index.crowd.all():
+        return []
+    why = f"all {len(index.crowd)} stand for crowds" if len(index.crowd) else "it has none that has a size"
+    if split == "val":
+        return [f"{index.path} has no box to find ({why}), so that every score will be empty"]
+    raise CapslogError(f"{index.path} has no box to learn from ({why}); give another file as data.train_json")
+
+
+def _doubled(index: CocoIndex) -> list[str]:
+    """A line about file names that several images have; refused where their boxes differ."""
+    images = defaultdict(list)
+    for image, name in enumerate(index.file_names):
+        images[name].append(image)
+    doubled = {name: every for name, every in images.items() if len(every) > 1}
+    for name, every in doubled.items():
+        if len({_boxes(index, image) for image in every}) > 1:
+            ids = ", ".join(str(index.image_ids[image]) for image in every[:3]) + (", ..." if len(every) > 3 else "")
+            raise CapslogError(
+                f"{index.path}: the {len(every)} images with the ids {ids} have one file, {name}, but different boxes, "
+                "so that what one shows is background in another; join them, or give each its own file_name"
+            )
+    if not doubled:
+        return []
+    example = next(iter(doubled))
+    return [f"{index.path}: {len(doubled)} files belong to several images each, with equal boxes, such as {example}"]
+
+
+def _boxes(index: CocoIndex, image: int) -> tuple[tuple[float, ...], ...]:
+    boxes, labels = index.targets(image)
+    return tuple(sorted((label, *box) for label, box in zip(labels.tolist(), boxes.tolist(), strict=True)))
+
+
+def _refuse_missing(index: CocoIndex, folder: Path, split: Split) -> None:
+    # listing folders is much faster than asking for every file; a name of another spelling may be there all the same
+    listed: dict[str, set[str]] = {}
+    missing = []
+    for image, name in enumerate(index.file_names):
+        path = os.path.join(folder, name)
+        parent, file = os.path.split(path)
+        if parent not in listed:
+            listed[parent] = set(os.listdir(parent)) if os.path.isdir(parent) else set()
+        if file not in listed[parent] and not os.path.exists(path):
+            missing.append(image)
+    if missing:
+        first = missing[0]
+        raise CapslogError(
+            f"{len(missing)} of the {len(index)} pictures of {index.path} are missing in {folder}, the first is "
+            f"{index.file_names[first]} (image id {index.image_ids[first]}); check data.{split}_images and the file "
+            "names"
+        )
+
+
+def _refuse_large(index: CocoIndex, max_pixels: int) -> None:
+    areas = index.widths * index.heights
+    if (areas > max_pixels).any():
+        first = int(areas.argmax())
+        raise CapslogError(
+            f"{index.path}: {int((areas > max_pixels).sum())} pictures have more than data.max_pixels={max_pixels} "
+            f"pixels, the largest is {index.file_names[first]} with {index.widths[first]}x{index.heights[first]}; "
+            "raise that, or make them smaller"
+        )
+
+
+def _of_headers(index: CocoIndex, folder: Path, config: DataConfig) -> list[str]:
+    """A line about orientations that no size shows; pictures of another size than the file says are refused."""
+    sample = range(0, len(index), -(-len(index) // _SAMPLE))
+    deep, turned = [], []
+    for image in sample:
+        path, name = folder / index.file_names[image], f"image id {index.image_ids[image]}"
+        with opened_image(path, name, config.max_pixels) as file:
+            orientation = file.getexif().get(ORIENTATION, 1)
+            refuse_other_size(index, image, path, _upright_size(file, orientation))
+            if orientation in _UNSEEN or (orientation in (5, 6, 7, 8) and file.width == file.height):
+                turned.append(index.file_names[image])
+            if has_more_bits(file):
+                deep.append((path, name))
+    for path, name in deep[:_DECODED]:
+        read_image(path, name, config.picture_bits, config.max_pixels)
+    if not turned:
+        return []
+    return [
+        f"{index.path}: of {len(sample)} pictures looked at, {len(turned)} have an EXIF orientation that their sizes "
+        f"do not show, such as {turned[0]}; it is applied, so their boxes must be those of the upright picture"
+    ]
+
+
+def _upright_size(file: Image.Image, orientation: int) -> tuple[int, int]:
+    return (file.height, file.width) if orientation in (5, 6, 7, 8) else file.size

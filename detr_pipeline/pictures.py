@@ -1,0 +1,139 @@
+"""Picture files: opened with one sentence for what is wrong with them, and read as upright RGB of 8 bits.
+
+`data` and `checks` call this module; it knows no annotation file. What a file leaves open, such as how many of its 16
+bits count, is asked for by name and never guessed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from varuna_capslog.base.errors import CapslogError
+
+__all__ = ["MAX_PIXELS", "ORIENTATION", "has_more_bits", "opened_image", "read_image"]
+
+MAX_PIXELS = 178_956_970
+"""Where Pillow stops too: 512 MiB as RGB."""
+ORIENTATION = 0x0112
+"""The EXIF tag."""
+_IN_16_BITS = ("PNG", "PPM")
+"""Formats whose grey pictures Pillow may hold in 32 bits although the values have 16."""
+_DARK_BITS = 14
+"""A picture of 16 bits that needs no more is a quarter as bright as it could be."""
+_limit = threading.Lock()
+
+
+@contextmanager
+def opened_image(path: Path, name: str = "", max_pixels: int = MAX_PIXELS) -> Iterator[Image.Image]:
+    """A picture whose header was read, while the file is open.
+
+    Args:
+        name: how the error calls the picture besides its path.
+        max_pixels: a larger one is refused before it takes memory.
+
+    Raises:
+        CapslogError: the file is missing, too large, or cannot be decoded, also by what is done inside the `with`.
+    """
+    called = _called(path, name)
+    try:
+        with _opened(path) as file:
+            if file.width * file.height > max_pixels:
+                raise CapslogError(
+                    f"{called} has {file.width}x{file.height} pixels, more than data.max_pixels={max_pixels}; raise "
+                    "that, or make the picture smaller"
+                )
+            yield file
+    except CapslogError:
+        raise
+    except FileNotFoundError:
+        raise CapslogError(f"{called} is missing; check the picture folder and the file names") from None
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        raise CapslogError(f"{called} cannot be decoded ({error}); replace it or take it out of the data") from error
+
+
+def read_image(path: Path, name: str = "", bits: int | None = None, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """A picture as upright RGB: EXIF orientation applied; grey, palette, CMYK and transparent ones converted.
+
+    Args:
+        name: how the error calls the picture besides its path.
+        bits: those that count in a picture of more than 8; None: 16, and one that is dark by them is refused.
+        max_pixels: a larger one is refused.
+
+    Raises:
+        CapslogError: as `opened_image`; pixels whose brightest value is not known.
+    """
+    with opened_image(path, name, max_pixels) as file:
+        deep = has_more_bits(file)
+        in_16_bits = file.format in _IN_16_BITS
+        upright = ImageOps.exif_transpose(file)
+        if upright.mode == "F":
+            raise CapslogError(
+                f"{_called(path, name)} has floating-point pixels, and no file says which of them is white; convert it "
+                "to 8 bits"
+            )
+        if upright.mode.startswith("I"):
+            wide = upright.mode == "I" and not in_16_bits
+            return _of_grey(np.asarray(upright), wide, bits, _called(path, name)).convert("RGB")
+        found = upright.convert("RGB")
+        if deep and bits is None:
+            # of colours Pillow gives the upper 8 bits alone
+            high = max(top for _, top in found.getextrema())  # type: ignore[misc]
+            _refuse_dark((high << 8) + 255 if high else 0, "convert it to 8 bits", _called(path, name))
+        elif deep and bits != 16:
+            raise CapslogError(
+                f"{_called(path, name)} holds 16 bits of each colour, of which data.picture_bits={bits} cannot be "
+                "taken; convert it to 8 bits"
+            )
+        return found
+
+
+def has_more_bits(file: Image.Image) -> bool:
+    """Whether an opened picture, not yet decoded, has more than 8 bits of each colour."""
+    return file.mode[0] in "IF" or ";16" in str(getattr(file, "tile", ""))
+
+
+def _called(path: Path, name: str) -> str:
+    return f"image {path}" + (f" ({name})" if name else "")
+
+
+def _opened(path: Path) -> Image.Image:
+    """Opens a picture of any size: Pillow's own limit is one number for the whole process."""
+    with _limit:
+        before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+        try:
+            return Image.open(path)
+        finally:
+            Image.MAX_IMAGE_PIXELS = before
+
+
+def _of_grey(values: np.ndarray, wide: bool, bits: int | None, called: str) -> Image.Image:
+    """Whole numbers of 16 or 32 bits (`wide`) as a grey picture of the 8 upper ones of those that count."""
+    low, high = int(values.min()), int(values.max())
+    if bits is None:
+        if wide:
+            raise CapslogError(
+                f"{called} holds whole numbers of 32 bits, from {low} to {high}, and does not say which is white; set "
+                "data.picture_bits to the bits that count, such as 12, or convert it to 8 bits"
+            )
+        _refuse_dark(high, "set data.picture_bits to the bits that count, such as 12", called)
+        bits = 16
+    if low < 0 or high >> bits:
+        raise CapslogError(
+            f"{called} has values from {low} to {high}, which are not of data.picture_bits={bits} bits; set another "
+            "number, or convert it to 8 bits"
+        )
+    return Image.fromarray((values.astype(np.uint32) >> (bits - 8)).astype(np.uint8))
+
+
+def _refuse_dark(high: int, remedy: str, called: str) -> None:
+    if high and not high >> _DARK_BITS:
+        raise CapslogError(
+            f"{called} holds 16 bits, but no value over {high}, so that it would be almost black; {remedy}, or set "
+            "data.picture_bits=16 if it is so dark"
+        )
