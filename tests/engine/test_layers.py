@@ -291,3 +291,32 @@ def masters_that_differ(communicator: Communicator) -> str:
 def test_masters_of_several_holders_are_compared(pool: WorkerPool) -> None:
     for sentence in pool.run(masters_that_differ, 2):
         assert sentence.startswith("parameter 'conv1.conv.weight' differs between")
+
+
+def _hooked(module: nn.Module) -> nn.Module:
+    module.weight.register_hook(lambda gradient: gradient * 3)  # type: ignore[operator, union-attr]
+    return module
+
+
+def test_a_parameter_with_a_hook_that_several_layers_use_is_refused_by_name() -> None:
+    """Each use has a leaf of its own, which had no hook: rows that were to stay as they are went on training."""
+    first = _hooked(Scale())
+    tied = Chain([Layer("a", first), Layer("b", nn.Sequential(first))])
+    with pytest.raises(CapslogError, match=r"'a\.weight' is used by several layers and has a hook on its gradient"):
+        take_layers(tied, [0, 1], torch.device("cpu"))
+
+
+def test_a_parameter_with_a_hook_keeps_it_where_the_layer_is_made_anew() -> None:
+    """As when a run changes its plan; and a leaf of 16 bits, which would have none, is refused."""
+    chain = Chain([Layer("a", _hooked(Scale()))])
+    first = take_layers(chain, [0], torch.device("cpu"))[0]
+    again = take_layers(chain, [0], torch.device("cpu"), ready={})[0]
+    assert again.parameters["weight"] is not first.parameters["weight"]
+    found = []
+    for layer in (first, again):
+        layer.layer.run({"x": torch.ones(2, 4)})["x"].sum().backward()
+        found.append(layer.parameters["weight"].grad)
+    assert torch.equal(*found)  # type: ignore[arg-type]
+    assert torch.equal(found[0], torch.full((4,), 6.0))  # type: ignore[arg-type]
+    with pytest.raises(CapslogError, match=r"'weight' has a hook on its gradient, .* set train\.weights=float32"):
+        take_layers(chain, [0], torch.device("cpu"), weights="bfloat16")

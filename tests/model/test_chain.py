@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine import models
+from tests.model import hostile
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 
@@ -193,3 +194,15 @@ def test_a_stage_gives_what_the_chain_gives_and_holds_no_tensor_behind_its_last_
     assert torch.equal(chain.run_stage(2, 4, crossed)["d"], torch.full((3,), 0.1875))
     assert alive == [[], [True], [True, True], [False, False, True]]
     assert torch.equal(chain.run({"x": x})["d"], torch.full((3,), 0.1875))
+
+
+def test_a_parameter_that_is_tied_after_the_capture_is_named() -> None:
+    """Two stages went on with a copy each, which drifted apart."""
+    model = hostile.Base()
+    x = torch.randn(2, hostile.WIDTH)
+    chain = Chain.from_module(model, None, (x,), evaluates=False, compares=False)
+    chain.run({"x": x})
+    model.blocks[3].weight = model.blocks[0].weight  # type: ignore[assignment, union-attr]
+    with pytest.raises(CapslogError, match=r"'blocks\.0\.blocks\.0\.weight' of the model .* tied or untied"):
+        chain.run({"x": x})
+    assert len(Chain.from_module(model, None, (x,), evaluates=False, compares=False).shared) == 1

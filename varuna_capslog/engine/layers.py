@@ -327,6 +327,8 @@ def take_layers(
             ready[index].reset()
             continue
         module = layer.module if ready is None else chain.new_module(index)
+        if module is not layer.module:
+            _keep_hooks(layer.module, module)
         if shared:
             _refuse_shared_statistics(chain, index)
             own, originals = dict(module.named_parameters()), dict(layer.module.named_parameters())
@@ -334,6 +336,12 @@ def take_layers(
             memo: dict[int, object] = {id(tensor): tensor for tensor in (*own.values(), *module.buffers())}
             for name in shared:
                 original = originals[name]
+                if _hooks_of(original):
+                    raise CapslogError(
+                        f"the parameter {shared[name]!r} is used by several layers and has a hook on its gradient, "
+                        "which would see the gradient of each use alone; change the gradient in the forward instead, "
+                        "or use the parameter in one layer"
+                    )
                 if original not in storage:
                     storage[original] = own[name].detach().to(device, copy=True)
                 memo[id(own[name])] = nn.Parameter(storage[original], requires_grad=original.requires_grad)
@@ -356,6 +364,22 @@ def take_layers(
     return layers
 
 
+def _hooks_of(parameter: nn.Parameter) -> list[Any]:
+    """The hooks on a parameter's gradient, but for the engine's own."""
+    found = [*(parameter._backward_hooks or {}).values()]
+    found += (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+    return [hook for hook in found if hook is not _dense]
+
+
+def _keep_hooks(module: nn.Module, made: nn.Module) -> None:
+    """Gives the parameters of a module that was made anew the hooks that those of the first one have."""
+    others = dict(made.named_parameters())
+    for name, parameter in module.named_parameters():
+        for hook in (parameter._backward_hooks or {}).values():
+            if hook is not _dense and others[name].requires_grad:
+                others[name].register_hook(hook)
+
+
 _Masters = dict[tuple[int, int], tuple[nn.Parameter, Tensor]]
 """By storage and place on it: a parameter of float32, and its rounding."""
 
@@ -370,6 +394,12 @@ def _lower(module: nn.Module, weights: str, known: _Masters) -> dict[str, nn.Par
     lowered = low_parameters(module, weights)
     if not lowered:
         return {}
+    for name, parameter in module.named_parameters():
+        if parameter in lowered and _hooks_of(parameter):
+            raise CapslogError(
+                f"the parameter {name!r} has a hook on its gradient, which the leaf of {weights} in its place does not "
+                "have; set train.weights=float32"
+            )
     names = {parameter: name for name, parameter in module.named_parameters()}
     masters: dict[str, nn.Parameter] = {}
     leaves: dict[nn.Parameter, nn.Parameter] = {}

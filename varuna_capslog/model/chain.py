@@ -142,6 +142,7 @@ class Chain:
         self.outputs = tuple(outputs)
         self.name = name
         self._captured = OfTheModel()
+        self._ties: tuple[TiedParameter, ...] = ()
         if not self.layers:
             raise CapslogError("a chain needs at least one layer, got none")
         known, names = set(self.inputs), set()
@@ -179,6 +180,7 @@ class Chain:
         captured = capture_layers(model, cut_points, example_inputs, outputs, evaluates, kept, compares)
         chain = cls(*captured, name or type(model).__name__)
         chain._captured = OfTheModel(open_state(model, chain.layers, modes=False))
+        chain._ties = chain.shared
         return chain
 
     @property
@@ -199,6 +201,11 @@ class Chain:
             raise CapslogError(
                 f"{change} of the model was changed after the model was captured (from {change.before!r:.80} to "
                 f"{change.after!r:.80}), which its layers do not know; capture the model again"
+            )
+        if state is not None and (others := set(self._find_shared()) ^ set(self._ties)):
+            raise CapslogError(
+                f"the parameter {min(one.name for one in others)!r} of the model was changed after the model was "
+                "captured: other layers use it now, since it was tied or untied; capture the model again"
             )
 
     @classmethod
@@ -296,6 +303,9 @@ class Chain:
         """Parameters used by more than one layer, by first use. Found by identity, so tied modules need no
         declaration.
         """
+        return self._find_shared()
+
+    def _find_shared(self) -> tuple[TiedParameter, ...]:
         uses: dict[nn.Parameter, list[tuple[int, str]]] = {}
         for index, layer in enumerate(self.layers):
             for name, parameter in layer.module.named_parameters():

@@ -7,12 +7,12 @@ still those that were captured.
 
 from __future__ import annotations
 
-import dis
 import functools
 import sys
 import types
+import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna_capslog.model.random_states import GENERATORS
-from varuna_capslog.model.sources import is_users_file
+from varuna_capslog.model.sources import code_reads, is_users_file
 
 __all__ = ["PythonState", "StateChange"]
 
@@ -29,6 +29,8 @@ _DEPTH = 6
 """How many containers and objects are followed from a module's attribute."""
 _MOST = 1000
 """Entries of a container beyond which it counts as data: its identity is compared alone."""
+_IN_CLOSURES = 2
+"""Likewise from what a function among the attributes closes over: the state of a loop lies near."""
 _ALL = 100_000
 """Values that are looked into in all."""
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -48,7 +50,7 @@ class StateChange:
     Attributes:
         module: qualified name of the module that it is kept on; None for a class or a file.
         name: of the attribute, such as `steps` or `losses[...]`.
-        kind: "attribute", "buffer", "parameter" or "submodule".
+        kind: "attribute", "buffer", "parameter" or "submodule"; "iterator" for one that has gone on.
         before, after: the values; None where there was none.
         put: makes it another value; None where it cannot be.
     """
@@ -156,9 +158,9 @@ class PythonState:
 
     Args:
         modules: by qualified name.
-        files: whether the values count that the modules' classes, their functions and the user's own files keep, too.
-        reads: whether those of these values count that the modules' code names.
+        files: whether the values count that the modules' classes and the user's own files keep, too.
         modes: whether it counts which modules are in training mode.
+        reads: likewise, but those alone that the modules' code reads by name.
         apart: objects that are not looked into, where hooks of the modules know them.
     """
 
@@ -166,8 +168,8 @@ class PythonState:
         self,
         modules: Mapping[str, nn.Module],
         files: bool = False,
-        reads: bool = False,
         modes: bool = True,
+        reads: bool = False,
         apart: Collection[object] = (),
     ) -> None:
         self._places: list[_Place] = []
@@ -182,15 +184,23 @@ class PythonState:
             self._take(path, "", module, modes, _DEPTH, seen)
             for name in _TABLES:
                 self._places.append(_Place(path, "", vars(module)[name], _KINDS[name]))
-            for name, value in _closures(module, files):
+            for name, value in _closures(module):
                 self._follow(path, name, value, 1, seen)
-        if files or reads:
-            attributes, values = (None, None) if files else _names_read(self._modules)
+        if files:
             for name, table in _files_of(self._modules):
-                known = attributes if isinstance(table, type) else values
-                self._places.append(_Files(name, table, known))
-                for key, value in _values_of(table, known):
+                self._places.append(_Files(name, table))
+                kept = [one for one in vars(table).values() if isinstance(one, functools._lru_cache_wrapper)]
+                self._places += [_Cache(None, name, one) for one in kept]
+                for key, value in _values_of(table):
                     self._follow(None, f"{name}.{key}", value, 1, seen)
+        if reads:
+            for name, table, names, attributes in code_reads(self._modules):
+                self._places.append(_Files(name, table, names))
+                for key, value in _values_of(table, names):
+                    if _is_object(value) and hasattr(value, "__dict__"):
+                        self._places.append(_Files(f"{name}.{key}", value, attributes))
+                    else:
+                        self._follow(None, f"{name}.{key}", value, 2, seen)
 
     def _take(self, path: str | None, name: str, module: nn.Module, modes: bool, depth: int, seen: set[int]) -> None:
         self._modules.append(module)
@@ -200,10 +210,20 @@ class PythonState:
                 self._follow(path, f"{name}.{key}".lstrip("."), value, depth, seen)
 
     def _follow(self, path: str | None, name: str, value: Any, depth: int, seen: set[int]) -> None:
+        if isinstance(value, types.FunctionType) and depth and is_users_file(value.__code__.co_filename):
+            for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+                if id(cell) not in seen:
+                    seen.add(id(cell))
+                    self._places.append(place := _Cell(path, name, cell, variable))
+                    for inside in place.saved.values():
+                        self._follow(path, f"{name}.{variable}", inside, min(depth - 1, _IN_CLOSURES), seen)
+            return
         if isinstance(value, _CLOSED) or id(value) in seen or not depth or len(seen) > _ALL:
             return
         seen.add(id(value))
-        if isinstance(value, GENERATORS):
+        if isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
+            self._places.append(_Iterating(path, name, value))
+        elif isinstance(value, GENERATORS):
             self.generators[name if not path else f"{path}.{name}"] = value
         elif isinstance(value, nn.Module):  # one that is no submodule, such as in a tuple
             self._take(path, name, value, False, depth - 1, seen)
@@ -223,7 +243,15 @@ class PythonState:
         elif isinstance(value, tuple):
             for one in value[:_MOST]:
                 self._follow(path, f"{name}[...]", one, depth - 1, seen)
-        elif isinstance(own := getattr(value, "__dict__", None), dict):
+        else:
+            self._follow_object(path, name, value, depth, seen)
+
+    def _follow_object(self, path: str | None, name: str, value: Any, depth: int, seen: set[int]) -> None:
+        if slots := [key for key in _slots_of(type(value)) if hasattr(value, key)]:
+            self._places.append(_Slots(path, name, value, slots))
+            for key in slots:
+                self._follow(path, f"{name}.{key}", getattr(value, key), depth - 1, seen)
+        if isinstance(own := getattr(value, "__dict__", None), dict):
             self._places.append(_Place(path, name, own, "attribute of an object"))
             for key, one in list(own.items())[:_MOST]:
                 self._follow(path, f"{name}.{key}", one, depth - 1, seen)
@@ -255,33 +283,134 @@ class _Attributes(_Place):
         return key in self._apart
 
 
-class _Files(_Place):
-    """The plain values that a class or a file of Python keeps, of all names or of some."""
+class _Owned(_Place):
+    """Values that something else than a container keeps."""
 
-    def __init__(self, name: str, owner: Any, known: Collection[str] | None) -> None:
-        self._known = known
+    def put_back(self) -> None:
+        now = self._content()
+        for key, value in self.saved.items():
+            if now.get(key) is not value:
+                self._put(key, value)
+
+
+class _Files(_Owned):
+    """The plain values that a class or a file of Python keeps.
+
+    Args:
+        names: those that count; None: all.
+    """
+
+    def __init__(self, name: str, owner: Any, names: Collection[str] | None = None) -> None:
+        self._names = names
         super().__init__(None, name, owner, "attribute of an object")
 
     def _content(self) -> dict[str, Any]:
-        return dict(_values_of(self.table, self._known))
+        return dict(_values_of(self.table, self._names))
 
     def _put(self, key: Any, value: Any) -> None:
         setattr(self.table, key, value)
 
+
+class _Slots(_Owned):
+    """The values of an object with `__slots__`."""
+
+    def __init__(self, module: str | None, name: str, value: Any, slots: Sequence[str]) -> None:
+        self._slots = slots
+        super().__init__(module, name, value, "attribute of an object")
+
+    def _content(self) -> dict[str, Any]:
+        return {key: getattr(self.table, key) for key in self._slots if hasattr(self.table, key)}
+
+    def _put(self, key: Any, value: Any) -> None:
+        setattr(self.table, key, value)
+
+
+def _slots_of(kind: type) -> list[str]:
+    found = [vars(base).get("__slots__", ()) for base in kind.__mro__ if base.__module__ not in ("builtins", "torch")]
+    names = [key for slots in found for key in ([slots] if isinstance(slots, str) else slots)]
+    return [key for key in names if not key.startswith("__")]
+
+
+class _Cell(_Owned):
+    """A variable that a function closes over."""
+
+    def __init__(self, module: str | None, name: str, cell: types.CellType, variable: str) -> None:
+        self._variable = variable
+        super().__init__(module, name, cell, "attribute of an object")
+
+    def _content(self) -> dict[str, Any]:
+        try:
+            return {self._variable: self.table.cell_contents}
+        except ValueError:  # not filled yet
+            return {}
+
+    def _put(self, key: Any, value: Any) -> None:
+        self.table.cell_contents = value
+
+
+class _Iterating(_Place):
+    """An iterator, which nobody can put back where it was."""
+
+    def _content(self) -> Any:
+        return _progress(self.table)
+
+    def changes(self) -> Iterator[StateChange]:
+        if self._content() != self.saved:
+            yield StateChange(self.module, self.name, "iterator", self.saved, self._content())
+
     def put_back(self) -> None:
-        for key, value in self.saved.items():
-            if vars(self.table).get(key) is not value:
-                self._put(key, value)
+        return None
 
 
-def _values_of(owner: Any, known: Collection[str] | None) -> Iterator[tuple[str, Any]]:
+def _progress(value: Any) -> Any:
+    """How far an iterator has come, as far as it tells."""
+    if isinstance(value, types.GeneratorType):
+        frame = value.gi_frame
+        plain = {} if frame is None else {k: v for k, v in frame.f_locals.items() if isinstance(v, _SCALARS)}
+        return frame is None or (frame.f_lasti, plain)
+    if isinstance(value, tuple):
+        return tuple(_progress(one) for one in value)
+    if not isinstance(value, Iterator):
+        return value if isinstance(value, _SCALARS) else len(value) if isinstance(value, (list, dict)) else id(value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # itertools' own way to tell, before Python 3.14
+        try:
+            told = value.__reduce__()
+        except Exception:
+            return repr(value)
+    return _progress(told) if isinstance(told, tuple) else None
+
+
+class _Cache(_Place):
+    """What `functools.lru_cache` keeps: what was added while tensors had no values is thrown away."""
+
+    def _content(self) -> Any:
+        return self.table.cache_info().misses
+
+    def changes(self) -> Iterator[StateChange]:
+        return iter(())
+
+    def put_back(self) -> None:
+        if self._content() != self.saved:
+            self.table.cache_clear()
+
+
+def _values_of(owner: Any, names: Collection[str] | None = None) -> Iterator[tuple[str, Any]]:
+    """Its plain values; with names, all values but classes and functions that have one of these."""
     for key, value in list(vars(owner).items()):
-        if (
-            (known is None or key in known)
-            and not key.startswith("__")
-            and isinstance(value, (bool, int, float, list, dict, set, deque, *GENERATORS))
-        ):
+        if key.startswith("__") or (names is not None and key not in names):
+            continue
+        plain = isinstance(value, (bool, int, float, list, dict, set, deque, *GENERATORS))
+        if plain or (names is not None and (value is None or isinstance(value, str) or _is_object(value))):
             yield key, value
+
+
+def _is_object(value: Any) -> bool:
+    """Whether a value is an object of a class of the user's own."""
+    file = getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""
+    return type(value).__module__ in ("types", "argparse") or (
+        not isinstance(value, (type, *_CLOSED)) and is_users_file(file)
+    )
 
 
 def _files_of(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
@@ -299,54 +428,12 @@ def _files_of(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
             yield name, found
 
 
-def _names_read(modules: Iterable[nn.Module]) -> tuple[set[str], set[str]]:
-    """The names of attributes, and of values of files, in the code of the modules' classes and in that of the functions
-    of their files which it names.
-    """
-    attributes: set[str] = set()
-    values: set[str] = set()
-    waiting = [one for kind in {type(module) for module in modules} for one in _functions_of(kind)]
-    while waiting:
-        function = waiting.pop()
-        of_objects, of_files = _names_in(function.__code__)
-        named = [function.__globals__.get(name) for name in of_files - values]
-        attributes |= of_objects
-        values |= of_files
-        own = function.__module__
-        waiting += [one for one in named if isinstance(one, types.FunctionType) and one.__module__ == own]
-    return attributes, values
-
-
-@functools.cache
-def _names_in(code: types.CodeType) -> tuple[set[str], set[str]]:
-    """The names of attributes and of a file's values that code reads, functions within it included."""
-    inner = [_names_in(one) for one in code.co_consts if isinstance(one, types.CodeType)]
-    read = list(dis.get_instructions(code))
-    attributes = {one.argval for one in read if one.opname in ("LOAD_ATTR", "LOAD_METHOD")}
-    values = {one.argval for one in read if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    return attributes.union(*(one[0] for one in inner)), values.union(*(one[1] for one in inner))
-
-
-def _functions_of(kind: type) -> Iterator[types.FunctionType]:
-    for base in kind.__mro__:
-        if base.__module__.partition(".")[0] not in ("torch", "builtins"):
-            yield from (one for one in vars(base).values() if isinstance(one, types.FunctionType))
-
-
-def _closures(module: nn.Module, of_class: bool) -> Iterator[tuple[str, Any]]:
-    """What the module's hooks keep, and functions of its class if asked: lists and the like that are theirs."""
-    hooks = [hook for table in ("_forward_hooks", "_forward_pre_hooks") for hook in vars(module)[table].values()]
-    kind: Any = type(module)
-    for function in (*hooks, *(_with_closures(kind) if of_class else ())):
-        for place, cell in enumerate(getattr(function, "__closure__", None) or ()):
-            try:
-                value = cell.cell_contents
-            except ValueError:  # not filled yet
-                continue
-            yield function.__code__.co_freevars[place], value
-
-
-@functools.cache
-def _with_closures(kind: Any) -> tuple[Any, ...]:
-    """The functions of a class that keep something."""
-    return tuple(one for one in _functions_of(kind) if one.__closure__)
+def _closures(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What the module's hooks keep: lists and the like that are theirs."""
+    for table in ("_forward_hooks", "_forward_pre_hooks"):
+        for hook in vars(module)[table].values():
+            for cell in getattr(hook, "__closure__", None) or ():
+                try:
+                    yield "hook", cell.cell_contents
+                except ValueError:  # not filled yet
+                    continue

@@ -5,6 +5,7 @@ Kept profiles and kept captures are those of a model with the same digest.
 
 from __future__ import annotations
 
+import dis
 import hashlib
 import inspect
 import re
@@ -12,7 +13,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 __all__ = [
     "class_name",
     "code_digest",
+    "code_reads",
     "failing_line",
     "is_users_file",
     "line_of",
@@ -120,3 +122,55 @@ def is_users_file(file: str) -> bool:
 def _home(value: Any) -> str:
     """The Python module that a value of a module's namespace is, or comes from."""
     return value.__name__ if isinstance(value, ModuleType) else str(getattr(value, "__module__", ""))
+
+
+_NOT_FORWARD = {"__init__", "__new__", "__repr__", "extra_repr", "train", "__init_subclass__"}
+"""Methods that run while a module is made, shown or put into a mode, not in its forward."""
+
+
+def code_reads(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Any, set[str], set[str]]]:
+    """The classes and files of the user's that hold what the modules' methods read: (name, class or file, names that
+    are read there, names that are read of any object).
+
+    Functions of the user's files that a method calls by name count, too.
+    """
+    kinds = {base for module in modules for base in type(module).__mro__}
+    kinds = {kind for kind in kinds if is_users_file(_file_of(sys.modules.get(kind.__module__)))}
+    waiting = [code for kind in kinds for code in _methods(kind)]
+    seen: set[CodeType] = set()
+    attributes: set[str] = set()
+    globals_of: dict[str, set[str]] = {}
+    while waiting:
+        name, code = waiting.pop()
+        if code in seen:
+            continue
+        seen.add(code)
+        waiting += [(name, one) for one in code.co_consts if isinstance(one, CodeType)]
+        read = set()
+        for step in dis.get_instructions(code):
+            if step.opname == "LOAD_GLOBAL":
+                read.add(step.argval)
+            elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                attributes.add(step.argval)
+        globals_of.setdefault(name, set()).update(read)
+        file = vars(sys.modules[name]) if name in sys.modules else {}
+        for key in read:
+            value = file.get(key)
+            if isinstance(value, FunctionType) and is_users_file(value.__code__.co_filename):
+                waiting.append((value.__module__, value.__code__))
+    for kind in sorted(kinds, key=lambda one: (one.__module__, one.__qualname__)):
+        yield kind.__qualname__, kind, attributes, attributes
+    for name in sorted(globals_of):
+        if name in sys.modules:
+            yield name, sys.modules[name], globals_of[name], attributes
+
+
+def _file_of(module: Any) -> str:
+    return getattr(module, "__file__", None) or ""
+
+
+def _methods(kind: type) -> Iterator[tuple[str, CodeType]]:
+    for key, value in vars(kind).items():
+        for one in (value, getattr(value, "__func__", None), getattr(value, "fget", None)):
+            if isinstance(one, FunctionType) and key not in _NOT_FORWARD:
+                yield one.__module__, one.__code__

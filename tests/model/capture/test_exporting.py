@@ -531,9 +531,7 @@ def test_a_value_of_its_file_that_the_code_reads_may_not_change(monkeypatch: pyt
     monkeypatch.setitem(globals(), "loss_so_far", 0.5)
     chain.run({chain.inputs[0]: BATCHES[0]})
     monkeypatch.setitem(globals(), "scale", 2.0)
-    with pytest.raises(
-        CapslogError, match=r"test_exporting\.scale of the model was changed after"
-    ):
+    with pytest.raises(CapslogError, match=r"test_exporting\.scale of the model was changed after"):
         chain.run({chain.inputs[0]: BATCHES[0]})
     monkeypatch.undo()
     monkeypatch.setattr(Scaled, "loss_so_far", 0.5)

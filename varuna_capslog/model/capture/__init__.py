@@ -294,7 +294,7 @@ def open_state(model: nn.Module, layers: Sequence[Layer], modes: bool) -> Python
     """
     runs = {id(part) for layer in layers for part in _called(layer.module)}
     parts = {path: part for path, part in model.named_modules() if id(part) not in runs}
-    return PythonState(parts, reads=True, modes=modes)
+    return PythonState(parts, modes=modes, reads=True)
 
 
 def _called(layer: nn.Module) -> Iterator[nn.Module]:

@@ -144,6 +144,9 @@ def _refuse_changes(
     model: nn.Module, arguments: Any, names: _Names, expected: _OneStep, changes: Sequence[StateChange]
 ) -> None:
     """Refuses a model whose step is another one by what its code has changed in an earlier one."""
+    for change in changes:
+        if change.kind == "iterator":
+            raise CapslogError(state_sentence(model, [change]))
     changes = [one for one in changes if one.put is not None]
     counters = [one for one in changes if one.counts]
     states = [[(one, one.after) for one in changes]] if changes else []
@@ -178,8 +181,26 @@ def _step(
 ) -> tuple[_OneStep, list[StateChange]]:
     """A forward and a backward; and what the model's code has changed, which is put back.
 
+    Code that refuses any but a whole backward, as torch's old checkpointing does, gets one, unless hooks wait for it
+    that may change weights.
+
     state: what was changed before.
     """
+    try:
+        return _one_step(model, run, state, whole=False)
+    except RuntimeError:
+        if any(getattr(one, "_post_accumulate_grad_hooks", None) for one in model.parameters()):
+            raise
+        return _one_step(model, run, state, whole=True)
+
+
+def _one_step(
+    model: nn.Module,
+    run: Callable[[], Mapping[str, Tensor]],
+    state: Sequence[tuple[StateChange, Any]],
+    whole: bool,
+) -> tuple[_OneStep, list[StateChange]]:
+    """As above. whole: make a whole backward, not one for the parameters alone."""
     with _left_alone(model) as kept, untouched(model) as values, _SameDraws(), torch.enable_grad():
         for change, value in state:
             assert change.put is not None
@@ -190,12 +211,12 @@ def _step(
         parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
         gradients: dict[str, Tensor | None] = {}
         if ends and parameters:
-            found = torch.autograd.grad(
-                [tensor for _, tensor in ends],
-                list(parameters.values()),
-                [_direction(tensor) for _, tensor in ends],
-                allow_unused=True,
-            )
+            tensors, wanted = [tensor for _, tensor in ends], list(parameters.values())
+            if whole:
+                found = _backward(tensors, wanted)
+            else:
+                directions = [_direction(tensor) for tensor in tensors]
+                found = [*torch.autograd.grad(tensors, wanted, directions, allow_unused=True)]
             gradients = {name: _dense(one) for name, one in zip(parameters, found, strict=True)}
         changes = [*before.changes(), *_changed_parameters(model, values)]
         buffers = {name: one.detach().clone() for name, one in model.named_buffers()}
@@ -218,6 +239,19 @@ def _changed_parameters(model: nn.Module, values: Mapping[str, Tensor]) -> Itera
 
 def _write(parameter: Tensor, value: Any) -> None:
     parameter.data.copy_(value)
+
+
+def _backward(ends: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradients of parameters, of a whole backward, after which they have those that they had."""
+    before = [one.grad for one in parameters]
+    try:
+        for one in parameters:
+            one.grad = None
+        torch.autograd.backward(ends, [_direction(tensor) for tensor in ends])
+        return [one.grad for one in parameters]
+    finally:
+        for one, gradient in zip(parameters, before, strict=True):
+            one.grad = gradient
 
 
 def _dense(gradient: Tensor | None) -> Tensor | None:

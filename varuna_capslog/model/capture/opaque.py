@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._ops import _get_dispatch_mode_pre_dispatch
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.finite import FiniteValues
@@ -90,7 +91,9 @@ class OpaqueCalls(FiniteValues):
     def open(self) -> Iterator[None]:
         """Opens it for the code that this thread runs."""
         kinds = [(kind, vars(kind).get("forward"), kind.forward) for kind in _functions()]
+        old: Any = CheckpointFunction
         try:
+            old.apply = self._checkpointed(old.apply)
             for kind, _, forward in kinds:
                 kind.forward = staticmethod(self._function(kind, forward))
             for path, module in self._whole.items():
@@ -99,6 +102,7 @@ class OpaqueCalls(FiniteValues):
             with self:
                 yield
         finally:
+            del old.apply
             for kind, own, _ in kinds:
                 if own is None:
                     del kind.forward
@@ -169,6 +173,16 @@ class OpaqueCalls(FiniteValues):
             arguments, run = (given[skipped:], kwargs), functools.partial(forward, *given, **kwargs)
             made, _ = self._make(arguments, run, lambda result: FunctionCall(kind, CallShape.of(arguments, result)))
             return self._put(made, arguments)
+
+        return called
+
+    def _checkpointed(self, apply: Callable[..., Any]) -> Callable[..., Any]:
+        """torch's old checkpointing (`use_reentrant=True`) runs code without gradients, which an export would believe:
+        there the code is followed as it is. What runs again is for whoever runs the graph to choose.
+        """
+
+        def called(run: Callable[..., Any], preserve: bool, *given: Any) -> Any:
+            return run(*given) if self._follows() else apply(run, preserve, *given)
 
         return called
 

@@ -1,0 +1,591 @@
+"""Small models whose Python does what no graph does; kinds of public bug reports, each model ours.
+
+Every one takes `x` [rows, WIDTH]. `between` is what its user's own loop does before a step, from the second one on.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["MODELS", "WIDTH", "Hostile"]
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    """A block as any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Hostile(nn.Module):
+    """Four blocks and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, 5)
+
+    def block(self) -> nn.Module:
+        return Block()
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.body(x))
+
+    def between(self, step: int) -> None:
+        """What the user's loop changes before step `step`, counted from 0."""
+
+
+# -- backwards of their own --------------------------------------------------------------------------------------------
+
+
+class Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, strength: float) -> Tensor:
+        ctx.strength = strength
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return -ctx.strength * gradients[0], None
+
+
+class GradientReversal(Hostile):
+    """Domain adaptation: the features climb the second loss. An export follows the Function's forward, the identity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.domain = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.body(x)
+        return {"label": self.head(x), "domain": self.domain(Reverse.apply(x, 3.0))}
+
+
+class Nearest(torch.autograd.Function):
+    @staticmethod
+    def forward(z: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+        index = torch.cdist(z, codes).argmin(-1)
+        return codes[index], index
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(inputs[1], output[1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        codes, index = ctx.saved_tensors
+        return gradients[0], torch.zeros_like(codes).index_add_(0, index, gradients[0])
+
+
+class VectorQuantised(Hostile):
+    """A VQ by a Function of two outputs: the encoder's gradient is the decoder's. Followed, the encoder gets none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.randn(7, WIDTH))
+
+    def forward(self, x: Tensor) -> Any:
+        z = self.blocks[1](self.blocks[0](x))
+        q, _ = Nearest.apply(z, self.codes)
+        commitment = (z - q.detach()).square().mean() + (q - z.detach()).square().mean()
+        return self.head(self.blocks[3](self.blocks[2](q))), commitment
+
+
+class DetachedCodes(Hostile):
+    """The straight-through estimator by `detach`, as most VQ code has it: simplified, z + (q - z) is q."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randn(7, WIDTH))
+
+    def body(self, x: Tensor) -> Tensor:
+        z = self.blocks[1](self.blocks[0](x))
+        q = self.codes[torch.cdist(z, self.codes).argmin(-1)]
+        return self.blocks[3](self.blocks[2](z + (q - z).detach()))
+
+
+class LocalFunction(Hostile):
+    """A Function whose class is made in the forward, where nobody can know it before."""
+
+    def body(self, x: Tensor) -> Tensor:
+        class Clip(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: Tensor) -> Any:
+                return gradients[0].clamp(-1e-3, 1e-3)
+
+        x = self.blocks[1](self.blocks[0](x))
+        return self.blocks[3](self.blocks[2](Clip.apply(x)))
+
+
+class DictBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = Block(), 0.1
+
+    def forward(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        x = self.inner(given["x"])
+        if x.requires_grad:
+            x.register_hook(self.damp)
+        return {"x": x, "sum": given["sum"] + x}
+
+    def damp(self, gradient: Tensor) -> Tensor:
+        return gradient * self.scale
+
+
+class HookedDicts(Hostile):
+    """Blocks that pass dicts damp the gradient by a hook of a tensor, which no graph has."""
+
+    def block(self) -> nn.Module:
+        return DictBlock()
+
+    def body(self, x: Tensor) -> Tensor:
+        given = {"x": x, "sum": torch.zeros_like(x)}
+        for block in self.blocks:
+            given = block(given)
+        return given["x"] + given["sum"]
+
+
+class NodeHook(Hostile):
+    """A hook of a node of the graph (`grad_fn.register_prehook`): no function of torch's is called that shows it."""
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.blocks[1](self.blocks[0](x))
+        if x.grad_fn is not None:
+            x.grad_fn.register_prehook(lambda gradients: (gradients[0] * 0.25,))
+        return self.blocks[3](self.blocks[2](x))
+
+
+class TwoStreams(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.g = Block(), Block()
+
+    def forward(self, streams: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        one, other = streams
+        one = one + self.f(other)
+        return one, other + self.g(one)
+
+
+class BackwardHook(Hostile):
+    """A full backward hook of a block that takes and gives a tuple changes what it hands back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].g.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
+        self.blocks[2].f.up.register_full_backward_pre_hook(lambda module, outputs: (outputs[0] * 2,))
+
+    def block(self) -> nn.Module:
+        return TwoStreams()
+
+    def body(self, x: Tensor) -> Tensor:
+        streams = x, x
+        for block in self.blocks:
+            streams = block(streams)
+        return streams[0] - streams[1]
+
+
+class TiedHook(Hostile):
+    """A hook of a parameter that two layers share keeps some of its rows as they are; a copy of it has no hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head.weight = self.embedding.weight
+        mask = torch.ones(WIDTH, 1)
+        mask[:4] = 0
+        self.embedding.weight.register_hook(lambda gradient: gradient * mask)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.body(self.embedding(x)))
+
+
+# -- random numbers ----------------------------------------------------------------------------------------------------
+
+
+class LayerDrop(Hostile):
+    """LayerDrop by `random`: what the capture's draw left out would never train."""
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if not (self.training and random.random() < 0.4):
+                x = block(x)
+        return x
+
+
+class NumpyLayerDrop(Hostile):
+    """LayerDrop by numpy, with dropout of torch's between."""
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if self.training and np.random.uniform(0, 1) < 0.4:  # noqa: NPY002
+                continue
+            x = F.dropout(block(x), 0.1, self.training)
+        return x
+
+
+class TorchLayerDrop(Hostile):
+    """LayerDrop as wav2vec 2.0 has it: a branch on a number that torch draws."""
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if not (self.training and torch.rand([]) < 0.4):
+                x = block(x)
+        return x
+
+
+class DepthBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        keep = torch.empty(x.shape[0], 1).bernoulli_(0.7) if self.training else torch.ones(1)
+        return x + (super().forward(x) - x) * keep / 0.7
+
+
+class StochasticDepth(Hostile):
+    """Stochastic depth of each row by torch: the same numbers wherever the layer runs, and again."""
+
+    def block(self) -> nn.Module:
+        return DepthBlock()
+
+
+# -- what changes between steps ----------------------------------------------------------------------------------------
+
+
+class Annealed(Hostile):
+    """A coefficient that the loop anneals: the graph has its first value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha = 1.0
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + self.alpha * block(x)
+        return x
+
+    def between(self, step: int) -> None:
+        self.alpha = 1.0 / (step + 1)
+
+
+class Settings:
+    """A schedule that the loop advances; it has no `__dict__`."""
+
+    __slots__ = ("alpha",)
+
+    def __init__(self) -> None:
+        self.alpha = 1.0
+
+
+class SlottedSchedule(Annealed):
+    """The coefficient is kept on an object with `__slots__`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.schedule = Settings()
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + self.schedule.alpha * block(x)
+        return x
+
+    def between(self, step: int) -> None:
+        self.schedule.alpha = 1.0 / (step + 1)
+
+
+class ClassAttribute(Annealed):
+    """The coefficient is an attribute of the class, as `Model.temperature = ...` sets it."""
+
+    temperature = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        type(self).temperature = 1.0
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x) / self.temperature
+        return x
+
+    def between(self, step: int) -> None:
+        type(self).temperature = 1.0 + step
+
+
+class ClosedOver(Annealed):
+    """The coefficient lies in a dict that a function of the model's closes over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = {"alpha": 1.0}
+        self.read, self.write = (lambda: shared["alpha"]), shared.update
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + self.read() * block(x)
+        return x
+
+    def between(self, step: int) -> None:
+        self.write(alpha=1.0 / (step + 1))
+
+
+class TensorAttribute(Annealed):
+    """The coefficient is a plain tensor, no buffer, that the loop fills."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strength = torch.ones(())
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + self.strength * block(x)
+        return x
+
+    def between(self, step: int) -> None:
+        self.strength.fill_(1.0 / (step + 1))
+
+
+class ReplacedHead(Hostile):
+    """The loop replaces the head after the first step."""
+
+    def between(self, step: int) -> None:
+        if step == 1:
+            self.head = nn.Linear(WIDTH, 5).requires_grad_()
+            with torch.no_grad():
+                self.head.weight.copy_(torch.linspace(-1, 1, 5 * WIDTH).view(5, WIDTH))
+                self.head.bias.zero_()
+
+
+class TiedLater(Hostile):
+    """The loop ties two blocks' weights after the first step."""
+
+    def between(self, step: int) -> None:
+        if step == 1:
+            self.blocks[3].up.weight = self.blocks[0].up.weight
+
+
+class DroppingBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor, rate: float) -> Tensor:  # type: ignore[override]
+        return self.drop(super().forward(x)) + F.dropout(x, rate, self.training)
+
+
+class ScheduledDropout(Hostile):
+    """The loop changes the rates of dropout: that of modules, and one that the forward hands on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = 0.5
+
+    def block(self) -> nn.Module:
+        return DroppingBlock()
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, self.rate)
+        return x
+
+    def between(self, step: int) -> None:
+        self.rate = 0.5 / (step + 1)
+        for block in self.blocks:
+            block.drop.p = self.rate
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+
+
+class MovingAverage(Hostile):
+    """A buffer that is another tensor after each forward, and is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ema", torch.zeros(WIDTH))
+
+    def body(self, x: Tensor) -> Tensor:
+        x = super().body(x)
+        self.ema = 0.9 * self.ema + 0.1 * x.detach().mean(0)
+        return x - self.ema
+
+
+class EveryThird(Hostile):
+    """Every third call takes another way, by a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def body(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = super().body(x)
+        return x * 2 if self.calls % 3 == 0 else x
+
+
+class Turns(Hostile):
+    """Every third call takes another way, by an iterator, whose place no attribute shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = iter([1.0, 1.0, 1.0, 1.0, 2.0, 1.0, 2.0] * 1000)
+
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(x) * next(self.turns)
+
+
+@functools.cache
+def _table(module: nn.Module, rows: int) -> Tensor:
+    return torch.arange(WIDTH, dtype=torch.float32).sin() / rows
+
+
+class CachedTable(Hostile):
+    """A table that a cache keeps by the module: what an export leaves in it are no numbers."""
+
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(x + _table(self, x.shape[0]))
+
+
+# -- modes, and code that differentiates -------------------------------------------------------------------------------
+
+
+class NormBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+class FrozenNorms(Hostile):
+    """Some batch norms are in eval mode by an overridden `train`, one by its user; each has statistics of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number, block in enumerate(self.blocks):
+            block.norm.running_mean.fill_(0.1 * number)
+            block.norm.running_var.fill_(2.0)
+        self.blocks[3].norm.eval()
+
+    def block(self) -> nn.Module:
+        return NormBlock()
+
+    def train(self, mode: bool = True) -> FrozenNorms:
+        super().train(mode)
+        for block in (self.blocks[0], self.blocks[1], self.blocks[3]):
+            block.norm.eval()
+        return self
+
+
+class DroppedBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.2, self.training)
+
+
+class Checkpointed(Hostile):
+    """Blocks with dropout under torch's checkpointing, one by the old way, which runs its block without gradients."""
+
+    def block(self) -> nn.Module:
+        return DroppedBlock()
+
+    def body(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = checkpoint(block, x, use_reentrant=number == 2) if self.training else block(x)
+        return x
+
+
+class Centred(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return (weight - weight.mean(1, keepdim=True)) / (weight.std(1, keepdim=True) + 1e-3) / 10
+
+
+class Parametrised(Hostile):
+    """A parametrization of the user's own, computed once for two uses (`parametrize.cached`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            parametrize.register_parametrization(block.up, "weight", Centred())
+
+    def body(self, x: Tensor) -> Tensor:
+        with parametrize.cached():
+            return super().body(super().body(x))
+
+
+class GradientPenalty(Hostile):
+    """Differentiates in its forward, and its penalty again in the backward."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.body(x)
+        with torch.enable_grad():
+            at = x if x.requires_grad else x.detach().requires_grad_()
+            score = self.head(at).square().sum()
+            (slope,) = torch.autograd.grad(score, at, create_graph=True)
+        return self.head(x), slope.square().mean()
+
+
+class InPlaceViews(Hostile):
+    """Writes into views of what crosses the cut."""
+
+    def body(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            x[:, number : number + 4].mul_(0.5)
+            x.view(-1, 4, WIDTH // 4).select(1, number).add_(1.0)
+        return x
+
+
+class Teacher(Hostile):
+    """Its own targets, by a branch of training mode under `no_grad`; what it gives in eval mode has another shape."""
+
+    def forward(self, x: Tensor) -> Any:
+        found = self.head(self.body(x))
+        if not self.training:
+            return found
+        with torch.no_grad():
+            target = self.head(self.body(x.flip(1))).softmax(-1)
+        return -(target * found.log_softmax(-1)).sum(-1).mean()
+
+
+class TopHook(Hostile):
+    """A forward hook of the model itself changes what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_forward_hook(lambda module, inputs, output: output * 3)
+
+
+MODELS: dict[str, Callable[[], Hostile]] = {
+    kind.__name__: kind
+    for kind in (
+        *(GradientReversal, VectorQuantised, DetachedCodes, LocalFunction, HookedDicts, NodeHook, BackwardHook),
+        *(TiedHook, LayerDrop, NumpyLayerDrop, TorchLayerDrop, StochasticDepth, Annealed, SlottedSchedule),
+        *(ClassAttribute, ClosedOver, TensorAttribute, ReplacedHead, TiedLater, ScheduledDropout, MovingAverage),
+        *(EveryThird, Turns, CachedTable, FrozenNorms, Checkpointed, Parametrised, GradientPenalty, InPlaceViews),
+        *(Teacher, TopHook),
+    )
+}
