@@ -179,14 +179,16 @@ def _step(
 
     state: what was changed before.
     """
-    with _left_alone(model) as kept, untouched(model), _SameDraws(), torch.enable_grad():
+    parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    with _left_alone(model) as kept, untouched(model), _gradients_kept(parameters), _SameDraws(), torch.enable_grad():
         for change, value in state:
             assert change.put is not None
             change.put(value)
         before = PythonState(dict(model.named_modules()), files=True) if state else kept
+        for parameter in parameters.values():
+            parameter.grad = None
         outputs = run()
         ends = [(name, tensor) for name, tensor in outputs.items() if tensor.requires_grad]
-        parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
         gradients: dict[str, Tensor | None] = {}
         if ends and parameters:
             found = torch.autograd.grad(
@@ -196,10 +198,25 @@ def _step(
                 allow_unused=True,
             )
             gradients = {name: _dense(one) for name, one in zip(parameters, found, strict=True)}
+            for name, one in parameters.items():  # a backward inside the model's own, as of reversible blocks
+                if one.grad is not None:
+                    own, first = _dense(one.grad), gradients[name]
+                    gradients[name] = own if first is None else first + own
         changes = before.changes()
         buffers = {name: one.detach().clone() for name, one in model.named_buffers()}
         made = {name: tensor.detach() for name, tensor in outputs.items()}
     return _OneStep(made, gradients, buffers), changes
+
+
+@contextmanager
+def _gradients_kept(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Afterwards the parameters have the gradients that they have now."""
+    before = {name: one.grad for name, one in parameters.items()}
+    try:
+        yield
+    finally:
+        for name, one in parameters.items():
+            one.grad = before[name]
 
 
 def _dense(gradient: Tensor | None) -> Tensor | None:
