@@ -26,12 +26,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from draw import read_drawn
+from drawn_models import MODELS, REPLACED, Drawn
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from draw import read_drawn
-from drawn_models import MODELS, REPLACED, Drawn
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import connect
@@ -46,6 +45,8 @@ from varuna_capslog.model.workload import Minibatch
 MICROBATCHES = 2
 STAGES = 3
 SMALL = 1e-6
+PRECISION = {"dtype": torch.float32}
+"""Of weights and pictures: float64 tells rounding from another step."""
 Values = dict[str, Tensor]
 
 
@@ -70,7 +71,7 @@ def seed_all(seed: int) -> None:
 def new_model(drawn: Drawn) -> nn.Module:
     """The model, the same on every call. A parameter that begins as zeros would hide gradients behind it."""
     seed_all(0)
-    model = drawn.build().train()
+    model = drawn.build().to(PRECISION["dtype"]).train()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point() and not parameter.any():
@@ -81,7 +82,9 @@ def new_model(drawn: Drawn) -> nn.Module:
 def make_inputs(drawn: Drawn, microbatch: int) -> dict[str, Any]:
     """The arguments of one microbatch."""
     seed_all(100 + microbatch)
-    return drawn.inputs()
+    return pytree.tree_map_only(
+        Tensor, lambda one: one.to(PRECISION["dtype"]) if one.is_floating_point() else one, drawn.inputs()
+    )
 
 
 def loss(outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
@@ -92,8 +95,9 @@ def loss(outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, 
         if output.is_floating_point() or output.is_complex():
             real = torch.view_as_real(output) if output.is_complex() else output
             generator = torch.Generator().manual_seed(real.numel())
+            real = torch.where(real.isfinite(), real, 0.0)  # detectors give classes that are not asked for -inf
             weights = torch.randn(real.shape, generator=generator).to(real.dtype)
-            parts.append((real * weights).mean().float())
+            parts.append((real * weights).mean())
     return {"loss": torch.stack(parts).sum() / normalisers["microbatches"]}
 
 
@@ -131,6 +135,12 @@ def cuts_of(layers: int) -> tuple[int, ...]:
     return tuple(number * layers // stages for number in range(stages))
 
 
+def numbers(tensor: Tensor) -> np.ndarray:
+    """A copy of its values, for another process; numpy knows no bfloat16, whose values float32 has exactly."""
+    tensor = tensor.detach().cpu()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy().copy()
+
+
 def engine_step(rank: int, drawn: Drawn, port: int, results: Any) -> None:
     """One rank's part: puts what was captured, then (gradients, buffers, loss), or an error's sentence."""
     try:
@@ -154,16 +164,12 @@ def engine_step(rank: int, drawn: Drawn, port: int, results: Any) -> None:
         def keep() -> None:
             for key, parameter in engine.optimizer.parameters.items():
                 if parameter.grad is not None:
-                    gradients[key] = parameter.grad.numpy().copy()
+                    gradients[key] = numbers(parameter.grad)
 
         with SameDraws():
             result = train_step(engine, 1, batch, inputs.__getitem__, before_commit=keep)
         own = chain.layers[cuts[rank] : (*cuts[1:], len(chain))[rank]]
-        buffers = {
-            f"{one.name}.{key}": tensor.detach().numpy().copy()
-            for one in own
-            for key, tensor in one.module.named_buffers()
-        }
+        buffers = {f"{one.name}.{key}": numbers(tensor) for one in own for key, tensor in one.module.named_buffers()}
         results.put((rank, "stepped", (gradients, buffers, float(result.parts["loss"]))))
         communicator.barrier()
         communicator.close()
@@ -181,15 +187,24 @@ def describe(error: BaseException) -> dict[str, Any]:
     }
 
 
-def differences(layers: Sequence[str], wanted: Values, found: Mapping[str, np.ndarray], least: float) -> tuple[int, float, str]:
-    """How many tensors differ in any bit, the largest relative difference, and where."""
+def differences(
+    layers: Sequence[str],
+    wanted: Values,
+    found: Mapping[str, np.ndarray],
+    least: float,
+    others: Mapping[str, Sequence[str]],
+    start: Values | None = None,
+) -> tuple[int, float, str]:
+    """How many tensors differ in any bit, the largest relative difference, and where.
+
+    others: all names of a tensor that the model has under several. start: what a tensor of no layer still is; else 0.
+    """
     differing, worst, place = 0, 0.0, ""
     for key, tensor in wanted.items():
-        addresses = [address for layer in layers if (address := f"{layer}.{key}") in found]
-        expected = tensor.detach().numpy()
-        own = found[addresses[0]] if addresses else np.zeros_like(expected)
-        if not addresses and not expected.any():
-            continue
+        names = others.get(key, [key])
+        addresses = [address for one in names for layer in layers if (address := f"{layer}.{one}") in found]
+        expected = numbers(tensor)
+        own = found[addresses[0]] if addresses else numbers(start[key]) if start else np.zeros_like(expected)
         if own.shape != expected.shape:
             return 1, float("inf"), f"{key}: shape {own.shape} instead of {expected.shape}"
         if np.array_equal(own, expected, equal_nan=expected.dtype.kind in "fc"):
@@ -210,6 +225,7 @@ def compare(drawn: Drawn, row: dict[str, Any]) -> None:
     if any(not torch.equal(one.detach(), states[1][key].detach()) for key, one in states[0].items()):
         row |= {"verdict": "library", "error": {"sentence": "two builds from one seed have different weights"}}
         return
+    start = {key: one.detach().clone() for key, one in model.named_buffers()}
     row["parameters"] = sum(one.numel() for one in model.parameters())
     try:
         with torch.no_grad():
@@ -251,9 +267,15 @@ def compare(drawn: Drawn, row: dict[str, Any]) -> None:
             found_buffers |= value[1]
             if number == row["stages"] - 1:
                 made = value[2]
+    others: dict[str, list[str]] = {}
+    known = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for key in [*gradients, *buffers]:
+        same = next(one for name, one in known if name == key)
+        others[key] = [name for name, one in known if one is same]
     largest = max((float(one.abs().max()) for one in gradients.values()), default=0.0)
-    of_gradients = differences(layers, gradients, found_gradients, 1e-3 * largest)
-    of_buffers = differences(layers, {key: one for key, one in buffers.items() if one.numel()}, found_buffers, 0.0)
+    of_gradients = differences(layers, gradients, found_gradients, 1e-3 * largest, others)
+    changed = {key: one for key, one in buffers.items() if one.numel()}
+    of_buffers = differences(layers, changed, found_buffers, 0.0, others, start)
     of_loss = abs(made - total) / max(abs(total), 1e-30) if made != total else 0.0
     row |= {
         "gradients": len(gradients),
@@ -274,10 +296,10 @@ def names_of(library: str) -> list[str]:
     return [name for name in read_drawn()[library] if name not in REPLACED.get(library, {})][:12]
 
 
-def run_one(library: str, name: str, seconds: float) -> dict[str, Any]:
+def run_one(library: str, name: str, seconds: float, double: bool) -> dict[str, Any]:
     """A model in a process of its own."""
     row: dict[str, Any] = {"library": library, "name": name}
-    command = [sys.executable, __file__, "--child", f"{library}:{name}"]
+    command = [sys.executable, __file__, "--child", f"{library}:{name}", *(["--double"] if double else [])]
     started = time.monotonic()
     process = subprocess.Popen(
         command,
@@ -308,8 +330,14 @@ def table_row(row: dict[str, Any]) -> str:
     if row["verdict"] in ("bitwise", "close", "differs"):
         words = {"bitwise": "equal bits", "close": "within 1e-6", "differs": "DIFFERS"}[row["verdict"]]
         largest = f"{max(row['largest'], row['loss_difference']):.1e}"
+        if row["verdict"] != "bitwise":
+            largest += f" | {row['place']}"
+        if row.get("in_float64") is not None:
+            largest += f"; {row['in_float64']:.1e}"
     else:
         words, largest = row["verdict"], re.sub(r"\s+", " ", row["error"]["sentence"])[:300]
+    if "| " not in largest:
+        largest += " | "
     size = f"{row['parameters']:,}" if "parameters" in row else ""
     return f"| {row['library']} | {row['name']} | {size} | {layers} | {row.get('stages', '')} | {words} | {largest} |"
 
@@ -320,11 +348,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="libraries, or names of models")
     parser.add_argument("--seconds", type=float, default=60.0, help="limit of each model")
     parser.add_argument("--results", type=Path, help="a file to which a line of JSON is added for each model")
+    parser.add_argument("--double", action="store_true", help="in float64, where rounding is far below 1e-6")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         warnings.simplefilter("ignore")
         library, name = arguments.child.split(":", 1)
+        PRECISION["dtype"] = torch.float64 if arguments.double else torch.float32
         row: dict[str, Any] = {}
         try:
             compare(MODELS[library](name), row)
@@ -332,14 +362,17 @@ def main() -> None:
             row |= {"verdict": "crashed", "error": describe(error)}
         print(json.dumps(row), flush=True)
         os._exit(0)
-    print("| library | model | parameters | layers | stages | step | largest difference |")
-    print("|---|---|---|---|---|---|---|")
+    print("| library | model | parameters | layers | stages | step | largest difference | where, and in float64 |")
+    print("|---|---|---|---|---|---|---|---|")
     counts: dict[str, int] = {}
     for library in read_drawn():
         for name in names_of(library):
             if arguments.only and not {library, name} & set(arguments.only):
                 continue
-            row = run_one(library, name, arguments.seconds)
+            row = run_one(library, name, arguments.seconds, arguments.double)
+            if row["verdict"] == "differs" and not arguments.double:
+                again = run_one(library, name, arguments.seconds, True)
+                row["in_float64"] = max(again["largest"], again["loss_difference"]) if "largest" in again else None
             counts[row["verdict"]] = counts.get(row["verdict"], 0) + 1
             print(table_row(row), flush=True)
             if arguments.results:

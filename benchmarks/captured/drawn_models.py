@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ class Drawn:
 
 REPLACED: dict[str, dict[str, str]] = {
     "transformers": {"Qwen2_5OmniForConditionalGeneration": "it has no forward, only `generate`"},
+    "torchvision": {"s3d": "its last pooling is over 7 x 7, so it takes 16 frames of 224 x 224"},
     "peft": {
         "PSOFT on GPT-2": "PSOFT takes nn.Linear only, and GPT-2 has none",
         "LOKR on GPT-2": "LOKR takes no Conv1D of transformers, of which GPT-2 is made",
@@ -73,11 +75,13 @@ def torchvision_model(name: str) -> Drawn:
     """A model of torchvision for ten classes."""
     import torchvision
 
+    if name == "swin3d_b":
+        from torchvision.models.video.swin_transformer import SwinTransformer3d
+
+        windows = {"patch_size": [2, 4, 4], "window_size": [2, 2, 2], "stochastic_depth_prob": 0.1}
+        build = functools.partial(SwinTransformer3d, embed_dim=32, depths=[1, 2], num_heads=[2, 4], **windows)
+        return Drawn(lambda: build(num_classes=10), lambda: {"x": torch.randn(2, 3, 4, 32, 32)})
     size, settings = TORCHVISION.get(name, (64, {}))
-    if name == "s3d":
-        return Drawn(
-            lambda: torchvision.models.get_model(name, num_classes=10), lambda: {"x": torch.randn(2, 3, 16, 64, 64)}
-        )
     return Drawn(lambda: torchvision.models.get_model(name, num_classes=10, **settings), picture(size))
 
 
@@ -304,9 +308,7 @@ def _llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
-        )
+        LlamaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
     )
 
 
@@ -459,6 +461,7 @@ def _to_and_from() -> dict[str, Any]:
 
 
 AUDIO: dict[str, Any] = {
+    "mask_time_prob": 0.0,  # numpy's numbers follow from the layer in the engine, and not in the module alone
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
@@ -535,4 +538,10 @@ def transformers_model(name: str) -> Drawn:
     return Drawn(lambda: getattr(transformers, name)(getattr(transformers, config)(**settings())), inputs)
 
 
-MODELS: dict[str, Callable[[str], Drawn]] = {"diffusers": diffusers_model, "peft": peft_model, "transformers": transformers_model, "timm": timm_model, "torchvision": torchvision_model}
+MODELS: dict[str, Callable[[str], Drawn]] = {
+    "diffusers": diffusers_model,
+    "peft": peft_model,
+    "transformers": transformers_model,
+    "timm": timm_model,
+    "torchvision": torchvision_model,
+}
