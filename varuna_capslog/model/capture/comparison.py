@@ -199,8 +199,8 @@ def _step(
             )
             gradients = {name: _dense(one) for name, one in zip(parameters, found, strict=True)}
             for name, one in parameters.items():  # a backward inside the model's own, as of reversible blocks
-                if one.grad is not None:
-                    own, first = _dense(one.grad), gradients[name]
+                own, first = _dense(one.grad), gradients[name]
+                if own is not None:
                     gradients[name] = own if first is None else first + own
         changes = before.changes()
         buffers = {name: one.detach().clone() for name, one in model.named_buffers()}
