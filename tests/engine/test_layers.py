@@ -132,6 +132,19 @@ def test_a_gradient_takes_the_layout_of_its_tensor() -> None:
     assert own.grad.stride() == (4, 1), "a layer may hand on a leaf"
 
 
+def test_a_gradient_of_what_a_layer_expanded_is_contiguous() -> None:
+    """A class token is one row for all pictures; its gradient has a row for each."""
+    leaf = torch.randn(1, 4, requires_grad=True)
+    written = (leaf * 1).expand(3, 4)
+    keep_layout(written)
+    (written.t() * torch.randn(4, 3)).sum().backward()
+    assert leaf.grad is not None
+    own = torch.randn(1, 4, requires_grad=True).expand(3, 4).detach().requires_grad_()
+    keep_layout(own)
+    (own.t() * torch.ones(4, 3)).sum().backward()
+    assert torch.equal(own.grad if own.grad is not None else torch.empty(0), torch.ones(3, 4))
+
+
 def test_a_layer_keeps_a_graph_only_where_it_is_asked_to() -> None:
     chain = Chain([Layer("only", Scale(), ("x",), ("x",))], inputs=("x",), outputs=("x",))
     (layer,) = take_layers(chain, [0], torch.device("cpu"))

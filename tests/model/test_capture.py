@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture import automatic_cut_points, source_modules
@@ -401,3 +402,60 @@ def test_the_captured_model_is_left_as_it_was() -> None:
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in state.items())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert source_modules(chain.layers[1]) == ("lm_head",)
+
+
+class OwnBackward(torch.autograd.Function):
+    """Runs a module again in the backward, whose gradients arrive there, as a reversible block does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.module = module
+        return module(x).detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.module(x).backward(gradients[0])
+        return x.grad, None
+
+
+class Reversible(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return OwnBackward.apply(self.blocks[0](x), self.blocks[1])
+
+
+def test_a_comparison_leaves_no_gradient_on_the_model() -> None:
+    """It would be added to those of the first step."""
+    torch.manual_seed(0)
+    model = Reversible()
+    chain = Chain.from_module(model, None, {"x": torch.randn(2, 4)})
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(parameter.grad is None for parameter in chain.named_parameters().values())
+
+
+class IndexedUnderVmap(nn.Module):
+    """As masks of transformers are made: indexing with what vmap gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        allowed = x[:, 0] > 0
+        with TransformGetItemToIndex():
+            mask = torch.vmap(lambda row: allowed[row].to(x.dtype))(torch.arange(len(x)))
+        return self.blocks[1](self.blocks[0](x) * mask[:, None])
+
+
+def test_a_module_that_indexes_under_vmap_is_kept_whole() -> None:
+    torch.manual_seed(0)
+    model, x = IndexedUnderVmap(), torch.randn(3, 4)
+    chain = Chain.from_module(model, None, {"x": x})
+    assert "torch.vmap" in chain.kept_whole[0]
+    assert torch.equal(chain.run({"x": x})["output"], model(x))

@@ -137,9 +137,13 @@ class OffloadedCall:
 
 
 def laid_out(tensor: Tensor, stride: Sequence[int]) -> Tensor:
-    """The tensor in this memory layout; itself where it has it."""
+    """The tensor in this memory layout; itself where it has it. Contiguous where several elements would lie in one
+    place, as in what `expand` gives.
+    """
     if tensor.stride() == tuple(stride):
         return tensor
+    if any(step == 0 and size > 1 for step, size in zip(stride, tensor.shape, strict=True)):
+        return tensor.contiguous()
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 

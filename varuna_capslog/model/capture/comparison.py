@@ -201,23 +201,34 @@ def _one_step(
     whole: bool,
 ) -> tuple[_OneStep, list[StateChange]]:
     """As above. whole: make a whole backward, not one for the parameters alone."""
-    with _left_alone(model) as kept, untouched(model) as values, _SameDraws(), torch.enable_grad():
+    parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    with (
+        _left_alone(model) as kept,
+        untouched(model) as values,
+        _gradients_kept(parameters),
+        _SameDraws(),
+        torch.enable_grad(),
+    ):
         for change, value in state:
             assert change.put is not None
             change.put(value)
         before = PythonState(dict(model.named_modules()), files=True) if state else kept
+        for parameter in parameters.values():
+            parameter.grad = None
         outputs = run()
         ends = [(name, tensor) for name, tensor in outputs.items() if tensor.requires_grad]
-        parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
         gradients: dict[str, Tensor | None] = {}
         if ends and parameters:
             tensors, wanted = [tensor for _, tensor in ends], list(parameters.values())
+            directions = [_direction(tensor) for tensor in tensors]
             if whole:
-                found = _backward(tensors, wanted)
+                torch.autograd.backward(tensors, directions)
+                found: list[Tensor | None] = [None] * len(wanted)
             else:
-                directions = [_direction(tensor) for tensor in tensors]
                 found = [*torch.autograd.grad(tensors, wanted, directions, allow_unused=True)]
-            gradients = {name: _dense(one) for name, one in zip(parameters, found, strict=True)}
+            for (name, one), first in zip(parameters.items(), found, strict=True):
+                # of a whole backward, or of one inside the model's own, as of reversible blocks
+                gradients[name] = _together(_dense(first), _dense(one.grad))
         changes = [*before.changes(), *_changed_parameters(model, values)]
         buffers = {name: one.detach().clone() for name, one in model.named_buffers()}
         made = {name: tensor.detach() for name, tensor in outputs.items()}
@@ -241,17 +252,19 @@ def _write(parameter: Tensor, value: Any) -> None:
     parameter.data.copy_(value)
 
 
-def _backward(ends: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor | None]:
-    """The gradients of parameters, of a whole backward, after which they have those that they had."""
-    before = [one.grad for one in parameters]
+@contextmanager
+def _gradients_kept(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Afterwards the parameters have the gradients that they have now."""
+    before = {name: one.grad for name, one in parameters.items()}
     try:
-        for one in parameters:
-            one.grad = None
-        torch.autograd.backward(ends, [_direction(tensor) for tensor in ends])
-        return [one.grad for one in parameters]
+        yield
     finally:
-        for one, gradient in zip(parameters, before, strict=True):
-            one.grad = gradient
+        for name, one in parameters.items():
+            one.grad = before[name]
+
+
+def _together(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return other if one is None else one if other is None else one + other
 
 
 def _dense(gradient: Tensor | None) -> Tensor | None:

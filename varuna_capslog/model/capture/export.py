@@ -28,7 +28,7 @@ from varuna_capslog.model.capture.opaque import Calls, NeedsPython, OpaqueCalls,
 from varuna_capslog.model.capture.runtime import CapturedGraph, FixedSize, Region, Varying, names_of
 from varuna_capslog.model.capture.watching import Watch
 from varuna_capslog.model.hollow import on_host
-from varuna_capslog.model.sources import failing_line
+from varuna_capslog.model.sources import failing_line, line_of
 
 __all__ = [
     "LEFT",
@@ -143,6 +143,8 @@ def export_model(
         except Exception as error:
             raise _explained(model, watch.running, error) from error
     _check_open(program, varies)
+    _name_slices(model, program.graph_module)
+    _check_functions(model, program.graph_module)
     names = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     graph, extra = fx.Graph(), {}
     env: dict[fx.Node, fx.Node] = {}
@@ -184,6 +186,38 @@ def _check_open(program: Any, varies: Mapping[str, Any]) -> None:
                     f"size {dimension} of the input {node.name!r} cannot change: the model's code, or an example of "
                     f"size 1, fixes it to {size}; give an example of at least 2 there, or one size only"
                 )
+
+
+def _name_slices(model: nn.Module, root: fx.GraphModule) -> None:
+    """Gives modules that the code takes from a slice of a list (`self.layers[:2]`) the names that they have."""
+
+    def number(found: re.Match[str]) -> str:
+        bounds = [None if one == "None" else int(one) for one in found.groups()[1:4]]
+        places = range(len(list(model.get_submodule(found[1]).children())))[slice(*bounds)]
+        return f"{found[1]}.{places[int(found[5])]}"
+
+    for graph in [one for one in root.modules() if isinstance(one, fx.GraphModule)]:
+        for node in graph.graph.nodes:
+            stack = node.meta.get("nn_module_stack") or {}
+            if any(".slice(" in str(entry[0]) for entry in stack.values()):
+                renamed = {key: (_SLICE.sub(number, entry[0]), *entry[1:]) for key, entry in stack.items()}
+                node.meta["nn_module_stack"] = renamed
+
+
+_SLICE = re.compile(r"^(.*?)\.slice\((\S+), (\S+), (\S+)\)\.(\d+)")
+
+
+def _check_functions(model: nn.Module, root: fx.GraphModule) -> None:
+    """Raises NotCaptured where the code calls a function of torch's that is in the graph as an object, such as indexing
+    under `torch.vmap`: no operator stands for it.
+    """
+    for node in root.graph.find_nodes(op="get_attr"):
+        if not node.users or isinstance(getattr(root, str(node.target), None), (Tensor, nn.Module, type(None))):
+            continue
+        path = module_path(node)
+        kind = type(model.get_submodule(path))
+        why = f"its code calls a function under torch.vmap that no operator stands for{line_of(kind, r'def forward')}"
+        raise NotCaptured(path, why, f"module {path or kind.__name__!r} ({kind.__name__}) cannot be captured: {why}")
 
 
 def _conditions(program: Any, inputs: Mapping[str, fx.Node]) -> tuple[str, ...]:
