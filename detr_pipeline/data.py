@@ -21,7 +21,7 @@ from torch import Tensor
 
 from detr_pipeline.coco import CocoIndex, read_coco
 from detr_pipeline.digits import DIGIT_NAMES, DigitsConfig, digits_dataset, picture_sizes
-from detr_pipeline.pictures import MAX_PIXELS, read_image
+from detr_pipeline.pictures import MAX_PIXELS, MOST_PIXELS, read_image
 from detr_pipeline.transforms import AugmentConfig, ImageRecipe, apply, largest_size, plan
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Section
@@ -85,7 +85,7 @@ class DataConfig(Section):
     """Bits that count in pictures of more than 8 bits, such as 12 of a camera's 16. Null takes 16, and refuses pictures
     that are almost black then, and those of 32 bits."""
 
-    max_pixels: Annotated[int, Field(ge=1)] = MAX_PIXELS
+    max_pixels: Annotated[int, Field(ge=1, le=MOST_PIXELS)] = MAX_PIXELS
     """Width times height of the largest picture that is opened."""
 
     labels: Literal["contiguous", "original"] = "contiguous"

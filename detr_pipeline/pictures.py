@@ -6,7 +6,7 @@ bits count, is asked for by name and never guessed.
 
 from __future__ import annotations
 
-import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,17 +16,17 @@ from PIL import Image, ImageOps
 
 from varuna_capslog.base.errors import CapslogError
 
-__all__ = ["MAX_PIXELS", "ORIENTATION", "has_more_bits", "opened_image", "read_image"]
+__all__ = ["MAX_PIXELS", "MOST_PIXELS", "ORIENTATION", "has_more_bits", "opened_image", "read_image"]
 
-MAX_PIXELS = 178_956_970
-"""Where Pillow stops too: 512 MiB as RGB."""
+MAX_PIXELS, MOST_PIXELS = 178_956_970, 357_913_940
+"""What is taken unless the user allows more, and beyond which Pillow refuses a picture; 512 MiB and 1 GiB as RGB."""
 ORIENTATION = 0x0112
 """The EXIF tag."""
 _IN_16_BITS = ("PNG", "PPM")
 """Formats whose grey pictures Pillow may hold in 32 bits although the values have 16."""
 _DARK_BITS = 14
 """A picture of 16 bits that needs no more is a quarter as bright as it could be."""
-_limit = threading.Lock()
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # `max_pixels` decides
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def opened_image(path: Path, name: str = "", max_pixels: int = MAX_PIXELS) -> It
     """
     called = _called(path, name)
     try:
-        with _opened(path) as file:
+        with Image.open(path) as file:
             if file.width * file.height > max_pixels:
                 raise CapslogError(
                     f"{called} has {file.width}x{file.height} pixels, more than data.max_pixels={max_pixels}; raise "
@@ -100,16 +100,6 @@ def has_more_bits(file: Image.Image) -> bool:
 
 def _called(path: Path, name: str) -> str:
     return f"image {path}" + (f" ({name})" if name else "")
-
-
-def _opened(path: Path) -> Image.Image:
-    """Opens a picture of any size: Pillow's own limit is one number for the whole process."""
-    with _limit:
-        before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
-        try:
-            return Image.open(path)
-        finally:
-            Image.MAX_IMAGE_PIXELS = before
 
 
 def _of_grey(values: np.ndarray, wide: bool, bits: int | None, called: str) -> Image.Image:

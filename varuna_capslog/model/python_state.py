@@ -7,6 +7,7 @@ still those that were captured.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import types
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna_capslog.model.random_states import GENERATORS
-from varuna_capslog.model.sources import code_reads, is_users_file
+from varuna_capslog.model.sources import cells_of, code_reads, is_users_file
 
 __all__ = ["PythonState", "StateChange"]
 
@@ -186,6 +187,8 @@ class PythonState:
                 self._places.append(_Place(path, "", vars(module)[name], _KINDS[name]))
             for name, value in _closures(module):
                 self._follow(path, name, value, 1, seen)
+            if files:
+                self._take_cells(path, module, seen)
         if files:
             for name, table in _files_of(self._modules):
                 self._places.append(_Files(name, table))
@@ -201,6 +204,16 @@ class PythonState:
                         self._places.append(_Files(f"{name}.{key}", value, attributes))
                     else:
                         self._follow(None, f"{name}.{key}", value, 2, seen)
+
+    def _take_cells(self, path: str, module: nn.Module, seen: set[int]) -> None:
+        """What the functions of a module's class close over."""
+        kind: Any = type(module)
+        for variable, cell in cells_of(kind):
+            if id(cell) not in seen:
+                seen.add(id(cell))
+                self._places.append(place := _Cell(path, "", cell, variable))
+                for inside in place.saved.values():
+                    self._follow(path, variable, inside, 1, seen)
 
     def _take(self, path: str | None, name: str, module: nn.Module, modes: bool, depth: int, seen: set[int]) -> None:
         self._modules.append(module)
@@ -430,10 +443,7 @@ def _files_of(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
 
 def _closures(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """What the module's hooks keep: lists and the like that are theirs."""
-    for table in ("_forward_hooks", "_forward_pre_hooks"):
-        for hook in vars(module)[table].values():
-            for cell in getattr(hook, "__closure__", None) or ():
-                try:
-                    yield "hook", cell.cell_contents
-                except ValueError:  # not filled yet
-                    continue
+    for hook in [*vars(module)["_forward_hooks"].values(), *vars(module)["_forward_pre_hooks"].values()]:
+        for cell in getattr(hook, "__closure__", None) or ():
+            with contextlib.suppress(ValueError):  # not filled yet
+                yield "hook", cell.cell_contents

@@ -6,6 +6,7 @@ Kept profiles and kept captures are those of a model with the same digest.
 from __future__ import annotations
 
 import dis
+import functools
 import hashlib
 import inspect
 import re
@@ -13,12 +14,13 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
 __all__ = [
+    "cells_of",
     "class_name",
     "code_digest",
     "code_reads",
@@ -83,6 +85,15 @@ def failing_line(error: BaseException, kinds: Iterable[type]) -> str:
             found = f" ({Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno})"
         trace = trace.tb_next
     return found
+
+
+@functools.cache
+def cells_of(kind: Any) -> tuple[tuple[str, CellType], ...]:
+    """The variables, but for the class itself, that the functions of a class close over."""
+    own = [one for base in kind.__mro__ if not base.__module__.startswith("torch.") for one in vars(base).values()]
+    functions = [one for one in own if isinstance(one, FunctionType) and one.__closure__]
+    cells = [pair for one in functions for pair in zip(one.__code__.co_freevars, one.__closure__ or (), strict=True)]
+    return tuple(pair for pair in cells if pair[0] != "__class__")
 
 
 def code_digest(kinds: Iterable[type], modules: Iterable[str]) -> str:

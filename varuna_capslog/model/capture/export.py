@@ -23,7 +23,7 @@ from torch.export.graph_signature import InputKind, TensorArgument
 from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.capture.leaves import named_leaves
+from varuna_capslog.model.capture.leaves import name_slices, named_leaves
 from varuna_capslog.model.capture.opaque import Calls, NeedsPython, OpaqueCalls, put_in_calls
 from varuna_capslog.model.capture.runtime import CapturedGraph, FixedSize, Region, Varying, names_of
 from varuna_capslog.model.capture.watching import Watch
@@ -143,7 +143,7 @@ def export_model(
         except Exception as error:
             raise _explained(model, watch.running, error) from error
     _check_open(program, varies)
-    _name_slices(model, program.graph_module)
+    name_slices(model, program.graph_module)
     _check_functions(model, program.graph_module)
     names = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     graph, extra = fx.Graph(), {}
@@ -186,25 +186,6 @@ def _check_open(program: Any, varies: Mapping[str, Any]) -> None:
                     f"size {dimension} of the input {node.name!r} cannot change: the model's code, or an example of "
                     f"size 1, fixes it to {size}; give an example of at least 2 there, or one size only"
                 )
-
-
-def _name_slices(model: nn.Module, root: fx.GraphModule) -> None:
-    """Gives modules that the code takes from a slice of a list (`self.layers[:2]`) the names that they have."""
-
-    def number(found: re.Match[str]) -> str:
-        bounds = [None if one == "None" else int(one) for one in found.groups()[1:4]]
-        places = range(len(list(model.get_submodule(found[1]).children())))[slice(*bounds)]
-        return f"{found[1]}.{places[int(found[5])]}"
-
-    for graph in [one for one in root.modules() if isinstance(one, fx.GraphModule)]:
-        for node in graph.graph.nodes:
-            stack = node.meta.get("nn_module_stack") or {}
-            if any(".slice(" in str(entry[0]) for entry in stack.values()):
-                renamed = {key: (_SLICE.sub(number, entry[0]), *entry[1:]) for key, entry in stack.items()}
-                node.meta["nn_module_stack"] = renamed
-
-
-_SLICE = re.compile(r"^(.*?)\.slice\((\S+), (\S+), (\S+)\)\.(\d+)")
 
 
 def _check_functions(model: nn.Module, root: fx.GraphModule) -> None:

@@ -1,4 +1,4 @@
-"""Names of the tensors in what a model takes and returns, by their places there."""
+"""Names of the tensors in what a model takes and returns, by their places there; and of modules in slices of lists."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["input_tensors", "named_leaves", "paths_of"]
+__all__ = ["input_tensors", "name_slices", "named_leaves", "paths_of"]
 
 
 def input_tensors(name: str, value: Any) -> dict[str, Tensor]:
@@ -67,3 +67,22 @@ def _text(key: Any) -> str:
 
 def _name_in(own: Mapping[Any, Any], value: Any, place: int) -> str:
     return next((str(name) for name, one in own.items() if one is value), str(place))
+
+
+def name_slices(model: nn.Module, root: fx.GraphModule) -> None:
+    """Gives modules that the code takes from a slice of a list (`self.layers[:2]`) the names that they have."""
+
+    def number(found: re.Match[str]) -> str:
+        bounds = [None if one == "None" else int(one) for one in found.groups()[1:4]]
+        places = range(len(list(model.get_submodule(found[1]).children())))[slice(*bounds)]
+        return f"{found[1]}.{places[int(found[5])]}"
+
+    for graph in [one for one in root.modules() if isinstance(one, fx.GraphModule)]:
+        for node in graph.graph.nodes:
+            stack = node.meta.get("nn_module_stack") or {}
+            if any(".slice(" in str(entry[0]) for entry in stack.values()):
+                renamed = {key: (_SLICE.sub(number, entry[0]), *entry[1:]) for key, entry in stack.items()}
+                node.meta["nn_module_stack"] = renamed
+
+
+_SLICE = re.compile(r"^(.*?)\.slice\((\S+), (\S+), (\S+)\)\.(\d+)")
