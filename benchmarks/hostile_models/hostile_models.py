@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import models
 from common import run_ranks

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
+from tests.model.hostile import Quantise, Reverse
+
 __all__ = ["MODELS", "WIDTH", "Hostile"]
 
 WIDTH = 16
@@ -59,17 +61,6 @@ class Hostile(nn.Module):
 # -- backwards of their own --------------------------------------------------------------------------------------------
 
 
-class Reverse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, strength: float) -> Tensor:
-        ctx.strength = strength
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return -ctx.strength * gradients[0], None
-
-
 class GradientReversal(Hostile):
     """Domain adaptation: the features climb the second loss. An export follows the Function's forward, the identity."""
 
@@ -82,23 +73,6 @@ class GradientReversal(Hostile):
         return {"label": self.head(x), "domain": self.domain(Reverse.apply(x, 3.0))}
 
 
-class Nearest(torch.autograd.Function):
-    @staticmethod
-    def forward(z: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-        index = torch.cdist(z, codes).argmin(-1)
-        return codes[index], index
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(inputs[1], output[1])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        codes, index = ctx.saved_tensors
-        return gradients[0], torch.zeros_like(codes).index_add_(0, index, gradients[0])
-
-
 class VectorQuantised(Hostile):
     """A VQ by a Function of two outputs: the encoder's gradient is the decoder's. Followed, the encoder gets none."""
 
@@ -108,7 +82,7 @@ class VectorQuantised(Hostile):
 
     def forward(self, x: Tensor) -> Any:
         z = self.blocks[1](self.blocks[0](x))
-        q, _ = Nearest.apply(z, self.codes)
+        q, _ = Quantise.apply(z, self.codes)
         commitment = (z - q.detach()).square().mean() + (q - z.detach()).square().mean()
         return self.head(self.blocks[3](self.blocks[2](q))), commitment
 

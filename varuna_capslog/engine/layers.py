@@ -29,9 +29,10 @@ from varuna_capslog.engine.statistics import RunningStatistics, tracking_modules
 from varuna_capslog.model.capture.python_calls import Whole, WholeModel
 from varuna_capslog.model.chain import Chain, Layer, Value
 from varuna_capslog.model.hollow import replace_parameters
+from varuna_capslog.model.layer import dense_gradient, gradient_hooks
 from varuna_capslog.model.low_weights import low_parameters
 from varuna_capslog.model.python_state import PythonState
-from varuna_capslog.model.random_states import GLOBAL, RandomStates, crafted_draws, seed_generators
+from varuna_capslog.model.random_states import RandomStates, crafted_draws, seed_generators
 from varuna_capslog.model.trace import autocast_context
 from varuna_capslog.model.training_modes import frozen_parts, put_in_training
 
@@ -150,7 +151,7 @@ class EngineLayer:
         self._frozen = frozen_parts(layer.module)
         for part in layer.module.modules():
             if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse and part.weight.requires_grad:
-                part.weight.register_hook(_dense)
+                part.weight.register_hook(dense_gradient)
         self.statistics = RunningStatistics(layer.module)
         self.compiled: CompiledForward | None = None
         self._precision = precision
@@ -258,8 +259,7 @@ class EngineLayer:
             return
         generators = self._generators
         if generators is None:
-            own = PythonState(dict(self.layer.module.named_modules()), files=True).generators
-            generators = {**GLOBAL, **own}
+            generators = PythonState(dict(self.layer.module.named_modules()), files=True).generators
         before = RandomStates(generators)
         seed_generators(generators, seed)
         seeded = RandomStates(generators) if self._generators is None else before
@@ -281,10 +281,6 @@ class EngineLayer:
                 )
         self._stateless = self._generators is not None
         self._plain = self._stateless and self._precision == "float32" and not (self.statistics or self._generators)
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def persistent_buffers(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -336,7 +332,7 @@ def take_layers(
             memo: dict[int, object] = {id(tensor): tensor for tensor in (*own.values(), *module.buffers())}
             for name in shared:
                 original = originals[name]
-                if _hooks_of(original):
+                if gradient_hooks(original):
                     raise CapslogError(
                         f"the parameter {shared[name]!r} is used by several layers and has a hook on its gradient, "
                         "which would see the gradient of each use alone; change the gradient in the forward instead, "
@@ -364,19 +360,12 @@ def take_layers(
     return layers
 
 
-def _hooks_of(parameter: nn.Parameter) -> list[Any]:
-    """The hooks on a parameter's gradient, but for the engine's own."""
-    found = [*(parameter._backward_hooks or {}).values()]
-    found += (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
-    return [hook for hook in found if hook is not _dense]
-
-
 def _keep_hooks(module: nn.Module, made: nn.Module) -> None:
     """Gives the parameters of a module that was made anew the hooks that those of the first one have."""
     others = dict(made.named_parameters())
     for name, parameter in module.named_parameters():
         for hook in (parameter._backward_hooks or {}).values():
-            if hook is not _dense and others[name].requires_grad:
+            if hook is not dense_gradient and others[name].requires_grad:
                 others[name].register_hook(hook)
 
 
@@ -395,7 +384,7 @@ def _lower(module: nn.Module, weights: str, known: _Masters) -> dict[str, nn.Par
     if not lowered:
         return {}
     for name, parameter in module.named_parameters():
-        if parameter in lowered and _hooks_of(parameter):
+        if parameter in lowered and gradient_hooks(parameter):
             raise CapslogError(
                 f"the parameter {name!r} has a hook on its gradient, which the leaf of {weights} in its place does not "
                 "have; set train.weights=float32"

@@ -24,7 +24,7 @@ from varuna_capslog import accelerator
 from varuna_capslog.model.capture import runs_python
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.python_state import PythonState
-from varuna_capslog.model.random_states import GLOBAL, RandomStates
+from varuna_capslog.model.random_states import RandomStates
 from varuna_capslog.plans.parts import MemoryInterval, pieces_of
 
 __all__ = ["SegmentedChain"]
@@ -111,7 +111,7 @@ class _Again:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._parts = {f"{at}.{name}": part for at, one in enumerate(modules) for name, part in one.named_modules()}
-        self._generators = {**GLOBAL, **PythonState(self._parts, files=True).generators}
+        self._generators = PythonState(self._parts, files=True).generators
         self._before = RandomStates(self._generators)
 
     @contextlib.contextmanager

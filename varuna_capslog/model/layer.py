@@ -1,4 +1,4 @@
-"""One layer of a chain: a module with the names of the tensors that it reads and writes."""
+"""One layer of a chain: a module with the names of the tensors that it reads and writes; its parameters' gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.splitting.pieces import PartOf
 
-__all__ = ["Layer"]
+__all__ = ["Layer", "dense_gradient", "gradient_hooks"]
 
 
 @dataclass(frozen=True)
@@ -48,3 +48,15 @@ class Layer:
                 "both the same"
             )
         return dict(zip(self.writes, result, strict=True))
+
+
+def dense_gradient(gradient: Tensor) -> Tensor:
+    """A gradient, which of an embedding may be sparse; gradients are added, normed and sent as dense ones."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def gradient_hooks(parameter: nn.Parameter) -> list[Any]:
+    """The user's own hooks on a parameter's gradient."""
+    found = [*(parameter._backward_hooks or {}).values()]
+    found += (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+    return [hook for hook in found if hook is not dense_gradient]

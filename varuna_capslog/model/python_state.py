@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from varuna_capslog.model.random_states import GENERATORS
+from varuna_capslog.model.random_states import GENERATORS, GLOBAL
 from varuna_capslog.model.sources import cells_of, code_reads, is_users_file
 
 __all__ = ["PythonState", "StateChange"]
@@ -175,8 +175,8 @@ class PythonState:
     ) -> None:
         self._places: list[_Place] = []
         self._modules: list[nn.Module] = []
-        self.generators: dict[str, Any] = {}
-        """Random generators that are kept among the attributes, by name."""
+        self.generators: dict[str, Any] = dict(GLOBAL)
+        """Random generators that code may draw from, by name: `GLOBAL` and those that are kept among the attributes."""
         seen = {id(one) for one in apart}
         for path, module in modules.items():
             if id(module) in seen:
@@ -188,7 +188,8 @@ class PythonState:
             for name, value in _closures(module):
                 self._follow(path, name, value, 1, seen)
             if files:
-                self._take_cells(path, module, seen)
+                kind: Any = type(module)
+                self._follow_cells(path, "", cells_of(kind), 1, seen)
         if files:
             for name, table in _files_of(self._modules):
                 self._places.append(_Files(name, table))
@@ -205,16 +206,6 @@ class PythonState:
                     else:
                         self._follow(None, f"{name}.{key}", value, 2, seen)
 
-    def _take_cells(self, path: str, module: nn.Module, seen: set[int]) -> None:
-        """What the functions of a module's class close over."""
-        kind: Any = type(module)
-        for variable, cell in cells_of(kind):
-            if id(cell) not in seen:
-                seen.add(id(cell))
-                self._places.append(place := _Cell(path, "", cell, variable))
-                for inside in place.saved.values():
-                    self._follow(path, variable, inside, 1, seen)
-
     def _take(self, path: str | None, name: str, module: nn.Module, modes: bool, depth: int, seen: set[int]) -> None:
         self._modules.append(module)
         self._places.append(_Attributes(path, name, module, modes))
@@ -224,12 +215,8 @@ class PythonState:
 
     def _follow(self, path: str | None, name: str, value: Any, depth: int, seen: set[int]) -> None:
         if isinstance(value, types.FunctionType) and depth and is_users_file(value.__code__.co_filename):
-            for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-                if id(cell) not in seen:
-                    seen.add(id(cell))
-                    self._places.append(place := _Cell(path, name, cell, variable))
-                    for inside in place.saved.values():
-                        self._follow(path, f"{name}.{variable}", inside, min(depth - 1, _IN_CLOSURES), seen)
+            cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+            self._follow_cells(path, name, cells, min(depth - 1, _IN_CLOSURES), seen)
             return
         if isinstance(value, _CLOSED) or id(value) in seen or not depth or len(seen) > _ALL:
             return
@@ -258,6 +245,17 @@ class PythonState:
                 self._follow(path, f"{name}[...]", one, depth - 1, seen)
         else:
             self._follow_object(path, name, value, depth, seen)
+
+    def _follow_cells(
+        self, path: str | None, name: str, cells: Iterable[tuple[str, types.CellType]], depth: int, seen: set[int]
+    ) -> None:
+        """What a function closes over, by variable."""
+        for variable, cell in cells:
+            if id(cell) not in seen:
+                seen.add(id(cell))
+                self._places.append(place := _Cell(path, name, cell, variable))
+                for inside in place.saved.values():
+                    self._follow(path, f"{name}.{variable}".lstrip("."), inside, depth, seen)
 
     def _follow_object(self, path: str | None, name: str, value: Any, depth: int, seen: set[int]) -> None:
         if slots := [key for key in _slots_of(type(value)) if hasattr(value, key)]:

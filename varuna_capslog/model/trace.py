@@ -24,7 +24,7 @@ from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.hollow import VALUE_ERRORS, ReadNumbers, kept_tensors, replace_parameters, unlogged
 from varuna_capslog.model.low_weights import low_parameters
 from varuna_capslog.model.python_state import PythonState
-from varuna_capslog.model.random_states import GLOBAL, RandomStates
+from varuna_capslog.model.random_states import RandomStates
 from varuna_capslog.model.signature import layer_signature
 from varuna_capslog.model.training_modes import put_in_training
 
@@ -112,8 +112,7 @@ class ShapeTable:
         generators = self._generators.get(signature)
         known = generators is not None
         if generators is None:
-            own = PythonState(dict(layer.module.named_modules()), files=True).generators
-            generators = {**GLOBAL, **own}
+            generators = PythonState(dict(layer.module.named_modules()), files=True).generators
         draws = RandomStates(generators)
         try:
             written = self._traced_on_fakes(layer, read)

@@ -28,7 +28,7 @@ from varuna_capslog.model.capture.leaves import named_leaves
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.hollow import hollow_copy
 from varuna_capslog.model.python_state import PythonState
-from varuna_capslog.model.random_states import GLOBAL, crafted_draws, seed_generators
+from varuna_capslog.model.random_states import crafted_draws, seed_generators
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.profiling.estimation.hollow import SilentCommunicator
@@ -47,7 +47,7 @@ def made(kind: Callable[[], nn.Module]) -> nn.Module:
 
 def seed(model: nn.Module, value: int) -> None:
     torch.default_generator.manual_seed(value)
-    seed_generators({**GLOBAL, **PythonState(dict(model.named_modules()), files=True).generators}, value)
+    seed_generators(PythonState(dict(model.named_modules()), files=True).generators, value)
 
 
 def loss(outputs: Mapping[str, Tensor], targets: Any = None, normalisers: Mapping[str, float] | None = None) -> Any:

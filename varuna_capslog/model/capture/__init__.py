@@ -41,7 +41,7 @@ from varuna_capslog.model.capture.split import split_graph
 from varuna_capslog.model.capture.text import CapturedLayers
 from varuna_capslog.model.capture.trial import has_weights
 from varuna_capslog.model.capture.whole import whole_layer
-from varuna_capslog.model.layer import Layer
+from varuna_capslog.model.layer import Layer, gradient_hooks
 from varuna_capslog.model.python_state import PythonState
 from varuna_capslog.model.training_modes import freeze_layers, in_training
 
@@ -344,9 +344,7 @@ def _check_names(model: nn.Module, cut_points: Sequence[str]) -> None:
 def _check_parameters(model: nn.Module) -> None:
     """Refuses hooks on parameters: a layer that another rank or a later member makes has parameters without them."""
     for name, parameter in model.named_parameters():
-        hooks = [*(parameter._backward_hooks or {}).values()]
-        hooks += [*(getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()]
-        if any(not str(getattr(hook, "__module__", "")).startswith("varuna_capslog.") for hook in hooks):
+        if gradient_hooks(parameter):
             raise CapslogError(
                 f"parameter {name!r} has a hook on its gradient, which copies of it on other ranks do not have; remove "
                 "it, and let the forward do its work: of part * weight + (1 - part) * weight.detach() the gradient is "

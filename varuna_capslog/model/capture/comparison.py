@@ -25,8 +25,9 @@ from varuna_capslog.model.capture.leaves import named_leaves
 from varuna_capslog.model.capture.runtime import runs_its_children
 from varuna_capslog.model.capture.text import CapturedLayers
 from varuna_capslog.model.capture.trial import same_bits, untouched
+from varuna_capslog.model.layer import dense_gradient
 from varuna_capslog.model.python_state import PythonState, StateChange
-from varuna_capslog.model.random_states import GLOBAL, RandomStates, seed_generators
+from varuna_capslog.model.random_states import RandomStates, seed_generators
 from varuna_capslog.model.training_modes import in_training, put_in_training
 
 __all__ = ["compare_steps"]
@@ -228,7 +229,8 @@ def _one_step(
                 found = [*torch.autograd.grad(tensors, wanted, directions, allow_unused=True)]
             for (name, one), first in zip(parameters.items(), found, strict=True):
                 # of a whole backward, or of one inside the model's own, as of reversible blocks
-                gradients[name] = _together(_dense(first), _dense(one.grad))
+                parts = [dense_gradient(part) for part in (first, one.grad) if part is not None]
+                gradients[name] = functools.reduce(torch.add, parts) if parts else None
         changes = [*before.changes(), *_changed_parameters(model, values)]
         buffers = {name: one.detach().clone() for name, one in model.named_buffers()}
         made = {name: tensor.detach() for name, tensor in outputs.items()}
@@ -263,15 +265,6 @@ def _gradients_kept(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
             one.grad = before[name]
 
 
-def _together(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    return other if one is None else one if other is None else one + other
-
-
-def _dense(gradient: Tensor | None) -> Tensor | None:
-    """A gradient; that of an embedding may be sparse."""
-    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
-
-
 def _direction(tensor: Tensor) -> Tensor:
     """Random numbers as the gradient of an output: they tell apart what a sum would not."""
     generator = torch.Generator().manual_seed(tensor.numel())
@@ -283,9 +276,8 @@ def _direction(tensor: Tensor) -> Tensor:
 def _left_alone(model: nn.Module) -> Iterator[PythonState]:
     """While it is open, generators beside torch's begin from one seed; then these and attributes are put back."""
     state = PythonState(dict(model.named_modules()), files=True)
-    generators = {**GLOBAL, **state.generators}
-    draws = RandomStates(generators)
-    seed_generators(generators, 0)
+    draws = RandomStates(state.generators)
+    seed_generators(state.generators, 0)
     try:
         yield state
     finally:

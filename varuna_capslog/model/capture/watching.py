@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from varuna_capslog.model.python_state import PythonState, StateChange
-from varuna_capslog.model.random_states import GLOBAL, RandomStates
+from varuna_capslog.model.random_states import RandomStates
 
 __all__ = ["Watch"]
 
@@ -72,7 +72,7 @@ class Watch:
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         self._state = self._now()
-        self.generators = {**GLOBAL, **self._state.generators}
+        self.generators = self._state.generators
         self._draws = RandomStates(self.generators)
         self._last = self._draws
 
