@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +24,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that is killed on purpose makes stacks of C++
+
+STATE = tempfile.TemporaryDirectory(prefix="capslog-state-")
+"""For the key of the user's marks (`start/named_code`), which tests must not make in his own folder."""
+os.environ.setdefault("XDG_STATE_HOME", STATE.name)
 
 LONGEST = (
     "test_torchrun.py",

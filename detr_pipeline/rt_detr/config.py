@@ -85,7 +85,7 @@ def _from_folder(folder: Path, num_classes: int) -> Any:
     from transformers import AutoConfig, RTDetrConfig, RTDetrResNetConfig
 
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise CapslogError(
             f"model.folder={folder} cannot be read as a model of transformers: {' '.join(str(error).split())}"

@@ -24,9 +24,11 @@ __all__ = ["draw_predictions", "write_run_report"]
 _NUM_SAMPLES = 8
 
 
-def write_run_report(config: Config) -> tuple[Path, str | None, RunRecord]:
+def write_run_report(config: Config, refusal: str | None = None) -> tuple[Path, str | None, RunRecord]:
     """Writes the page into the folder of a run: its path, a sentence where sample predictions are missing, and what the
     folder holds.
+
+    refusal: why the code that the config names may not run; the page is then made of the folder's data alone.
 
     Raises:
         CapslogError: matplotlib is not installed (the extra `report` brings it); the folder cannot be read or written.
@@ -37,11 +39,14 @@ def write_run_report(config: Config) -> tuple[Path, str | None, RunRecord]:
 
     problem = None
     try:
-        _draw_samples(config)
+        if refusal is None:
+            _draw_samples(config)
+        else:
+            problem = f"no new sample predictions, and no peaks predicted at the measured sizes: {refusal}"
     except CapslogError as error:
         problem = f"no sample predictions: {error}"  # a page without pictures is better than none
     run = read_run(config.run_dir)
-    return write_report(run, _rehearse), problem, run
+    return write_report(run, _rehearse if refusal is None else None), problem, run
 
 
 def _rehearse(config: Config, cuts: Sequence[int], shapes: Mapping[str, Sequence[int]]) -> list[int]:

@@ -64,6 +64,7 @@ class ChaosFlags:
     scale: Annotated[float, option("--trace: by how much faster.")] = 60.0
     notice: Annotated[str, option("--trace: how long before a leave it is announced; AWS's 2 min.")] = "120s"
     as_json: AsJson = False
+    trust: shared.Trust = False
 
 
 @options_of(ChaosFlags)
@@ -150,7 +151,7 @@ def _settings(given: ChaosFlags, folder: Path, devices: int) -> Config:
         config = None
     forced = [f"run_dir={folder}", f"pipeline.devices={devices}", "elastic.enabled=true"]
     changes = [*forced, *changes]
-    settings = toy_config(folder, changes) if config is None else shared.load(Path(config), changes)
+    settings = toy_config(folder, changes) if config is None else shared.load(Path(config), changes, trust=given.trust)
     if settings.pipeline.plan is not None and settings.world_size != devices:
         raise CapslogError(
             f"the hosts have {devices} workers in all, but pipeline.plan={settings.pipeline.plan} runs on "

@@ -50,6 +50,7 @@ class CompareFlags:
     host_bandwidth: shared.HostBandwidth = None
     output: Annotated[Path | None, shared.output_option("Folder for the picture and JSON.")] = None
     as_json: shared.AsJson = False
+    trust: shared.Trust = False
 
 
 @shared.options_of(CompareFlags)
@@ -66,7 +67,7 @@ def compare(given: CompareFlags) -> None:
     devices, memory = given.devices, given.memory
     if given.config is not None:
         changes = [] if devices is None else [f"pipeline.devices={devices}"]
-        settings = shared.load(given.config, given.overrides, *changes, *shared.SEARCHED)
+        settings = shared.load(given.config, given.overrides, *changes, *shared.SEARCHED, trust=given.trust)
         pipeline = settings.pipeline
         devices, limit, memory = pipeline.devices, pipeline.capacity, memory or pipeline.memory
         run = RunShape.of_config(settings).share(pipeline.replicas)

@@ -77,6 +77,7 @@ class ExportFlags:
             "reads), dcp (a folder of torch.distributed.checkpoint) or onnx (the whole model).",
         ),
     ] = "safetensors"
+    trust: shared.Trust = False
     k: Annotated[int | None, option("Microbatches of a group of the schedule kfkb.", "the run's, or 2")] = None
 
 
@@ -92,7 +93,7 @@ def export(given: ExportFlags) -> None:
     from varuna_capslog.schedules import RunShape
 
     if given.weights is not None:
-        _write_weights(given.plan, given.weights, given.form)
+        _write_weights(given.plan, given.weights, given.form, given.trust)
         return
     fields.refuse_unknown([given.to], list(TARGETS), "form")
     own = shared.run_config(given.plan) if given.plan.is_dir() else None
@@ -115,7 +116,7 @@ def export(given: ExportFlags) -> None:
     run = dataclasses.replace(run, **{name: value for name, value in changes.items() if value is not None})
     profile = None if path is None else read_profile(path)
     edges = None if profile is None or plan.routes == "relay" else profile.known_edges
-    names = _names(TARGETS[given.to].needs, profile, model, own)
+    names = _names(TARGETS[given.to].needs, profile, model, own, given.trust)
     text = written(given.to, Request(plan, run, edges, names, given.block_names))
     if given.output is None:
         typer.echo(text, nl=False)
@@ -126,7 +127,7 @@ def export(given: ExportFlags) -> None:
         typer.echo(f"note: {note}", err=True)
 
 
-def _write_weights(run_dir: Path, path: Path, form: str) -> None:
+def _write_weights(run_dir: Path, path: Path, form: str, trust: bool) -> None:
     """Raises CapslogError where `run_dir` is no run's folder, or has no checkpoint."""
     from varuna_capslog.base import fields
     from varuna_capslog.model.workload import load_workload
@@ -137,7 +138,7 @@ def _write_weights(run_dir: Path, path: Path, form: str) -> None:
     fields.refuse_unknown([form], list(FORMS), "form of weights")
     if not run_dir.is_dir():
         raise CapslogError(f"--weights takes them from a run's folder, but {run_dir} is none; give the folder of a run")
-    config = shared.run_config(run_dir)
+    config = shared.trusted_config(run_dir, trust)
     workload = load_workload(config)
     checkpoint = best_checkpoint(config.run_dir / "checkpoints")
     chain = workload.build_chain()
@@ -164,10 +165,12 @@ def _model(given: ExportFlags) -> Config | None:
     if flags.model is not None:
         return config_of_model(flags, {"devices": 1})
     overrides_of(flags)
-    return None if given.config is None else shared.load(given.config, None)
+    return None if given.config is None else shared.load(given.config, None, trust=given.trust)
 
 
-def _names(needs: str, profile: Profile | None, model: Config | None, own: Config | None) -> ModelNames | None:
+def _names(
+    needs: str, profile: Profile | None, model: Config | None, own: Config | None, trust: bool
+) -> ModelNames | None:
     """What the layers are called: by the model that is given, by the profile, or by the run's own model.
 
     A profile knows no modules. Models are built for their names.
@@ -183,5 +186,8 @@ def _names(needs: str, profile: Profile | None, model: Config | None, own: Confi
         return None
     from varuna_capslog.model.names import names_of
     from varuna_capslog.model.workload import load_workload  # imports torch, which the other forms do without
+    from varuna_capslog.start.named_code import check_run
 
+    if config is own:
+        check_run(config.run_dir, config, trust)
     return names_of(load_workload(config).build_chain())

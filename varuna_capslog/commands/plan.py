@@ -114,6 +114,7 @@ class PlanFlags(InferenceFlags, ModelFlags):
         Path | None, shared.output_option("File for the plan; a .png draws each rank's memory over time.")
     ] = None
     as_json: shared.AsJson = False
+    trust: shared.Trust = False
 
 
 @shared.options_of(PlanFlags)
@@ -147,7 +148,7 @@ def plan(given: PlanFlags) -> None:
         changes = [*overrides_of(given), *(f"pipeline.{key}={value}" for key, value in pipeline.items())]
         if given.minibatch is not None:
             changes.append(f"train.minibatch_size={given.minibatch}")
-        settings = shared.load(given.config, given.overrides, *changes, *shared.SEARCHED)
+        settings = shared.load(given.config, given.overrides, *changes, *shared.SEARCHED, trust=given.trust)
     elif given.model is not None:
         if given.devices is None:
             raise CapslogError("--model needs --devices N, the number of devices to plan for")

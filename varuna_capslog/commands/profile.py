@@ -33,6 +33,7 @@ class ProfileFlags(ModelFlags):
         ),
     ] = None
     as_json: shared.AsJson = False
+    trust: shared.Trust = False
 
 
 @shared.options_of(ProfileFlags)
@@ -88,7 +89,7 @@ def _config(given: ProfileFlags) -> Config:
         raise CapslogError("nothing to profile, or too much: give a CONFIG file or --model package.module:function")
     if given.config is not None:
         changes = [] if given.order is None else [f"profile.order={given.order}"]
-        return shared.load(given.config, given.overrides, *changes, *overrides_of(given))
+        return shared.load(given.config, given.overrides, *changes, *overrides_of(given), trust=given.trust)
     if given.order is not None:
         raise CapslogError("--order is of measured runs of a CONFIG; leave it out with --model")
     return config_of_model(given, {"devices": 1})

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 __all__ = ["evaluate", "predict", "report"]
 
 
-def evaluate(run_dir: shared.RunDirectory, as_json: shared.AsJson = False) -> None:
+def evaluate(run_dir: shared.RunDirectory, as_json: shared.AsJson = False, trust: shared.Trust = False) -> None:
     """Score the best checkpoint of a run; the scores are also written to RUN_DIR/evaluation.json."""
     from varuna_capslog.base import files
     from varuna_capslog.base.supervisor import reserve
     from varuna_capslog.start.local_run import run_workers, worker_starter
 
-    settings = shared.run_config(run_dir)
+    settings = shared.trusted_config(run_dir, trust)
     path = run_dir / "evaluation.json"
     with reserve(run_dir), worker_starter(settings, "--evaluate") as starter:
         path.unlink(missing_ok=True)
@@ -56,6 +56,7 @@ def predict(
     images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="Image files.", show_default=False)],
     output: Annotated[Path | None, shared.output_option("Folder for the pictures.", "RUN_DIR/predictions")] = None,
     as_json: shared.AsJson = False,
+    trust: shared.Trust = False,
 ) -> None:
     """Draw what a run's best checkpoint (the newest one, if it was never evaluated) sees on images."""
     from varuna_capslog.api.reporting import draw_predictions
@@ -63,7 +64,7 @@ def predict(
     for image in images:
         if not image.is_file():
             raise CapslogError(f"image {str(image)!r} is not a file; check the path")
-    settings = shared.run_config(run_dir)
+    settings = shared.trusted_config(run_dir, trust)
     pictures = draw_predictions(settings, images, output or run_dir / "predictions")
     if as_json:
         shared.print_json([str(picture) for picture in pictures])
@@ -72,14 +73,22 @@ def predict(
         typer.echo(str(picture))
 
 
-def report(run_dir: shared.RunDirectory, as_json: shared.AsJson = False) -> None:
-    """Write RUN_DIR/report: where the time went, peaks predicted and measured, the schedule, curves and samples."""
+def report(run_dir: shared.RunDirectory, as_json: shared.AsJson = False, trust: shared.Trust = False) -> None:
+    """Write RUN_DIR/report: where the time went, peaks predicted and measured, the schedule, curves and samples.
+    Without --trust, the page of a run that somebody else started is made of its data alone.
+    """
     settings = shared.run_config(run_dir)  # says so in one sentence where this is no run
 
     from varuna_capslog.api.reporting import write_run_report
     from varuna_capslog.reports.goodput import account_of
+    from varuna_capslog.start.named_code import check_run
 
-    page, problem, run = write_run_report(settings)
+    refusal = None
+    try:
+        check_run(run_dir, settings, trust)
+    except CapslogError as error:
+        refusal = str(error)
+    page, problem, run = write_run_report(settings, refusal)
     account = account_of(run)
     if problem is not None:
         typer.echo(f"note: {problem}", err=True)

@@ -35,6 +35,7 @@ __all__ = [
     "ProfileFile",
     "RunDirectory",
     "StoreAddress",
+    "Trust",
     "Wait",
     "blocks_of",
     "link_of",
@@ -48,6 +49,7 @@ __all__ = [
     "profile_of",
     "run_config",
     "tell",
+    "trusted_config",
 ]
 
 Options = TypeVar("Options")
@@ -61,12 +63,18 @@ def option(text: str, shown: bool | str = True, *names: str, **rules: Any) -> An
     return typer.Option(*names, help=text, show_default=shown, **rules)
 
 
-_CONFIG = typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)
+_CONFIG = typer.Argument(
+    metavar="CONFIG", help="The run's YAML file. A config is code: it names functions to run.", show_default=False
+)
 ConfigFile = Annotated[Path, _CONFIG]
 OptionalConfigFile = Annotated[Path | None, _CONFIG]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Config keys to change, such as train.max_steps=10."),
+]
+Trust = Annotated[
+    bool,
+    typer.Option("--trust", help="A config is code: run what it names, though you did not start the run it is of."),
 ]
 RunDirectory = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run.", show_default=False)]
 ProfileFile = Annotated[Path | None, option("Profile of the model.", "that of CONFIG, taken now", "--profile")]
@@ -115,13 +123,17 @@ def options_of(options: type[Options]) -> Callable[[Callable[[Options], None]], 
     return decorate
 
 
-def load(path: Path, overrides: Sequence[str] | None, *more: str) -> Config:
+def load(path: Path, overrides: Sequence[str] | None, *more: str, trust: bool = False) -> Config:
     """The config of a run that CONFIG and overrides say; what its `pipeline.plan` decides is told on standard error.
 
     more: overrides of the command itself, which come last.
+
+    Raises CapslogError as `start/named_code.check_config`.
     """
     from varuna_capslog.start.given_plan import load_run_config
+    from varuna_capslog.start.named_code import check_config
 
+    check_config(path, [*(overrides or ()), *more], trust)
     return load_run_config(path, [*(overrides or ()), *more], tell)
 
 
@@ -136,6 +148,15 @@ def run_config(run_dir: Path) -> Config:
         )
     config = load_config(path)
     config.run_dir = run_dir
+    return config
+
+
+def trusted_config(run_dir: Path, trust: bool) -> Config:
+    """As `run_config`, for commands that run the code it names. Raises CapslogError as `start/named_code.check_run`."""
+    from varuna_capslog.start.named_code import check_run
+
+    config = run_config(run_dir)
+    check_run(run_dir, config, trust)
     return config
 
 

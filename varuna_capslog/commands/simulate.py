@@ -94,6 +94,7 @@ class SimulateFlags(StepFlags):
     spot_price: Annotated[float, option("--trace: dollars per device and hour; assumed.")] = 0.918
     on_demand_price: Annotated[float, option("--trace: the same on demand; AWS p3.2xlarge.")] = 3.06
     as_json: shared.AsJson = False
+    trust: shared.Trust = False
 
 
 @shared.options_of(SimulateFlags)
@@ -115,7 +116,7 @@ def simulate(given: SimulateFlags) -> None:
     settings = None
     if given.config is not None:
         aside = () if given.plan is None else ("pipeline.plan=null",)  # --plan is played in its place
-        settings = shared.load(given.config, given.overrides, *aside)
+        settings = shared.load(given.config, given.overrides, *aside, trust=given.trust)
     costs = shared.profile_of(given.profile, settings, show=not given.as_json)
     run = _run(settings, costs, given)
     if given.trace is not None:

@@ -38,11 +38,12 @@ def train(
             min=1,
         ),
     ] = None,
+    trust: shared.Trust = False,
 ) -> None:
     """Train over the planned pipeline. Ctrl-C stops after the step; the same command continues."""
     from varuna_capslog.start.local_run import train_here
 
-    settings = shared.load(config, overrides)
+    settings = shared.load(config, overrides, trust=trust)
     if nproc is not None:
         settings = _of_workers(settings, nproc, f"--nproc {nproc}", config, overrides)
     train_here(settings, _show_plan, shared.tell)
@@ -71,6 +72,7 @@ class HostFlags:
     name: shared.HostName = None
     wait: shared.Wait = 600.0
     dry_run: shared.DryRun = False
+    trust: shared.Trust = False
 
 
 @shared.options_of(HostFlags)
@@ -135,7 +137,7 @@ def _spread(given: HostFlags) -> tuple[Config, int]:
         overrides.append("pipeline.plan=null")  # a machine may join with any number; the one that serves has the plan
     if given.store is not None:
         overrides.append("variants={}")  # what has passed its check is in the folder of the run
-    settings = shared.load(given.config, overrides)
+    settings = shared.load(given.config, overrides, trust=given.trust)
     wanted = settings.world_size
     if nproc is None:
         if wanted % nnodes:
@@ -159,7 +161,7 @@ def _of_workers(settings: Config, workers: int, flags: str, path: Path, override
         raise CapslogError(
             f"{flags} is not divisible by pipeline.replicas={pipeline.replicas}; replicas have equally many workers"
         )
-    return shared.load(path, overrides, f"pipeline.devices={workers // pipeline.replicas}")
+    return shared.load(path, overrides, f"pipeline.devices={workers // pipeline.replicas}", trust=True)
 
 
 def check_address(address: str) -> None:

@@ -29,6 +29,7 @@ class VariantFlags:
     generations: Annotated[int, option("Of level 2, the search that measures whole models; 0: none.", min=0)] = 4
     seed: Annotated[int, option("Of level 2.")] = 0
     as_json: shared.AsJson = False
+    trust: shared.Trust = False
 
 
 @shared.options_of(VariantFlags)
@@ -40,7 +41,7 @@ def variants(given: VariantFlags) -> None:
     from varuna_capslog.start.collage_start import collage
 
     changes = [] if given.numerics is None else [f"numerics={given.numerics}"]
-    config = shared.load(given.config, given.overrides, *changes)
+    config = shared.load(given.config, given.overrides, *changes, trust=given.trust)
     found = collage(config, given.rounds, given.generations, given.seed, shared.tell)
     plain, best = found.candidates[0], found.best
     chosen = {f"#{layer}": name for layer, name in best.chosen.items()}

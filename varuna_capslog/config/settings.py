@@ -6,6 +6,7 @@ opens a file.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,7 +29,7 @@ def _capacity(value: Any) -> Any:
 
 
 def _transport(value: str) -> str:
-    if value not in ("gloo", "nccl") and ":" not in value:
+    if value not in ("gloo", "nccl") and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
         raise ValueError(f"{value!r} is none of gloo, nccl, or a function of the form package.module:name")
     return value
 

@@ -46,6 +46,7 @@ from varuna_capslog.start.layerwise_start import (
     configured_link,
     plan_layerwise,
 )
+from varuna_capslog.start.named_code import mark_run
 from varuna_capslog.start.replicated_start import (
     asks_automatic,
     asks_replicated,
@@ -94,6 +95,7 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
     # the plans of an elastic run may each have another schedule
     settled = config if config.elastic.enabled else with_choices_of(config, plan)
     files.write_text(config.run_dir / "config.yaml", dump_config(settled))
+    mark_run(config.run_dir)
     if profile is not None:
         write_profile(config.run_dir / "profile.json", profile)
     last = latest_plan(config.run_dir)

@@ -1,0 +1,234 @@
+"""A config is code: what a run's folder names that would be run, and whether it may run without a question.
+
+Commands ask `check_run` or `check_config` before they import anything that a run's folder names; `start/prepare` marks
+the folder of every run that it starts. The mark is an HMAC under a key that only this user can read, so that neither a
+file's owner nor its mode counts as a proof. The Python API and workers, which are told by this user, never ask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import re
+import stat
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from varuna_capslog.base import files
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.functions import add_current_folder
+from varuna_capslog.base.trust.secret import FILE_VARIABLE, run_secret
+from varuna_capslog.config.reading import Config, load_config
+
+__all__ = ["OFFERED", "check_config", "check_run", "mark_run"]
+
+OFFERED = frozenset(
+    {
+        "detr_pipeline:workload",
+        "detr_pipeline.rt_detr:workload",
+        "varuna_capslog.model.hugging_face:model",
+        "varuna_capslog.model.model_workload:workload",
+        "varuna_capslog.model_workload:workload",
+        "varuna_capslog.own_data:ImageFolder",
+        "varuna_capslog.own_data:TextFile",
+        "varuna_capslog.own_data:TokenFile",
+        "varuna_capslog.own_data:workload",
+        "varuna_capslog.rig.nccl_manners:open_group",
+        "varuna_capslog.rig.toy:workload",
+    }
+)
+"""What our packages offer to configs. A list and not a rule: under our names there is much more that can be called with
+any arguments (`base.files:write_text`), and what is imported there (`base.processes:subprocess`) is nobody's own."""
+
+_NAME = re.compile(r"[\w.\-]+:[\w.\-]+")
+"""Whatever can name a function of a module, or an attribute behind it; texts such as cuda:0 are only asked about."""
+
+_HANDED = "varuna_capslog.own_data.handed:model"
+_MARK = "mark.json"
+_FILES_OF_RUNS = ("plan-*.json", "events.jsonl", "metrics.jsonl", "checkpoints/step-*", "handed.pkl")
+_MOST_MARK_BYTES = 1 << 20
+
+
+def check_run(run_dir: Path, config: Config, trust: bool = False) -> None:
+    """Returns where the code that the config of a run's folder names may run: it is all `OFFERED`, this user started
+    the run and nothing of it was changed since, or `trust`.
+
+    Raises:
+        CapslogError: it may not; the sentence names what would run.
+    """
+    code = _code(config)
+    if code and not trust and (doubt := _doubt(run_dir, config)) is not None:
+        raise CapslogError(_sentence(run_dir / "config.yaml", code, doubt))
+
+
+def check_config(path: Path, overrides: Sequence[str], trust: bool = False) -> None:
+    """As `check_run`, for a config that a command is called with.
+
+    To name a config of one's own is to start its code, as with a script. What is asked about is the config.yaml of a
+    run's folder, and a config that names a pickle, which nobody can read.
+
+    Raises:
+        ConfigError: as `load_config`.
+        CapslogError: as `check_run`.
+    """
+    if trust:
+        return
+    place, known = Path(os.path.realpath(path)), set[str]()
+    if place.name == "config.yaml" and any(any(place.parent.glob(pattern)) for pattern in _FILES_OF_RUNS):
+        resolved = load_config(path)
+        check_run(place.parent, resolved)
+        known = {*_pickles(resolved)}
+    if pickles := {*_pickles(load_config(path, overrides))} - known:
+        told = [f"the pickle {one}" for one in sorted(pickles)]
+        raise CapslogError(_sentence(path, told, "nobody can read in a pickle what it will do"))
+
+
+def mark_run(run_dir: Path) -> None:
+    """Marks a run that this user starts, over the config.yaml in its folder and the pickles that it names. Without a
+    key, as where there is no HOME, there is no mark, and later commands ask.
+    """
+    config = load_config(run_dir / "config.yaml")
+    modules = {name: _file_of(name) for name in _names(config)}
+    with contextlib.suppress(CapslogError):
+        if (key := _key(create=True)) is not None:
+            mark = _mark(key, run_dir, config, modules)
+            files.write_json(run_dir / _MARK, {"mark": mark, "modules": modules})
+
+
+def _code(config: Config) -> list[str]:
+    """What the config names beside `OFFERED` that would run, in words."""
+    places = {f"{key}={name}": _file_of(name) for key, name in _leaves(config) if _is_code(name)}
+    names = [told if file is None else f"{told} ({file})" for told, file in places.items()]
+    return [*names, *(f"the pickle {path}" for path in _pickles(config))]
+
+
+def _names(config: Config) -> list[str]:
+    return sorted({name for _, name in _leaves(config) if _is_code(name)})
+
+
+def _is_code(text: str) -> bool:
+    return text not in OFFERED and _NAME.fullmatch(text) is not None
+
+
+def _pickles(config: Config) -> list[str]:
+    """Paths of the files that own data and handed models are unpickled from."""
+    leaves = list(_leaves(config))
+    keys = ("given", "path") if any(text == _HANDED for _, text in leaves) else ("given",)
+    return sorted({text for key, text in leaves if key.partition(".")[0] != "train" and key.endswith(keys)})
+
+
+def _leaves(config: Config) -> Iterator[tuple[str, str]]:
+    """Key and text of every text in the config, keys of mappings included; not where the run lies and the device of
+    its profile, which are checked to be no code.
+    """
+    for key, value in config.model_dump(mode="json", exclude={"run_dir": True, "profile": {"device"}}).items():
+        yield from _texts(key, value)
+
+
+def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield key, name
+            yield from _texts(f"{key}.{name}", inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _texts(key, inner)
+
+
+def _file_of(name: str) -> str | None:
+    """The file of the module in `package.module:function`, found without importing anything of it; None where the
+    module is built in or not found.
+    """
+    add_current_folder()
+    spec, path, so_far = None, None, ""
+    with contextlib.suppress(Exception):  # finders of other packages are among those asked
+        for part in name.partition(":")[0].split("."):
+            so_far = f"{so_far}.{part}" if so_far else part
+            specs = (finder.find_spec(so_far, path) for finder in sys.meta_path)
+            spec = next((one for one in specs if one is not None), None)
+            if spec is None:
+                return None
+            path = None if spec.submodule_search_locations is None else [*spec.submodule_search_locations]
+    return None if spec is None or not spec.has_location else spec.origin
+
+
+def _doubt(run_dir: Path, config: Config) -> str | None:
+    """Why this user may not have started the run of a folder as it is now; None where it is certain."""
+    modules: Any = None
+    path = run_dir / _MARK
+    try:
+        key = _key()
+        if key is not None and path.is_file() and not path.is_symlink() and path.stat().st_size <= _MOST_MARK_BYTES:
+            written = files.read_json(path)
+            mark, modules = (written.get("mark"), written.get("modules")) if isinstance(written, dict) else (None, None)
+        if key is None or not isinstance(modules, dict) or not isinstance(mark, str):
+            return "the folder bears no mark of a run that you started"
+        if not hmac.compare_digest(mark.encode("utf-8", "replace"), _mark(key, run_dir, config, modules).encode()):
+            return "this is not, or no longer, the run that you started (config.yaml or what it names was changed)"
+    except (CapslogError, OSError) as error:
+        return f"whether you started that run cannot be known: {error}"
+    for name in _names(config):
+        file = _file_of(name)
+        if file is not None and file != modules.get(name) and Path.cwd() in Path(file).parents:
+            return f"{file} of the current folder is not what the run was started with ({modules.get(name)})"
+    return None
+
+
+def _mark(key: bytes, run_dir: Path, config: Config, modules: Mapping[str, Any]) -> str:
+    """Raises OSError."""
+    digests = [_digest(path) for path in (run_dir / "config.yaml", *map(Path, _pickles(config)))]
+    return hmac.new(key, json.dumps([digests, modules], sort_keys=True).encode(), "sha256").hexdigest()
+
+
+def _digest(path: Path) -> str | None:
+    """Of what a file holds; None where it is no file."""
+    if not path.is_file():
+        return None
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while part := file.read(1 << 20):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def _key(create: bool = False) -> bytes | None:
+    """The key of this user's marks; None where he has none yet.
+
+    Raises:
+        CapslogError: there can be none, or another user may know it.
+    """
+    state, home = os.environ.get("XDG_STATE_HOME", ""), os.environ.get("HOME", "")
+    if not os.path.isabs(state):  # the XDG specification has a relative value ignored
+        if not os.path.isabs(home):
+            raise CapslogError("there is no folder for the key of your marks: neither XDG_STATE_HOME nor HOME is set")
+        state = os.path.join(home, ".local", "state")
+    path = Path(state, "varuna-capslog", "key")
+    if create and not os.path.lexists(path):
+        run_secret("", create=True, environment={FILE_VARIABLE: str(path)})
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CapslogError(f"the key of your marks, {path}, cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise CapslogError(
+            f"the key of your marks, {path}, is a link, another user's, or readable by others; remove it, and the next "
+            "run makes a new one"
+        )
+    return run_secret("", environment={FILE_VARIABLE: str(path)}).key("capslog: this user started this run")
+
+
+def _sentence(path: Path, code: Sequence[str], doubt: str) -> str:
+    shown = [one if one.isprintable() else ascii(one) for one in code[:5]]
+    more = f" and {len(code) - 5} more" if len(code) > 5 else ""
+    return (
+        f"{path} is code: it has {', '.join(shown)}{more} run, but {doubt}; read that code, then give --trust to run it"
+    )
