@@ -53,7 +53,7 @@ def test_a_run_has_its_names_and_its_settings(tmp_path: Path, capsys: pytest.Cap
     config.run_dir = tmp_path
     (tmp_path / "config.yaml").write_text(dump_config(config))
     write_plan(tmp_path / "plan-0.json", plan_of(0, 2))
-    assert run(tmp_path, "--to", "sglang") == 0  # no profile: the model is built
+    assert run(tmp_path, "--to", "sglang", "--trust") == 0  # no profile: the model is built
     assert capsys.readouterr().out == "SGLANG_PP_LAYER_PARTITION=1,3\n"
     assert run(tmp_path, "--to", "sglang", *FACTORIES, "--block-names", "block.*") == 0  # the model that is given
     assert capsys.readouterr().out == "SGLANG_PP_LAYER_PARTITION=1,3\n"
@@ -69,7 +69,7 @@ def test_a_run_has_its_names_and_its_settings(tmp_path: Path, capsys: pytest.Cap
     assert "name no list of modules" in capsys.readouterr().err
     assert run(tmp_path, "--to", "megatron", *FACTORIES) == 0
     assert capsys.readouterr().out == "Et|t*3L\n"
-    assert run(tmp_path, "--to", "device-map") == 0  # which needs the modules themselves
+    assert run(tmp_path, "--to", "device-map", "--trust") == 0  # which needs the modules themselves
     assert json.loads(capsys.readouterr().out)["model.layers.1"] == 1
 
 

@@ -28,19 +28,19 @@ from varuna_capslog.config.reading import Config, load_config
 __all__ = ["OFFERED", "check_config", "check_run", "mark_run"]
 
 OFFERED = frozenset(
-    {
-        "detr_pipeline:workload",
-        "detr_pipeline.rt_detr:workload",
-        "varuna_capslog.model.hugging_face:model",
-        "varuna_capslog.model.model_workload:workload",
-        "varuna_capslog.model_workload:workload",
-        "varuna_capslog.own_data:ImageFolder",
-        "varuna_capslog.own_data:TextFile",
-        "varuna_capslog.own_data:TokenFile",
-        "varuna_capslog.own_data:workload",
-        "varuna_capslog.rig.nccl_manners:open_group",
-        "varuna_capslog.rig.toy:workload",
-    }
+    """
+    detr_pipeline:workload
+    detr_pipeline.rt_detr:workload
+    varuna_capslog.model.hugging_face:model
+    varuna_capslog.model.model_workload:workload
+    varuna_capslog.model_workload:workload
+    varuna_capslog.own_data:ImageFolder
+    varuna_capslog.own_data:TextFile
+    varuna_capslog.own_data:TokenFile
+    varuna_capslog.own_data:workload
+    varuna_capslog.rig.nccl_manners:open_group
+    varuna_capslog.rig.toy:workload
+    """.split()  # noqa: SIM905 (nothing here imports them, as tests/test_rooms.py takes names by themselves to mean)
 )
 """What our packages offer to configs. A list and not a rule: under our names there is much more that can be called with
 any arguments (`base.files:write_text`), and what is imported there (`base.processes:subprocess`) is nobody's own."""
