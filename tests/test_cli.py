@@ -237,7 +237,7 @@ def test_train_lays_out_the_run_before_its_workers_start(toy, tmp_path, monkeypa
     assert run("train", toy, "train.max_steps=3", "--nproc", "4") == 0
     folder = tmp_path / "runs/toy"
     assert sorted(path.name for path in folder.iterdir()) == (
-        ["0", "1", "2", "3", "config.yaml", "events.jsonl", "plan-0.json", "profile.json", "workers"]
+        ["0", "1", "2", "3", "config.yaml", "events.jsonl", "mark.json", "plan-0.json", "profile.json", "workers"]
     )
     assert read_plan(folder / "plan-0.json").cuts == (0, 1, 2, 3)
     assert "max_steps: 3" in (folder / "config.yaml").read_text()

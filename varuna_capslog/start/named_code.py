@@ -229,6 +229,5 @@ def _key(create: bool = False) -> bytes | None:
 def _sentence(path: Path, code: Sequence[str], doubt: str) -> str:
     shown = [one if one.isprintable() else ascii(one) for one in code[:5]]
     more = f" and {len(code) - 5} more" if len(code) > 5 else ""
-    return (
-        f"{path} is code: it has {', '.join(shown)}{more} run, but {doubt}; read that code, then give --trust to run it"
-    )
+    what = f"{path} is code and would run {', '.join(shown)}{more}"
+    return f"{what}, but {doubt}; read that code, then give --trust to have it run"
