@@ -145,6 +145,7 @@ def test_a_report_of_a_strangers_run_is_made_of_its_data(
         {"workload": "varuna_capslog.base.files:write_text"},
         {"workload": "detr_pipeline.task:read_state_file"},
         {"workload": "detr_pipelinex:workload"},
+        {"workload": "detr_pipeline\u0301:workload"},
         {"workload": ORDINARY, "model": {"factory": "varuna_capslog.own_data.handed:model"}},
         {"workload": ORDINARY, "model": {"factory": HUGGING_FACE, "arguments": {"x": [{"y": "os:system"}]}}},
         {"workload": OWN_DATA, "data": {"dataset": "varuna_capslog.own_data:TextFile", "arguments": {"os:system": 1}}},

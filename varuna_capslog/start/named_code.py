@@ -45,8 +45,8 @@ OFFERED = frozenset(
 """What our packages offer to configs. A list and not a rule: under our names there is much more that can be called with
 any arguments (`base.files:write_text`), and what is imported there (`base.processes:subprocess`) is nobody's own."""
 
-_NAME = re.compile(r"[\w.\-]+:[\w.\-]+")
-"""Whatever can name a function of a module, or an attribute behind it; texts such as cuda:0 are only asked about."""
+_NAME = re.compile(r"[^\s:=/\\\[]+:[^\s:=/\\\[]+")
+"""Whatever can name a function of a module, in letters of any alphabet; texts such as cuda:0 are only asked about."""
 
 _HANDED = "varuna_capslog.own_data.handed:model"
 _MARK = "mark.json"
@@ -84,7 +84,7 @@ def check_config(path: Path, overrides: Sequence[str], trust: bool = False) -> N
         check_run(place.parent, resolved)
         known = {*_pickles(resolved)}
     if pickles := {*_pickles(load_config(path, overrides))} - known:
-        told = [f"the pickle {one}" for one in sorted(pickles)]
+        told = [f"the pickle {pickle}" for pickle in sorted(pickles)]
         raise CapslogError(_sentence(path, told, "nobody can read in a pickle what it will do"))
 
 
@@ -94,7 +94,7 @@ def mark_run(run_dir: Path) -> None:
     """
     config = load_config(run_dir / "config.yaml")
     modules = {name: _file_of(name) for name in _names(config)}
-    with contextlib.suppress(CapslogError):
+    with contextlib.suppress(CapslogError, OSError):
         if (key := _key(create=True)) is not None:
             mark = _mark(key, run_dir, config, modules)
             files.write_json(run_dir / _MARK, {"mark": mark, "modules": modules})
@@ -119,26 +119,26 @@ def _pickles(config: Config) -> list[str]:
     """Paths of the files that own data and handed models are unpickled from."""
     leaves = list(_leaves(config))
     keys = ("given", "path") if any(text == _HANDED for _, text in leaves) else ("given",)
-    return sorted({text for key, text in leaves if key.partition(".")[0] != "train" and key.endswith(keys)})
+    return sorted({text for key, text in leaves if key.endswith(keys)})
 
 
 def _leaves(config: Config) -> Iterator[tuple[str, str]]:
     """Key and text of every text in the config, keys of mappings included; not where the run lies and the device of
     its profile, which are checked to be no code.
     """
-    for key, value in config.model_dump(mode="json", exclude={"run_dir": True, "profile": {"device"}}).items():
-        yield from _texts(key, value)
+    for key, content in config.model_dump(mode="json", exclude={"run_dir": True, "profile": {"device"}}).items():
+        yield from _texts(key, content)
 
 
-def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(value, str):
-        yield key, value
-    elif isinstance(value, Mapping):
-        for name, inner in value.items():
+def _texts(key: str, content: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(content, str):
+        yield key, content
+    elif isinstance(content, Mapping):
+        for name, inner in content.items():
             yield key, name
             yield from _texts(f"{key}.{name}", inner)
-    elif isinstance(value, list):
-        for inner in value:
+    elif isinstance(content, list):
+        for inner in content:
             yield from _texts(key, inner)
 
 
@@ -152,7 +152,7 @@ def _file_of(name: str) -> str | None:
         for part in name.partition(":")[0].split("."):
             so_far = f"{so_far}.{part}" if so_far else part
             specs = (finder.find_spec(so_far, path) for finder in sys.meta_path)
-            spec = next((one for one in specs if one is not None), None)
+            spec = next(filter(None, specs), None)
             if spec is None:
                 return None
             path = None if spec.submodule_search_locations is None else [*spec.submodule_search_locations]
@@ -161,15 +161,11 @@ def _file_of(name: str) -> str | None:
 
 def _doubt(run_dir: Path, config: Config) -> str | None:
     """Why this user may not have started the run of a folder as it is now; None where it is certain."""
-    modules: Any = None
-    path = run_dir / _MARK
     try:
-        key = _key()
-        if key is not None and path.is_file() and not path.is_symlink() and path.stat().st_size <= _MOST_MARK_BYTES:
-            written = files.read_json(path)
-            mark, modules = (written.get("mark"), written.get("modules")) if isinstance(written, dict) else (None, None)
-        if key is None or not isinstance(modules, dict) or not isinstance(mark, str):
+        key, written = _key(), _written_mark(run_dir / _MARK)
+        if key is None or written is None:
             return "the folder bears no mark of a run that you started"
+        mark, modules = written
         if not hmac.compare_digest(mark.encode("utf-8", "replace"), _mark(key, run_dir, config, modules).encode()):
             return "this is not, or no longer, the run that you started (config.yaml or what it names was changed)"
     except (CapslogError, OSError) as error:
@@ -178,6 +174,16 @@ def _doubt(run_dir: Path, config: Config) -> str | None:
         file = _file_of(name)
         if file is not None and file != modules.get(name) and Path.cwd() in Path(file).parents:
             return f"{file} of the current folder is not what the run was started with ({modules.get(name)})"
+    return None
+
+
+def _written_mark(path: Path) -> tuple[str, dict[str, Any]] | None:
+    """The mark in a file, and the files of modules that it covers; None where it holds none."""
+    if not path.is_file() or path.is_symlink() or path.stat().st_size > _MOST_MARK_BYTES:
+        return None
+    match files.read_json(path):
+        case {"mark": str(mark), "modules": dict(modules)}:
+            return mark, modules
     return None
 
 
@@ -227,7 +233,7 @@ def _key(create: bool = False) -> bytes | None:
 
 
 def _sentence(path: Path, code: Sequence[str], doubt: str) -> str:
-    shown = [one if one.isprintable() else ascii(one) for one in code[:5]]
+    shown = [name if name.isprintable() else ascii(name) for name in code[:5]]
     more = f" and {len(code) - 5} more" if len(code) > 5 else ""
     what = f"{path} is code and would run {', '.join(shown)}{more}"
     return f"{what}, but {doubt}; read that code, then give --trust to have it run"
