@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -16,7 +17,9 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import alive, wait_until
+from varuna_capslog.base import machine_memory
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.failures import loss_cause
 from varuna_capslog.base.processes import write_unless_there
 from varuna_capslog.base.supervisor import Supervisor, WorkerFailed, last_step, reserve
 
@@ -105,6 +108,16 @@ def test_a_killed_worker_whose_step_nobody_reports_is_placed_after_the_last_metr
     """
     error, _ = failed(tmp_path, body)
     assert "rank 2 (stage 4) was killed by SIGKILL after step 6" in str(error)
+
+
+def test_a_rank_that_the_system_killed_for_memory_is_told_so(tmp_path, monkeypatch):
+    """The OOM killer took a rank, and only elastic runs and loader processes spoke of memory (ray-project/ray#18890)."""
+    counts = itertools.count(5)  # one more at every look
+    monkeypatch.setattr(machine_memory, "oom_kills", lambda: next(counts))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2}\n')
+    error, _ = failed(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", workers=1)
+    assert str(error).startswith("rank 0 was killed by SIGKILL for lack of memory after step 2")
+    assert loss_cause(error.failure) == "memory"
 
 
 def test_a_damaged_line_of_metrics_is_no_step(tmp_path):

@@ -21,6 +21,7 @@ from varuna_capslog.base import files
 from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.failures import Failure, ended, is_consequence, read_failure, root_cause
+from varuna_capslog.base.machine_memory import MemoryKills
 from varuna_capslog.base.processes import (
     free_port,
     heard_signals,
@@ -102,6 +103,7 @@ class Supervisor:
         self._ended: dict[int, float] = {}
         self._stopped: dict[int, float] = {}
         self._signals: list[int] = []
+        self._memory_kills = MemoryKills()
 
     def run(self) -> None:
         """Starts the workers and returns when all have ended with status 0.
@@ -140,6 +142,7 @@ class Supervisor:
                     raise Interrupted(self._farewell("killed in the middle of a step"), 128 + self._signals[0])
                 self.say("stopping at the end of this step; Ctrl-C again kills the workers at once")
                 self._signal(signal.SIGINT)
+            self._memory_kills.look(time.monotonic())
             self._collect()
             # While we stop on request, an end by that same signal, before a worker could install its handler, is no
             # failure.
@@ -186,9 +189,9 @@ class Supervisor:
     def _failures(self, asked: bool) -> list[Failure]:
         """The failures that workers reported; for workers without a report, what the end of the process shows."""
         reported = [failure for rank in range(self.num_workers) if (failure := self._reported(rank)) is not None]
-        known = {failure.rank for failure in reported}
+        known, short = {failure.rank for failure in reported}, self._memory_kills.any_now()
         seen = [
-            ended(rank, self._workers[rank].wait(), self.log(rank), moment, **self._where(rank, reported))
+            ended(rank, self._workers[rank].wait(), self.log(rank), moment, short, **self._where(rank, reported))
             for rank, moment in self._ended.items()
             if self._is_failure(rank, asked) and rank not in known
         ]
