@@ -53,7 +53,12 @@ TREES = {
         {"sys/fs/cgroup/run-1.scope/memory.max": 2 * G, "sys/fs/cgroup/run-1.scope/memory.high": G},
         G,
     ),
-    "another group's limit": ("0::/a", v2(), {"sys/fs/cgroup/b/memory.max": G, "sys/fs/cgroup/a/memory.max": "x"}, WHOLE),
+    "another group's limit": (
+        "0::/a",
+        v2(),
+        {"sys/fs/cgroup/b/memory.max": G, "sys/fs/cgroup/a/memory.max": "x"},
+        WHOLE,
+    ),
     "a container with its own namespace": ("0::/", v2(), {"sys/fs/cgroup/memory.max": G}, G),
     "a namespace that the process was moved out of": ("0::/../..", v2(), {"sys/fs/cgroup/memory.max": G}, G),
     "beside what is mounted": ("0::/../other", v2(), {"sys/fs/cgroup/memory.max": G}, G),
@@ -121,7 +126,11 @@ def test_what_a_group_uses_is_not_available(tmp_path: Path) -> None:
     files |= {f"{group}/b/memory.max": G, f"{group}/b/memory.current": G}
     assert available_bytes(machine(tmp_path / "below", "0::/a/b", v2(), files)) == 0
     one = "sys/fs/cgroup/memory/job/memory"
-    old = {f"{one}.limit_in_bytes": 2 * G, f"{one}.usage_in_bytes": G, f"{one}.stat": f"inactive_file 1\ntotal_inactive_file {G}"}
+    old = {
+        f"{one}.limit_in_bytes": 2 * G,
+        f"{one}.usage_in_bytes": G,
+        f"{one}.stat": f"inactive_file 1\ntotal_inactive_file {G}",
+    }
     assert available_bytes(machine(tmp_path / "old", "3:memory:/job", v1(), old)) == 2 * G
 
 

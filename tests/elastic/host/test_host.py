@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from tests.waiting import alive, wait_until
+from varuna_capslog.base import machine_memory
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.supervisor import Interrupted, WorkerFailed
 from varuna_capslog.base.trust.secret import run_secret
 from varuna_capslog.config.settings import Elastic
-from varuna_capslog.base import machine_memory
 from varuna_capslog.elastic.host.hooks import notice_of
 from varuna_capslog.elastic.host.host import Host, HostEnd, HostOptions
 from varuna_capslog.elastic.notices.gather import CallbackListener
