@@ -111,7 +111,7 @@ def test_a_killed_worker_whose_step_nobody_reports_is_placed_after_the_last_metr
 
 
 def test_a_rank_that_the_system_killed_for_memory_is_told_so(tmp_path, monkeypatch):
-    """The OOM killer took a rank, and only elastic runs and loader processes spoke of memory (ray-project/ray#18890)."""
+    """When the OOM killer took a rank, only elastic runs and loaders spoke of memory (ray-project/ray#18890)."""
     counts = itertools.count(5)  # one more at every look
     monkeypatch.setattr(machine_memory, "oom_kills", lambda: next(counts))
     (tmp_path / "metrics.jsonl").write_text('{"step": 2}\n')

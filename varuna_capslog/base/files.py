@@ -47,7 +47,7 @@ def is_full(error: OSError) -> bool:
 
 
 def cache_home() -> Path | None:
-    """The user's folder for caches: $XDG_CACHE_HOME, else ~/.cache; None where this user has no home (a container's uid).
+    """The user's folder for caches: $XDG_CACHE_HOME, else ~/.cache; None for a user without a home, as in containers.
 
     The XDG specification says that a relative value is to be ignored.
     """

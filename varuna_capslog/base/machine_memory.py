@@ -16,11 +16,11 @@ from pathlib import Path, PurePosixPath
 
 _ROOT = Path("/")
 _LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
-"""Files with a limit. `memory.high` counts, too: above it the system stops a process again and again to take pages back,
+"""Files with a limit. `memory.high` counts, too: above it the system makes a process wait and takes pages back from it,
 so that no step ends in time."""
 _USED = ("memory.current", "memory.usage_in_bytes")
 _FREED = ("total_inactive_file", "inactive_file")
-"""What the system takes back first: cached files. Version 1 writes the sum of a group and those below it as `total_`."""
+"""Cached files, which the system takes back first; version 1 writes `total_` for a group with those below it."""
 
 
 def granted_bytes(root: Path = _ROOT) -> int:
@@ -32,7 +32,7 @@ def granted_bytes(root: Path = _ROOT) -> int:
 
 
 def available_bytes(root: Path = _ROOT) -> int:
-    """Bytes of it that new work may take now: what the system calls available, or less where a control group has less."""
+    """Bytes of it that new work may take now: what the system calls available, or less where a group has less."""
     of_machine = _number_after(root / "proc/meminfo", "MemAvailable:")
     rooms = [granted_bytes(root) if of_machine is None else of_machine * 1024]
     for group in _groups(root):
