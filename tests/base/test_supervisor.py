@@ -259,6 +259,19 @@ def test_sigterm_stops_cleanly_with_its_own_status(tmp_path):
     assert len(list(tmp_path.glob("done*"))) == 2
 
 
+def test_a_closing_terminal_stops_cleanly_though_it_signals_twice(tmp_path):
+    """`kill -HUP`, as the end of an ssh session, ended the command at once and nothing was saved. Shell, kernel and
+    systemd may each send one, beside a SIGTERM (open-mmlab/mmsegmentation#1998, pytorch/pytorch#67538)."""
+    process = start(tmp_path, POLITE)
+    for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
+        process.send_signal(number)
+        time.sleep(0.1)
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 143
+    assert output.splitlines()[-1].startswith("interrupted: stopped cleanly")
+    assert len(list(tmp_path.glob("done*"))) == 2
+
+
 def test_ctrl_c_before_the_workers_listen_ends_them_too(tmp_path):
     body = """
     signal.signal(signal.SIGINT, signal.SIG_DFL if rank else signal.SIG_IGN)

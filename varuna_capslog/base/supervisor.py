@@ -57,7 +57,7 @@ class WorkerFailed(CapslogError):
 
 
 class Interrupted(CapslogError):
-    """The user (Ctrl-C, exit status 130) or the system (SIGTERM: 143) asked the run to end, and it ended."""
+    """The user (Ctrl-C, exit status 130) or the system (SIGTERM: 143, SIGHUP: 129) asked the run to end, and it did."""
 
     def __init__(self, message: str, exit_status: int = 130) -> None:
         super().__init__(message)
@@ -110,15 +110,24 @@ class Supervisor:
 
         Raises:
             WorkerFailed: one of them failed; the others are stopped by then.
-            Interrupted: SIGINT or SIGTERM came; the workers have ended.
+            Interrupted: SIGINT, SIGTERM or SIGHUP came; the workers have ended.
             CapslogError: the folder cannot be written, or the command cannot be started.
         """
-        with new_run(self.run_dir), heard_signals((signal.SIGINT, signal.SIGTERM), self._signals.append):
+        with new_run(self.run_dir), heard_signals((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), self._hear):
             try:
                 self._start()
                 self._watch()
             finally:
                 self._kill()
+
+    def _hear(self, number: int) -> None:
+        """The second SIGINT or SIGTERM kills the workers. SIGHUP never is the second: shell, system and systemd may all
+        send one when a terminal closes, beside a SIGTERM.
+        """
+        if self._signals == [signal.SIGHUP]:
+            self._signals[0] = number
+        elif not (self._signals and number == signal.SIGHUP):
+            self._signals.append(number)
 
     def _start(self) -> None:
         omp = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
