@@ -57,13 +57,17 @@ def run_worker(run_dir: Path, evaluate: bool = False, prepare: Callable[[], obje
     if evaluate:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # an evaluation saves nothing: Ctrl-C ends it at once
     state: dict[str, Any] = {"name": f"rank {rank}", "stage": None}
-    try:
-        return _work(run_dir, rank, wish, state, evaluate, prepare)
-    except Exception as error:
+
+    def fail(error: Exception) -> NoReturn:
         run: Run | None = state.get("run")
         where = {"rank": rank, "stage": state["stage"], "step": run.begun_step if run else None}
         where["microbatch"] = _microbatch(run.failed_at if run else None)
         leave(report_failure(run_dir, str(rank), state["name"], error, where))
+
+    try:
+        return _work(run_dir, rank, wish, state, evaluate, prepare, fail)
+    except Exception as error:
+        fail(error)
 
 
 def _microbatch(doing: str | None) -> int | None:
@@ -78,6 +82,7 @@ def _work(
     state: dict[str, Any],
     evaluate: bool,
     prepare: Callable[[], object] | None,
+    fail: Callable[[Exception], NoReturn],
 ) -> int:
     import torch
 
@@ -113,7 +118,7 @@ def _work(
     check_devices(config.pipeline.transport, device, local_rank)
     check_room(device, plan.ranks[rank].bytes if rank < len(plan.ranks) else None, f"rank {rank}")
     with connected(f"run-{generation}", config.pipeline.timeout_seconds) as communicator:
-        run = Run(config, plan, load_workload(config), communicator, device, generation, wish, ENGINES)
+        run = Run(config, plan, load_workload(config), communicator, device, generation, wish, ENGINES, fail)
         state["run"] = run
         try:
             if evaluate:
