@@ -18,6 +18,7 @@ import pytest
 
 from tests.waiting import alive, wait_until
 from varuna_capslog.base import machine_memory
+from varuna_capslog.base import supervisor as supervising
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.failures import loss_cause
 from varuna_capslog.base.processes import write_unless_there
@@ -156,6 +157,21 @@ def test_a_reported_error_outranks_a_silent_crash(tmp_path):
     """
     error, _ = failed(tmp_path, body, workers=2)
     assert error.failure.cause == "the real one"
+
+
+def test_a_cause_that_comes_late_outranks_the_guess_that_a_rank_hangs(tmp_path, monkeypatch):
+    """A rank's own sentence, written just after its neighbour had stopped waiting, was never read: the user heard that
+    it hangs or that pipeline.timeout_seconds must be raised (vllm-project/vllm#7074)."""
+    monkeypatch.setattr(supervising, "SETTLE_SECONDS", 0.1)
+    body = """
+    if rank == 1:
+        report(kind="peer", cause="no answer within 6 s", peer=0)
+        sys.exit(1)
+    signal.signal(signal.SIGTERM, lambda *_: report(kind="user", cause="no such interface") or os._exit(2))
+    hang()
+    """
+    error, _ = failed(tmp_path, body, workers=2)
+    assert str(error).startswith("rank 0 (stage 0) failed at step 7, microbatch 3: no such interface")
 
 
 def test_a_worker_that_leaves_no_report_is_quoted_from_its_log(tmp_path):

@@ -176,14 +176,14 @@ class Supervisor:
             # The cause is a rank that reports nothing. Other ranks may still wait for a rank that waits for it.
             self._settle(HANG_SECONDS, self.num_workers - 1)
         failures = self._failures(asked)
-        if all(is_consequence(failure) for failure in failures):
-            failures += self._hanging(failures)
-        own_end = set(self._ended)
+        hanging, own_end = self._hanging(failures), set(self._ended)
         self._stop()
         # What a worker wrote while it was being stopped counts as well.
         known = {failure.rank for failure in failures}
         late = [self._reported(rank) for rank in range(self.num_workers) if rank not in known | own_end]
         failures += [failure for failure in late if failure is not None]
+        if all(is_consequence(failure) for failure in failures):
+            failures += hanging
         root = root_cause(failures)
         alike = all((other.cause, other.step) == (root.cause, None) for other in failures)
         raise WorkerFailed(root, self.log(root.rank), everywhere=alike and len(failures) == self.num_workers > 1)

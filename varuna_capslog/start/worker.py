@@ -87,6 +87,7 @@ def _work(
     import torch
 
     from varuna_capslog.config.reading import load_config
+    from varuna_capslog.elastic.network import check_gloo_interfaces
     from varuna_capslog.engine.layout import layout_of
     from varuna_capslog.engine.meeting.environment import connected
     from varuna_capslog.model.workload import load_workload
@@ -98,6 +99,7 @@ def _work(
     if rank == 0 and not evaluate:  # whose output may be JSON
         # the user is to see what the data room repairs in annotation files
         logging.basicConfig(stream=sys.stdout, format="%(message)s")
+    check_gloo_interfaces(os.environ)
     if prepare is not None:
         # a store and a group of their own: the run's timeout is not known yet
         with connected("prepare", 60.0) as communicator:
