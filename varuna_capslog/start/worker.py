@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.output import lasting_output
 from varuna_capslog.training.worker_process import StopWish, leave, report_failure
 
 if TYPE_CHECKING:
@@ -144,4 +145,5 @@ def _evaluate(run: Run, run_dir: Path) -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    with lasting_output():
+        leave(main())
