@@ -22,7 +22,8 @@ class Hanging:
     def __init__(self) -> None:
         self.errors: list[DataLate] = []
         self._called = threading.Event()
-        self.watch = DataWatch(0.2, self._late)
+        self.watch = DataWatch(0.2)
+        self.watch.late = self._late
 
     def _late(self, error: DataLate) -> None:
         self.errors.append(error)

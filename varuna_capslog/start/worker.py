@@ -121,8 +121,8 @@ def _work(
     check_devices(config.pipeline.transport, device, local_rank)
     check_room(device, plan.ranks[rank].bytes if rank < len(plan.ranks) else None, f"rank {rank}")
     with connected(f"run-{generation}", config.pipeline.timeout_seconds) as communicator:
-        run = Run(config, plan, load_workload(config), communicator, device, generation, wish, ENGINES, fail)
-        state["run"] = run
+        run = Run(config, plan, load_workload(config), communicator, device, generation, wish, ENGINES)
+        state["run"], run.loop.watch.late = run, fail
         try:
             if evaluate:
                 return _evaluate(run, run_dir)

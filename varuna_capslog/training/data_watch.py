@@ -29,19 +29,22 @@ class DataWatch:
 
     Args:
         limit_seconds: `pipeline.timeout_seconds`.
+
+    Attributes:
         late: called in a thread of the watch's own; it ends the process, since no exception gets into code that hangs.
             None: nothing is watched.
     """
 
-    def __init__(self, limit_seconds: float, late: Callable[[DataLate], object] | None = None) -> None:
-        self._limit, self._late = limit_seconds, late
+    def __init__(self, limit_seconds: float) -> None:
+        self._limit = limit_seconds
+        self.late: Callable[[DataLate], object] | None = None
         self._waiting: tuple[Minibatch, int] | None = None
         self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager
     def waiting(self, minibatch: Minibatch, microbatch: int) -> Iterator[None]:
         """Around a wait for the samples of a microbatch."""
-        if self._thread is None and self._late is not None:
+        if self._thread is None and self.late is not None:
             self._thread = threading.Thread(target=self._run, name="data-watch", daemon=True)
             self._thread.start()
         self._waiting = minibatch, microbatch  # each wait is an object of its own
@@ -51,7 +54,6 @@ class DataWatch:
             self._waiting = None
 
     def _run(self) -> None:
-        assert self._late is not None
         pause, seconds, before = min(_LOOK_SECONDS, self._limit / 8), 0.0, self._waiting
         while before is None or seconds < self._limit:
             time.sleep(pause)
@@ -60,7 +62,8 @@ class DataWatch:
             before = self._waiting
         minibatch, microbatch = before
         samples = f"the samples {minibatch.sample_ids[microbatch]}" if minibatch.sample_ids else "samples"
-        self._late(
+        assert self.late is not None
+        self.late(
             DataLate(
                 f"it waits for its data: {samples} were not read within pipeline.timeout_seconds={self._limit:g}; the "
                 "data set hangs, or is so slow that the limit must be raised"

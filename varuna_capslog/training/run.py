@@ -26,7 +26,6 @@ from varuna_capslog.plans.parts import grains_of
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training.checkpoint import Checkpoint, latest_checkpoint, open_checkpoint, passed_over
 from varuna_capslog.training.constants import check_continues, check_folder
-from varuna_capslog.training.data_watch import DataLate
 from varuna_capslog.training.loop import TrainingLoop
 from varuna_capslog.training.run_setup import check_plan, set_up_run
 from varuna_capslog.training.stored_layers import load_layers
@@ -51,7 +50,6 @@ class Run:
     Args:
         stop_wished: asked at every step boundary; True on any rank stops all ranks there.
         engines: those that the config may name; by default our own only.
-        late: as `TrainingLoop` takes it.
 
     Attributes:
         begun_step: the step that was begun last; None before the first.
@@ -68,7 +66,6 @@ class Run:
         generation: int = 0,
         stop_wished: Callable[[], bool] = lambda: False,
         engines: Engines | None = None,
-        late: Callable[[DataLate], object] | None = None,
     ) -> None:
         began = time.monotonic()
         self.config, self.plan, self.workload = config, plan, workload
@@ -85,7 +82,7 @@ class Run:
                 f"rank 0 has built the whole model and freed {freed} layers of others, as every rank has; see "
                 "Chain.from_factories\n"
             )
-        self.loop = TrainingLoop(self.setup, device, generation - 1, stop_wished, late)
+        self.loop = TrainingLoop(self.setup, device, generation - 1, stop_wished)
         self.loop.run_began = began
         self._found: Checkpoint | None = None
         self.begun_step: int | None = None

@@ -161,7 +161,8 @@ class PipelineWork(Work):
         self.placer = Placer.of_config(run.config, run.profile, self.layer_bytes, gradients, run.plan, edges)
         self._balance = Balance(self.placer) if run.config.elastic.rebalance else None
         self.proposes = self.placer.proposes or self._balance is not None
-        self.loop = TrainingLoop(self.setup, device, start.offset, start.stop_wished, partial(fail, start))
+        self.loop = TrainingLoop(self.setup, device, start.offset, start.stop_wished)
+        self.loop.watch.late = partial(fail, start)
         self.engine: PipelineEngine | None = None
         self._begun = 0, INITIAL  # the generation's number, and the boundary that it goes on from
         self._plan: Plan | None = None
