@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.files import expanded
 
 __all__ = ["CocoIndex", "read_coco"]
 
@@ -131,7 +132,7 @@ def read_coco(path: Path | str, strict: bool = False) -> CocoIndex:
             unknown image or category id; a box that is not four finite numbers; boxes that are all fractions; an
             `iscrowd` that is no 0 or 1; with `strict`, boxes to drop or clamp.
     """
-    path = Path(path).expanduser()
+    path = expanded(path)
     try:
         stat = path.stat()
     except OSError as error:

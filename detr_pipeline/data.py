@@ -24,6 +24,7 @@ from detr_pipeline.digits import DIGIT_NAMES, DigitsConfig, digits_dataset, pict
 from detr_pipeline.pictures import MAX_PIXELS, MOST_PIXELS, read_image
 from detr_pipeline.transforms import AugmentConfig, ImageRecipe, apply, largest_size, plan
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.files import expanded
 from varuna_capslog.config.settings import Section
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.model.workload import HostTargets, Minibatch
@@ -139,7 +140,7 @@ class DataConfig(Section):
         return self._existing(f"{split}_json"), self._existing(f"{split}_images")
 
     def _existing(self, key: str) -> Path:
-        given = Path(getattr(self, key)).expanduser()
+        given = expanded(getattr(self, key))
         path = given if given.is_absolute() else self._base(key, given) / given
         if not path.exists():
             raise CapslogError(
@@ -151,14 +152,14 @@ class DataConfig(Section):
     def _base(self, key: str, given: Path) -> Path:
         variable = os.environ.get(DATA_VARIABLE)
         if self.root is not None:
-            root = self.root.expanduser()
-            return root if root.is_absolute() or root.exists() or not variable else Path(variable).expanduser() / root
+            root = expanded(self.root)
+            return root if root.is_absolute() or root.exists() or not variable else expanded(variable) / root
         if not variable:
             raise CapslogError(
                 f"data.{key}={given} is relative, and neither data.root nor the environment variable {DATA_VARIABLE} "
                 "says where the data lies; set one of them"
             )
-        return Path(variable).expanduser()
+        return expanded(variable)
 
 
 def open_index(config: DataConfig, split: Split) -> CocoIndex:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +24,7 @@ from PIL import Image
 from pydantic import Field, model_validator
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.files import cache_home, expanded
 from varuna_capslog.config.settings import Section
 
 __all__ = ["DIGIT_NAMES", "DigitsConfig", "default_digits_root", "digits_dataset", "picture_sizes"]
@@ -67,10 +69,25 @@ class DigitsConfig(Section):
 
 
 def default_digits_root() -> Path:
-    """The user's cache folder: `$XDG_CACHE_HOME/varuna-capslog`, else `~/.cache/varuna-capslog`."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification says that a relative value is to be ignored.
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "varuna-capslog"
+    """The user's cache folder: `$XDG_CACHE_HOME/varuna-capslog`, else `~/.cache/varuna-capslog`; a folder for temporary
+    files that is this user's alone where there is no home.
+
+    Raises:
+        CapslogError: the folder for temporary files is another user's.
+    """
+    home = cache_home()
+    if home is not None:
+        return home / "varuna-capslog"
+    folder = Path(tempfile.gettempdir()) / f"varuna-capslog-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        about = folder.lstat()  # another user may have made it first, or a link of this name
+        ours = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o022
+    except OSError:
+        ours = False
+    if not ours:
+        raise CapslogError(f"{folder} is no folder of this user alone; set data.root or XDG_CACHE_HOME to another one")
+    return folder
 
 
 def digits_dataset(root: Path | str | None = None, config: DigitsConfig | None = None) -> Path:
@@ -87,7 +104,7 @@ def digits_dataset(root: Path | str | None = None, config: DigitsConfig | None =
         CapslogError: scikit-learn is missing or the folder cannot be written.
     """
     config = config or DigitsConfig()
-    root = Path(root).expanduser() if root is not None else default_digits_root()
+    root = expanded(root) if root is not None else default_digits_root()
     key = hashlib.sha256(json.dumps([_VERSION, config.model_dump(mode="json")]).encode()).hexdigest()[:10]
     folder = root / f"digits-{key}"
     if folder.is_dir():

@@ -139,6 +139,64 @@ def test_ctrl_c_a_second_run_a_kill_and_an_exception_and_still_the_same_losses(w
     assert all(lines(run_dir)[step] == values for step, values in lines(whole).items() if step <= done + 3)
 
 
+SHELLED = """
+import os, subprocess, time, torch
+from torch import nn
+
+class Data(torch.utils.data.Dataset):
+    reads = 0
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        Data.reads += 1
+        if Data.reads == 5:  # in a rank, which has read the first microbatch before
+            child = subprocess.Popen(["sleep", "60"])
+            child.terminate()
+            open("child", "w").write(str(child.wait()))
+            print("from the data set" * 9999, flush=True)
+        if Data.reads > 24:
+            time.sleep(600)
+        return torch.ones(4), index % 2
+
+def model():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+"""
+
+
+def test_a_reader_that_goes_away_a_child_of_the_data_and_data_that_hang(tmp_path: Path) -> None:
+    """Three faults of one device: the reader of standard output ended the run, the child of a data set outlived its
+    `terminate`, and a data set that hangs was waited for without end and without a word."""
+    (tmp_path / "shelled.py").write_text(SHELLED)
+    config = {
+        "workload": "varuna_capslog.own_data:workload",
+        "device": "cpu",
+        "model": {"factory": "shelled:model"},
+        "data": {"dataset": "shelled:Data", "loss": "cross_entropy"},
+        "train": {**CONFIG["train"], "max_steps": 8, "minibatch_size": 8, "microbatch_size": 4},
+        "profile": {"source": "estimated"},
+        "pipeline": {"devices": 1, "timeout_seconds": 4},
+        "run_dir": "run",
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    reading, writing = os.pipe()
+    os.close(reading)  # before the first line
+    errors = os.memfd_create("errors")
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = start_command(("train", "config.yaml"), variables, writing, errors, tmp_path)
+    os.close(writing)
+    try:
+        status = process.wait(120)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    sentence = os.pread(errors, 1 << 20, 0).decode().splitlines()[-1]
+    assert (tmp_path / "child").read_text() == str(-signal.SIGTERM)
+    assert "rank 0 (stage 0) does not answer at step 3: it waits for its data: the samples [" in sentence
+    assert status == 1
+    assert sorted(lines(tmp_path / "run")) == [1, 2]
+    assert (tmp_path / "run/checkpoints/step-00000002/manifest.json").exists()
+
+
 def test_a_stopped_rank_is_named_not_the_ones_that_wait_for_it(tmp_path: Path) -> None:
     command = train(tmp_path, "model.fault={what: stop, call: 6}", "pipeline.timeout_seconds=6")
     command.wait_for_step(tmp_path / "run", 1)

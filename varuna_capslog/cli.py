@@ -15,6 +15,7 @@ import typer
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.extras import needed
+from varuna_capslog.base.output import lasting_output
 from varuna_capslog.base.version import __version__
 from varuna_capslog.commands.chaos import chaos
 from varuna_capslog.commands.compare import compare
@@ -73,6 +74,19 @@ def program() -> NoReturn:
 
 
 def _run(arguments: list[str]) -> int:
+    lost: list[str] = []
+
+    def say_lost(sentence: str) -> None:
+        lost.append(sentence)
+        _say(sentence)
+
+    with lasting_output(say_lost):
+        status = _status_of(arguments)
+    # the output is no part of what a run is started for
+    return status or 2 if lost and arguments[0] not in ("train", "host", "script") else status
+
+
+def _status_of(arguments: list[str]) -> int:
     # for torch in this process and the workers: measuring a peak makes its allocator warn of things that are expected
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     debug = os.environ.get("CAPSLOG_DEBUG", "") not in ("", "0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -16,7 +17,10 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import alive, wait_until
+from varuna_capslog.base import machine_memory
+from varuna_capslog.base import supervisor as supervising
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.failures import loss_cause
 from varuna_capslog.base.processes import write_unless_there
 from varuna_capslog.base.supervisor import Supervisor, WorkerFailed, last_step, reserve
 
@@ -107,6 +111,16 @@ def test_a_killed_worker_whose_step_nobody_reports_is_placed_after_the_last_metr
     assert "rank 2 (stage 4) was killed by SIGKILL after step 6" in str(error)
 
 
+def test_a_rank_that_the_system_killed_for_memory_is_told_so(tmp_path, monkeypatch):
+    """When the OOM killer took a rank, only elastic runs and loaders spoke of memory (ray-project/ray#18890)."""
+    counts = itertools.count(5)  # one more at every look
+    monkeypatch.setattr(machine_memory, "oom_kills", lambda: next(counts))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2}\n')
+    error, _ = failed(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", workers=1)
+    assert str(error).startswith("rank 0 was killed by SIGKILL for lack of memory after step 2")
+    assert loss_cause(error.failure) == "memory"
+
+
 def test_a_damaged_line_of_metrics_is_no_step(tmp_path):
     lines = ({"step": 7}, {"step": None}, {"step": [8]}, {"step": "9"}, {})
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -143,6 +157,21 @@ def test_a_reported_error_outranks_a_silent_crash(tmp_path):
     """
     error, _ = failed(tmp_path, body, workers=2)
     assert error.failure.cause == "the real one"
+
+
+def test_a_cause_that_comes_late_outranks_the_guess_that_a_rank_hangs(tmp_path, monkeypatch):
+    """A rank's own sentence, written just after its neighbour had stopped waiting, was never read: the user heard that
+    it hangs or that pipeline.timeout_seconds must be raised (vllm-project/vllm#7074)."""
+    monkeypatch.setattr(supervising, "SETTLE_SECONDS", 0.1)
+    body = """
+    if rank == 1:
+        report(kind="peer", cause="no answer within 6 s", peer=0)
+        sys.exit(1)
+    signal.signal(signal.SIGTERM, lambda *_: report(kind="user", cause="no such interface") or os._exit(2))
+    hang()
+    """
+    error, _ = failed(tmp_path, body, workers=2)
+    assert str(error).startswith("rank 0 (stage 0) failed at step 7, microbatch 3: no such interface")
 
 
 def test_a_worker_that_leaves_no_report_is_quoted_from_its_log(tmp_path):
@@ -243,6 +272,19 @@ def test_sigterm_stops_cleanly_with_its_own_status(tmp_path):
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=20)
     assert process.returncode == 143
+    assert len(list(tmp_path.glob("done*"))) == 2
+
+
+def test_a_closing_terminal_stops_cleanly_though_it_signals_twice(tmp_path):
+    """`kill -HUP`, as the end of an ssh session, ended the command at once and nothing was saved. Shell, kernel and
+    systemd may each send one, beside a SIGTERM (open-mmlab/mmsegmentation#1998, pytorch/pytorch#67538)."""
+    process = start(tmp_path, POLITE)
+    for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
+        process.send_signal(number)
+        time.sleep(0.1)
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 143
+    assert output.splitlines()[-1].startswith("interrupted: stopped cleanly")
     assert len(list(tmp_path.glob("done*"))) == 2
 
 

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import tempfile
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from PIL import Image
 from detr_pipeline import digits
 from detr_pipeline.coco import read_coco
 from detr_pipeline.digits import DIGIT_NAMES, DigitsConfig, default_digits_root, digits_dataset
+from tests.homeless import homeless
 from varuna_capslog.base.errors import CapslogError
 
 SMALL = DigitsConfig(train_images=30, val_images=10)
@@ -110,6 +112,27 @@ def test_default_root_honours_the_cache_variable(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert default_digits_root() == tmp_path / "home/.cache/varuna-capslog"
+
+
+def test_the_root_of_a_user_without_a_home_is_a_folder_of_his_alone(monkeypatch, tmp_path):
+    """Without HOME and passwd entry the digits ended in a RuntimeError; a folder that another user made is refused."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    homeless(monkeypatch)
+    folder = default_digits_root()
+    assert folder.parent == tmp_path
+    assert default_digits_root() == folder
+    for made in (lambda: folder.mkdir() or folder.chmod(0o777), lambda: folder.symlink_to(tmp_path), folder.touch):
+        folder.unlink() if folder.is_symlink() or folder.is_file() else folder.rmdir()
+        made()
+        with pytest.raises(CapslogError, match="no folder of this user alone"):
+            default_digits_root()
+
+
+def test_a_root_under_a_home_that_is_not_known_is_one_sentence(monkeypatch):
+    homeless(monkeypatch)
+    with pytest.raises(CapslogError, match=r"~/x names a home folder that is not known here"):
+        digits_dataset("~/x", SMALL)
 
 
 def test_a_root_that_is_a_file_is_refused_in_one_sentence(tmp_path):

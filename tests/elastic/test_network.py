@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import socket
 
 import pytest
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.elastic.network import address_towards, listen
+from varuna_capslog.elastic.network import address_towards, check_gloo_interfaces, listen
 
 
 def test_it_listens_at_the_address_that_is_given_and_at_no_other():
@@ -42,3 +43,19 @@ def test_a_port_that_is_taken_or_none_is_named():
 
 def test_the_loopback_is_seen_from_the_loopback():
     assert address_towards("127.0.0.1:29500") == "127.0.0.1"
+
+
+@pytest.mark.parametrize("named", ["", "lo", "lo,lo", "lo,", "x"])
+def test_interfaces_that_gloo_finds(named: str) -> None:
+    check_gloo_interfaces({"GLOO_SOCKET_IFNAME": named})
+
+
+@pytest.mark.parametrize(
+    ("named", "missing"), [("eth-9", "eth-9"), ("lo,eth-9", "eth-9"), ("^lo", "^lo"), ("=lo", "=lo")]
+)
+def test_an_interface_that_is_not_there_is_named_before_the_start(named: str, missing: str) -> None:
+    """After half a minute the user read that rank 1 hangs (vllm-project/vllm#7074, aws-samples/aws-do-eks#69)."""
+    with pytest.raises(
+        CapslogError, match=re.escape(f"GLOO_SOCKET_IFNAME={named} names '{missing}', which is no network")
+    ):
+        check_gloo_interfaces({"GLOO_SOCKET_IFNAME": named})

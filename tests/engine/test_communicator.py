@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.engine.pool import WorkerPool
-from varuna_capslog.engine.communicator import Communicator, PeerLost, connect_group
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.engine.communicator import Communicator, PeerLost, connect, connect_group
 from varuna_capslog.model.chain import TensorSpec
 
 CPU = torch.device("cpu")
@@ -158,6 +159,30 @@ def one_is_missing(outer: Communicator) -> str:
 
 def test_a_rank_that_does_not_come_is_one_sentence(pool: WorkerPool) -> None:
     assert "rank 0 could not join 2 ranks as" in pool.run(one_is_missing, 2)[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("[enforce fail at device.cc:84] ifa != nullptr. Unable to find address for: eth9", "user"),
+        ("The server socket has failed to listen on any local network address. EADDRINUSE", "user"),
+        ("Timed out after 61 seconds waiting for clients. 1/2 clients joined.", "peer"),
+        ("The client socket has failed to connect to any network address of (127.0.0.1, 1)", "peer"),
+        ("Gloo connectFullMesh failed with [pair.cc:144] Connection closed by peer", "peer"),
+    ],
+)
+def test_only_what_lies_with_others_is_called_a_lost_peer(
+    text: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong GLOO_SOCKET_IFNAME counted as a lost peer, so that the rank that waited was named (vllm#7074)."""
+
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(dist, "init_process_group", fail)
+    with pytest.raises(CapslogError, match="rank 0 could not join 1 ranks") as caught:
+        connect(0, 1, "127.0.0.1", 0, host_store=True)
+    assert caught.value.kind == kind
 
 
 def test_one_rank_needs_no_group() -> None:

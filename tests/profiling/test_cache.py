@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from tests.homeless import homeless
 from tests.profiling.workloads import Equal, Megabytes
 from varuna_capslog.model import sources
 from varuna_capslog.model.chain import Chain, Layer
 from varuna_capslog.profiles.record import LayerProfile, Profile
-from varuna_capslog.profiling import cache
+from varuna_capslog.profiling import cache, calibration
 
 CONDITIONS = {"device": "cpu", "microbatch_size": 2, "input": {"x": [2, 3]}, "model_digest": "sha256:0"}
 
@@ -70,6 +71,16 @@ def test_a_folder_that_cannot_be_written_is_noted(
 def test_the_default_folder_is_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache.folder() == Path.home() / ".cache" / "varuna-capslog" / "profiles"
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenShift gives a container a uid that no passwd entry knows, and no HOME (pytorch/pytorch#140765)."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    homeless(monkeypatch)
+    assert cache.folder() is None
+    cache.store(profile())
+    assert cache.load(profile().conditions) is None
+    assert calibration._path("cpu") is None
 
 
 def digest(*modules: nn.Module) -> str:

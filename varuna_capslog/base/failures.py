@@ -115,16 +115,19 @@ def read_failure(path: Path, rank: int, stage: Any, member: str | None = None) -
         return None  # missing, or cut off by the same failure that it was to report
 
 
-def ended(rank: int, status: int, log: Path, time: float, **known: Any) -> Failure:
+def ended(rank: int, status: int, log: Path, time: float, memory_killed: bool = False, **known: Any) -> Failure:
     """The failure that the end of a process shows, for a worker that wrote no report.
 
     Args:
         status: its exit status, or minus the number of the signal that ended it.
+        memory_killed: the system has killed a process for lack of memory at that time (`machine_memory.MemoryKills`).
         known: further fields of the failure.
     """
     if status < 0:
-        loss = "crashed" if -status in _OWN_SIGNALS else "killed"
-        return Failure(rank, f"was killed by {signal_name(-status)}", "signal", time, loss=loss, **known)
+        for_memory = memory_killed and status == -signal.SIGKILL
+        loss = "memory" if for_memory else "crashed" if -status in _OWN_SIGNALS else "killed"
+        cause = f"was killed by {signal_name(-status)}" + (" for lack of memory" if for_memory else "")
+        return Failure(rank, cause, "signal", time, loss=loss, **known)
     return Failure(rank, f"exit status {status}: {_last_line(log)}", "exit", time, **known)
 
 

@@ -21,6 +21,8 @@ from varuna_capslog.base.errors import CapslogError, DiskFailed
 
 __all__ = [
     "append_jsonl",
+    "cache_home",
+    "expanded",
     "is_full",
     "last_lines",
     "objects_in",
@@ -42,6 +44,30 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 def is_full(error: OSError) -> bool:
     """Whether the error means that no process can write to the file system (full, over quota, read-only)."""
     return error.errno in _FULL
+
+
+def cache_home() -> Path | None:
+    """The user's folder for caches: $XDG_CACHE_HOME, else ~/.cache; None for a user without a home, as in containers.
+
+    The XDG specification says that a relative value is to be ignored.
+    """
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(named):
+        return Path(named)
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError:
+        return None
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """The path with the home folder for `~`. Raises CapslogError where there is none."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise CapslogError(
+            f"{path} names a home folder that is not known here; write the whole path, or set HOME"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.processes import die_with_parent, signal_group
+from varuna_capslog.base.output import LastingStream
+from varuna_capslog.base.processes import JOB_SIGNALS, die_with_parent, ends_forks_as_usual, outlives, signal_group
 
 __all__ = ["PRELOADED", "Order", "answer", "main", "may_fork", "renew_threads"]
 
@@ -35,12 +36,14 @@ PRELOADED = ("torch",)
 Order = dict[str, Any]
 """{"member", "environment", "log", "arguments"}: the name, variables on top of the fork server's own, the file for
 standard output and errors, and what the entry is called with (any JSON value). Where given, "output" and "errors" are
-descriptors that the fork server shares, instead of the file, and "entry" is called instead of the fork server's."""
+descriptors that the fork server shares, instead of the file, "terminal" one for a sentence about output that is lost,
+and "entry" is called instead of the fork server's."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serves until standard input ends, then kills all its workers."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    outlives(JOB_SIGNALS)  # and the workers do, for which the host answers
     if given[:1] == ["--alone"]:  # a worker that could not be forked; it dies with the fork server already
         order = json.loads(given[2])
         _become(order, given[1])
@@ -51,8 +54,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in (signal.SIGTERM, signal.SIGUSR1):  # Slurm and systemd send them to all processes; the host answers
-        signal.signal(number, signal.SIG_IGN)  # the workers inherit that
     gc.disable()  # what is imported stays: looking for garbage in it took a sixth of the time
     _preload(entry, modules)
     gc.freeze()  # so that a worker's collector does not touch, hence copy, the shared memory
@@ -209,6 +210,7 @@ def _settle(order: Order, private: Sequence[int]) -> None:
         os.close(descriptor)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    ends_forks_as_usual()
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     nothing = os.open(os.devnull, os.O_RDONLY)
     output, errors = order.get("output", log), order.get("errors", log)
@@ -218,6 +220,9 @@ def _settle(order: Order, private: Sequence[int]) -> None:
         os.close(descriptor)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    terminal = order.get("terminal")
+    say = lambda sentence: terminal is None or os.write(terminal, f"capslog: {sentence}\n".encode())  # noqa: E731
+    sys.stdout, sys.stderr = LastingStream(sys.stdout, say), LastingStream(sys.stderr)
     os.environ.update(order["environment"])
 
 
@@ -230,8 +235,9 @@ def answer(given: Sequence[str]) -> int:
     """What the process of `ForkServer.call` does: leaves (value, error) in a file."""
     entry, arguments, path = given
     value, error = None, None
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_DFL)
+    for number in JOB_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has SIGHUP
+            signal.signal(number, signal.SIG_DFL)
     module, _, function = entry.partition(":")
     try:
         value = getattr(importlib.import_module(module), function)(*pickle.loads(base64.b64decode(arguments)))

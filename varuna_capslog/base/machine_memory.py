@@ -1,51 +1,129 @@
-"""How much memory this machine, or the container that its programs run in, grants them, and how much of it is left."""
+"""How much memory this machine, or the control group that its programs run in, grants them, and how much is left.
+
+Slurm, systemd, containers and Kubernetes limit memory by a control group: the process's own or any group above it, of
+version 1 or 2. `root` is the root of the file system, for tests.
+"""
 
 from __future__ import annotations
 
-__all__ = ["available_bytes", "granted_bytes", "oom_kills"]
+__all__ = ["MemoryKills", "available_bytes", "granted_bytes", "oom_kills"]
 
 import os
-from pathlib import Path
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
-_GROUP = Path("/sys/fs/cgroup")
-"""The container's control group of version 2; its limits of version 1 are in `memory/`."""
-
-
-def granted_bytes() -> int:
-    """Bytes of main memory that all programs here may use together: the machine's, or the limit of its container."""
-    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
-            return min(whole, int((_GROUP / name).read_text()))
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-    return whole
+_ROOT = Path("/")
+_LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
+"""Files with a limit. `memory.high` counts, too: above it the system makes a process wait and takes pages back from it,
+so that no step ends in time."""
+_USED = ("memory.current", "memory.usage_in_bytes")
+_FREED = ("total_inactive_file", "inactive_file")
+"""Cached files, which the system takes back first; version 1 writes `total_` for a group with those below it."""
 
 
-def available_bytes() -> int:
-    """Bytes of it that new work may take now: what the system calls available, or less where a container has less."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    try:
-        limit = int((_GROUP / "memory.max").read_text())
-        used = int((_GROUP / "memory.current").read_text())
-        cache = next(
-            int(line.split()[1])
-            for line in (_GROUP / "memory.stat").read_text().splitlines()
-            if line.startswith("inactive_file ")
-        )
-    except (OSError, ValueError, StopIteration):  # no container, or one without a limit ("max")
-        return available
-    return max(0, min(available, limit - used + cache))
-
-
-def oom_kills() -> int:
-    """How many processes the system has ended for lack of memory: in this container where it counts them, else on this
-    machine; 0 where nobody counts.
+def granted_bytes(root: Path = _ROOT) -> int:
+    """Bytes of main memory that all programs here may use together: the machine's, or the smallest limit of the control
+    groups that this process is in.
     """
-    for path, name in ((_GROUP / "memory.events", "oom_kill "), (Path("/proc/vmstat"), "oom_kill ")):
-        try:
-            return next(int(line.split()[1]) for line in path.read_text().splitlines() if line.startswith(name))
-        except (OSError, ValueError, StopIteration):
-            continue
-    return 0
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([whole, *(limit for group in _groups(root) for limit in _limits(group))])
+
+
+def available_bytes(root: Path = _ROOT) -> int:
+    """Bytes of it that new work may take now: what the system calls available, or less where a group has less."""
+    of_machine = _number_after(root / "proc/meminfo", "MemAvailable:")
+    rooms = [granted_bytes(root) if of_machine is None else of_machine * 1024]
+    for group in _groups(root):
+        used = next((size for name in _USED if (size := _number(group / name)) is not None), None)
+        freed = next((size for name in _FREED if (size := _number_after(group / "memory.stat", name)) is not None), 0)
+        rooms += [limit if used is None else limit - used + freed for limit in _limits(group)]
+    return max(0, min(rooms))
+
+
+def oom_kills(root: Path = _ROOT) -> int:
+    """How many processes the system has ended for lack of memory: in this control group where it counts them, else on
+    this machine; 0 where nobody counts.
+    """
+    counters = [group / name for group in _groups(root) for name in ("memory.events", "memory.oom_control")]
+    counts = (_number_after(path, "oom_kill") for path in [*counters, root / "proc/vmstat"])
+    return next((count for count in counts if count is not None), 0)
+
+
+class MemoryKills:
+    """The processes that the system has ended for lack of memory in the last seconds, for whoever asks now and then."""
+
+    _SECONDS = 2.0
+    """Between two looks: a process that was killed is seen well within that time."""
+
+    def __init__(self) -> None:
+        self._counts, self._looked = [oom_kills()] * 2, time.monotonic()  # of the last looks, the older first
+
+    def look(self, now: float) -> None:
+        """Called often while nothing has happened; `now` is monotonic."""
+        if now - self._looked > self._SECONDS:
+            self._counts, self._looked = [self._counts[1], oom_kills()], now
+
+    def any_now(self) -> bool:
+        """Whether there was one since the last look but one."""
+        return oom_kills() > self._counts[0]
+
+
+def _groups(root: Path) -> list[Path]:
+    """The folders of the control groups that limit this process's memory: its own first, then those above it.
+
+    Where the own group is not below what is mounted (a control group namespace), what is mounted is all that can be
+    seen, and stands for it.
+    """
+    groups: list[Path] = []
+    for version, path in _memberships(root):
+        mounts = [(top, folder) for kind, top, folder in _mounts(root) if kind == version]
+        inside = [(folder, path.relative_to(top)) for top, folder in mounts if path.is_relative_to(top)]
+        inside = [(folder, below) for folder, below in inside if ".." not in below.parts]
+        for folder, below in inside or [(folder, PurePosixPath()) for _, folder in mounts]:
+            groups += [folder / below, *(folder / above for above in below.parents)]
+    return groups or [root / "sys/fs/cgroup/memory", root / "sys/fs/cgroup"]  # /proc is hidden: where they usually lie
+
+
+def _memberships(root: Path) -> Iterator[tuple[int, PurePosixPath]]:
+    """Version and path of each group of this process that may limit memory, version 1 first; proc(5)."""
+    lines = [line.split(":", 2) for line in _text(root / "proc/self/cgroup").splitlines() if line.count(":") >= 2]
+    yield from ((1, PurePosixPath(path)) for _, controllers, path in lines if "memory" in controllers.split(","))
+    yield from ((2, PurePosixPath(path)) for number, controllers, path in lines if (number, controllers) == ("0", ""))
+
+
+def _mounts(root: Path) -> Iterator[tuple[int, PurePosixPath, Path]]:
+    """Version of each hierarchy of control groups that may limit memory, the group that is mounted, and where."""
+    for line in _text(root / "proc/self/mountinfo").splitlines():
+        before, _, behind = line.partition(" - ")
+        fields, kinds = before.split(" "), behind.split(" ")
+        if len(fields) > 4 and (kinds[0] == "cgroup2" or (kinds[0] == "cgroup" and "memory" in kinds[-1].split(","))):
+            top, folder = (re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), name) for name in fields[3:5])
+            yield 1 + (kinds[0] == "cgroup2"), PurePosixPath(top), root / folder.lstrip("/")
+
+
+def _limits(group: Path) -> list[int]:
+    """The limits of a group in bytes; version 1 also knows the smallest limit above what is mounted."""
+    limits = [_number(group / name) for name in _LIMITS]
+    limits.append(_number_after(group / "memory.stat", "hierarchical_memory_limit"))
+    return [limit for limit in limits if limit is not None]
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file; None where there is none, such as "max"."""
+    text = _text(path).strip()
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+def _number_after(path: Path, name: str) -> int | None:
+    """The number behind a name that begins a line of a file."""
+    rows = (line.split() for line in _text(path).splitlines())
+    return next((int(row[1]) for row in rows if row[:1] == [name] and len(row) > 1 and row[1].isdigit()), None)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # missing, or not to be read
+        return ""

@@ -17,16 +17,23 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "JOB_SIGNALS",
     "die_with_parent",
+    "ends_forks_as_usual",
     "free_port",
     "heard_signals",
+    "is_spared",
     "is_stopped",
     "killed_with",
+    "outlives",
     "signal_group",
     "write_unless_there",
 ]
 
 _PR_SET_PDEATHSIG = 1
+
+JOB_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""What Slurm, systemd and a closing terminal send to all processes of a job; the command answers for all of them."""
 
 
 def die_with_parent() -> Callable[[], None]:
@@ -58,12 +65,42 @@ def killed_with(parent: int) -> Callable[[], None]:
     return prepare
 
 
+def outlives(numbers: Sequence[signal.Signals]) -> None:
+    """From now on these signals do nothing to this process; programs that it starts end by them as usual.
+
+    Hence a handler: a signal that is ignored stays so in a program that is started, whose parent then waits for ever
+    for the end that it asked for (`Popen.terminate`, `multiprocessing.Pool`).
+    """
+    for number in numbers:
+        if not is_spared(number):
+            signal.signal(number, lambda number, frame: None)
+            signal.siginterrupt(number, False)
+
+
+def ends_forks_as_usual(numbers: Sequence[signal.Signals] = (*JOB_SIGNALS, signal.SIGINT)) -> None:
+    """From now on these signals end the forks of this process, whatever they do to this process itself."""
+
+    def restore() -> None:
+        for number in numbers:
+            if not is_spared(number):
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+    os.register_at_fork(after_in_child=restore)
+
+
+def is_spared(number: signal.Signals) -> bool:
+    """Whether this is a SIGHUP that nohup has had this process ignore."""
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
+
+
 @contextlib.contextmanager
 def heard_signals(numbers: Sequence[signal.Signals], hear: Callable[[int], object]) -> Iterator[None]:
-    """Calls `hear` with the number of each of these signals that this process gets in the block.
+    """Calls `hear` with the number of each of these signals that this process gets in the block; under nohup not with
+    SIGHUP.
 
     Outside the main thread Python cannot: there the caller keeps the signals.
     """
+    numbers = [number for number in numbers if not is_spared(number)]
     try:
         before = {number: signal.signal(number, lambda number, frame: hear(number)) for number in numbers}
     except ValueError:
@@ -91,9 +128,12 @@ def is_stopped(pid: int) -> bool:
 
 
 def signal_group(pid: int, number: int) -> None:
-    """Sends a signal to the group that `pid` leads, if there is still one."""
+    """Sends a signal to the group that `pid` leads, if there is still one.
+
+    SIGINT goes to the leader alone: it asks for the end of a step, which processes of a data set may have to read for.
+    """
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, number)
+        (os.kill if number == signal.SIGINT else os.killpg)(pid, number)
 
 
 def write_unless_there(path: Path, value: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -99,7 +100,9 @@ class Forks:
         self._workers[name] = worker
         log.write_bytes(b"")
         order = {"member": name, "environment": dict(environment), "log": str(log), "arguments": self._arguments}
-        self.server.fork({**order, "output": self.server.output} if rank == 0 else order)
+        if rank == 0 and not getattr(sys.stdout, "gone", False):
+            order |= {"output": self.server.output, "terminal": self.server.errors}
+        self.server.fork(order)
         with self._changed:
             self._changed.wait_for(lambda: worker.pid or worker.returncode is not None or self._gone is not None)
         if not worker.pid:

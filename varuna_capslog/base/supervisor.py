@@ -21,6 +21,7 @@ from varuna_capslog.base import files
 from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.failures import Failure, ended, is_consequence, read_failure, root_cause
+from varuna_capslog.base.machine_memory import MemoryKills
 from varuna_capslog.base.processes import (
     free_port,
     heard_signals,
@@ -56,7 +57,7 @@ class WorkerFailed(CapslogError):
 
 
 class Interrupted(CapslogError):
-    """The user (Ctrl-C, exit status 130) or the system (SIGTERM: 143) asked the run to end, and it ended."""
+    """The user (Ctrl-C, exit status 130) or the system (SIGTERM: 143, SIGHUP: 129) asked the run to end, and it did."""
 
     def __init__(self, message: str, exit_status: int = 130) -> None:
         super().__init__(message)
@@ -102,21 +103,31 @@ class Supervisor:
         self._ended: dict[int, float] = {}
         self._stopped: dict[int, float] = {}
         self._signals: list[int] = []
+        self._memory_kills = MemoryKills()
 
     def run(self) -> None:
         """Starts the workers and returns when all have ended with status 0.
 
         Raises:
             WorkerFailed: one of them failed; the others are stopped by then.
-            Interrupted: SIGINT or SIGTERM came; the workers have ended.
+            Interrupted: SIGINT, SIGTERM or SIGHUP came; the workers have ended.
             CapslogError: the folder cannot be written, or the command cannot be started.
         """
-        with new_run(self.run_dir), heard_signals((signal.SIGINT, signal.SIGTERM), self._signals.append):
+        with new_run(self.run_dir), heard_signals((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), self._hear):
             try:
                 self._start()
                 self._watch()
             finally:
                 self._kill()
+
+    def _hear(self, number: int) -> None:
+        """The second SIGINT or SIGTERM kills the workers. SIGHUP never is the second: shell, system and systemd may all
+        send one when a terminal closes, beside a SIGTERM.
+        """
+        if self._signals == [signal.SIGHUP]:
+            self._signals[0] = number
+        elif not (self._signals and number == signal.SIGHUP):
+            self._signals.append(number)
 
     def _start(self) -> None:
         omp = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
@@ -140,6 +151,7 @@ class Supervisor:
                     raise Interrupted(self._farewell("killed in the middle of a step"), 128 + self._signals[0])
                 self.say("stopping at the end of this step; Ctrl-C again kills the workers at once")
                 self._signal(signal.SIGINT)
+            self._memory_kills.look(time.monotonic())
             self._collect()
             # While we stop on request, an end by that same signal, before a worker could install its handler, is no
             # failure.
@@ -164,14 +176,14 @@ class Supervisor:
             # The cause is a rank that reports nothing. Other ranks may still wait for a rank that waits for it.
             self._settle(HANG_SECONDS, self.num_workers - 1)
         failures = self._failures(asked)
-        if all(is_consequence(failure) for failure in failures):
-            failures += self._hanging(failures)
-        own_end = set(self._ended)
+        hanging, own_end = self._hanging(failures), set(self._ended)
         self._stop()
         # What a worker wrote while it was being stopped counts as well.
         known = {failure.rank for failure in failures}
         late = [self._reported(rank) for rank in range(self.num_workers) if rank not in known | own_end]
         failures += [failure for failure in late if failure is not None]
+        if all(is_consequence(failure) for failure in failures):
+            failures += hanging
         root = root_cause(failures)
         alike = all((other.cause, other.step) == (root.cause, None) for other in failures)
         raise WorkerFailed(root, self.log(root.rank), everywhere=alike and len(failures) == self.num_workers > 1)
@@ -186,9 +198,9 @@ class Supervisor:
     def _failures(self, asked: bool) -> list[Failure]:
         """The failures that workers reported; for workers without a report, what the end of the process shows."""
         reported = [failure for rank in range(self.num_workers) if (failure := self._reported(rank)) is not None]
-        known = {failure.rank for failure in reported}
+        known, short = {failure.rank for failure in reported}, self._memory_kills.any_now()
         seen = [
-            ended(rank, self._workers[rank].wait(), self.log(rank), moment, **self._where(rank, reported))
+            ended(rank, self._workers[rank].wait(), self.log(rank), moment, short, **self._where(rank, reported))
             for rank, moment in self._ended.items()
             if self._is_failure(rank, asked) and rank not in known
         ]

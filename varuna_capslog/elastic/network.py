@@ -12,10 +12,19 @@ import ipaddress
 import os
 import socket
 import struct
+from collections.abc import Mapping
 
 from varuna_capslog.base.errors import CapslogError
 
-__all__ = ["SCHEME", "address_towards", "interface_of", "listen", "network_variables", "parse_address"]
+__all__ = [
+    "SCHEME",
+    "address_towards",
+    "check_gloo_interfaces",
+    "interface_of",
+    "listen",
+    "network_variables",
+    "parse_address",
+]
 
 SCHEME = "etcd://"
 
@@ -40,6 +49,23 @@ def network_variables(store: str) -> dict[str, str]:
     if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
         found["GLOO_SOCKET_IFNAME"] = interface
     return found
+
+
+def check_gloo_interfaces(environment: Mapping[str, str]) -> None:
+    """Whether gloo finds the network interfaces that GLOO_SOCKET_IFNAME lists: whole names with commas between them.
+
+    The signs of NCCL_SOCKET_IFNAME mean nothing to gloo, and it passes over a value of one character.
+
+    Raises:
+        CapslogError: this machine has no interface of a name.
+    """
+    named, known = environment.get("GLOO_SOCKET_IFNAME", ""), sorted(name for _, name in socket.if_nameindex())
+    missing = [name for name in named.split(",") if name and name not in known] if len(named) > 1 else []
+    if missing:
+        raise CapslogError(
+            f"GLOO_SOCKET_IFNAME={named} names {missing[0]!r}, which is no network interface of this machine "
+            f"({', '.join(known)}), so that the ranks cannot meet; change or unset it"
+        )
 
 
 def address_towards(store: str) -> str | None:

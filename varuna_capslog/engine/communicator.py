@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from varuna_capslog import accelerator
-from varuna_capslog.base.errors import PeerLost
+from varuna_capslog.base.errors import CapslogError, PeerLost
 from varuna_capslog.engine.meeting.local_store import LOCAL, local_store
 from varuna_capslog.engine.meeting.values import pack, unpack
 from varuna_capslog.engine.pair_groups import NotOpened, Opener, PairGroup, PairGroups, Waiting
@@ -32,6 +32,10 @@ Value = TypeVar("Value")
 
 _ENDING_TAG = (1 << 30) + 1
 """No message has this tag; a receive that waits for one ends a group (see `Communicator.abort`)."""
+
+
+_OF_OTHERS = re.compile("timed? ?out|connect|closed|reset|broken pipe|refused", re.IGNORECASE)
+"""In the errors of a meeting, of torch or gloo: another rank did not come, or went away."""
 
 
 def why_lost(error: RuntimeError, silence: str) -> str:
@@ -62,6 +66,7 @@ def connect(
 
     Raises:
         PeerLost: not all ranks arrived within the timeout.
+        CapslogError: this rank cannot meet others here.
     """
     timeout = datetime.timedelta(seconds=timeout_seconds)
     try:
@@ -74,7 +79,12 @@ def connect(
         prefixed = dist.PrefixStore(f"generation-{generation}", store)
         dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=world_size, timeout=timeout)
     except (RuntimeError, ValueError, OSError) as error:
-        raise PeerLost(f"rank {rank} could not join {world_size} ranks at {address}:{port}: {error}", None) from error
+        sentence = (
+            f"rank {rank} could not join {world_size} ranks at {address}:{port}: {str(error).partition(chr(10))[0]}"
+        )
+        if _OF_OTHERS.search(str(error)) is None:  # no other rank is the cause, so this one is to be named
+            raise CapslogError(f"{sentence}; mend this, or what GLOO_SOCKET_IFNAME says of the network") from error
+        raise PeerLost(sentence, None) from error
     return Communicator(rank, world_size, generation, timeout, dist.group.WORLD, store)
 
 

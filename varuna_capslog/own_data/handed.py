@@ -64,15 +64,27 @@ class _ScriptPickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, (type, FunctionType)) and value.__module__ == "__main__":
+            if _part_of(sys.modules["__main__"], value.__qualname__) is not value:
+                raise pickle.PicklingError(
+                    f"no other process finds {value.__qualname__} in the script: a lambda, something that a function "
+                    "defines, or a name that has another meaning by now"
+                )
             return _of_script, (self.script(value.__qualname__), value.__qualname__)
         return NotImplemented
 
 
 def _of_script(module: str, name: str) -> Any:
-    found: Any = users_module(module, f"the script {module!r}")
-    for part in name.split("."):
-        found = getattr(found, part)
+    found = _part_of(users_module(module, f"the script {module!r}"), name)
+    if found is None:
+        raise AttributeError(f"{module} has no {name}")
     return found
+
+
+def _part_of(module: Any, name: str) -> Any:
+    """What a module has under a qualified name; None where it has nothing."""
+    for part in name.split("."):
+        module = getattr(module, part, None)
+    return module
 
 
 def _pickled(name: str, value: Any, script: Callable[[str], str]) -> bytes:

@@ -11,13 +11,14 @@ import sys
 import traceback
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.processes import killed_with
+from varuna_capslog.base.processes import JOB_SIGNALS, ends_forks_as_usual, killed_with, outlives
 
 
 def main() -> None:
     """Serves until the parent closes the pipe or ends."""
     killed_with(int(sys.argv[1]))()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent says when it is over
+    outlives((*JOB_SIGNALS, signal.SIGINT))  # they reach the whole job; the parent says when it is over
+    ends_forks_as_usual()
     answers = os.fdopen(os.dup(1), "wb")
     tasks = os.fdopen(os.dup(0), "rb", buffering=0)
     os.dup2(2, 1)  # what a data set prints must not get between the answers

@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -57,7 +59,7 @@ class DatasetWorkload(ModelWorkload):
             )
         super().__init__(settings, config.train.microbatch_size, self._model_on_data, config.run_dir)
         self._keys: dict[str, Any] = keys.model_dump(mode="json")
-        self._seed = config.train.seed
+        self._seed, self._patience = config.train.seed, config.pipeline.timeout_seconds
         self._reader = SampleReader(self._keys, self._seed)
         self._loader = Loader(self._reader, self._keys, self._seed, keys.workers)
         self._ahead = keys.workers * keys.prefetch
@@ -95,7 +97,15 @@ class DatasetWorkload(ModelWorkload):
                 f"the training data has {count} samples, fewer than train.microbatch_size={self._size}; give more, or "
                 "lower it"
             )
-        return self._reader.read("dataset", 0, range(self._size))
+        late = f"capslog: note: the first samples of the data set are not read after {self._patience:g} s\n"
+        timer = threading.Timer(self._patience, sys.stderr.write, [late])
+        timer.daemon = True
+        timer.start()
+        try:
+            return self._reader.read("dataset", 0, range(self._size))
+        finally:
+            timer.cancel()
+            timer.join()  # who forks later wants no other thread
 
     def _inputs_of(self, batch: Any) -> dict[str, Tensor]:
         """The model's inputs of a batch."""

@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import os
 import platform
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.files import cache_home
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.sources import class_name, code_digest, module_settings, source_file
 from varuna_capslog.model.workload import Workload
@@ -32,10 +32,10 @@ _TOLD = ("profiling", "attention", "seconds", "headroom", "limits", UPDATE_RATE)
 """Conditions that a profile tells beyond those it was asked for under: how it was measured, what the estimate found."""
 
 
-def folder() -> Path:
-    """`varuna-capslog/profiles` under XDG_CACHE_HOME, by default under ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "varuna-capslog" / "profiles"
+def folder() -> Path | None:
+    """`varuna-capslog/profiles` in the user's cache; None where this user has none."""
+    home = cache_home()
+    return None if home is None else home / "varuna-capslog" / "profiles"
 
 
 def cpu_name() -> str:
@@ -55,7 +55,7 @@ def load(conditions: Mapping[str, Any]) -> Profile | None:
     less; the next `store` replaces it.
     """
     path = _path(conditions)
-    if not path.exists():
+    if path is None or not path.exists():
         return None
     try:
         profile = read_profile(path)
@@ -72,8 +72,11 @@ def load(conditions: Mapping[str, Any]) -> Profile | None:
 
 def store(profile: Profile) -> None:
     """Keeps a profile under its conditions, atomically; a folder that cannot be written is reported in the log."""
+    path = _path(profile.conditions)
+    if path is None:
+        return
     try:
-        write_profile(_path(profile.conditions), profile)
+        write_profile(path, profile)
     except CapslogError as error:
         _log.warning("the profile is not kept for the next time: %s", error)
 
@@ -95,9 +98,9 @@ def _lasting(conditions: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in conditions.items() if key not in _TOLD}
 
 
-def _path(conditions: Mapping[str, Any]) -> Path:
-    text = json.dumps(_lasting(conditions), sort_keys=True)
-    return folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+def _path(conditions: Mapping[str, Any]) -> Path | None:
+    text, kept_in = json.dumps(_lasting(conditions), sort_keys=True), folder()
+    return None if kept_in is None else kept_in / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
 def model_digest(workload: Workload, chain: Chain) -> str:

@@ -198,8 +198,10 @@ def learn(profile: Profile, work_of_runs: Mapping[tuple[int, int], Mapping[str, 
     known = known.with_profile(
         str(conditions["model_digest"]), runs, str(datetime.fromtimestamp(wall_seconds(), UTC).date())
     )
+    path = _path(kind)
+    if path is None:
+        return known
     try:
-        path = _path(kind)
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_json(path, dataclasses.asdict(known))
     except (CapslogError, OSError) as error:
@@ -207,14 +209,15 @@ def learn(profile: Profile, work_of_runs: Mapping[tuple[int, int], Mapping[str, 
     return known
 
 
-def _path(kind: str) -> Path:
-    return cache.folder().parent / "speeds" / f"{kind}.json"
+def _path(kind: str) -> Path | None:
+    profiles = cache.folder()
+    return None if profiles is None else profiles.parent / "speeds" / f"{kind}.json"
 
 
 def _read(kind: str) -> Calibration | None:
     """What is known of a kind of device, by today's rates; a file that cannot be read is told in the log."""
     path = _path(kind)
-    if not path.exists():
+    if path is None or not path.exists():
         return None
     try:
         value = files.read_json(path)

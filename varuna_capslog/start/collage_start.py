@@ -5,6 +5,7 @@ What comes back names the fastest choice whose layers pass their check; the call
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import statistics
@@ -150,9 +151,10 @@ class _Log:
 
     def __init__(self, whole: WholeRuns, first: Choice, digest: str) -> None:
         self._whole, self.first = whole, first
-        self._path = cache.folder() / "whole" / f"{digest.rpartition(':')[2][:32]}.json"
+        folder = cache.folder()
+        self._path = None if folder is None else folder / "whole" / f"{digest.rpartition(':')[2][:32]}.json"
         self._known: dict[str, float] = {}
-        if self._path.exists():
+        if self._path is not None and self._path.exists():
             self._known = json.loads(self._path.read_text())
 
     def ratios(self, choices: Sequence[Choice]) -> list[float]:
@@ -162,5 +164,7 @@ class _Log:
         if new:
             (first, *_), *others = self._whole.seconds([self.first, *new.values()])
             self._known |= {text: one[0] / first for text, one in zip(new, others, strict=True)}
-            files.write_text(self._path, json.dumps(self._known))
+            if self._path is not None:
+                with contextlib.suppress(CapslogError):  # then it is measured again the next time
+                    files.write_text(self._path, json.dumps(self._known))
         return [self._known[text] for text in texts]

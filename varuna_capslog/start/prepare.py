@@ -17,6 +17,7 @@ from varuna_capslog.base import fields, files
 from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.config.reading import Config, dump_config, load_config
+from varuna_capslog.elastic.network import check_gloo_interfaces
 from varuna_capslog.memory import AUTO, MEMORY_MODELS
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import AUTOMATIC, BUDGET, EVERY_PLANNER, JOINT
@@ -108,7 +109,10 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
 
 
 def check_names(config: Config) -> None:
-    """Raises CapslogError where the config names a planner, memory model or engine that is unknown; needs no torch."""
+    """Raises CapslogError where the config names a planner, memory model or engine that is unknown, or the environment
+    a network interface; needs no torch.
+    """
+    check_gloo_interfaces(os.environ)
     fields.refuse_unknown([config.pipeline.planner], [*EVERY_PLANNER, JOINT, AUTOMATIC], "planner")
     fields.refuse_unknown([config.pipeline.memory], [AUTO, *MEMORY_MODELS], "memory model")
     ENGINES[config.engine].check()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.output import lasting_output
 from varuna_capslog.training.worker_process import StopWish, leave, report_failure
 
 if TYPE_CHECKING:
@@ -57,13 +58,17 @@ def run_worker(run_dir: Path, evaluate: bool = False, prepare: Callable[[], obje
     if evaluate:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # an evaluation saves nothing: Ctrl-C ends it at once
     state: dict[str, Any] = {"name": f"rank {rank}", "stage": None}
-    try:
-        return _work(run_dir, rank, wish, state, evaluate, prepare)
-    except Exception as error:
+
+    def fail(error: Exception) -> NoReturn:
         run: Run | None = state.get("run")
         where = {"rank": rank, "stage": state["stage"], "step": run.begun_step if run else None}
         where["microbatch"] = _microbatch(run.failed_at if run else None)
         leave(report_failure(run_dir, str(rank), state["name"], error, where))
+
+    try:
+        return _work(run_dir, rank, wish, state, evaluate, prepare, fail)
+    except Exception as error:
+        fail(error)
 
 
 def _microbatch(doing: str | None) -> int | None:
@@ -78,10 +83,12 @@ def _work(
     state: dict[str, Any],
     evaluate: bool,
     prepare: Callable[[], object] | None,
+    fail: Callable[[Exception], NoReturn],
 ) -> int:
     import torch
 
     from varuna_capslog.config.reading import load_config
+    from varuna_capslog.elastic.network import check_gloo_interfaces
     from varuna_capslog.engine.layout import layout_of
     from varuna_capslog.engine.meeting.environment import connected
     from varuna_capslog.model.workload import load_workload
@@ -93,6 +100,7 @@ def _work(
     if rank == 0 and not evaluate:  # whose output may be JSON
         # the user is to see what the data room repairs in annotation files
         logging.basicConfig(stream=sys.stdout, format="%(message)s")
+    check_gloo_interfaces(os.environ)
     if prepare is not None:
         # a store and a group of their own: the run's timeout is not known yet
         with connected("prepare", 60.0) as communicator:
@@ -114,7 +122,7 @@ def _work(
     check_room(device, plan.ranks[rank].bytes if rank < len(plan.ranks) else None, f"rank {rank}")
     with connected(f"run-{generation}", config.pipeline.timeout_seconds) as communicator:
         run = Run(config, plan, load_workload(config), communicator, device, generation, wish, ENGINES)
-        state["run"] = run
+        state["run"], run.loop.watch.late = run, fail
         try:
             if evaluate:
                 return _evaluate(run, run_dir)
@@ -137,4 +145,5 @@ def _evaluate(run: Run, run_dir: Path) -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    with lasting_output():
+        leave(main())

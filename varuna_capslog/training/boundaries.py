@@ -5,6 +5,7 @@ All ranks of a generation come here together, and each of them knows the same ab
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,10 +16,11 @@ from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.scores import goodness
 from varuna_capslog.engine.interface import Engine
-from varuna_capslog.model.workload import Minibatch
+from varuna_capslog.model.workload import LateTargets, Minibatch
 from varuna_capslog.plans.parts import grains_of
 from varuna_capslog.training.checkpoint import prune
 from varuna_capslog.training.constants import run_constants
+from varuna_capslog.training.data_watch import DataWatch
 from varuna_capslog.training.digests import digest
 from varuna_capslog.training.feed import evaluation_groups
 from varuna_capslog.training.journal import Journal
@@ -31,12 +33,15 @@ __all__ = ["Boundaries", "verify_copies"]
 class Boundaries:
     """The boundaries of a run on this rank.
 
+    Args:
+        watch: of the waits for validation data.
+
     Attributes:
         scores: of the last evaluation in this process; None before the first.
     """
 
-    def __init__(self, setup: RunSetup, log: Journal) -> None:
-        self._setup, self._log = setup, log
+    def __init__(self, setup: RunSetup, log: Journal, watch: DataWatch) -> None:
+        self._setup, self._log, self._watch = setup, log, watch
         self._val: Any = None  # opened when it is first asked for
         self._engine: Engine  # of the generation that has begun
         self._generation = self._base = self._judged = 0
@@ -183,10 +188,11 @@ class Boundaries:
             val, ways = self._val, len(engine.layout.ways)
             groups = evaluation_groups(len(val), config.train.microbatch_size, config.num_microbatches)
             for begin in range(0, len(groups), ways):
-                minibatches = [val.minibatch(group, 0) for group in groups[begin : begin + ways]]
+                minibatches = [self._watched(val.minibatch(group, 0)) for group in groups[begin : begin + ways]]
 
                 def load(way: int, index: int, own: Sequence[Minibatch] = minibatches) -> dict[str, Tensor]:
-                    inputs: dict[str, Tensor] = val.load(own[way], index)
+                    with self._watch.waiting(own[way], index):
+                        inputs: dict[str, Tensor] = val.load(own[way], index)
                     return inputs
 
                 def take(
@@ -202,6 +208,18 @@ class Boundaries:
         everything = [result for theirs in communicator.gather(results) for result in theirs]
         mine = communicator.together(lambda: evaluator.summarize(everything) if communicator.rank == 0 else None)
         return communicator.gather(mine)[0]
+
+    def _watched(self, minibatch: Minibatch) -> Minibatch:
+        """The minibatch, whose late targets are waited for as its inputs are."""
+
+        def read(microbatch: int, targets: LateTargets) -> Any:
+            with self._watch.waiting(minibatch, microbatch):
+                return targets.read()
+
+        for microbatch, targets in enumerate(minibatch.targets):
+            if isinstance(targets, LateTargets):
+                minibatch.targets[microbatch] = LateTargets(functools.partial(read, microbatch, targets))
+        return minibatch
 
     def _verify(self, step: int) -> None:
         if _due(self._setup.config.pipeline.verify_every, step):

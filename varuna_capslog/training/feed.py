@@ -9,6 +9,7 @@ background threads.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from varuna_capslog.base.seeds import mix
 from varuna_capslog.engine.step import RankReport
 from varuna_capslog.model.workload import DataSource, LateTargets, Minibatch, Reading, ReadingSource
 from varuna_capslog.training.constants import check_samples
+from varuna_capslog.training.data_watch import DataWatch
 
 __all__ = ["Feed", "evaluation_groups"]
 
@@ -38,6 +40,7 @@ class Feed:
         minibatch_size, microbatch_size: samples.
         local: global indices of the microbatches that this rank loads (empty: none), each as often as it is asked for.
         judged: those whose loss it computes.
+        watch: of the waits for data; None: nobody watches them.
 
     Raises:
         CapslogError: fewer samples than one minibatch.
@@ -51,7 +54,9 @@ class Feed:
         seed: int,
         local: Sequence[int],
         judged: Sequence[int] = (),
+        watch: DataWatch | None = None,
     ) -> None:
+        self._watch = watch or DataWatch(math.inf)
         self._source, self._seed = source, seed
         self._minibatch_size, self._microbatch_size = minibatch_size, microbatch_size
         self.steps_per_epoch = len(source) // minibatch_size
@@ -139,7 +144,8 @@ class Feed:
         reading = self._loads[key] if self._left[microbatch] > 0 else self._loads.pop(key)
         began = time.perf_counter()
         try:
-            return reading.result()
+            with self._watch.waiting(self.minibatch(step), microbatch):
+                return reading.result()
         finally:
             self._waited += time.perf_counter() - began
 

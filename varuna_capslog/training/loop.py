@@ -20,6 +20,7 @@ from varuna_capslog.engine.probe import PeakProbe, held_inputs, resident_tensors
 from varuna_capslog.engine.step import Verdict
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.training.boundaries import Boundaries
+from varuna_capslog.training.data_watch import DataWatch
 from varuna_capslog.training.feed import Feed
 from varuna_capslog.training.journal import Journal, peak_record, step_record
 from varuna_capslog.training.run_setup import RunSetup
@@ -108,6 +109,7 @@ class TrainingLoop:
         stop_wished: asked once per step; True on any rank ends the run after that step.
 
     Attributes:
+        watch: of the waits for data; the process that it is to end gives it its end (`DataWatch.late`).
         engine: of the present generation; None between two generations.
         step: the last one that was applied.
         step_seconds: that this step took here.
@@ -123,7 +125,8 @@ class TrainingLoop:
         self.setup, self.offset, self._stop_wished = setup, offset, stop_wished
         train = setup.config.train
         self.log = Journal(setup.run_dir, setup.total_steps, train.log_every, train.loggers)
-        self.boundaries = Boundaries(setup, self.log)
+        self.watch = DataWatch(setup.config.pipeline.timeout_seconds)
+        self.boundaries = Boundaries(setup, self.log, self.watch)
         self.engine: Engine | None = None
         self.step, self.step_seconds = 0, 0.0
         self.minibatch: Minibatch | None = None
@@ -147,7 +150,7 @@ class TrainingLoop:
         """
         generation = number + self.offset
         self.engine, self.step = engine, base
-        self._feed = self.setup.feed(engine.loaded_microbatches, engine.judged_microbatches)
+        self._feed = self.setup.feed(engine.loaded_microbatches, engine.judged_microbatches, self.watch)
         self._meter.begin(number, engine.options.recipe.rounds_moments)
         self.boundaries.begin(engine, generation, base, saved)
         self.log.begin(writes, base, generation, engine.communicator.world_size)

@@ -27,6 +27,7 @@ from varuna_capslog.model.splitting.pieces import of_parts
 from varuna_capslog.model.workload import DataSource, Workload
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training.checkpoint import open_checkpoint
+from varuna_capslog.training.data_watch import DataWatch
 from varuna_capslog.training.feed import Feed
 from varuna_capslog.training.loggers import check_loggers
 from varuna_capslog.training.resplit import read_for
@@ -65,14 +66,14 @@ class RunSetup:
         """The folder of the run's checkpoints."""
         return self.run_dir / "checkpoints"
 
-    def feed(self, local: Sequence[int] = (), judged: Sequence[int] = ()) -> Feed:
+    def feed(self, local: Sequence[int] = (), judged: Sequence[int] = (), watch: DataWatch | None = None) -> Feed:
         """The minibatches by step, on a rank that loads the microbatches `local` and computes the losses of `judged`.
 
         Raises:
             CapslogError: fewer samples than one minibatch.
         """
         train = self.config.train
-        return Feed(self.source, train.minibatch_size, train.microbatch_size, train.seed, local, judged)
+        return Feed(self.source, train.minibatch_size, train.microbatch_size, train.seed, local, judged, watch)
 
 
 def build_chain(config: Config, workload: Workload) -> tuple[Chain, list[str]]:

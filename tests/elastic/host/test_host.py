@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from tests.waiting import alive, wait_until
+from varuna_capslog.base import machine_memory
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.supervisor import Interrupted, WorkerFailed
 from varuna_capslog.base.trust.secret import run_secret
 from varuna_capslog.config.settings import Elastic
-from varuna_capslog.elastic.host import workers
 from varuna_capslog.elastic.host.hooks import notice_of
 from varuna_capslog.elastic.host.host import Host, HostEnd, HostOptions
 from varuna_capslog.elastic.notices.gather import CallbackListener
@@ -253,7 +253,7 @@ def test_an_exit_without_a_word_is_told_with_its_last_line(tmp_path, start):
 
 def test_a_worker_that_the_system_kills_for_memory_is_told_so(tmp_path, start, monkeypatch):
     kills = [4]
-    monkeypatch.setattr(workers, "oom_kills", lambda: kills[0])
+    monkeypatch.setattr(machine_memory, "oom_kills", lambda: kills[0])
     run = start(tmp_path, 2, all="wait=go leave=0")
     pid = run.seen("h-2")["pid"]
     wait_until(lambda: run.host.workers.by_member["h-2"].pid)
@@ -261,7 +261,7 @@ def test_a_worker_that_the_system_kills_for_memory_is_told_so(tmp_path, start, m
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: run.told("dead") == ["h-2"])
     assert run.of("dead")[0]["cause"] == "memory"
-    assert run.of("dead")[0]["why"] == "worker h-2 was killed by SIGKILL; this machine had no memory left"
+    assert run.of("dead")[0]["why"] == "worker h-2 was killed by SIGKILL for lack of memory"
     run.client.append({"kind": "finished", "step": 9, "stopped": False})
     run.go()
     run.end()

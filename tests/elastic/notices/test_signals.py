@@ -19,7 +19,7 @@ from varuna_capslog.elastic.notices.interface import Kind
 
 @pytest.fixture(autouse=True)
 def _handlers_come_back() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)}
     yield
     for number, handler in before.items():
         assert signal.getsignal(number) == handler
@@ -43,6 +43,25 @@ def test_sigterm_is_leave_now_and_sigusr1_is_leave() -> None:
     assert now.deadline is not None
     assert now.deadline.at == 1001.0 + 15.0
     assert leave.id != now.id
+
+
+def test_a_terminal_that_closes_is_leave_now_unless_nohup_spares_the_run() -> None:
+    """An elastic run that a closed ssh session ended lost what no checkpoint held (ultralytics/ultralytics#918)."""
+    before = signal.getsignal(signal.SIGHUP)
+    for spared in (False, True):
+        inbox = Inbox()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if spared else before)
+        listener = signals.SignalListener(signals.signal_meanings({"SLURM_JOB_ID": "7"} if spared else {}))
+        listener.start(inbox)
+        try:
+            if spared:
+                assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            else:
+                os.kill(os.getpid(), signal.SIGHUP)
+                assert inbox.next().kind == Kind.NOW
+        finally:
+            listener.stop()
+            signal.signal(signal.SIGHUP, before)
 
 
 def test_a_handler_that_was_there_is_called_too_and_comes_back() -> None:

@@ -9,14 +9,14 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.failures import Failure, ended, read_failure, root_cause
 from varuna_capslog.base.fork_server import ForkServer
-from varuna_capslog.base.machine_memory import oom_kills
+from varuna_capslog.base.machine_memory import MemoryKills
 from varuna_capslog.base.processes import is_stopped, signal_group, write_unless_there
 from varuna_capslog.base.supervisor import WorkerFailed
 from varuna_capslog.elastic.host.options import HostOptions
@@ -32,9 +32,6 @@ SETTLE_SECONDS = 0.3
 
 FAREWELL_SECONDS = 60.0
 """For a worker to end after the run has finished."""
-
-_OOM_SECONDS = 2.0
-"""Between two looks at how many processes the system has killed for memory."""
 
 _QUIET = {
     # gloo asks the name server for this machine's name; a lost answer costs 1 s instead of 5
@@ -104,7 +101,7 @@ class HostWorkers:
         self.failures: list[Failure] = []
         self.server_gone = False
         self._options, self._host, self._roster = options, host, roster
-        self._oom_kills, self._oom_asked = [oom_kills()] * 2, time.monotonic()  # of the last looks, the older first
+        self._memory_kills = MemoryKills()
         self._signal: int | None = None
         self._breaks: dict[int, float] = {}
         self._finished_at: float | None = None
@@ -199,8 +196,7 @@ class HostWorkers:
 
     def look(self, now: float) -> None:
         """Kills the workers that are stopped, hang, or were taken for dead by another host."""
-        if now - self._oom_asked > _OOM_SECONDS:
-            self._oom_kills, self._oom_asked = [self._oom_kills[1], oom_kills()], now
+        self._memory_kills.look(now)
         if is_stopped(self.fork_server.pid):  # while it is stopped it reports no end of a worker
             signal_group(self.fork_server.pid, signal.SIGCONT)
         settings = self._options.settings
@@ -245,19 +241,14 @@ class HostWorkers:
             self._unsaid.append((time.monotonic() + SETTLE_SECONDS * (failure.kind != "signal"), failure.sentence()))
         return failure
 
-    def _ran_out_of_memory(self) -> bool:
-        """Whether the system has killed a process for memory in the last seconds."""
-        return oom_kills() > self._oom_kills[0]
-
     def _failure(self, worker: HostWorker, status: int, killed_as_asked: bool) -> Failure:
         known: dict[str, Any] = {"member": worker.member}
         if worker.verdict is not None or (status < 0 and killed_as_asked):
             cause, loss = (worker.verdict, worker.cause) if worker.verdict else ("was killed as asked", "killed")
             return Failure(worker.slot, cause, "signal", wall_seconds(), loss=loss, **known)
         report = read_failure(self._options.folder / f"{worker.member}.error.json", worker.slot, None, **known)
-        seen = ended(worker.slot, status, self.log(worker.member), wall_seconds(), **known)
-        if status == -signal.SIGKILL and self._ran_out_of_memory():
-            return replace(seen, cause=f"{seen.cause}; this machine had no memory left", loss="memory")
+        log, short = self.log(worker.member), self._memory_kills.any_now()
+        seen = ended(worker.slot, status, log, wall_seconds(), memory_killed=short, **known)
         return seen if status < 0 or report is None else report
 
     def say_losses(self, all_of_them: bool = False) -> None:

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -26,7 +27,7 @@ from varuna_capslog.elastic.member.balance import Balance
 from varuna_capslog.elastic.member.copies import LayerCopies
 from varuna_capslog.elastic.member.held_state import write_held
 from varuna_capslog.elastic.member.pace import Pace
-from varuna_capslog.elastic.member.start_up import MemberStart
+from varuna_capslog.elastic.member.start_up import MemberStart, fail
 from varuna_capslog.elastic.member.work import Followed, LayerState, Opening, Outcome, Work
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.executor import Observer
@@ -161,6 +162,7 @@ class PipelineWork(Work):
         self._balance = Balance(self.placer) if run.config.elastic.rebalance else None
         self.proposes = self.placer.proposes or self._balance is not None
         self.loop = TrainingLoop(self.setup, device, start.offset, start.stop_wished)
+        self.loop.watch.late = partial(fail, start)
         self.engine: PipelineEngine | None = None
         self._begun = 0, INITIAL  # the generation's number, and the boundary that it goes on from
         self._plan: Plan | None = None

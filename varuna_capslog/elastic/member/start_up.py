@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.trust.secret import Secret, run_secret
@@ -17,9 +18,9 @@ from varuna_capslog.elastic.member.timeouts import Timeouts
 from varuna_capslog.elastic.network import address_towards
 from varuna_capslog.elastic.store.opening import MembershipStore, open_store
 from varuna_capslog.membership.generation import INITIAL, Member, Stamp
-from varuna_capslog.training.worker_process import StopWish, report_failure
+from varuna_capslog.training.worker_process import StopWish, leave, report_failure
 
-__all__ = ["Beginning", "MemberStart", "RuntimeOptions", "enter", "local_rank", "report_failures"]
+__all__ = ["Beginning", "MemberStart", "RuntimeOptions", "enter", "fail", "local_rank", "report_failures"]
 
 _WAIT_SECONDS = 10.0
 
@@ -146,8 +147,17 @@ def report_failures(run_dir: Path, part: Callable[[StopWish], int]) -> int:
     try:
         return part(wish)
     except Exception as error:
-        where = {"rank": -1, "member": me, "stage": None, "step": None, "microbatch": None, "peer": None}
-        return report_failure(run_dir, me, me, error, where)
+        return _report(run_dir, me, error)
+
+
+def fail(start: MemberStart, error: Exception) -> NoReturn:
+    """Ends this member from any thread."""
+    leave(_report(start.run_dir, start.me, error))
+
+
+def _report(run_dir: Path, me: Member, error: Exception) -> int:
+    where = {"rank": -1, "member": me, "stage": None, "step": None, "microbatch": None, "peer": None}
+    return report_failure(run_dir, me, me, error, where)
 
 
 def local_rank() -> int:

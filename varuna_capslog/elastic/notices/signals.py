@@ -1,4 +1,4 @@
-"""Notices by signal: Slurm, Kubernetes, and whoever sends SIGTERM or SIGUSR1.
+"""Notices by signal: Slurm, Kubernetes, a terminal that closes, and whoever sends SIGTERM or SIGUSR1.
 
 The handler only puts a number into a queue; a thread makes the notice of it. Signals carry no deadline, so the budget
 is a parameter; `signal_meanings` knows what each sender gives by default:
@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any, ClassVar
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.processes import is_spared
 from varuna_capslog.elastic.notices.interface import Clock, Deadline, Deliver, Kind, Listener, Notice
 
 __all__ = ["Meaning", "SignalListener", "plain", "signal_meanings"]
@@ -72,7 +73,7 @@ class SignalListener(Listener):
         self._owner = os.getpid()
         self._thread = threading.Thread(target=self._run, args=(deliver,), name="notices-signal", daemon=True)
         self._thread.start()
-        for number in self.meanings:
+        for number in (number for number in self.meanings if not is_spared(number)):
             self._before[number] = signal.signal(number, self._handle)
 
     def stop(self) -> None:
@@ -118,8 +119,9 @@ class SignalListener(Listener):
 
 
 def plain(seconds: float = 30.0) -> dict[signal.Signals, Meaning]:
-    """SIGTERM: leave now. SIGUSR1: leave. Both with so many seconds."""
-    return {signal.SIGTERM: Meaning(Kind.NOW, seconds), signal.SIGUSR1: Meaning(Kind.LEAVE, seconds)}
+    """SIGTERM, and SIGHUP when a terminal closes: leave now. SIGUSR1: leave. All with so many seconds."""
+    now = Meaning(Kind.NOW, seconds)
+    return {signal.SIGTERM: now, signal.SIGHUP: now, signal.SIGUSR1: Meaning(Kind.LEAVE, seconds)}
 
 
 def signal_meanings(environ: Mapping[str, str]) -> dict[signal.Signals, Meaning]:
@@ -130,5 +132,9 @@ def signal_meanings(environ: Mapping[str, str]) -> dict[signal.Signals, Meaning]
     if "SLURM_JOB_ID" in environ:
         text = environ.get("SLURM_JOB_END_TIME", "")
         limit = float(text) if text.isascii() and text.isdigit() else None
-        return {signal.SIGTERM: Meaning(Kind.NOW, 30.0, limit), signal.SIGUSR1: Meaning(Kind.LEAVE, 60.0, limit)}
+        return {
+            **plain(),
+            signal.SIGTERM: Meaning(Kind.NOW, 30.0, limit),
+            signal.SIGUSR1: Meaning(Kind.LEAVE, 60.0, limit),
+        }
     return plain(15.0) if "KUBERNETES_SERVICE_HOST" in environ else plain()

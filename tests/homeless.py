@@ -1,0 +1,18 @@
+"""A user as containers have them: no HOME, and no entry in passwd."""
+
+from __future__ import annotations
+
+import pwd
+from typing import NoReturn
+
+import pytest
+
+
+def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on this process does not know its user's home."""
+
+    def unknown(uid: int) -> NoReturn:
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
