@@ -6,12 +6,16 @@ import difflib
 import importlib
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from varuna_capslog.base.errors import CapslogError, ConfigError
 from varuna_capslog.base.extras import extra_of, install_sentence
 
-__all__ = ["call_function", "imported"]
+__all__ = ["OWN_PACKAGES", "add_current_folder", "call_function", "imported", "users_module"]
+
+OWN_PACKAGES = ("varuna_capslog", "detr_pipeline")
+"""Those of this distribution."""
 
 
 def imported(name: str, what: str) -> Any:
@@ -26,10 +30,8 @@ def imported(name: str, what: str) -> Any:
     module_name, _, function_name = name.partition(":")
     if not function_name:
         raise ConfigError(f"{what} is not of the form package.module:function")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
     try:
-        module = importlib.import_module(module_name)
+        module = users_module(module_name, what)
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise _lacks(what, error) from error
@@ -42,6 +44,31 @@ def imported(name: str, what: str) -> Any:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"{what}: {module_name!r} has no function {function_name!r}{hint}")
     return function
+
+
+def users_module(name: str, what: str) -> ModuleType:
+    """Imports a module of the user's: an installed one, or one of the current folder.
+
+    Raises:
+        ConfigError: both have one of this name, so that the user's would not be the one that is imported.
+        Exception: whatever the import raises.
+    """
+    add_current_folder()
+    module, top = importlib.import_module(name), name.partition(".")[0]
+    file = getattr(sys.modules[top], "__file__", None)
+    for here in (Path(f"{top}.py"), Path(top, "__init__.py")):
+        if file and here.is_file() and not here.samefile(file) and top not in OWN_PACKAGES:
+            raise ConfigError(
+                f"{what}: the module {top!r} is {file}, which comes before {here} of the current folder; rename yours, "
+                "or set PYTHONPATH=. to have it come first"
+            )
+    return module
+
+
+def add_current_folder() -> None:
+    """Lets modules of the current folder be imported, after all others: a user's rich.py must not replace rich."""
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
 
 
 def call_function(name: str, what: str, /, *arguments: Any, **keywords: Any) -> Any:

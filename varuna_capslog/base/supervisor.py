@@ -238,7 +238,6 @@ class Supervisor:
         for rank, worker in enumerate(self._workers):
             if rank not in self._ended and worker.poll() is not None:
                 self._ended[rank] = wall_seconds()
-                signal_group(worker.pid, signal.SIGKILL)  # children of its own must not stay behind
 
     def _signal(self, number: int) -> None:
         for rank, worker in enumerate(self._workers):

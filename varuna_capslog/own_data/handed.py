@@ -6,10 +6,8 @@ A class or function of the program's own script is found under the script's name
 
 from __future__ import annotations
 
-import importlib
 import io
 import pickle
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FunctionType
@@ -17,6 +15,7 @@ from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.files import whole_file
+from varuna_capslog.base.functions import users_module
 
 __all__ = ["hand_over", "handed", "model"]
 
@@ -70,9 +69,7 @@ class _ScriptPickler(pickle.Pickler):
 
 
 def _of_script(module: str, name: str) -> Any:
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    found: Any = importlib.import_module(module)
+    found: Any = users_module(module, f"the script {module!r}")
     for part in name.split("."):
         found = getattr(found, part)
     return found

@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.trust import connection as trust
 from varuna_capslog.base.trust.connection import MAX_RECORD, Connection, Forged, NotTrusted, accepted, challenge, dial
 from varuna_capslog.base.trust.door import GUESTS, Door
@@ -35,7 +36,8 @@ class Served:
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.port = listener.getsockname()[1]
         self.inside: queue.SimpleQueue[Connection] = queue.SimpleQueue()
-        self.door = Door(listener, key, self.inside.put)
+        self.ends: list[CapslogError] = []
+        self.door = Door(listener, key, self.inside.put, self.ends.append)
 
     def knock(self):
         return socket.create_connection(("127.0.0.1", self.port), 5.0)

@@ -19,8 +19,8 @@ class Member:
     """One end, with all that it hears in queues."""
 
     def __init__(self, name, addresses, key=b"k" * 32):
-        self.messages, self.lost = queue.Queue(), queue.Queue()
-        self.peers = Peers(name, key, addresses.get, self.messages.put, self.lost.put)
+        self.messages, self.lost, self.failed = queue.Queue(), queue.Queue(), queue.Queue()
+        self.peers = Peers(name, key, addresses.get, self.messages.put, self.lost.put, self.failed.put)
         addresses[name] = self.peers.address
 
     def next(self):
