@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import re
 import sys
+import sysconfig
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,10 +14,11 @@ from typing import Any
 from varuna_capslog.base.errors import CapslogError, ConfigError
 from varuna_capslog.base.extras import extra_of, install_sentence
 
-__all__ = ["OWN_PACKAGES", "add_current_folder", "call_function", "imported", "users_module"]
+__all__ = ["add_current_folder", "call_function", "imported", "users_module"]
 
-OWN_PACKAGES = ("varuna_capslog", "detr_pipeline")
-"""Those of this distribution."""
+_OURS = re.compile("varuna_capslog|detr_pipeline")
+"""Packages that are installed with the command, also where it is started in a folder of their sources."""
+_INSTALLED = {"site-packages", "dist-packages", sysconfig.get_path("stdlib")}
 
 
 def imported(name: str, what: str) -> Any:
@@ -55,13 +58,14 @@ def users_module(name: str, what: str) -> ModuleType:
     """
     add_current_folder()
     module, top = importlib.import_module(name), name.partition(".")[0]
-    file = getattr(sys.modules[top], "__file__", None)
-    for here in (Path(f"{top}.py"), Path(top, "__init__.py")):
-        if file and here.is_file() and not here.samefile(file) and top not in OWN_PACKAGES:
-            raise ConfigError(
-                f"{what}: the module {top!r} is {file}, which comes before {here} of the current folder; rename yours, "
-                "or set PYTHONPATH=. to have it come first"
-            )
+    file = Path(getattr(sys.modules[top], "__file__", None) or "")
+    if not _OURS.fullmatch(top) and _INSTALLED & {str(file.parent), *file.parts}:
+        for here in (Path(f"{top}.py"), Path(top, "__init__.py")):
+            if here.is_file() and not here.samefile(file):
+                raise ConfigError(
+                    f"{what}: the installed module {top!r}, {file}, comes before {here} of the current folder; rename "
+                    "yours, or set PYTHONPATH=. to have it come first"
+                )
     return module
 
 

@@ -274,7 +274,7 @@ def _work(
             neighbours.append((process, ours))
         for _, theirs in pipes:
             theirs.close()
-        OwnedThread("client", end_with_client, lambda error: os._exit(1)).start()
+        follow_client()
         torch.set_num_threads(threads)
         play = measured()
         report(pipe, "ready", None)
@@ -405,12 +405,19 @@ def sentence(error: Exception) -> str:
     return text if isinstance(error, CapslogError) else f"{type(error).__name__}: {text}"
 
 
-def end_with_client() -> None:
-    """Ends a worker at once when the process that profiles is gone, also in the middle of a long run."""
+def follow_client() -> None:
+    """From now on this worker ends at once when the process that profiles is gone, also in the middle of a long run."""
     client = multiprocessing.parent_process()
     assert client is not None
-    multiprocessing.connection.wait([client.sentinel])
-    os._exit(1)
+
+    def end(_: object = None) -> None:
+        os._exit(1)
+
+    def follow() -> None:
+        multiprocessing.connection.wait([client.sentinel])
+        end()
+
+    OwnedThread("client", follow, end).start()
 
 
 def belong_to_parent() -> None:

@@ -148,7 +148,6 @@ class PipelineWork(Work):
         # a plan of its own for every generation: the schedule's actions are made anew
         self.setup = set_up_run(run.config, run.workload)
         check_plan(self.setup, run.plan)
-        self.chain = self.setup.chain
         # a chain with the weights that the run begins from; None: no longer needed, and made anew where it is
         self._fresh: Chain | None = self.chain
         options, every = self.setup.options, range(len(self.chain))
@@ -169,6 +168,11 @@ class PipelineWork(Work):
         self._copies = LayerCopies(self.chain, self.setup.options, device)
         self._part_names: list[str] | None = None
         self._failure: CapslogError | None = None  # of the thread that writes papers
+
+    @property
+    def chain(self) -> Chain:
+        """The chain of the run."""
+        return self.setup.chain
 
     def warm_up(self) -> None:
         """Trains one microbatch on a whole chain of this process's own, so that a joining member does nothing for the
