@@ -167,6 +167,20 @@ def test_what_the_listener_raises_ends_the_fork_server_and_everybody_who_waits(t
         assert (heard[-1]["gone"], alive(server.pid)) == (-signal.SIGKILL, False)
 
 
+def test_without_a_thread_that_hears_it_no_fork_server_is_left(tmp_path, told, monkeypatch):
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: raised(RuntimeError("can't start new thread")))
+    started: list[subprocess.Popen[bytes]] = []
+    wait = subprocess.Popen.wait
+    monkeypatch.setattr(subprocess.Popen, "wait", lambda process, *_: started.append(process) or wait(process))
+    with pytest.raises(CapslogError, match="fork-server cannot be started: can't start new thread; raise the limit"):
+        fork_server_of(tmp_path, told)
+    assert started[0].returncode == -signal.SIGKILL
+
+
+def raised(error: Exception) -> None:
+    raise error
+
+
 def test_a_fork_server_that_closes_its_pipes_and_lives_is_ended(tmp_path, told, monkeypatch):
     """As modules do that make a daemon of themselves: who waits hears it."""
     monkeypatch.setattr("varuna_capslog.base.fork_server._LAST_SECONDS", 0.1)

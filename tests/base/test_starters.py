@@ -51,7 +51,7 @@ def test_a_limit_of_processes_is_named(tmp_path, monkeypatch):
     def full(*_: Any, **__: Any) -> Any:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    limit = "cannot be started: Resource temporarily unavailable; raise the limit of processes .ulimit -u, or pids.max"
+    limit = "cannot be started: Resource temporarily unavailable; raise the limit of processes and threads .ulimit -u"
     with monkeypatch.context() as limited:
         limited.setattr(subprocess.Popen, "_execute_child", full)
         with pytest.raises(CapslogError, match=f"process that forks workers {limit}"):

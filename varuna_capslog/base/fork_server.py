@@ -88,7 +88,11 @@ class ForkServer:
         self._calls: dict[str, queue.SimpleQueue[dict[str, Any]]] = {}
         self._writing = threading.Lock()
         self._thread = OwnedThread("fork-server", self._hear, self._fail)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except CapslogError:
+            self.close()
+            raise
 
     def __enter__(self) -> ForkServer:
         return self
@@ -158,7 +162,7 @@ class ForkServer:
         except subprocess.TimeoutExpired:
             self._process.kill()  # the system then kills its workers
             self._process.wait()
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() is not self._thread and self._thread.ident is not None:
             self._thread.join(seconds)
         self._close_copies()
 

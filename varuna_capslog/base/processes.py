@@ -20,6 +20,7 @@ from typing import Any
 from varuna_capslog.base.errors import CapslogError
 
 __all__ = [
+    "PROCESS_LIMIT",
     "die_with_parent",
     "free_port",
     "heard_signals",
@@ -34,8 +35,11 @@ __all__ = [
 
 _PR_SET_PDEATHSIG = 1
 
+PROCESS_LIMIT = "raise the limit of processes and threads (ulimit -u, or pids.max of the container)"
+"""What to do where the system starts none any more."""
+
 _LIMITS = {
-    errno.EAGAIN: "raise the limit of processes (ulimit -u, or pids.max of the container)",
+    errno.EAGAIN: PROCESS_LIMIT,
     errno.ENOMEM: "free memory, or raise its limit (ulimit -v, or that of the container)",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
 }

@@ -240,8 +240,8 @@ class Supervisor:
                 self._ended[rank] = wall_seconds()
 
     def _signal(self, number: int) -> None:
-        for rank, worker in enumerate(self._workers):
-            if rank not in self._ended:
+        for worker in self._workers:
+            if worker.poll() is None:
                 signal_group(worker.pid, number)
 
     def _stop(self) -> None:

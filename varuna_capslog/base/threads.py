@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.processes import PROCESS_LIMIT
 
 __all__ = ["Ends", "OwnedThread", "logged"]
 
@@ -44,10 +45,7 @@ class OwnedThread(threading.Thread):
         try:
             super().start()
         except RuntimeError as error:
-            raise CapslogError(
-                f"the thread {self.name} cannot be started: {error}; raise the limit of processes (ulimit -u, or "
-                "pids.max of the container)"
-            ) from error
+            raise CapslogError(f"the thread {self.name} cannot be started: {error}; {PROCESS_LIMIT}") from error
 
     def run(self) -> None:
         """Calls the target; also a SystemExit, of which Python says nothing, is told to the owner."""

@@ -91,9 +91,9 @@ class Loader:
         self._failure = error
         with contextlib.suppress(queue.Empty):
             while True:
-                given = self._tasks.get_nowait()
-                if given is not None and given[1].set_running_or_notify_cancel():
-                    given[1].set_exception(error)
+                queued = self._tasks.get_nowait()
+                if queued is not None and queued[1].set_running_or_notify_cancel():
+                    queued[1].set_exception(error)
 
     def _serve(self) -> None:
         process: subprocess.Popen[bytes] | None = None
