@@ -15,6 +15,7 @@ import typer
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.extras import needed
+from varuna_capslog.base.failures import shortage
 from varuna_capslog.base.output import lasting_output
 from varuna_capslog.base.version import __version__
 from varuna_capslog.commands.chaos import chaos
@@ -108,7 +109,8 @@ def _status_of(arguments: list[str]) -> int:
             return 2
         if debug:
             raise
-        _say(f"unexpected {type(error).__name__}: {error}; this is a defect: CAPSLOG_DEBUG=1 shows where")
+        defect = f"unexpected {type(error).__name__}: {error}; this is a defect: CAPSLOG_DEBUG=1 shows where"
+        _say(str(shortage(error) or defect))
         return 1
     if status == 130:
         _say("interrupted")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import subprocess
 import sys
@@ -12,8 +13,31 @@ import pytest
 import torch
 
 from varuna_capslog.base.errors import DiskFailed, PeerLost
-from varuna_capslog.base.failures import CAUSES, Failure, ended, kind_of, loss_cause, read_failure, root_cause
+from varuna_capslog.base.failures import (
+    CAUSES,
+    Failure,
+    ended,
+    kind_of,
+    loss_cause,
+    read_failure,
+    root_cause,
+    shortage,
+)
 from varuna_capslog.training.worker_process import report_failure
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("can't start new thread"),
+        RuntimeError("Resource temporarily unavailable"),  # of torch's own threads, for a backward
+        BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)),
+    ],
+)
+def test_a_limit_of_threads_is_named_whoever_meets_it(error: BaseException) -> None:
+    """The estimator told the user to let a layer depend on shapes only, and `capslog` called it a defect."""
+    assert "raise the limit of processes and threads (ulimit -u" in str(shortage(error))
+    assert shortage(RuntimeError("shapes differ")) is None
 
 
 def failed_allocation() -> BaseException:

@@ -117,6 +117,78 @@ def test_where_a_fork_is_not_safe_the_worker_is_started_anew(tmp_path, told):
     fork_server.close()
 
 
+@pytest.mark.parametrize(
+    "said", ["print(0)", "print([1])", """print('"x"')""", "print('null')", """print('{"gone": 1}')""", "sys.exit(3)"]
+)
+def test_what_a_module_does_while_it_is_imported_is_no_report(tmp_path, told, said):
+    """`print(torch.cuda.device_count())` in a workload's module was read as a report; 0 has no member, the thread died,
+    and the command waited for ever. Nor does a module that asks for input get the orders."""
+    (tmp_path / "talks.py").write_text(f"import sys\n{said}\nsys.stdout.flush()\n")
+    (tmp_path / "asks.py").write_text("input('the password? ')")
+    with fork_server_of(tmp_path, told, "asks", "talks", PYTHONPATH=f"{ENTRIES}{os.pathsep}{tmp_path}") as server:
+        assert set(told.next()) == {"ready", "pid"}
+        server.fork(order(tmp_path, "m-1", "leave=5"))
+        assert set(told.next()) == {"member", "pid"}
+        assert told.next()["status"] == 5
+
+
+def test_files_of_the_current_folder_hide_no_module_that_is_installed(tmp_path, told, monkeypatch):
+    """A user's own `queue.py`, `rich.py` or `torch.py` broke every run, and those of a folder that somebody else has
+    filled were run. What only the current folder has is still found there, also by processes of multiprocessing."""
+    for name in ("queue", "random", "torch", "rich", "numpy", "json"):
+        (tmp_path / f"{name}.py").write_text(f"open('imported-{name}', 'w')\nraise ImportError('the wrong one')")
+    (tmp_path / "mine.py").write_text(
+        "import json, multiprocessing, queue, random, rich\n"
+        "def length(text):\n    return len(text)\n"
+        "def lengths(texts):\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
+        "        return pool.map(length, texts)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    with fork_server_of(tmp_path, told, "mine") as server:
+        assert server.call("mine:lengths", ["a", "bc"]) == [1, 2]
+    assert not list(tmp_path.glob("imported-*"))
+
+
+def test_what_the_listener_raises_ends_the_fork_server_and_everybody_who_waits(tmp_path):
+    """The thread that reads the reports died of an unexpected one, and `call` waited for ever."""
+    heard: list[dict[str, Any]] = []
+
+    def hear(what: dict[str, Any]) -> None:
+        heard.append(what)
+        if what.get("member") == "m-1":
+            raise KeyError("nobody of that name")
+
+    with ForkServer("host_entries:act", hear, tmp_path / "log", (), {"PYTHONPATH": str(ENTRIES)}) as server:
+        server.fork(order(tmp_path, "m-1", "deaf"))
+        with pytest.raises(CapslogError, match=r"without an answer .*fork-server failed with KeyError: 'nobody"):
+            server.call("time:sleep", 60)
+        wait_until(lambda: "gone" in heard[-1])
+        assert (heard[-1]["gone"], alive(server.pid)) == (-signal.SIGKILL, False)
+
+
+def test_without_a_thread_that_hears_it_no_fork_server_is_left(tmp_path, told, monkeypatch):
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: raised(RuntimeError("can't start new thread")))
+    started: list[subprocess.Popen[bytes]] = []
+    wait = subprocess.Popen.wait
+    monkeypatch.setattr(subprocess.Popen, "wait", lambda process, *_: started.append(process) or wait(process))
+    with pytest.raises(CapslogError, match="fork-server cannot be started: can't start new thread; raise the limit"):
+        fork_server_of(tmp_path, told)
+    assert started[0].returncode == -signal.SIGKILL
+
+
+def raised(error: Exception) -> None:
+    raise error
+
+
+def test_a_fork_server_that_closes_its_pipes_and_lives_is_ended(tmp_path, told, monkeypatch):
+    """As modules do that make a daemon of themselves: who waits hears it."""
+    monkeypatch.setattr("varuna_capslog.base.fork_server._LAST_SECONDS", 0.1)
+    (tmp_path / "daemon.py").write_text("import os, time\nos.closerange(0, 99)\ntime.sleep(99)")
+    with fork_server_of(tmp_path, told, "daemon", PYTHONPATH=f"{ENTRIES}{os.pathsep}{tmp_path}"):
+        assert told.next() == {"gone": -signal.SIGKILL}
+
+
 def test_nobody_outlives_the_fork_server_nor_a_workers_children_the_worker(tmp_path, fork_server, told):
     pid = told.next("ready")["pid"]
     for member, do in (("m-1", "spawn hang"), ("m-2", "spawn deaf")):

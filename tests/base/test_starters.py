@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.waiting import alive, wait_until
-from varuna_capslog.base.starters import Forks
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.starters import Forks, starter_of
 from varuna_capslog.base.supervisor import Supervisor, WorkerFailed
 
 ACTS = """
@@ -40,6 +43,50 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def supervised(folder: Path, *bodies: str) -> None:
     with Forks("acts:act", [str(folder), *bodies], (), {"OF_ALL": "1"}) as starter:
         Supervisor(folder / "run", starter, len(bodies), grace_seconds=2.0).run()
+
+
+def test_a_limit_of_processes_is_named(tmp_path, monkeypatch):
+    """Under `ulimit -u 6`: "unexpected BlockingIOError: [Errno 11]; this is a defect"."""
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    limit = "cannot be started: Resource temporarily unavailable; raise the limit of processes and threads .ulimit -u"
+    with monkeypatch.context() as limited:
+        limited.setattr(subprocess.Popen, "_execute_child", full)
+        with pytest.raises(CapslogError, match=f"process that forks workers {limit}"):
+            Forks("acts:act", [], (), {})
+        with pytest.raises(CapslogError, match=f"worker 3: 'true' {limit}"):
+            starter_of(["true"])(3, {}, tmp_path / "log")
+
+
+def test_a_fork_that_is_refused_says_why(folder, monkeypatch):
+    """Also where the limit is reached only then; the worker's log has it, too."""
+    (folder / "first.py").write_text("import os\ndef fork():\n    raise BlockingIOError(11, 'no more')\nos.fork = fork")
+    with pytest.raises(CapslogError, match=r"worker 0 cannot be started: .*: no more; raise the limit of processes"):
+        supervised(folder, "pass")
+    assert "no more" in (folder / "run" / "workers" / "0.log").read_text()
+
+
+def test_the_group_of_a_started_worker_is_killed_before_its_number_is_free(tmp_path, monkeypatch):
+    """Once the leader is reaped, another group may have its number: the system's own processes were at risk."""
+    reaped: list[bool] = []
+    killpg = os.killpg
+
+    def kill(pid: int, number: int) -> None:
+        reaped.append(not Path(f"/proc/{pid}").exists())
+        killpg(pid, number)
+
+    monkeypatch.setattr(os, "killpg", kill)
+    start = starter_of(["bash", "-c", f"sleep 60 & echo $! > {tmp_path}/child"])
+    for wait in (False, True):
+        worker = start(1, {}, tmp_path / "log")
+        if not wait:
+            wait_until(lambda worker=worker: worker.poll() is not None)
+        assert (worker.wait(), worker.poll()) == (0, 0)
+        child = int((tmp_path / "child").read_text())
+        wait_until(lambda child=child: not alive(child))
+    assert reaped == [False, False]
 
 
 def test_forks_end_well_and_their_output_goes_where_that_of_commands_goes(folder, capfd):

@@ -96,6 +96,7 @@ def test_a_member_of_an_old_generation_and_one_of_another_run_are_not_heard(
         lambda name: live.store.get(f"address/{name}"),
         print,
         lost.append,
+        print,
     )
     noise = {"weight": torch.full((4, 4), float("nan"))}
     for member in ("m0", "m1", "m2"):

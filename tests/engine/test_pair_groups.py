@@ -176,7 +176,7 @@ def test_a_watch_counts_from_the_last_progress() -> None:
     assert late == []
     with progress.waiting("a long wait"):
         time.sleep(1.0)
-    assert late == ["a long wait"]
+    assert late == ["a long wait: no answer within 0.4 s"]
     progress.close()
 
 
@@ -211,6 +211,32 @@ def happened() -> threading.Event:
     event = threading.Event()
     event.set()
     return event
+
+
+def test_a_watch_that_fails_ends_what_it_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it no wait for a message over a pair group has a limit."""
+    monkeypatch.setattr("varuna_capslog.engine.pair_groups._is_past", lambda event: {}["nobody expected this"])
+    heard: list[str] = []
+    progress = Progress(0.05, CPU, heard.append)
+    with progress.waiting("waiting for rank 1"):
+        until = time.monotonic() + 10
+        while not heard and time.monotonic() < until:
+            time.sleep(0.01)
+    assert heard[0].startswith("waiting for messages: the thread pair-progress failed with KeyError")
+
+
+def test_an_opening_that_is_broken_off_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = PairGroups(0, dist.HashStore(), SECONDS, CPU, lambda why: None)
+
+    def leave(*_: Any) -> None:
+        raise SystemExit(3)
+
+    monkeypatch.setattr(groups, "_connect", leave)
+    groups.begin([(0, 1), (0, 2)], device_of(0))
+    for pair in ((0, 1), (0, 2)):
+        with pytest.raises(CapslogError, match="open-pairs failed with SystemExit: 3"):
+            groups.wait(pair)
+    groups.abort()
 
 
 def test_a_group_that_connects_after_the_abort_is_ended_too() -> None:

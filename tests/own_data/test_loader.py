@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
+import queue
 import signal
 import struct
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import pytest
 import torch
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.own_data import messages
 from varuna_capslog.own_data.loader import Loader
 from varuna_capslog.own_data.reading import SampleReader
 
@@ -38,6 +42,63 @@ def read(workers: int) -> tuple[list[Any], Loader]:
         except CapslogError as error:
             found.append(str(error))
     return found, loader
+
+
+class Sour:
+    """As collate functions return them: pickles well, and raises where it is unpickled."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __reduce__(self) -> Any:
+        return spoil, (self.error,)
+
+
+def spoil(error: BaseException) -> None:
+    raise error
+
+
+class Answers(Loader):
+    """A loader whose processes are stand-ins that give these answers."""
+
+    def __init__(self, *answers: Any, status: int = 0) -> None:
+        super().__init__(None, {}, 0, 1)  # type: ignore[arg-type]
+        self.answers = iter(answers)
+
+    def _started(self) -> Any:
+        outgoing = io.BytesIO()
+        messages.send(outgoing, next(self.answers))
+        process = subprocess.Popen(["sleep", "0"])
+        process.stdin, process.stdout = io.BytesIO(), io.BytesIO(outgoing.getvalue())
+        return process
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), KeyboardInterrupt(), RecursionError("deep")])
+def test_a_batch_that_cannot_be_unpickled_is_named_and_the_next_one_is_read(error: BaseException) -> None:
+    """A collate result whose `__setstate__` raises in the rank ended the reading thread; the run waited for ever."""
+    loader = Answers((True, Sour(error)), (True, 5))
+    batches = [loader.begin("dataset", 0, [number]) for number in range(2)]
+    name = type(error).__name__
+    with pytest.raises(CapslogError, match=rf"samples \[0\] cannot be unpickled .*{name}.*data.workers=0"):
+        batches[0].result(5)
+    with pytest.raises(CapslogError, match=r"loader process ended with status 0 .*\[1\]"):
+        batches[1].result(5)
+    assert loader.begin("dataset", 0, [2]).result(5) == 5
+    loader.close()
+
+
+class BrokenQueue(queue.SimpleQueue):  # type: ignore[type-arg]
+    def get(self) -> Any:
+        raise LookupError("nobody expected this")
+
+
+def test_an_end_of_the_reading_thread_ends_every_batch() -> None:
+    """Also the batches that it has not begun, and those that are asked for afterwards."""
+    loader = Answers()
+    loader._tasks = BrokenQueue()
+    for number in range(3):
+        with pytest.raises(CapslogError, match="loader-0 failed with LookupError: nobody expected this"):
+            loader.begin("dataset", 0, [number]).result(5)
 
 
 def children(parent: int) -> list[int]:

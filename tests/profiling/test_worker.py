@@ -50,6 +50,20 @@ def test_the_loss_of_a_neighbour_is_one_sentence_without_a_traceback(tmp_path: P
     assert "free memory" in found.stdout
 
 
+def test_a_worker_that_cannot_watch_its_client_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would measure on when nobody is there to hear it."""
+    client = multiprocessing.get_context("fork").Process(target=_watches_in_vain)
+    client.start()
+    client.join(20)
+    assert client.exitcode == 1
+
+
+def _watches_in_vain() -> None:
+    multiprocessing.connection.wait = lambda sentinels: {}["nobody expected this"]
+    worker.follow_client()
+    time.sleep(60)
+
+
 def _ends(pipe: Connection, message: tuple[str, str] | None, status: int) -> None:
     if message is not None:
         report(pipe, *message)

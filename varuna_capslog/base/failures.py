@@ -6,14 +6,18 @@ failures and ask this module which one to name. Nothing here starts, signals or 
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.files import is_full
+from varuna_capslog.base.processes import PROCESS_LIMIT
 
 __all__ = [
     "CAUSES",
@@ -25,6 +29,7 @@ __all__ = [
     "loss_cause",
     "read_failure",
     "root_cause",
+    "shortage",
     "signal_name",
 ]
 
@@ -135,6 +140,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on a device or in the memory of a CPU."""
     named = any(one.__name__ in ("MemoryError", "OutOfMemoryError") for one in type(error).__mro__)
     return named or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
+
+
+def shortage(error: BaseException) -> CapslogError | None:
+    """What to raise where the system had no thread or process for what raised this; None: that is not why."""
+    sentence = f"{type(error).__name__}: {error}"
+    refused = any(words in sentence for words in ("can't start new thread", os.strerror(errno.EAGAIN)))
+    return CapslogError(f"no thread or process can be started ({sentence}); {PROCESS_LIMIT}") if refused else None
 
 
 def kind_of(error: BaseException) -> str:

@@ -27,9 +27,13 @@ from typing import Any, BinaryIO
 from varuna_capslog.base import forking
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.forking import PRELOADED, Order
-from varuna_capslog.base.processes import die_with_parent, signal_group
+from varuna_capslog.base.processes import die_with_parent, python_command, signal_group, startable
+from varuna_capslog.base.threads import OwnedThread
 
 __all__ = ["PRELOADED", "ForkServer"]
+
+_LAST_SECONDS = 5.0
+"""From the end of the reports to that of their process."""
 
 
 class ForkServer:
@@ -38,7 +42,8 @@ class ForkServer:
     Args:
         entry: "module:function"; a worker calls it with its arguments and ends with the status that it returns.
         tell: called in that thread with {"ready": True, "pid"} once, {"member", "pid"} per fork, {"member", "pid",
-            "status"} or {"member", "pid", "signal"} per end, and at last {"gone": status}: no worker of it is left.
+            "status"} or {"member", "pid", "signal"} per end, and at last {"gone": status}: no worker of it is left. The
+            last two may have a "why", in one sentence.
         log: gets the fork server's own output; None: nobody does, until `settle` names a file.
         modules: imported ahead besides the entry's, and what they name as `PRELOADED`; one that is missing is left out.
         environment: variables on top of this process's own.
@@ -60,10 +65,10 @@ class ForkServer:
         prepared: bool = False,
     ) -> None:
         self.output, self.errors = os.dup(1), os.dup(2)
-        command = [sys.executable, "-m", forking.__name__, entry, *modules]
+        command = python_command(forking.__name__, entry, *modules)
         start = _started_as_fork if prepared and forking.may_fork() else subprocess.Popen
         try:
-            with open(log or os.devnull, "ab") as errors:
+            with startable("the process that forks workers"), open(log or os.devnull, "ab") as errors:
                 self._process = start(
                     command,
                     env={"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})},
@@ -73,17 +78,21 @@ class ForkServer:
                     preexec_fn=die_with_parent(),
                     pass_fds=(self.output, self.errors),
                 )
-        except OSError as error:
+        except CapslogError:
             self._close_copies()
-            raise CapslogError(f"workers cannot be started: {error}; check the installation") from error
+            raise
         self.pid = self._process.pid
         self._tell, self._ready = tell, False
         self._gone: dict[str, Any] | None = None
         self._numbers = itertools.count()
         self._calls: dict[str, queue.SimpleQueue[dict[str, Any]]] = {}
         self._writing = threading.Lock()
-        self._thread = threading.Thread(target=self._hear, name="fork-server", daemon=True)
-        self._thread.start()
+        self._thread = OwnedThread("fork-server", self._hear, self._fail)
+        try:
+            self._thread.start()
+        except CapslogError:
+            self.close()
+            raise
 
     def __enter__(self) -> ForkServer:
         return self
@@ -132,7 +141,7 @@ class ForkServer:
                 if pid is not None:
                     signal_group(pid, signal.SIGKILL)
             if not answer.exists():
-                ended = ", ".join(f"{key} {what[key]}" for key in ("status", "signal", "gone") if key in what)
+                ended = ", ".join(f"{key} {what[key]}" for key in ("status", "signal", "gone", "why") if key in what)
                 raise CapslogError(
                     f"the process that should call {entry} ended without an answer ({ended}); start anew"
                 )
@@ -153,7 +162,7 @@ class ForkServer:
         except subprocess.TimeoutExpired:
             self._process.kill()  # the system then kills its workers
             self._process.wait()
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() is not self._thread and self._thread.ident is not None:
             self._thread.join(seconds)
         self._close_copies()
 
@@ -165,12 +174,27 @@ class ForkServer:
     def _hear(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            with contextlib.suppress(ValueError):  # a line that was not written whole when the process ended
+            try:
                 what = json.loads(line)
-                self._ready = True
-                call = self._calls.get(what.get("member", ""))
-                (self._tell if call is None else call.put)(what)
-        self._gone = {"gone": self._process.wait()}
+            except ValueError:  # it was not written whole when the process ended
+                continue
+            self._ready = True
+            call = self._calls.get(what.get("member", ""))
+            (self._tell if call is None else call.put)(what)
+        self._end()
+
+    def _fail(self, error: CapslogError) -> None:
+        self._process.kill()
+        self._end(why=str(error))
+
+    def _end(self, **why: str) -> None:
+        """Tells everybody who waits that the process is gone; one that reports no more ends."""
+        try:
+            status = self._process.wait(_LAST_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = self._process.wait()
+        self._gone = {"gone": status, **why}
         for call in list(self._calls.values()):
             call.put(self._gone)
         self._tell(self._gone)

@@ -1,8 +1,9 @@
 """The fork server's own process: it imports everything once, then forks a worker whenever it is told to.
 
-`python -m varuna_capslog.base.forking ENTRY MODULE...` reads one JSON line per requested worker, and writes one line
-per fork and, as soon as the system knows it, one per end; `varuna_capslog.base.fork_server` starts it. The process runs
-no torch operation and starts no thread, since a fork would copy its locks but not its threads.
+`main`, called with ENTRY MODULE..., reads one JSON line per requested worker, and writes one line per fork and, as soon
+as the system knows it, one per end; `varuna_capslog.base.fork_server` starts it. The process runs no torch operation
+and starts no thread, since a fork would copy its locks but not its threads. Both pipes have descriptors of their own
+before a module is imported: what modules print then is no report, and what they read no order.
 """
 
 from __future__ import annotations
@@ -25,8 +26,18 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.functions import add_current_folder
 from varuna_capslog.base.output import LastingStream
-from varuna_capslog.base.processes import JOB_SIGNALS, die_with_parent, ends_forks_as_usual, outlives, signal_group
+from varuna_capslog.base.processes import (
+    JOB_SIGNALS,
+    die_with_parent,
+    ends_forks_as_usual,
+    outlives,
+    python_command,
+    reaped,
+    signal_group,
+    startable,
+)
 
 __all__ = ["PRELOADED", "Order", "answer", "main", "may_fork", "renew_threads"]
 
@@ -46,8 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outlives(JOB_SIGNALS)  # and the workers do, for which the host answers
     if given[:1] == ["--alone"]:  # a worker that could not be forked; it dies with the fork server already
         order = json.loads(given[2])
+        add_current_folder()
         _become(order, given[1])
     entry, modules = given[0], given[1:]
+    orders, reports = os.dup(0), os.dup(1)
+    os.dup2(2, 1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
     wakes, wake = os.pipe()
     for end in (wakes, wake):
         os.set_blocking(end, False)
@@ -55,24 +72,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.disable()  # what is imported stays: looking for garbage in it took a sixth of the time
+    add_current_folder()
     _preload(entry, modules)
     gc.freeze()  # so that a worker's collector does not touch, hence copy, the shared memory
     gc.enable()
-    _write({"ready": True, "pid": os.getpid()})
+    _report(reports, pid=os.getpid(), ready=True)
     children: dict[int, str] = {}
     try:
-        for order in _orders(wakes, children):
+        for order in _orders(orders, wakes, reports, children):
             if "server_log" in order:
                 _write_errors_to(order["server_log"])
                 continue
             try:
-                pid = _fork(order, entry, (wakes, wake))
-            except OSError:  # no memory, too many processes
-                traceback.print_exc()
-                _write({"member": order["member"], "pid": None, "status": 1})
+                with startable("the process"):
+                    pid = _fork(order, entry, (orders, reports, wakes, wake))
+            except CapslogError as error:  # no memory, too many processes
+                with contextlib.suppress(OSError), open(order["log"], "a") as log:
+                    log.write(f"{error}\n")
+                _report(reports, member=order["member"], pid=None, status=1, why=str(error))
                 continue
             children[pid] = order["member"]
-            _write({"member": order["member"], "pid": pid})
+            _report(reports, member=order["member"], pid=pid)
     except BrokenPipeError:
         pass  # the host is gone
     finally:
@@ -99,48 +119,46 @@ def _preload(entry: str, modules: Sequence[str]) -> None:
         try:
             module = importlib.import_module(name)
             names += [one for one in getattr(module, "PRELOADED", ()) if one not in names]
-        except Exception:  # a worker that needs the module fails with the same error
+        except (Exception, SystemExit):  # a worker that needs the module fails with the same error
             traceback.print_exc()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
 
 
-def _orders(wakes: int, children: dict[int, str]) -> Iterator[Order]:
-    """Orders from standard input as they come; between them, workers' ends are reported as they happen."""
-    standard_input = sys.stdin.fileno()
+def _orders(orders: int, wakes: int, reports: int, children: dict[int, str]) -> Iterator[Order]:
+    """Orders as they come; between them, workers' ends are reported as they happen."""
     buffered = b""
     while True:
-        ready, _, _ = select.select([standard_input, wakes], [], [])
+        ready, _, _ = select.select([orders, wakes], [], [])
         if wakes in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(wakes, 4096)
-            _reap(children)
-        if standard_input in ready:
-            data = os.read(standard_input, 1 << 16)
+            _reap(reports, children)
+        if orders in ready:
+            data = os.read(orders, 1 << 16)
             if not data:
                 return
             *lines, buffered = (buffered + data).split(b"\n")
             for line in lines:
                 yield json.loads(line)
-            _reap(children)  # a worker may have ended before its fork was reported
+            _reap(reports, children)  # a worker may have ended before its fork was reported
 
 
-def _reap(children: dict[int, str]) -> None:
+def _reap(reports: int, children: dict[int, str]) -> None:
     for pid in list(children):
         try:
-            found, status = os.waitpid(pid, os.WNOHANG)
+            code = reaped(pid)
         except ChildProcessError:
             continue
-        if found:
-            signal_group(pid, signal.SIGKILL)  # children of its own must not stay behind
-            code = os.waitstatus_to_exitcode(status)
-            _write({"member": children.pop(pid), "pid": pid, **({"signal": -code} if code < 0 else {"status": code})})
+        if code is not None:
+            how = {"signal": -code} if code < 0 else {"status": code}
+            _report(reports, member=children.pop(pid), pid=pid, **how)
 
 
 def _fork(order: Order, entry: str, private: Sequence[int]) -> int:
     prepare = die_with_parent()
     if not may_fork():
-        command = [sys.executable, "-m", "varuna_capslog.base.forking", "--alone", entry, json.dumps(order)]
+        command = python_command(__name__, "--alone", entry, json.dumps(order))
         output = [order[name] for name in ("output", "errors") if name in order]
         process = subprocess.Popen(command, preexec_fn=prepare, pass_fds=output)
         process.returncode = 0  # it is reaped with the others, not by subprocess
@@ -261,9 +279,5 @@ def _sendable(error: Exception) -> Exception:
     return found
 
 
-def _write(value: dict[str, Any]) -> None:
-    os.write(sys.stdout.fileno(), json.dumps(value).encode() + b"\n")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def _report(reports: int, **report: Any) -> None:
+    os.write(reports, json.dumps(report).encode() + b"\n")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import signal
@@ -16,8 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from varuna_capslog.base.errors import CapslogError
+
 __all__ = [
     "JOB_SIGNALS",
+    "PROCESS_LIMIT",
     "die_with_parent",
     "ends_forks_as_usual",
     "free_port",
@@ -26,7 +30,10 @@ __all__ = [
     "is_stopped",
     "killed_with",
     "outlives",
+    "python_command",
+    "reaped",
     "signal_group",
+    "startable",
     "write_unless_there",
 ]
 
@@ -34,6 +41,40 @@ _PR_SET_PDEATHSIG = 1
 
 JOB_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """What Slurm, systemd and a closing terminal send to all processes of a job; the command answers for all of them."""
+PROCESS_LIMIT = "raise the limit of processes and threads (ulimit -u, or pids.max of the container)"
+"""What to do where the system starts none any more."""
+
+_LIMITS = {
+    errno.EAGAIN: PROCESS_LIMIT,
+    errno.ENOMEM: "free memory, or raise its limit (ulimit -v, or that of the container)",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+}
+
+
+def python_command(module: str, *arguments: str) -> list[str]:
+    """A command that ends with the status that `main()` of a module of this package returns.
+
+    Unlike `python -m` it imports nothing from the current folder, where a user may have a `queue.py` or a `torch.py`.
+    """
+    root = str(Path(__file__).parents[2])  # may be a clone that is not installed, or installed from elsewhere
+    code = (
+        f"import sys; root, path = {root!r}, [*filter(None, sys.path)]; "
+        "place = next((number for number, folder in enumerate(path) if folder.endswith('-packages')), len(path)); "
+        "sys.path[:] = path if root in path else [*path[:place], root, *path[place:]]; "
+        f"from {module} import main; sys.exit(main())"
+    )
+    # -P (Python 3.11) also for the processes that multiprocessing starts there
+    return [sys.executable, "-Pc" if sys.version_info >= (3, 11) else "-c", code, *arguments]
+
+
+@contextlib.contextmanager
+def startable(what: str) -> Iterator[None]:
+    """Around the start of a process: raises CapslogError where the system refuses it, with the limit that it names."""
+    try:
+        yield
+    except OSError as error:
+        remedy = _LIMITS.get(error.errno or 0, "check the installation")
+        raise CapslogError(f"{what} cannot be started: {error.strerror or error}; {remedy}") from error
 
 
 def die_with_parent() -> Callable[[], None]:
@@ -134,6 +175,24 @@ def signal_group(pid: int, number: int) -> None:
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         (os.kill if number == signal.SIGINT else os.killpg)(pid, number)
+
+
+def reaped(pid: int, options: int = os.WNOHANG) -> int | None:
+    """The return code of a child that leads a group, as `subprocess` counts it; None while it runs.
+
+    Its group is killed first: children of its own must not stay behind, and the number of a leader that was reaped may
+    be that of another group. Raises ChildProcessError where it was reaped before.
+    """
+    if hasattr(os, "waitid"):
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | options) is None:
+            return None
+        signal_group(pid, signal.SIGKILL)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    ended, status = os.waitpid(pid, options)  # macOS
+    if not ended:
+        return None
+    signal_group(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(status)
 
 
 def write_unless_there(path: Path, value: dict[str, Any]) -> None:

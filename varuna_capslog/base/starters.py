@@ -15,13 +15,13 @@ from typing import Any, Protocol
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.fork_server import ForkServer
-from varuna_capslog.base.processes import die_with_parent
+from varuna_capslog.base.processes import die_with_parent, reaped, startable
 
 __all__ = ["Forks", "Starter", "Worker", "starter_of"]
 
 
 class Worker(Protocol):
-    """A process of one rank.
+    """A process of one rank. When it has ended, its group is killed: children of its own do not stay behind.
 
     Attributes:
         pid: also of its process group.
@@ -49,8 +49,8 @@ def starter_of(command: Sequence[str]) -> Starter:
 
     def start(rank: int, environment: Mapping[str, str], log: Path) -> Worker:
         with open(log, "wb") as file:
-            try:
-                return subprocess.Popen(
+            with startable(f"worker {rank}: {command[0]!r}"):
+                return _Started(
                     command,
                     env={**os.environ, **environment},
                     stdin=subprocess.DEVNULL,
@@ -58,12 +58,29 @@ def starter_of(command: Sequence[str]) -> Starter:
                     stderr=file,
                     preexec_fn=die_with,
                 )
-            except OSError as error:
-                raise CapslogError(
-                    f"worker {rank}: {command[0]!r} cannot be started: {error.strerror}; check the installation"
-                ) from error
 
     return start
+
+
+class _Started(subprocess.Popen[bytes]):
+    """A `Worker` that runs a command line."""
+
+    def poll(self) -> int | None:
+        return self._look(os.WNOHANG)
+
+    def wait(self, timeout: float | None = None) -> int:
+        assert timeout is None
+        code = self._look(0)
+        assert code is not None
+        return code
+
+    def _look(self, options: int) -> int | None:
+        if self.returncode is None:
+            try:
+                self.returncode = reaped(self.pid, options)
+            except ChildProcessError:  # SIGCHLD is ignored here: nobody knows its status, as in `subprocess`
+                self.returncode = 0
+        return self.returncode
 
 
 class Forks:
@@ -106,7 +123,8 @@ class Forks:
         with self._changed:
             self._changed.wait_for(lambda: worker.pid or worker.returncode is not None or self._gone is not None)
         if not worker.pid:
-            raise CapslogError(f"worker {rank} cannot be started: the process that forks workers failed; see {log}")
+            why = worker.why or f"the process that forks workers failed; see {log}"
+            raise CapslogError(f"worker {rank} cannot be started: {why}")
         return worker
 
     def _hear(self, what: Mapping[str, Any]) -> None:
@@ -115,9 +133,10 @@ class Forks:
                 self._gone = what["gone"]
                 for worker in self._workers.values():  # the system has killed them
                     worker.returncode = -9 if worker.returncode is None else worker.returncode
+                    worker.why = what.get("why", "")
             elif "member" in what:
                 worker = self._workers[what["member"]]
-                worker.pid = what["pid"] or 0
+                worker.pid, worker.why = what["pid"] or 0, what.get("why", "")
                 if "signal" in what or "status" in what:
                     worker.returncode = -what["signal"] if "signal" in what else what["status"]
             self._changed.notify_all()
@@ -127,7 +146,7 @@ class _Forked:
     """A `Worker` of which the fork server tells."""
 
     def __init__(self, changed: threading.Condition) -> None:
-        self._changed, self.pid = changed, 0
+        self._changed, self.pid, self.why = changed, 0, ""
         self.returncode: int | None = None
 
     def poll(self) -> int | None:

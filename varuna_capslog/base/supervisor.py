@@ -250,11 +250,10 @@ class Supervisor:
         for rank, worker in enumerate(self._workers):
             if rank not in self._ended and worker.poll() is not None:
                 self._ended[rank] = wall_seconds()
-                signal_group(worker.pid, signal.SIGKILL)  # children of its own must not stay behind
 
     def _signal(self, number: int) -> None:
-        for rank, worker in enumerate(self._workers):
-            if rank not in self._ended:
+        for worker in self._workers:
+            if worker.poll() is None:
                 signal_group(worker.pid, number)
 
     def _stop(self) -> None:

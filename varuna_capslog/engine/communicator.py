@@ -227,8 +227,8 @@ class Communicator:
                 raise NotOpened(f"{self._name(self.rank)} was {doing}: {text}", peer) from error
         self.check_open("opening groups")
 
-    def _is_overdue(self, doing: str) -> None:
-        self._overdue = f"{self._name(self.rank)} was {doing}: no answer within {self._timeout.total_seconds():g} s"
+    def _is_overdue(self, why: str) -> None:
+        self._overdue = f"{self._name(self.rank)} was {why}"
         self.abort()
 
     def describe_ranks(self, names: dict[int, str]) -> None:

@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from varuna_capslog import accelerator
-from varuna_capslog.base.errors import PeerLost
+from varuna_capslog.base.errors import CapslogError, PeerLost
 from varuna_capslog.base.functions import imported
+from varuna_capslog.base.threads import OwnedThread, logged
 
 __all__ = ["NotOpened", "Opener", "PairGroup", "PairGroups", "Progress", "Waiting", "opener_of"]
 
@@ -91,7 +92,8 @@ class PairGroups:
         store: of the generation.
         timeout: longest wait for a peer.
         device: of this rank's tensors.
-        late: called once, from another thread, where a peer does not answer in time, with what was being done.
+        late: called once, from another thread, where a peer does not answer in time, with what was being done, and why
+            that ended.
 
     Attributes:
         progress: around every wait for a message.
@@ -109,7 +111,7 @@ class PairGroups:
         self._groups: dict[tuple[int, int], PairGroup] = {}
         self._begun: dict[tuple[int, int], Future[None]] = {}
         self._lock, self._aborted = threading.Lock(), threading.Event()
-        self._ending: list[threading.Thread] = []
+        self._ending: list[OwnedThread] = []
         self.progress = Progress(timeout.total_seconds(), device, late)
 
     def begin(self, pairs: Iterable[tuple[int, int]], opener: Opener) -> None:
@@ -125,8 +127,13 @@ class PairGroups:
                 except Exception as error:
                     future.set_exception(error)
 
+        def end(error: CapslogError) -> None:
+            for future in begun.values():
+                if not future.done():
+                    future.set_exception(error)
+
         if begun:  # in a thread, as nothing can break it off
-            threading.Thread(target=connect, name="open-pairs", daemon=True).start()
+            OwnedThread("open-pairs", connect, end).start()
 
     @property
     def settled(self) -> bool:
@@ -194,7 +201,7 @@ class PairGroups:
         with self._lock:
             self._aborted.set()
             groups, self._groups = [*self._groups.values()], {}
-            begun = [threading.Thread(target=self._end, args=(one,), name="end-pair", daemon=True) for one in groups]
+            begun = [OwnedThread("end-pair", self._end, logged, group) for group in groups]
             for thread in begun:
                 thread.start()
             self._ending += begun
@@ -217,7 +224,7 @@ class Progress:
 
     Args:
         limit: seconds without any progress while something is waited for.
-        end: called once, from a thread of this object, with what was being done.
+        end: called once, from a thread of this object, with what was being done, and why that ended.
     """
 
     def __init__(self, limit: float, device: torch.device, end: Callable[[str], None]) -> None:
@@ -226,7 +233,7 @@ class Progress:
         self._waits: deque[list[Any]] = deque()  # (doing, event), the event once the stream waits, not the caller
         self._since = 0.0
         self._closed = threading.Event()
-        threading.Thread(target=self._look, name="pair-progress", daemon=True).start()
+        OwnedThread("pair-progress", self._look, lambda error: end(f"waiting for messages: {error}")).start()
 
     @contextlib.contextmanager
     def waiting(self, doing: str) -> Iterator[None]:
@@ -259,7 +266,7 @@ class Progress:
                 late = bool(self._waits) and time.monotonic() - self._since > self._limit
                 doing = self._waits[0][0] if late else ""
             if late:
-                self._end(doing)
+                self._end(f"{doing}: no answer within {self._limit:g} s")
                 return
 
 

@@ -1,4 +1,4 @@
-"""A loader process: `python -m varuna_capslog.own_data.worker PARENT`, started by `loader.Loader`.
+"""A loader process, started by `loader.Loader`, which gives it its process number.
 
 It reads a task from standard input and answers with a batch, or with why there is none. It ends with its parent.
 """
@@ -48,7 +48,3 @@ def main() -> None:
                 send(answers, (False, f"the batch of the samples {samples} cannot leave its loader process ({told})"))
     except (EOFError, BrokenPipeError):
         os._exit(0)  # the parent has ended or closed the pipe
-
-
-if __name__ == "__main__":
-    main()

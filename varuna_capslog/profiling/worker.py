@@ -13,7 +13,6 @@ import os
 import pickle
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,8 @@ from varuna_capslog import accelerator
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.failures import signal_name
 from varuna_capslog.base.forking import accelerator_started, may_fork, renew_threads
-from varuna_capslog.base.processes import killed_with
+from varuna_capslog.base.processes import killed_with, startable
+from varuna_capslog.base.threads import OwnedThread
 from varuna_capslog.engine.communicator import PeerLost, connect
 from varuna_capslog.engine.meeting.local_store import local_store
 from varuna_capslog.model.workload import Workload
@@ -156,7 +156,8 @@ class WorkerGroup:
                 ours, theirs = self._context.Pipe()
                 arguments = (theirs, roles, workers.source, number, self._store.port, device, workers.threads)
                 process = self._context.Process(target=_work, args=arguments, name=f"profile-{number}")
-                process.start()
+                with startable("a profiling worker"):
+                    process.start()
                 theirs.close()
                 self._processes.append(process)
                 self._pipes.append(ours)
@@ -268,11 +269,12 @@ def _work(
             process = multiprocessing.get_context("fork").Process(
                 target=_neighbour, args=(theirs, foreign, role), daemon=True
             )
-            process.start()
+            with startable("a profiling worker"):
+                process.start()
             neighbours.append((process, ours))
         for _, theirs in pipes:
             theirs.close()
-        threading.Thread(target=end_with_client, daemon=True).start()
+        follow_client()
         torch.set_num_threads(threads)
         play = measured()
         report(pipe, "ready", None)
@@ -403,12 +405,19 @@ def sentence(error: Exception) -> str:
     return text if isinstance(error, CapslogError) else f"{type(error).__name__}: {text}"
 
 
-def end_with_client() -> None:
-    """Ends a worker at once when the process that profiles is gone, also in the middle of a long run."""
+def follow_client() -> None:
+    """From now on this worker ends at once when the process that profiles is gone, also in the middle of a long run."""
     client = multiprocessing.parent_process()
     assert client is not None
-    multiprocessing.connection.wait([client.sentinel])
-    os._exit(1)
+
+    def end(_: object = None) -> None:
+        os._exit(1)
+
+    def follow() -> None:
+        multiprocessing.connection.wait([client.sentinel])
+        end()
+
+    OwnedThread("client", follow, end).start()
 
 
 def belong_to_parent() -> None:

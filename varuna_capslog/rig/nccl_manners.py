@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import Tensor
 
+from varuna_capslog.base.threads import OwnedThread, logged
+
 __all__ = ["MANNERS", "Manners", "StandIn", "left_open", "open_group"]
 
 MANNERS = "CAPSLOG_STAND_IN"
@@ -86,7 +88,7 @@ class StandIn:
         self._messages: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
         self._lock, self._aborted = threading.Lock(), threading.Event()
         self.opened = time.monotonic()
-        self._thread = threading.Thread(target=self._work, name="stand-in", daemon=True)
+        self._thread = OwnedThread("stand-in", self._work, logged)
         self._thread.start()
         with _changing:
             _open.add(self)

@@ -23,6 +23,7 @@ from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.processes import die_with_parent
+from varuna_capslog.base.threads import OwnedThread, logged
 from varuna_capslog.base.trust.connection import Connection, dial
 from varuna_capslog.base.trust.door import Door
 from varuna_capslog.base.trust.secret import Secret
@@ -287,7 +288,8 @@ async def _serve(secret: Secret) -> None:
     Door(
         listener,
         secret.key(_PURPOSE),
-        lambda connection: threading.Thread(target=take_orders, args=(connection,), daemon=True).start(),
+        lambda connection: OwnedThread("relay", take_orders, logged, connection).start(),
+        logged,
     )
     sys.stdout.write(f"{port}\n")
     sys.stdout.flush()

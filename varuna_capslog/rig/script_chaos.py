@@ -12,14 +12,15 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.threads import OwnedThread
 from varuna_capslog.base.trust.secret import run_secret
 from varuna_capslog.elastic.host.host import Host
 from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone, open_store
@@ -59,11 +60,11 @@ class Disturber:
         self._over = False
         self.hits: list[Hit] = []
         self.problem: str | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: OwnedThread | None = None
 
     def start(self, host: Host) -> None:
         """Begins, beside a host that is about to run."""
-        self._thread = threading.Thread(target=self._run, args=(host,), name="chaos", daemon=True)
+        self._thread = OwnedThread("chaos", self._run, partial(self._fail, host), host)
         self._thread.start()
 
     def end(self) -> None:
@@ -71,6 +72,10 @@ class Disturber:
         self._over = True
         if self._thread is not None:
             self._thread.join(_HANG_SECONDS)
+
+    def _fail(self, host: Host, error: CapslogError) -> None:
+        self.problem = str(error)
+        host.stop()
 
     def _run(self, host: Host) -> None:
         try:

@@ -11,11 +11,11 @@ import os
 import random
 import socket
 import struct
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from varuna_capslog.base.threads import OwnedThread, logged
 from varuna_capslog.base.trust.connection import CHALLENGE_BYTES, Connection, dial, proof
 from varuna_capslog.base.trust.secret import Secret
 
@@ -157,7 +157,7 @@ def recorded(port: int, key: bytes, say: Callable[[Connection], None]) -> bytes:
     """The bytes that somebody with the key sends to a port, as the network between them sees them."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         seen: list[bytes] = []
-        thread = threading.Thread(target=_tap, args=(listener, port, seen), daemon=True)
+        thread = OwnedThread("tap", _tap, logged, listener, port, seen)
         thread.start()
         connection = dial("127.0.0.1", listener.getsockname()[1], key, _SECONDS)
         say(connection)
@@ -170,7 +170,7 @@ def recorded(port: int, key: bytes, say: Callable[[Connection], None]) -> bytes:
 def _tap(listener: socket.socket, port: int, seen: list[bytes]) -> None:
     near, _ = listener.accept()
     with near, socket.create_connection(("127.0.0.1", port), _SECONDS) as far:
-        back = threading.Thread(target=_carry, args=(far, near, []), daemon=True)
+        back = OwnedThread("tap-back", _carry, logged, far, near, [])
         back.start()
         _carry(near, far, seen)
         back.join(_SECONDS)

@@ -12,7 +12,6 @@ import os
 import pickle
 import shutil
 import tempfile
-import threading
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.threads import OwnedThread, logged
 from varuna_capslog.engine.recipe import AVERAGE
 
 __all__ = [
@@ -220,7 +220,9 @@ def prune(folder: Path, keep: int, spare: Iterable[int] = (), beside: bool = Fal
             away = Path(tempfile.mkdtemp(prefix=".partial-removed-", dir=folder))
             for path in removed:
                 os.replace(path, away / path.name)
-            threading.Thread(target=shutil.rmtree, args=(away, True), name="old checkpoints").start()
+            thread = OwnedThread("old checkpoints", shutil.rmtree, logged, away, True)
+            thread.daemon = False  # the process ends when they are gone
+            thread.start()
             return
     for path in removed:
         shutil.rmtree(path, ignore_errors=True)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterator
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.threads import OwnedThread, logged
 from varuna_capslog.model.workload import Minibatch
 
 __all__ = ["DataLate", "DataWatch"]
@@ -39,13 +39,13 @@ class DataWatch:
         self._limit = limit_seconds
         self.late: Callable[[DataLate], object] | None = None
         self._waiting: tuple[Minibatch, int] | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: OwnedThread | None = None
 
     @contextlib.contextmanager
     def waiting(self, minibatch: Minibatch, microbatch: int) -> Iterator[None]:
         """Around a wait for the samples of a microbatch."""
         if self._thread is None and self.late is not None:
-            self._thread = threading.Thread(target=self._run, name="data-watch", daemon=True)
+            self._thread = OwnedThread("data-watch", self._run, logged)
             self._thread.start()
         self._waiting = minibatch, microbatch  # each wait is an object of its own
         try:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from varuna_capslog.base import files
 from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.failures import kind_of
+from varuna_capslog.base.failures import kind_of, shortage
 
 __all__ = ["StopWish", "leave", "report_failure"]
 
@@ -50,7 +50,8 @@ def report_failure(run_dir: Path, name: str, who: str, error: Exception, where: 
     if isinstance(error, CapslogError):
         cause, kind, status = str(error), error.kind, error.exit_status
     else:
-        cause, kind, status = f"{type(error).__name__}: {error}", kind_of(error), 1
+        cause = str(shortage(error) or f"{type(error).__name__}: {error}")
+        kind, status = kind_of(error), 1
     with contextlib.suppress(OSError):  # the log may lie on a disk that is full
         if not isinstance(error, CapslogError) or os.environ.get("CAPSLOG_DEBUG"):
             traceback.print_exc()

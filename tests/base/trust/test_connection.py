@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.trust import connection as trust
 from varuna_capslog.base.trust.connection import MAX_RECORD, Connection, Forged, NotTrusted, accepted, challenge, dial
 from varuna_capslog.base.trust.door import GUESTS, Door
@@ -35,7 +36,8 @@ class Served:
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.port = listener.getsockname()[1]
         self.inside: queue.SimpleQueue[Connection] = queue.SimpleQueue()
-        self.door = Door(listener, key, self.inside.put)
+        self.ends: list[CapslogError] = []
+        self.door = Door(listener, key, self.inside.put, self.ends.append)
 
     def knock(self):
         return socket.create_connection(("127.0.0.1", self.port), 5.0)
@@ -250,6 +252,34 @@ def test_a_door_that_is_closed_in_the_middle_is_tried_again(monkeypatch):
     served.inside.get(timeout=5)
     assert len(dismissed) == 2
     served.door.close()
+
+
+def refused(connection):
+    raise CapslogError("can't start new thread")
+
+
+def test_a_caller_for_whom_there_is_no_thread_is_turned_away_and_the_next_one_comes_in(caplog):
+    """One moment of "can't start new thread" ended the door's thread: every later caller of the store was refused."""
+    served = Served()
+    served.door._admitted = refused
+    first = dial("127.0.0.1", served.port, KEY, 5.0)
+    assert ended(first._line)
+    assert "a connection to door is closed: CapslogError: can't start new thread" in caplog.text
+    served.door._admitted = served.inside.put
+    dial("127.0.0.1", served.port, KEY, 5.0)
+    served.inside.get(timeout=5)
+    assert served.ends == []
+    served.door.close()
+
+
+def test_a_door_that_fails_itself_says_so_and_is_closed(monkeypatch):
+    served = Served()
+    monkeypatch.setattr(served.door, "_accept", lambda: {}["nobody expected this"])
+    served.knock()
+    served.door._thread.join(5)
+    assert str(served.ends[0]).startswith("the thread door failed with KeyError: 'nobody expected this'")
+    with pytest.raises(ConnectionRefusedError):
+        served.knock()
 
 
 def test_waiting_is_bounded():

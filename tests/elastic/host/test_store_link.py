@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import pytest
 
 from tests.waiting import wait_until
 from varuna_capslog.base import clock, files
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Elastic
-from varuna_capslog.elastic.host.leases import run_age
+from varuna_capslog.elastic.host.leases import age_of, run_age
 from varuna_capslog.elastic.host.options import HostOptions
 from varuna_capslog.elastic.host.store_link import HostStore
 from varuna_capslog.elastic.host.terminal import describe
@@ -106,6 +108,25 @@ def test_a_log_that_was_not_heard_is_followed_again_from_where_it_was(connected)
     assert [entry["number"] for entry in connected.log(1)] == [0]
     link.leave()
     assert len(link.store.history()) == 3
+
+
+@pytest.mark.parametrize("sign", ["", "odd", "7", "7 x", "7 nan", "7 1e999"])
+def test_a_sign_of_another_form_is_one_of_no_age(sign):
+    """It ended the thread that gives our own signs, so that the others took this host for dead."""
+    assert age_of(sign) == 0.0
+
+
+@pytest.mark.parametrize("loop", ["_keep_lease", "_notice_stops"])
+def test_a_host_that_can_give_no_signs_ends_with_the_reason(tmp_path, monkeypatch, loop):
+    """Else the others take it for dead while it goes on."""
+    monkeypatch.setattr(HostStore, loop, lambda link, ended: {}["nobody expected this"])
+    with contextlib.ExitStack() as stack:
+        calls = Connected(tmp_path, stack).calls
+        wait_until(lambda: calls.qsize() == 2)  # the log's first entry, and the end
+        made = [calls.get(), calls.get()]
+        end = next(call for call in made if not isinstance(call, partial))
+        with pytest.raises(CapslogError, match="failed with KeyError: 'nobody expected this'"):
+            end()
 
 
 # -- events: each is written once, whichever of the hosts that read the log does it -----------------------------------

@@ -8,6 +8,8 @@ import time
 import pytest
 import torch
 
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.threads import OwnedThread
 from varuna_capslog.base.trust.connection import CHALLENGE_BYTES
 from varuna_capslog.elastic.member.peers import Peers
 from varuna_capslog.elastic.network import address_towards
@@ -19,8 +21,8 @@ class Member:
     """One end, with all that it hears in queues."""
 
     def __init__(self, name, addresses, key=b"k" * 32):
-        self.messages, self.lost = queue.Queue(), queue.Queue()
-        self.peers = Peers(name, key, addresses.get, self.messages.put, self.lost.put)
+        self.messages, self.lost, self.failed = queue.Queue(), queue.Queue(), queue.Queue()
+        self.peers = Peers(name, key, addresses.get, self.messages.put, self.lost.put, self.failed.put)
         addresses[name] = self.peers.address
 
     def next(self):
@@ -104,6 +106,50 @@ def test_a_member_of_another_run_is_not_heard(addresses, pair):
     pair[0].peers.send("other", "mine")
     assert pair[1].next().kind == "mine"
     stranger.peers.close(0.0)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "header"),
+    [({"x": torch.zeros(3, device="meta")}, {}), ({}, {"step": {1, 2}})],
+    ids=["a device that fails", "no JSON"],
+)
+def test_a_member_that_cannot_send_is_told_so_itself(pair, tensors, header):
+    """The sender's thread died of it: what was queued behind was dropped, and only the receiver heard of a loss."""
+    one, other = pair
+    one.peers.send("other", "state", tensors, **header)
+    assert "the thread peers-send-other failed with" in str(one.failed.get(timeout=TIMEOUT))
+    assert other.lost.get(timeout=TIMEOUT) == "one"
+
+
+def test_a_message_that_cannot_be_read_is_the_loss_of_its_sender(pair, caplog):
+    """As from a member of another version; a tensor of 2^50 entries ended in a traceback."""
+    one, other = pair
+    wrong = _dialled(one, "other")
+    wrong.send_message(b'{"kind": "state", "tensors": [["x", "float32", [1125899906842624]]]}')
+    assert other.lost.get(timeout=TIMEOUT) == "one"
+    assert "a message of one cannot be read: RuntimeError" in caplog.text
+    one.peers.send("other", "hello")
+    assert other.next().kind == "hello"
+
+
+def _dialled(member, target):
+    return member.peers._dial(target)
+
+
+def test_where_there_is_no_thread_for_a_caller_the_next_one_is_heard(pair, monkeypatch):
+    one, other = pair
+    with monkeypatch.context() as full:
+        full.setattr(OwnedThread, "start", _refused)
+        line = _dialled(one, "other")._line
+        with contextlib.suppress(ConnectionResetError):  # it was closed with unread bytes
+            assert line.recv(1) == b""
+    assert other.peers._incoming == set()
+    one.peers.send("other", "hello")
+    assert other.next().kind == "hello"
+
+
+def _refused(thread):
+    raise CapslogError("can't start new thread")
 
 
 def test_bytes_that_are_no_frame_close_their_connection_only(pair):

@@ -14,6 +14,9 @@ import torch
 
 from tests.elastic import scenarios
 from tests.elastic.live import CUTS, Cradle, Live, Truth, check, config_of, describe, truth_of
+from tests.waiting import wait_until
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.threads import OwnedThread
 from varuna_capslog.elastic.member.pipeline_work import PipelineRun, PipelineWork
 from varuna_capslog.elastic.member.start_up import MemberStart
 from varuna_capslog.elastic.member.work import Opening
@@ -125,6 +128,10 @@ def test_layers_that_change_between_own_and_copy_keep_their_memory(
     assert freed() is not None
     monkeypatch.setattr(work.loop, "compute", lambda step: None)
     work.compute(2)
+    OwnedThread("papers", lambda: {}["no such member"], work._papers_failed).start()
+    wait_until(lambda: work._failure is not None)
+    with pytest.raises(CapslogError, match="papers failed with KeyError"):  # a generation without a plan file ends
+        work.compute(2)
     assert freed() is None, "what has not become a copy when training goes on takes no memory"
     del lay[behind]
     states = dict(work.shelve()) | elsewhere | {index: copy.state(copy=False) for index, copy in copies.items()}

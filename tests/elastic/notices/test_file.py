@@ -10,7 +10,7 @@ import pytest
 
 from tests.elastic.notices.support import WALL, Inbox, SetClock
 from varuna_capslog.elastic.notices.file import FileListener
-from varuna_capslog.elastic.notices.interface import Kind, Notice
+from varuna_capslog.elastic.notices.interface import Kind, Notice, Round, Unavailable
 
 
 def listener(path: Path, clock: SetClock | None = None) -> FileListener:
@@ -48,6 +48,44 @@ def test_all_it_may_say(tmp_path: Path) -> None:
     assert notice.hosts == ("node-5", "node-6")
     assert notice.deadline is not None
     assert notice.deadline.remaining(1000.0) == 7.0
+
+
+def test_a_pipe_in_the_place_of_the_file_is_not_waited_for(tmp_path: Path) -> None:
+    """To open a FIFO takes until somebody writes into it: a proper file that was put there later was never heard."""
+    path = tmp_path / "leave"
+    os.mkfifo(path)
+    file = listener(path)
+    for _ in range(2):
+        with pytest.raises(Unavailable, match="leave is no regular file"):
+            file.ask()
+    path.unlink()
+    write(path, "")
+    assert one(file.ask().notices).kind is Kind.LEAVE
+
+
+def test_a_question_that_fails_unexpectedly_is_asked_again(tmp_path: Path, monkeypatch, caplog) -> None:
+    """The thread of the source died, and its notices were heard no more."""
+    file, inbox = FileListener(tmp_path / "leave", "node-2", interval=0.01), Inbox()
+    ask, failures = file.ask, [KeyError("no such field"), RuntimeError("odd")]
+    monkeypatch.setattr(file, "ask", lambda: _raised(failures.pop()) if failures else ask())
+    (tmp_path / "leave").touch()
+    file.start(inbox)
+    assert inbox.next().kind is Kind.LEAVE
+    assert "notices of file are not heard for now: odd" in caplog.text
+    file.stop()
+
+
+def test_a_source_that_ends_is_named(tmp_path: Path, caplog) -> None:
+    file = FileListener(tmp_path / "leave", "node-2", interval=0.01)
+    (tmp_path / "leave").touch()
+    file.start(lambda notice: _raised(LookupError("nobody expected this")))
+    file._threads[0].join(5)
+    assert "the thread notices-file-0 failed with LookupError: nobody expected this" in caplog.text
+    file.stop()
+
+
+def _raised(error: Exception) -> Round:
+    raise error
 
 
 def test_a_file_from_the_future_counts_as_written_now(tmp_path: Path) -> None:

@@ -93,6 +93,55 @@ def test_a_sign_of_life_ends_with_its_connection_unless_another_has_given_one(se
     reader.close()
 
 
+@pytest.mark.parametrize("raised", [None, LookupError("nobody expected this")], ids=["too deep", "a defect"])
+def test_whatever_a_question_raises_ends_its_connection_and_its_sign_of_life(server, monkeypatch, raised):
+    """JSON nested 100,000 deep ended the thread alone: the connection stayed open, and the host's sign with it."""
+    reader, line = open_store(f"127.0.0.1:{server.port}", SECRET), connected(server)
+    ask(line, "sign", "key/lease/h", "1")
+    if raised is not None:
+        answer = server._content.answer
+        monkeypatch.setattr(server._content, "answer", lambda asked: {}["x"] if asked == ["odd"] else answer(asked))
+    line.send_message(b'["odd"]' if raised else b"[" * 100_000)
+    with pytest.raises((EOFError, ConnectionError)):
+        line.read_message(MAX_MESSAGE)
+    wait_until(lambda: reader.signs_of(["h"])["h"] == "1" + ENDED)
+    wait_until(lambda: len(server._connections) == 1)  # the reader's
+    reader.close()
+
+
+def test_a_store_whose_door_fails_is_gone_for_all(server, monkeypatch):
+    """Clients that are inside would go on without those that cannot come in."""
+    line = connected(server)
+    monkeypatch.setattr(server._door, "_accept", lambda: {}["nobody expected this"])
+    with pytest.raises((EOFError, ConnectionError)):
+        dial("127.0.0.1", server.port, SECRET.key(PURPOSE), 5.0)
+    with pytest.raises((EOFError, ConnectionError)):
+        line.read_message(MAX_MESSAGE)
+
+
+@pytest.mark.parametrize("text", ["no json", "[]", "7", '["a", "b"]', "[" * 100_000])
+def test_an_entry_that_is_none_is_passed_over_by_all(server, text):
+    """One of another version, or of an insider: every honest `append` raised a JSONDecodeError, and followers died."""
+    store, heard, lost = OwnMembershipStore("127.0.0.1", server.port, SECRET), [], []
+    assert store._write(0, text)
+    store.append({"kind": "hosts", "host": "h", "state": "here", "workers": 1})
+    store.follow(heard.append, lost.append)
+    wait_until(lambda: len(heard) == 2)
+    assert [entry["kind"] for entry in heard] == ["unreadable", "hosts"]
+    assert lost == []
+    store.close()
+
+
+def test_a_follower_that_fails_tells_its_owner(server):
+    """The thread that follows the log died, and the host heard nothing more without knowing it."""
+    store, lost = OwnMembershipStore("127.0.0.1", server.port, SECRET), []
+    store.append({"kind": "hosts", "host": "h", "state": "here", "workers": 1})
+    store.follow(lambda entry: entry["no such field"], lost.append)
+    wait_until(lambda: lost)
+    assert lost[0].startswith("the thread store-follow failed with KeyError: 'no such field'")
+    store.close()
+
+
 @pytest.mark.parametrize(
     "question", [b"", b"[]", b"7", b'["no such"]', b'["get"]', b'["add", "n", "x"]', b"\xff", b'["get", 1, 2]']
 )

@@ -8,6 +8,7 @@ and hears nothing but a random number.
 from __future__ import annotations
 
 import contextlib
+import logging
 import selectors
 import socket
 import threading
@@ -15,12 +16,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from varuna_capslog.base.threads import Ends, OwnedThread
 from varuna_capslog.base.trust.connection import PROOF_BYTES, Connection, accepted, challenge
 
 __all__ = ["GUESTS", "HANDSHAKE_SECONDS", "Door"]
 
 GUESTS = 256
 """Connections that have not yet proved that they know the key."""
+
+_log = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 5.0
 """For a caller to prove it."""
@@ -42,11 +46,18 @@ class Door:
     Args:
         listener: bound and listening; the door closes it.
         key: that callers must know.
-        admitted: called in the door's thread with every connection that has proved it; returns at once.
+        admitted: called in the door's thread with every connection that has proved it; returns at once. Where it
+            raises, that connection is closed, and the door stays open.
+        ends: called where the door itself failed, and is closed.
     """
 
     def __init__(
-        self, listener: socket.socket, key: bytes, admitted: Callable[[Connection], None], name: str = "door"
+        self,
+        listener: socket.socket,
+        key: bytes,
+        admitted: Callable[[Connection], None],
+        ends: Ends,
+        name: str = "door",
     ) -> None:
         listener.setblocking(False)
         self._listener, self._key, self._admitted = listener, key, admitted
@@ -56,7 +67,7 @@ class Door:
         for one in (listener, self._wakes):
             self._selector.register(one, selectors.EVENT_READ)
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = OwnedThread(name, self._run, ends)
         self._thread.start()
 
     def close(self) -> None:
@@ -132,11 +143,12 @@ class Door:
         ours, sends, takes = found
         try:
             line.send(ours)  # into an empty buffer: it takes 32 bytes at once
-            connection = Connection(line, sends, takes)
+            self._admitted(Connection(line, sends, takes))
         except OSError:
             line.close()
-        else:
-            self._admitted(connection)
+        except Exception as error:  # such as no thread for this caller; there may be one for the next
+            _log.warning("a connection to %s is closed: %s: %s", self._thread.name, type(error).__name__, error)
+            line.close()
 
     def _dismiss(self, line: socket.socket) -> None:
         del self._guests[line]

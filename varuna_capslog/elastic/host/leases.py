@@ -6,6 +6,8 @@ what the others' signs say. So a worker that joins knows how old the run is, and
 
 from __future__ import annotations
 
+import math
+
 from varuna_capslog.elastic.store.log import MembershipStore
 
 __all__ = ["age_of", "run_age", "sign_of"]
@@ -17,8 +19,12 @@ def sign_of(beat: int, age_seconds: float) -> str:
 
 
 def age_of(found: str | None) -> float:
-    """Seconds of the run by a sign; 0 where there is none yet."""
-    return 0.0 if found is None else float(found.split(" ")[1])
+    """Seconds of the run by a sign; 0 where there is none yet, or it is no sign of this version."""
+    try:
+        seconds = float((found or "").split(" ")[1])
+    except (IndexError, ValueError):
+        return 0.0
+    return seconds if math.isfinite(seconds) else 0.0
 
 
 def run_age(store: MembershipStore, host: str) -> float:

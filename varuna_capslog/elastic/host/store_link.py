@@ -22,6 +22,7 @@ from varuna_capslog.base import files
 from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.supervisor import last_step
+from varuna_capslog.base.threads import OwnedThread
 from varuna_capslog.base.trust.secret import run_secret
 from varuna_capslog.elastic.host import hooks
 from varuna_capslog.elastic.host.leases import age_of, sign_of
@@ -114,8 +115,8 @@ class HostStore:
         """Gives signs of life, tells that the host is here, and follows the log."""
         ended = threading.Event()
         self.store.give_sign(self.name, sign_of(0, 0.0))
-        threading.Thread(target=self._keep_lease, args=(ended,), name="leases", daemon=True).start()
-        threading.Thread(target=self._notice_stops, args=(ended,), name="stops", daemon=True).start()
+        OwnedThread("leases", self._keep_lease, self._fail, ended).start()
+        OwnedThread("stops", self._notice_stops, self._fail, ended).start()
         stack.callback(ended.set)
         self.tell_here()
         self._follow()
@@ -228,6 +229,14 @@ class HostStore:
             lambda why: self._later(partial(self.unheard, why)),
             self._roster.taken,
         )
+
+    def _fail(self, error: CapslogError) -> None:
+        """A host without signs of life would be taken for dead: it ends with the reason."""
+
+        def end() -> None:
+            raise error
+
+        self._later(end)
 
     def _notice_stops(self, ended: threading.Event) -> None:
         """Notes when all of this process stood still, in a thread that waits for nothing but the clock."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from varuna_capslog.base import files
+from varuna_capslog.base.threads import OwnedThread, logged
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.training.journal import score_line, step_bar, step_numbers
 
@@ -43,7 +44,7 @@ class Terminal:
         self._evaluations = _Tail(run_dir / "evaluations.jsonl")
         self._total = total_steps
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="terminal", daemon=True)
+        self._thread = OwnedThread("terminal", self._run, logged)
         self._quiet_until = 0.0
         self._unsaid: dict[str, Any] | None = None
         self._host = host or socket.gethostname()

@@ -153,7 +153,8 @@ class HostWorkers:
             ends = [(worker, -int(signal.SIGKILL)) for worker in self.living()]
             for worker, _ in ends:
                 if worker.verdict is None:
-                    worker.verdict, worker.cause = f"was lost with its nursery (see {self._server_log})", "killed"
+                    why = what.get("why") or f"see {self._server_log}"
+                    worker.verdict, worker.cause = f"was lost with its nursery ({why})", "killed"
         elif "signal" in what or "status" in what:
             status = -what["signal"] if "signal" in what else what["status"]
             ends = [(self.by_member[what["member"]], status)]

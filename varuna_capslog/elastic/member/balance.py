@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from varuna_capslog.base.threads import OwnedThread, logged
 from varuna_capslog.membership.generation import Member, MemberLayout
 from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.recovery import Seat
@@ -151,7 +151,7 @@ class Balance:
         return measured
 
 
-class _PlanSearch(threading.Thread):
+class _PlanSearch(OwnedThread):
     """Looks for a plan that is worth a change, beside the training.
 
     Args:
@@ -164,12 +164,11 @@ class _PlanSearch(threading.Thread):
     """
 
     def __init__(self, placer: Placer, plan: Plan, seats: Sequence[Seat], slowness: dict[Member, float]) -> None:
-        super().__init__(name="balance", daemon=True)
+        super().__init__("balance", self._look, logged)
         self._placer, self._plan, self._seats, self._slowness = placer, plan, seats, slowness
         self.found: Finding | None = None
 
-    def run(self) -> None:
-        """Searches."""
+    def _look(self) -> None:
         layout = self._placer(self._seats, self._placer.propose(self._seats))
         proposed = layout.plan if isinstance(layout, MemberLayout) else None
         if proposed is None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -16,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.threads import OwnedThread, logged
 from varuna_capslog.elastic.member.inbox import Inbox
 from varuna_capslog.elastic.member.timeouts import Timeouts
 from varuna_capslog.engine.communicator import Communicator, connect_group
@@ -84,7 +84,7 @@ class DataPath:
                 # without its traceback, which would keep the store's connection until the next long garbage collection
                 future.set_exception(CapslogError(f"the group of generation {generation} cannot be opened: {error}"))
 
-        threading.Thread(target=open_it, name=f"connect-{generation}", daemon=True).start()
+        OwnedThread(f"connect-{generation}", open_it, future.set_exception).start()
 
     def meet(self, generation: int, members: Sequence[Member], pairs: Pairs) -> None:
         """As `begin`, for a planned change that waits for it; see `has_met`."""
@@ -124,7 +124,7 @@ class DataPath:
         if self._inbox.disturbed():
             return None
         if self._old is not None:  # ending it takes ten milliseconds, which training need not wait for
-            threading.Thread(target=self._old.abort, name="end-group", daemon=True).start()
+            OwnedThread("end-group", self._old.abort, logged).start()
             self._old = None
         return group
 

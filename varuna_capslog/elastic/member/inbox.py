@@ -34,7 +34,8 @@ class Inbox:
 
     Attributes:
         peers: for sending.
-        events: ("mail", PeerMessage), ("log", entry), ("lost", member) or ("store lost", why), in the order of hearing.
+        events: ("mail", PeerMessage), ("log", entry), ("lost", member), ("store lost", why) or ("failed", CapslogError)
+            of this member itself, in the order of hearing.
 
     Raises:
         StoreGone: the store does not answer.
@@ -52,7 +53,7 @@ class Inbox:
         self._busy_until = 0.0
         self._closed = False
         key = start.secret.key(f"peers {store.identity}")
-        self.peers = Peers(start.me, key, self._find, self._got, self._lost, start.address)
+        self.peers = Peers(start.me, key, self._find, self._got, self._lost, self._failed, start.address)
         store.put(f"address/{start.me}", self.peers.address)
         self._unfollow = store.follow(self._hear, lambda why: self.events.put(("store lost", why)))
 
@@ -112,6 +113,13 @@ class Inbox:
             self._unreachable |= {member}
         self.events.put(("lost", member))
         self._break_off(member)
+
+    def _failed(self, error: CapslogError) -> None:
+        self.events.put(("failed", error))
+        with self._lock:
+            communicator = self._communicator
+        if communicator is not None:
+            communicator.abort()
 
     def _hear(self, value: dict[str, Any]) -> None:
         entry = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import math
 import queue
 import threading
@@ -22,12 +23,15 @@ import torch
 from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.threads import Ends, OwnedThread
 from varuna_capslog.base.trust.connection import Connection, dial
 from varuna_capslog.base.trust.door import Door
 from varuna_capslog.elastic.network import listen
 from varuna_capslog.membership.generation import Member
 
 __all__ = ["PeerMessage", "Peers"]
+
+_log = logging.getLogger(__name__)
 
 _MAX_HEADER = 64 << 20
 _CONNECT_SECONDS = 5.0
@@ -56,6 +60,7 @@ class Peers:
         take: called with every message, in the thread of its connection; returns at once. The messages of one sender
             come in the order in which they were sent.
         lost: called with a member whose connection ended, or could not be made. It may be called twice for one member.
+        failed: called where this member itself cannot speak or listen any more, as where its device has failed.
         address: of this machine, where it listens.
 
     Raises:
@@ -69,10 +74,11 @@ class Peers:
         find: Callable[[Member], str | None],
         take: Callable[[PeerMessage], None],
         lost: Callable[[Member], None],
+        failed: Ends,
         address: str = "127.0.0.1",
     ) -> None:
         self.me = me
-        self._key, self._find, self._take, self._lost = key, find, take, lost
+        self._key, self._find, self._take, self._lost, self._failed = key, find, take, lost, failed
         self._closed = False
         self._rates: deque[float] = deque(maxlen=_RATES)
         self._lock = threading.Lock()
@@ -81,7 +87,7 @@ class Peers:
         listener = listen(address)
         host, port = listener.getsockname()[:2]
         self.address = f"{host}:{port}"
-        self._door = Door(listener, key, self._admitted, "peers-door")
+        self._door = Door(listener, key, self._admitted, self._fail, "peers-door")
 
     def send(self, target: Member, kind: str, tensors: Mapping[str, Tensor] | None = None, **header: Any) -> None:
         """Queues a message; never blocks. Tensors must not change until the receiver is known to have them.
@@ -134,7 +140,16 @@ class Peers:
     def _admitted(self, connection: Connection) -> None:
         with self._lock:
             self._incoming.add(connection)
-        threading.Thread(target=self._receive, args=(connection,), name="peers-receive", daemon=True).start()
+        try:
+            OwnedThread("peers-receive", self._receive, self._fail, connection).start()
+        except CapslogError:
+            with self._lock:
+                self._incoming.discard(connection)
+            raise
+
+    def _fail(self, error: CapslogError) -> None:
+        if not self._closed:
+            self._failed(error)
 
     def _receive(self, connection: Connection) -> None:
         sender: Member | None = None
@@ -144,8 +159,10 @@ class Peers:
                 header = _read_header(connection)
                 tensors = _read_tensors(connection, header.pop("tensors"))
                 self._take(PeerMessage(sender, header.pop("kind"), header, tensors))
-        except (OSError, EOFError, ValueError, KeyError, CapslogError):
+        except (OSError, EOFError):
             pass
+        except Exception as error:  # what it sent is no message, as from another version: it counts as lost
+            _log.warning("a message of %s cannot be read: %s: %s", sender, type(error).__name__, error)
         finally:
             with self._lock:
                 self._incoming.discard(connection)
@@ -171,7 +188,7 @@ class _Outgoing:
         self._peers, self._target = peers, target
         self._connection: Connection | None = None
         self.stopped = False
-        self._thread = threading.Thread(target=self._run, name=f"peers-send-{target}", daemon=True)
+        self._thread = OwnedThread(f"peers-send-{target}", self._run, peers._fail)
         self._thread.start()
 
     def _run(self) -> None:

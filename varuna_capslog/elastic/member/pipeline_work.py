@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +19,8 @@ import torch
 
 from varuna_capslog.base import files
 from varuna_capslog.base.clock import wall_seconds
-from varuna_capslog.base.errors import DiskFailed, StepRefused
+from varuna_capslog.base.errors import CapslogError, StepRefused
+from varuna_capslog.base.threads import OwnedThread
 from varuna_capslog.config.settings import Config
 from varuna_capslog.elastic.member.balance import Balance
 from varuna_capslog.elastic.member.copies import LayerCopies
@@ -150,7 +149,6 @@ class PipelineWork(Work):
         # a plan of its own for every generation: the schedule's actions are made anew
         self.setup = set_up_run(run.config, run.workload)
         check_plan(self.setup, run.plan)
-        self.chain = self.setup.chain
         # a chain with the weights that the run begins from; None: no longer needed, and made anew where it is
         self._fresh: Chain | None = self.chain
         options, every = self.setup.options, range(len(self.chain))
@@ -171,6 +169,12 @@ class PipelineWork(Work):
         self._by_index: dict[int, EngineLayer] = {}
         self._copies = LayerCopies(self.chain, self.setup.options, device)
         self._part_names: list[str] | None = None
+        self._failure: CapslogError | None = None  # of the thread that writes papers
+
+    @property
+    def chain(self) -> Chain:
+        """The chain of the run."""
+        return self.setup.chain
 
     def warm_up(self) -> None:
         """Trains one microbatch on a whole chain of this process's own, so that a joining member does nothing for the
@@ -262,7 +266,7 @@ class PipelineWork(Work):
             self._balance.begin(opening.members, plan)
         writes = opening.members[0] == self.start.me
         arguments = (opening.number + self.start.offset, plan, layout.stages_of(communicator.rank), writes)
-        threading.Thread(target=self._write_papers, args=arguments, name="write-papers", daemon=True).start()
+        OwnedThread("write-papers", self._write_papers, self._papers_failed, *arguments).start()
         path = self.start.resumed.get(opening.base)
         # True where the run goes on from its own checkpoint
         saved = path is not None and path.parent == self.setup.checkpoints.absolute()
@@ -270,12 +274,12 @@ class PipelineWork(Work):
 
     def _write_papers(self, number: int, plan: Plan, stages: list[int], writes: bool) -> None:
         """The generation's plan file, and what this member is in it; beside the training, which does not wait."""
-        try:
-            if writes:
-                self._run.write_plan(number, plan)
-            self._placed(number, stages)
-        except DiskFailed as error:  # the next line of metrics will fail, too, and end the run for all
-            sys.stderr.write(f"{error}\n")
+        if writes:
+            self._run.write_plan(number, plan)
+        self._placed(number, stages)
+
+    def _papers_failed(self, error: CapslogError) -> None:
+        self._failure = error
 
     def shelve(self) -> Mapping[int, LayerState]:
         engine, self.engine = self.engine, None
@@ -303,6 +307,8 @@ class PipelineWork(Work):
         return self.loop.is_done(step)
 
     def compute(self, step: int) -> bool:
+        if self._failure is not None:
+            raise self._failure
         self._copies.let_go()
         self.loop.compute(step)
         return True  # the vote adds everything up, and finds what is not finite

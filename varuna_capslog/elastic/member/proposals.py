@@ -8,10 +8,10 @@ trains, in a thread beside the training, so that nobody waits for them, and tell
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
+from varuna_capslog.base.threads import OwnedThread, logged
 from varuna_capslog.elastic.member.peers import Peers
 from varuna_capslog.elastic.member.work import Work
 from varuna_capslog.membership.generation import Generation, Member, MemberLayout
@@ -59,7 +59,7 @@ class Proposals:
                 for member in record.members[1:] if found else ():
                     self._peers.send(member, "ahead", generation=record.number, found=found)
 
-        threading.Thread(target=search, name="look-ahead", daemon=True).start()
+        OwnedThread("look-ahead", search, logged).start()
 
     def of(self, seats: Sequence[Seat]) -> Plan | None:
         """The plan for the record of a generation of these seats; searched here where nobody has told it."""

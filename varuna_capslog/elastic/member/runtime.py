@@ -188,6 +188,8 @@ class Runtime:
             self._incoming.add(what)
         elif kind == "store lost":
             raise StoreGone(str(what))
+        elif kind == "failed":
+            raise what
         elif kind == "log":
             entry = self._note(what)
             if isinstance(entry, entries.FinishedEntry):
@@ -226,6 +228,8 @@ class Runtime:
             self.feed(m.Broken(self.state.record.number))
         elif kind == "store lost":
             self.feed(m.StoreLost())
+        elif kind == "failed":
+            raise what
 
     def _note(self, value: Mapping[str, Any]) -> entries.Entry | None:
         """What an entry of the log says in whatever phase this member is."""

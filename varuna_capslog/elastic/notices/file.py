@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -22,6 +23,10 @@ __all__ = ["FileListener"]
 _log = logging.getLogger(__name__)
 
 LARGEST_FILE = 1 << 16
+
+
+def _at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 class FileListener(PollingListener):
@@ -58,7 +63,9 @@ class FileListener(PollingListener):
             version = (found.st_ino, found.st_mtime_ns, found.st_size)
             if version == self._seen:
                 return Round((), self.interval)
-            with open(self.path, "rb") as file:
+            if not stat.S_ISREG(found.st_mode):  # to open a FIFO takes until somebody writes into it
+                raise Unavailable(f"{self.path} is no regular file")
+            with open(self.path, "rb", opener=_at_once) as file:
                 text = file.read(LARGEST_FILE + 1)
         except FileNotFoundError:
             self._seen = None

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.threads import OwnedThread, logged
 from varuna_capslog.elastic.notices.aws import AwsListener
 from varuna_capslog.elastic.notices.azure import AzureListener
 from varuna_capslog.elastic.notices.file import FileListener
@@ -58,7 +59,7 @@ def detect_cloud(timeout: float = 1.0, endpoint: str = LINK_LOCAL) -> str | None
             answers.put(None)
 
     for name in CLOUDS:
-        threading.Thread(target=ask, args=(name,), name=f"notices-detect-{name}", daemon=True).start()
+        OwnedThread(f"notices-detect-{name}", ask, lambda error: answers.put(None), name).start()
     until = time.monotonic() + timeout
     found = None
     with contextlib.suppress(queue.Empty):
@@ -227,7 +228,7 @@ class Gathering:
         self._callback = callback
         self._heard: queue.SimpleQueue[Notice | None] = queue.SimpleQueue()
         self._known: dict[tuple[str, str], Kind] = {}
-        self._thread = threading.Thread(target=self._run, name="notices", daemon=True)
+        self._thread = OwnedThread("notices", self._run, logged)
         self._thread.start()
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self._end)

@@ -18,6 +18,7 @@ from typing import ClassVar
 
 from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.threads import OwnedThread, logged
 
 __all__ = [
     "Clock",
@@ -182,7 +183,7 @@ class PollingListener(Listener):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._threads: list[threading.Thread] = []
+        self._threads: list[OwnedThread] = []
         self._stopped = threading.Event()
 
     @abstractmethod
@@ -197,7 +198,7 @@ class PollingListener(Listener):
             raise CapslogError(f"the {self.source} listener was started before; make a new one")
         for number, ask in enumerate(self.rounds()):
             name = f"notices-{self.source}-{number}"
-            self._threads.append(threading.Thread(target=self._run, args=(ask, deliver), name=name, daemon=True))
+            self._threads.append(OwnedThread(name, self._run, logged, ask, deliver))
         for thread in self._threads:
             thread.start()
 
@@ -212,7 +213,7 @@ class PollingListener(Listener):
         while not self._stopped.is_set():
             try:
                 found = ask()
-            except Unavailable as error:
+            except Exception as error:  # Unavailable, or what no source should raise: the next answer may be a good one
                 if self._stopped.is_set():
                     return
                 failures += 1

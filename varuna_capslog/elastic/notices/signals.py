@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.processes import is_spared
+from varuna_capslog.base.threads import OwnedThread, logged
 from varuna_capslog.elastic.notices.interface import Clock, Deadline, Deliver, Kind, Listener, Notice
 
 __all__ = ["Meaning", "SignalListener", "plain", "signal_meanings"]
@@ -60,7 +61,7 @@ class SignalListener(Listener):
         self._before: dict[signal.Signals, Any] = {}
         # SimpleQueue.put may interrupt itself: the one queue that a handler may use.
         self._caught: queue.SimpleQueue[tuple[int, float] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread: OwnedThread | None = None
         self._owner = os.getpid()
         self._stopped = False
 
@@ -71,7 +72,7 @@ class SignalListener(Listener):
         if self._thread is not None:
             raise CapslogError("the signal listener was started before; make a new one")
         self._owner = os.getpid()
-        self._thread = threading.Thread(target=self._run, args=(deliver,), name="notices-signal", daemon=True)
+        self._thread = OwnedThread("notices-signal", self._run, logged, deliver)
         self._thread.start()
         for number in (number for number in self.meanings if not is_spared(number)):
             self._before[number] = signal.signal(number, self._handle)

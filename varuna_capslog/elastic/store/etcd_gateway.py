@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.threads import OwnedThread, logged
 from varuna_capslog.elastic.store.log import StoreGone
 from varuna_capslog.elastic.store.names import HttpConnection, Names
 from varuna_capslog.elastic.store.signatures import Signatures
@@ -261,7 +262,7 @@ class EtcdWatch:
         except BaseException:
             self._connection.close()
             raise
-        threading.Thread(target=self._read, name="store-watch", daemon=True).start()
+        OwnedThread("store-watch", self._read, logged).start()
 
     def next(self, seconds: float) -> list[tuple[str, bytes]] | None:
         """Keys that were written and what they hold, to be opened (`Etcd.opened`).
@@ -278,16 +279,18 @@ class EtcdWatch:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def _read(self) -> None:
-        with contextlib.suppress(OSError, http.client.HTTPException, ValueError, KeyError, AttributeError):
-            while line := self._response.readline():
-                result = json.loads(line)["result"]
-                if result.get("canceled"):
-                    break
-                written = [event["kv"] for event in result.get("events", ()) if event.get("type", "PUT") == "PUT"]
-                if written:
-                    self._found.put(_pairs({"kvs": written}))
-        self._found.put(None)
-        self._connection.close()
+        try:
+            with contextlib.suppress(OSError, http.client.HTTPException, ValueError, KeyError, AttributeError):
+                while line := self._response.readline():
+                    result = json.loads(line)["result"]
+                    if result.get("canceled"):
+                        break
+                    written = [event["kv"] for event in result.get("events", ()) if event.get("type", "PUT") == "PUT"]
+                    if written:
+                        self._found.put(_pairs({"kvs": written}))
+        finally:
+            self._found.put(None)
+            self._connection.close()
 
 
 def _pairs(found: dict[str, Any]) -> list[tuple[str, bytes]]:

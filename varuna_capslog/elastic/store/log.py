@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.threads import OwnedThread
 from varuna_capslog.membership.entries import GenerationEntry, read
 from varuna_capslog.membership.generation import EMPTY, Generation
 
@@ -146,7 +147,7 @@ class MembershipStore(abc.ABC):
                 start = self._position
             texts = self.entries(start)
             found = [entry for entry in map(_unpack_entry, texts) if entry.get("kind") == "generation"]
-            newest = Generation.from_json(found[-1]["record"], "the store") if found else None
+            newest = Generation.from_json(found[-1].get("record"), "the store") if found else None
             with self._log_lock:
                 # another thread may have read farther meanwhile
                 if start + len(texts) >= self._position:
@@ -237,7 +238,7 @@ class LogFollower:
         self._take = take
         self._lost = lost
         self._telling = threading.RLock()
-        self.thread = threading.Thread(target=self._run, name="store-follow", daemon=True)
+        self.thread = OwnedThread("store-follow", self._run, self._end)
 
     def stop(self) -> None:
         """End; returns when a call of `take` that is under way has returned."""
@@ -256,14 +257,14 @@ class LogFollower:
                 self._take(_unpack_entry(text))
 
     def _run(self) -> None:
-        try:
-            self._store.read_on(self)
-        except StoreGone as error:
-            with self._telling:
-                if not self.stopped:
-                    self._lost(str(error))
-        finally:
-            self.stopped = True
+        self._store.read_on(self)
+        self.stopped = True
+
+    def _end(self, error: CapslogError) -> None:
+        with self._telling:
+            stopped, self.stopped = self.stopped, True
+            if not stopped:
+                self._lost(str(error))
 
 
 def pack_entry(entry: Entry) -> str:
@@ -275,6 +276,9 @@ def pack_entry(entry: Entry) -> str:
 
 
 def _unpack_entry(text: str) -> Entry:
-    """The entry that `pack_entry` made this of."""
-    entry: Entry = json.loads(text)[1]
-    return entry
+    """The entry that `pack_entry` made this of; one of a kind that is passed over, of any other text."""
+    try:
+        entry = json.loads(text)[1]
+    except (ValueError, TypeError, LookupError, RecursionError):
+        entry = None
+    return entry if isinstance(entry, dict) else {"kind": "unreadable"}

@@ -12,6 +12,8 @@ import socket
 import threading
 from collections.abc import Sequence
 
+from varuna_capslog.base.threads import OwnedThread, logged
+
 __all__ = ["HttpConnection", "Names"]
 
 
@@ -36,13 +38,15 @@ class Names:
             if host in self._asked:
                 return
             self._asked.add(host)
-        threading.Thread(target=self._renew, args=(host,), name="store-names", daemon=True).start()
+        OwnedThread("store-names", self._renew, logged, host).start()
 
     def _renew(self, host: str) -> None:
-        with contextlib.suppress(OSError):
-            self._known[host] = _ask(host)
-        with self._lock:
-            self._asked.discard(host)
+        try:
+            with contextlib.suppress(OSError):
+                self._known[host] = _ask(host)
+        finally:
+            with self._lock:
+                self._asked.discard(host)
 
 
 class HttpConnection(http.client.HTTPConnection):

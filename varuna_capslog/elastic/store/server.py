@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.threads import OwnedThread, logged
 from varuna_capslog.base.trust.connection import Connection
 from varuna_capslog.base.trust.door import Door
 from varuna_capslog.base.trust.secret import Secret
@@ -63,38 +64,58 @@ class StoreServer:
         self._content = _Content()
         self._lock = threading.Lock()
         self._connections: set[Connection] = set()
-        self._door = Door(listener, secret.key(PURPOSE), self._admitted, "store-door")
+        self._door = Door(listener, secret.key(PURPOSE), self._admitted, self._fail, "store-door")
 
     def close(self) -> None:
         """End the server; its clients see that the store is gone."""
         self._door.close()
+        self._end_connections()
+
+    def _end_connections(self) -> None:
         with self._lock:
             connections = list(self._connections)
         for connection in connections:
             connection.shut_down()
 
+    def _fail(self, error: CapslogError) -> None:
+        """The door has failed: no client is to go on with a store that others cannot reach."""
+        logged(error)
+        self._end_connections()
+
     def _admitted(self, connection: Connection) -> None:
         with self._lock:
             self._connections.add(connection)
-        threading.Thread(target=self._serve, args=(connection,), name="store-serve", daemon=True).start()
+        try:
+            OwnedThread("store-serve", self._serve, logged, connection).start()
+        except CapslogError:
+            with self._lock:
+                self._connections.discard(connection)
+            raise
 
     def _serve(self, connection: Connection) -> None:
         sign: list[str] = []
+        try:
+            self._answer(connection, sign)
+        finally:
+            try:
+                if sign:  # whoever gave it here last has ended, unless a sign comes over another connection
+                    self._content.answer(["exchange", *sign, f"{sign[1]}{ENDED}"])
+            finally:
+                with self._lock:
+                    self._connections.discard(connection)
+                connection.shut_down()
+                connection.close()
+
+    def _answer(self, connection: Connection, sign: list[str]) -> None:
         # a connection that breaks, or a question that no client of ours asks, ends the connection
-        with contextlib.suppress(OSError, EOFError, ValueError, TypeError, KeyError):
+        with contextlib.suppress(OSError, EOFError, ValueError, TypeError, KeyError, RecursionError):
             connection.send_message(json.dumps({"identity": self.identity}).encode())
             while True:
                 question = json.loads(connection.read_message(MAX_MESSAGE))
                 answer = self._content.answer(question)
                 if question[0] == "sign":
-                    sign = question[1:]
+                    sign[:] = question[1:]
                 connection.send_message(json.dumps(answer).encode())
-        if sign:  # whoever gave it here last has ended, unless a sign comes over another connection
-            self._content.answer(["exchange", *sign, f"{sign[1]}{ENDED}"])
-        with self._lock:
-            self._connections.discard(connection)
-        connection.shut_down()
-        connection.close()
 
 
 class _Content:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.failures import shortage
 from varuna_capslog.engine.probe import storage_bytes
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.profiling.estimation.allocator import replay
@@ -81,7 +82,7 @@ def run_forward(
             except CapslogError:
                 raise
             except Exception as error:
-                raise CapslogError(
+                raise shortage(error) or CapslogError(
                     f"layers {first} to {end - 1} cannot run on fake tensors ({type(error).__name__}: {error}); let "
                     "them depend on shapes only"
                 ) from error

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.failures import shortage
 from varuna_capslog.engine.communicator import Communicator, Pending
 from varuna_capslog.engine.executor import Observer
 from varuna_capslog.engine.host.tier import HostRegion, HostTier, Wait
@@ -196,7 +197,7 @@ def fake_step(
         except VALUE_ERRORS as error:
             raise NeedsValues(who[0], error) from error
         except Exception as error:
-            raise CapslogError(
+            raise shortage(error) or CapslogError(
                 f"{who[0]} cannot run on fake tensors ({type(error).__name__}: {error}); let {who[1]} depend on "
                 "shapes only, or set profile.source=measured"
             ) from error

@@ -6,7 +6,8 @@ import ctypes
 import fcntl
 import os
 import struct
-import threading
+
+from varuna_capslog.base.threads import OwnedThread
 
 __all__ = ["DEVICE", "join", "open_device"]
 
@@ -41,7 +42,7 @@ def open_device(namespace: str | None) -> int:
         except OSError as error:
             found.append(error)
 
-    thread = threading.Thread(target=opened)
+    thread = OwnedThread("tun", opened, lambda error: found.append(OSError(str(error))))
     thread.start()
     thread.join()
     if isinstance(found[0], OSError):

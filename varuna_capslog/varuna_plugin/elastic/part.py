@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d
 from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.threads import OwnedThread, logged
 from varuna_capslog.elastic.member.work import LayerState
 from varuna_capslog.engine.communicator import Communicator, PeerLost
 from varuna_capslog.training.layer_state import cloned
@@ -197,7 +198,7 @@ class VarunaPart:
             _abort(groups)
             dist.destroy_process_group()
         # dropping the last reference waits for gloo's threads, so another thread does it
-        threading.Thread(target=groups.clear, name="end-varuna-groups", daemon=True).start()
+        OwnedThread("end-varuna-groups", groups.clear, logged).start()
 
 
 def _all_groups() -> list[Any]:
