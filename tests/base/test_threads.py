@@ -47,6 +47,7 @@ WAITS = {
     "elastic/member/peers.py _Outgoing._run": "the member, whose `close` puts None",
     "elastic/notices/signals.py SignalListener._run": "the listener, whose `stop` puts None",
     "elastic/script/task.py current_script": "a ContextVar, no wait",
+    "own_data/workload.py DatasetWorkload._first": "the thread's event is set before",
     # torch's groups have timeouts; pair groups, which have none, are aborted by `Progress`
     "engine/communicator.py Pending.wait": "the group's timeout, or `Progress`",
     "engine/communicator.py Communicator.receive": "begins only",

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.threads import OwnedThread, logged
 from varuna_capslog.config.reading import Config, section
 from varuna_capslog.model.capture.runtime import runs_its_children
 from varuna_capslog.model.chain import Chain
@@ -97,15 +98,20 @@ class DatasetWorkload(ModelWorkload):
                 f"the training data has {count} samples, fewer than train.microbatch_size={self._size}; give more, or "
                 "lower it"
             )
-        late = f"capslog: note: the first samples of the data set are not read after {self._patience:g} s\n"
-        timer = threading.Timer(self._patience, sys.stderr.write, [late])
-        timer.daemon = True
-        timer.start()
+        read = threading.Event()
+
+        def note_delay() -> None:
+            if not read.wait(self._patience):
+                limit = f"{self._patience:g} s"
+                sys.stderr.write(f"capslog: note: the first samples of the data set are not read after {limit}\n")
+
+        thread = OwnedThread("first-samples", note_delay, logged)
+        thread.start()
         try:
             return self._reader.read("dataset", 0, range(self._size))
         finally:
-            timer.cancel()
-            timer.join()  # who forks later wants no other thread
+            read.set()
+            thread.join()  # who forks later wants no other thread
 
     def _inputs_of(self, batch: Any) -> dict[str, Tensor]:
         """The model's inputs of a batch."""
