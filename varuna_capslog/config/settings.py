@@ -344,6 +344,11 @@ class Config(Section):
     @model_validator(mode="after")
     def _agree(self) -> Config:
         replicas, microbatches = self.pipeline.replicas, self.num_microbatches
+        if microbatches > fields.MOST_CALLS:
+            raise ValueError(
+                f"train.minibatch_size={self.train.minibatch_size} has {microbatches} microbatches; at most "
+                f"{fields.MOST_CALLS} can be scheduled: raise train.microbatch_size"
+            )
         blocks = self.train.accumulation_blocks
         if blocks is None and self.pipeline.plan is not None:
             return self  # they are the plan's
