@@ -149,6 +149,8 @@ def test_what_only_a_run_with_changing_members_needs_is_asked_of_no_other(tmp_pa
         ),
         ("device: cuda:0", "such as xpu, without a number: workers take the devices of a"),
         ("train: {minibatch_size: 9, microbatch_size: 2}", "train.minibatch_size=9 is not divisible by"),
+        ("train: {minibatch_size: 1000000000}", "train.minibatch_size=1000000000 has 1000000000 microbatches; at most"),
+        ("train: {accumulation_blocks: 1000000000}", "train.accumulation_blocks=1000000000 must divide the 8"),
         ("train: {accumulation_blocks: 3}", "train.accumulation_blocks=3 must divide the 8 microbatches"),
         ("train: {accumulation_blocks: 1}\npipeline: {replicas: 2}", "a multiple of pipeline.replicas=2"),
         ("train: {lr_drop_epochs: 1, lr_drop_steps: 1}", "are both set; keep one"),

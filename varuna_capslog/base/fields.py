@@ -49,7 +49,7 @@ MOST_LAYERS = 100_000
 MOST_RANKS = 100_000
 """Of a plan: the largest clusters have as many GPUs."""
 
-MOST_MICROBATCHES = 1 << 14
+MOST_MICROBATCHES = 1 << 13
 """Of one stage in a step. More are better taken several at a time: the largest minibatches in print have some thousand
 samples for each pipeline."""
 
