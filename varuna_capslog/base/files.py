@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from varuna_capslog.base.errors import CapslogError, DiskFailed
+from varuna_capslog.base.units import format_bytes
 
 __all__ = [
     "append_jsonl",
@@ -130,9 +131,7 @@ def read_bytes(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> by
         except OSError as error:
             raise _unreadable(path, error) from error
     if len(data) > most_bytes:
-        raise CapslogError(
-            f"{path} holds more than {most_bytes >> 20} MiB, the most that is read of such a file; check the path"
-        )
+        raise CapslogError(f"{path} holds more than {format_bytes(most_bytes)}, the most that is read; check the path")
     return data
 
 
@@ -179,7 +178,7 @@ def parse_json(text: str | bytes, where: str) -> Any:
     """
     try:
         if len(text) > MOST_BYTES:
-            raise ValueError(f"it has more than {MOST_BYTES >> 20} MiB")
+            raise ValueError(f"it has more than {format_bytes(MOST_BYTES)}")
         text = text if isinstance(text, str) else text.decode()
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_whole)
         if _HALF_PAIR.search(text):

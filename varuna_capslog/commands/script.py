@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -78,18 +78,11 @@ def script(given: ScriptOptions) -> None:
 
 
 def _settings(pairs: list[str]) -> Elastic:
-    import yaml
-
-    from varuna_capslog.config.reading import section
+    from varuna_capslog.config.reading import assignments, section
     from varuna_capslog.config.settings import Elastic
 
-    found: dict[str, Any] = {"enabled": True}
-    for pair in pairs:
-        key, sign, value = pair.partition("=")
-        if not sign:
-            raise CapslogError(f"--elastic {pair}: not KEY=VALUE")
-        found[key.removeprefix("elastic.")] = yaml.safe_load(value)
-    return section(Elastic, found, "elastic")
+    keys = assignments((pair.removeprefix("elastic.") for pair in pairs), "--elastic")
+    return section(Elastic, {"enabled": True, **keys}, "elastic")
 
 
 def _run(given: ScriptOptions, folder: Path, settings: Elastic) -> None:
