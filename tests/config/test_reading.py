@@ -191,7 +191,8 @@ def test_what_only_a_run_with_changing_members_needs_is_asked_of_no_other(tmp_pa
         ("model: " + "[" * 1000, "nested more than 100 deep"),
         ("model: &a [*a]", "an alias stands inside what it stands for (line 2, column 12)"),
         ("model: *a", "found undefined alias 'a' (line 2, column 8)"),
-        ("model: {<<: 5}", "expected a mapping or list of mappings for merging"),
+        ("model: {<<: 5}", "<< merges something without keys (line 2, column 13)"),
+        ("model: {<<: [5]}", "<< merges something without keys (line 2, column 14)"),
         ("pipeline: {capacity: 1e30}", "it must be at least one byte, and below 2^63"),
         ("pipeline: {capacity: 1GiB*1000000000}", "behind * must stand how many devices, 1 to 100000"),
         ("pipeline: {devices: 1000000000}", "pipeline.devices is 1000000000 but must be less than or equal to 100000"),
@@ -242,11 +243,11 @@ def test_aliases_and_merges_are_read_and_stay_apart_from_each_other(tmp_path):
     """A merge was refused as a tag; an override of one key changed every other key that shared its alias."""
     path = write(
         tmp_path,
-        "model: {a: &a {x: {y: 1}, z: 1}, b: &b {<<: *a, z: 2}, c: *a}\ndata:\n  <<: *b\n  w: 4\n",
+        "model: {a: &a {x: {y: 1}, z: 1}, b: &b {<<: *a, z: 2}, c: *a}\ndata:\n  <<: [*b, {z: 3, v: 3}]\n  w: 4\n",
     )
     config = load_config(path, ["model.a.x.y=5"])
     assert config.model == {"a": {"x": {"y": 5}, "z": 1}, "b": {"x": {"y": 1}, "z": 2}, "c": {"x": {"y": 1}, "z": 1}}
-    assert config.data == {"x": {"y": 1}, "z": 2, "w": 4}
+    assert config.data == {"x": {"y": 1}, "z": 2, "v": 3, "w": 4}
 
 
 @pytest.mark.parametrize("levels", [7, 9, 40])

@@ -36,6 +36,7 @@ _MOST_PARTS = 20
 _KINDS: dict[str, type[yaml.Node]] = dict.fromkeys(("str", "int", "float", "bool", "null", "merge"), yaml.ScalarNode)
 _KINDS |= {"seq": yaml.SequenceNode, "map": yaml.MappingNode}
 _PREFIX = "tag:yaml.org,2002:"
+_MERGE = f"{_PREFIX}merge"
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
@@ -87,11 +88,29 @@ class _Loader(yaml.SafeLoader):
             refuse("a NUL character or half of a surrogate pair, which is no text", node)
         seen = set()
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            if key.tag not in (f"{_PREFIX}str", f"{_PREFIX}merge"):
+            if key.tag not in (f"{_PREFIX}str", _MERGE):
                 refuse(f"the key {key.value if isinstance(key, yaml.ScalarNode) else '[...]'} is not text", key)
             if key.value in seen:
                 refuse(f"the key {key.value!r} is there twice", key)
             seen.add(key.value)
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Puts what `<<` merges in its place; own keys count before merged ones. (PyYAML's own mixes up keys of one
+        character.)
+        """
+        merged: dict[str, Any] = {}
+        own: dict[str, Any] = {}
+        for key, value in node.value:
+            if key.tag != _MERGE:
+                own[key.value] = (key, value)
+                continue
+            for source in reversed(value.value) if isinstance(value, yaml.SequenceNode) else [value]:
+                if not isinstance(source, yaml.MappingNode):
+                    problem = "<< merges something without keys"
+                    raise yaml.MarkedYAMLError(problem=problem, problem_mark=source.start_mark)
+                self.flatten_mapping(source)
+                merged |= {pair[0].value: pair for pair in source.value}
+        node.value = list((merged | own).values())
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
