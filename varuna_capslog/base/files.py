@@ -125,7 +125,7 @@ def read_bytes(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> by
     """
     with _opened(path) as file:
         about = os.fstat(file.fileno())
-        size = about.st_size if stat.S_ISREG(about.st_mode) else most_bytes
+        size = about.st_size if stat.S_ISREG(about.st_mode) else MOST_BYTES
         try:
             data = file.read(min(max(size, 1 << 16), most_bytes) + 1)
         except OSError as error:
