@@ -318,7 +318,7 @@ OLD_UNITS = {name: value for name, value in OLD.items() if name != "microbatches
     [
         (changed(SHORT, "num_layers", to=10**9), "num_layers is 1000000000; it must be at most 100000"),
         (changed(FULL, "num_layers", to=2**63 - 1), "num_layers is 9223372036854775807; it must be at most 100000"),
-        (changed(SHORT, "num_microbatches", to=10**9), "per_step is 1000000000; it must be at most 262144"),
+        (changed(SHORT, "num_microbatches", to=10**9), "num_microbatches is 1000000000; it must be at most"),
         (changed(FULL, "units", to={"per_step": 10**9}), "per_step is 1000000000; it must be at most 262144"),
         (changed(FULL, "units", to={"blocks": 2**62}), "blocks is 4611686018427387904; it must be at most 262144"),
         (

@@ -154,7 +154,8 @@ class Plan:
         ranks = [PlanRank(size, capacity_bytes=limit) for size, limit in zip(sizes, limits, strict=True)]
         known = any(one != PlanRank() for one in ranks)
         units = Units(
-            _optional(num_microbatches, "num_microbatches"), _optional(microbatch_size, "microbatch_size"), None
+            _optional(num_microbatches, "num_microbatches", most=fields.MOST_CALLS),
+            _optional(microbatch_size, "microbatch_size"),
         )
         return cls(num_layers, tuple(stages), units, ranks=tuple(ranks) if known else (), **more)
 
@@ -378,5 +379,5 @@ def _of_json(value: Any) -> Plan:
     return plan
 
 
-def _optional(value: Any, name: str) -> int | None:
-    return None if value is None else fields.whole(value, name, minimum=1)
+def _optional(value: Any, name: str, **rules: int) -> int | None:
+    return None if value is None else fields.whole(value, name, 1, **rules)
