@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 import json
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -57,6 +56,9 @@ MOST_CALLS = 1 << 18
 """Microbatches of a step, counted once for each stage that they pass: every one is an action or more of the step's
 lists, which engine, simulator and exports keep. The largest in print is 3,072 microbatches of 64 stages, 196,608
 (Narayanan et al., SC 2021, Table 1: a trillion parameters)."""
+
+_MOST_SECONDS = 1e18
+"""More than the age of the universe, and so few that sums and products of them stay finite."""
 
 _SHOWN = 200
 """Characters of a value that a message shows."""
@@ -112,8 +114,8 @@ def whole(value: Any, name: str, minimum: int | None = 0, most: int = _MOST) -> 
 
 def seconds(value: Any, name: str) -> float:
     """Return `value` as a float; refuse what is not a finite number of seconds of at least 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
-        raise CapslogError(f"{name} is {_show(value)}; it must be a number of seconds, at least 0")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _MOST_SECONDS:
+        raise CapslogError(f"{name} is {_show(value)}; it must be a number of seconds from 0 to {_MOST_SECONDS:g}")
     return float(value)
 
 
