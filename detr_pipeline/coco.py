@@ -9,6 +9,8 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import reprlib
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -18,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.files import expanded
 
@@ -31,6 +34,11 @@ BoolArray = NDArray[np.bool_]
 
 # Annotation files round coordinates to two decimals, so a box that touches the border may overhang by a hundredth.
 _OVERHANG_PIXELS = 0.02
+
+_MOST_BYTES = 8 << 30
+"""Of an annotation file; the largest in use have 3 GB."""
+_MOST_SIDE = 1 << 28
+"""Pixels of a side of an image: as many as the largest picture that Pillow reads has in all."""
 
 # In a smaller image a box of one pixel is as usual as one that is written as fractions.
 _FEW_PIXELS = 8
@@ -150,9 +158,10 @@ def _read(path: Path, modified_ns: int, num_bytes: int, strict: bool) -> CocoInd
     gc.disable()
     try:
         try:
-            document = json.loads(path.read_bytes())
-        except OSError as error:
-            raise CapslogError(f"annotation file {path} cannot be read ({error.strerror}); check the path") from None
+            # not `files.parse_json`, which takes half as long again: every value that is used is checked below
+            document = json.loads(files.read_bytes(path, _MOST_BYTES))
+        except CapslogError as error:
+            raise CapslogError(f"annotation file {error}") from None
         except (ValueError, RecursionError) as error:
             raise CapslogError(f"annotation file {path} is not valid JSON: {error}") from None
         return _Checker(path, document, strict).index()
@@ -188,14 +197,16 @@ class _Checker:
             return [row[field] for row in rows]
         except KeyError:
             number = next(i for i, row in enumerate(rows) if field not in row)
-            raise self.error(f"{key}[{number}] (id {rows[number].get('id')!r}) has no {field!r}; add it") from None
+            shown = reprlib.repr(rows[number].get("id"))
+            raise self.error(f"{key}[{number}] (id {shown}) has no {field!r}; add it") from None
 
     def whole_numbers(self, key: str, rows: Sequence[dict[str, Any]], field: str) -> list[int]:
         values = self.column(key, rows, field)
         # `type is int` also refuses true/false, which Python counts as numbers.
         if not all(type(value) is int for value in values):
             number = next(i for i, value in enumerate(values) if type(value) is not int)
-            raise self.error(f"{key}[{number}] has {field}={values[number]!r}, which must be a whole number")
+            shown = reprlib.repr(values[number])
+            raise self.error(f"{key}[{number}] has {field}={shown}, which must be a whole number")
         return values
 
     def unique_ids(self, key: str, rows: Sequence[dict[str, Any]]) -> list[int]:
@@ -209,21 +220,21 @@ class _Checker:
     def index(self) -> CocoIndex:
         image_ids = self.unique_ids("images", self.images)
         file_names = self.column("images", self.images, "file_name")
-        widths = np.array(self.whole_numbers("images", self.images, "width"), dtype=np.int64)
-        heights = np.array(self.whole_numbers("images", self.images, "height"), dtype=np.int64)
         self.refuse_first(
-            (widths < 1) | (heights < 1),
-            lambda i: f"image {file_names[i]} has size {widths[i]}x{heights[i]}; width and height must be at least 1",
+            np.array([not name or not _is_text(name) for name in file_names]),
+            lambda i: f"image id {image_ids[i]} has file_name={reprlib.repr(file_names[i])}, which must be a file name",
         )
-        self.refuse_first(
-            np.array([not isinstance(name, str) or not name for name in file_names]),
-            lambda i: f"image id {image_ids[i]} has file_name={file_names[i]!r}, which must be a file name",
-        )
+        widths, heights = (self.sides(side, file_names) for side in ("width", "height"))
 
         ids = self.unique_ids("categories", self.categories)
         by_id = sorted(zip(ids, self.categories, strict=True), key=lambda pair: pair[0])
         category_ids = tuple(id_ for id_, _ in by_id)
-        names = tuple(str(row.get("name", id_)) for id_, row in by_id)
+        given_names = [str(id_) if row.get("name") is None else row["name"] for id_, row in by_id]
+        self.refuse_first(
+            np.array([not _is_text(str(name) if type(name) in (int, float) else name) for name in given_names]),
+            lambda i: f"category {category_ids[i]} has name={reprlib.repr(given_names[i])}, which must be text",
+        )
+        names = tuple(map(str, given_names))
 
         annotation_ids = self.unique_ids("annotations", self.annotations)
         box_image = self.positions("image_id", image_ids, "images")
@@ -236,10 +247,12 @@ class _Checker:
         self.refuse_fractions(xywh, widths, heights)
         crowd = self.crowds(where)
         given_areas = [row.get("area") for row in self.annotations]
-        areas = np.array([area if isinstance(area, (int, float)) else np.nan for area in given_areas], dtype=np.float64)
+        numbers = [area if isinstance(area, (int, float)) else np.nan for area in given_areas]
+        areas = self.as_floats(numbers, lambda i: f"{where(i)} has an area")
 
         # A box of no size stays one after clamping; a box wholly outside the image becomes one.
-        corners = np.concatenate([xywh[:, :2], xywh[:, :2] + xywh[:, 2:]], axis=1)
+        with np.errstate(over="ignore"):  # what is beyond all numbers is beyond the border, too
+            corners = np.concatenate([xywh[:, :2], xywh[:, :2] + xywh[:, 2:]], axis=1)
         limits = np.stack([widths, heights, widths, heights], axis=1)[box_image].astype(np.float64)
         inside = np.clip(corners, 0.0, limits)
         empty = (xywh[:, 2:] <= 0).any(axis=1) | (inside[:, 2:] <= inside[:, :2]).any(axis=1)
@@ -280,19 +293,38 @@ class _Checker:
         values = self.column("annotations", self.annotations, "bbox")
         for i, value in enumerate(values):
             if not isinstance(value, list) or len(value) != 4 or not all(type(v) in (int, float) for v in value):
-                raise self.error(f"{where(i)} has bbox={value!r}, which must be four numbers x, y, width, height")
-        boxes: FloatArray = np.array(values, dtype=np.float64).reshape(-1, 4)
+                shown = reprlib.repr(value)
+                raise self.error(f"{where(i)} has bbox={shown}, which must be four numbers x, y, width, height")
+        boxes = self.as_floats(values, lambda i: f"{where(i)} has a bbox").reshape(-1, 4)
         self.refuse_first(
             ~np.isfinite(boxes).all(axis=1),
             lambda i: f"{where(i)} has the non-finite bbox {values[i]}; remove the annotation or mend the box",
         )
         return boxes
 
+    def as_floats(self, rows: Sequence[Any], what: Callable[[int], str]) -> FloatArray:
+        """Numbers, or lists of numbers, as floats; whole numbers that are beyond all floats are refused."""
+        try:
+            return np.array(rows, dtype=np.float64)
+        except OverflowError:
+            wholes = [[v for v in (row if isinstance(row, list) else [row]) if isinstance(v, int)] for row in rows]
+            number = next(i for i, row in enumerate(wholes) if any(abs(v) > sys.float_info.max for v in row))
+            raise self.error(f"{what(number)} beyond what a number can be; correct it") from None
+
+    def sides(self, side: str, file_names: Sequence[str]) -> IntArray:
+        """The widths or heights of the images."""
+        given = self.whole_numbers("images", self.images, side)
+        self.refuse_first(
+            np.array([not 1 <= pixels <= _MOST_SIDE for pixels in given]),
+            lambda i: f"image {file_names[i]} has {side}={given[i]}, which must be pixels from 1 to {_MOST_SIDE}",
+        )
+        return np.array(given, dtype=np.int64)
+
     def crowds(self, where: Callable[[int], str]) -> BoolArray:
         given = [row.get("iscrowd") for row in self.annotations]
         self.refuse_first(
             np.array([value is not None and value not in (0, 1) for value in given], dtype=np.bool_),
-            lambda i: f"{where(i)} has iscrowd={given[i]!r}, which must be 0 or 1, as a number",
+            lambda i: f"{where(i)} has iscrowd={reprlib.repr(given[i])}, which must be 0 or 1, as a number",
         )
         return np.array([value == 1 for value in given], dtype=np.bool_)
 
@@ -320,3 +352,11 @@ class _Checker:
         if self.strict:
             raise self.error(f"{counts}, {first}; mend the file, or set data.strict=false to drop and clamp them")
         logger.warning("%s: dropped and clamped %s, %s", self.path, counts, first)
+
+
+def _is_text(value: Any) -> bool:
+    """Whether it is text that a file name may have: without NUL and halves of surrogate pairs."""
+    try:
+        return isinstance(value, str) and b"\0" not in value.encode()
+    except UnicodeEncodeError:
+        return False

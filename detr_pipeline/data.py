@@ -47,6 +47,7 @@ __all__ = [
 
 DATA_VARIABLE = "CAPSLOG_DATA"
 Split = Literal["train", "val"]
+_MOST_CLASSES = 100_000
 _NO_BOXES = np.zeros((0, 4))
 
 # The digits are small, mirror images of some are no digits, and training from scratch on two cores must stay cheap.
@@ -179,8 +180,12 @@ def class_names(config: DataConfig) -> tuple[tuple[int, ...], tuple[str, ...]]:
         ids, names = index.category_ids, index.names
     if config.labels == "contiguous":
         return ids, names
-    if min(ids) < 0:
-        raise CapslogError(f"data.labels=original needs category ids from 0 up, got {min(ids)}; use contiguous")
+    if min(ids) < 0 or max(ids) >= _MOST_CLASSES:
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        raise CapslogError(
+            f"data.labels=original needs category ids from 0 to {_MOST_CLASSES - 1}, each an output of the model, and "
+            f"{config.train_json} has {wrong}; set data.labels=contiguous, or renumber the categories"
+        )
     named = dict(zip(ids, names, strict=True))
     every = tuple(range(max(ids) + 1))
     return every, tuple(named.get(id_, f"unused {id_}") for id_ in every)

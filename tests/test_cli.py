@@ -150,7 +150,7 @@ def test_nothing_fits_is_exit_status_3_one_sentence_and_a_plan_all_the_same(prof
         (["plan", "--colour"], "see capslog plan --help"),
         (["plam"], "plam"),
         (["train"], "see capslog train --help"),
-        (["train", "/no/such/config.yaml"], "config file '/no/such/config.yaml' cannot be read: No such file"),
+        (["train", "/no/such/config.yaml"], "config file /no/such/config.yaml cannot be read: No such file"),
         (["evaluate", "/no/such/run"], "/no/such/run is not the folder of a run"),
         (["report", "/no/such/run"], "/no/such/run is not the folder of a run"),
         (["predict", "/no/such/run", "/no/such/image.jpg"], "image '/no/such/image.jpg' is not a file"),

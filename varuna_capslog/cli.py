@@ -17,7 +17,9 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.extras import needed
 from varuna_capslog.base.failures import shortage
 from varuna_capslog.base.output import lasting_output
+from varuna_capslog.base.tables import log_to
 from varuna_capslog.base.version import __version__
+from varuna_capslog.commands import shared
 from varuna_capslog.commands.chaos import chaos
 from varuna_capslog.commands.compare import compare
 from varuna_capslog.commands.export import export
@@ -91,6 +93,7 @@ def _status_of(arguments: list[str]) -> int:
     # for torch in this process and the workers: measuring a peak makes its allocator warn of things that are expected
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     debug = os.environ.get("CAPSLOG_DEBUG", "") not in ("", "0")
+    log_to(sys.stderr)
     try:
         with needed("this command"):
             status = app(arguments, standalone_mode=False, prog_name="capslog")
@@ -118,7 +121,7 @@ def _status_of(arguments: list[str]) -> int:
 
 
 def _say(sentence: str) -> None:
-    typer.echo(f"capslog: {' '.join(sentence.split())}", err=True)
+    shared.tell(" ".join(sentence.split()))
 
 
 if __name__ == "__main__":

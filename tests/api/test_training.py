@@ -95,7 +95,7 @@ def test_nothing_is_printed_where_nothing_is_to_be_shown(toy, capsys) -> None:
     [
         (3, "nothing to train in a int"),
         (lambda config: None, "cannot import '<lambda>'"),
-        ("absent.yaml", "absent.yaml' cannot be read"),
+        ("absent.yaml", "absent.yaml cannot be read"),
         ({"train": {}}, "workload is missing"),
         ({"workload": "toy_of_api:workload", "trian": {}}, "did you mean train"),
     ],

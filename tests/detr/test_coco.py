@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 
 import numpy as np
 import pytest
@@ -129,7 +130,27 @@ def test_a_sound_file_is_read_without_a_word_also_strictly(write, caplog):
         (document(images=[document()["images"][0]] * 2), "duplicate id 7 in 'images'"),
         (document(categories=[{"id": 2}, {"id": 2}]), "duplicate id 2 in 'categories'"),
         (document(images=[{"id": 1, "file_name": "x.jpg", "width": 3}]), "has no 'height'"),
-        (document(images=[{"id": 1, "file_name": "x.jpg", "width": 3, "height": 0}]), r"x\.jpg has size 3x0"),
+        (document(images=[{"id": 1, "file_name": "x.jpg", "width": 3, "height": 0}]), r"x\.jpg has height=0"),
+        (
+            document(images=[{"id": 1, "file_name": "x.jpg", "width": 10**30, "height": 3}]),
+            r"x\.jpg has width=10+, which",
+        ),
+        (
+            document(images=[{"id": 1, "file_name": "x.jpg", "width": 3, "height": 2**63}]),
+            r"x\.jpg has height=9223372036",
+        ),
+        (document(images=[{"id": 1, "file_name": "a\0b", "width": 3, "height": 3}]), "which must be a file name"),
+        (document(images=[{"id": 1, "file_name": "\ud800", "width": 3, "height": 3}]), "which must be a file name"),
+        (document(images=[{"id": 1, "file_name": [["x"]], "width": 3, "height": 3}]), "which must be a file name"),
+        (
+            document(categories=[{"id": 2, "name": "\ud800"}, {"id": 18}]),
+            "category 2 has name='.ud800', which must be text",
+        ),
+        (document(categories=[{"id": 2, "name": {"a": 1}}, {"id": 18}]), "category 2 has name={'a': 1}, which must be"),
+        (with_annotation(area=10**400), r"annotation id 0 of a\.jpg has an area beyond what a number can be"),
+        (with_annotation(bbox=[1, 2, 10**400, 4]), r"annotation id 0 of a\.jpg has a bbox beyond what a number can be"),
+        ('{"images": ' + "9" * 5000 + "}", "not valid JSON: Exceeds the limit"),
+        ('{"images": ' + "[" * 5000, "not valid JSON"),
     ],
 )
 def test_refused(write, value, message):
@@ -137,6 +158,14 @@ def test_refused(write, value, message):
     with pytest.raises(CapslogError, match=message) as caught:
         read_coco(path)
     assert str(path) in str(caught.value)
+
+
+def test_boxes_of_any_size_are_clamped_without_a_warning(write, recwarn):
+    index = read_coco(write(with_annotation(bbox=[1e308, 2, 1e308, 3])))
+    assert len(index.boxes) == 2, "it lies outside"
+    index = read_coco(write(with_annotation(bbox=[-(10**300), 2, 2 * 10**300, 3])))
+    assert index.boxes.tolist() == [[0, 2, 40, 5], [0, 0, 40, 20], [1, 2, 4, 6]]
+    assert not recwarn.list
 
 
 def test_boxes_as_fractions_are_refused(write):
@@ -155,6 +184,9 @@ def test_boxes_as_fractions_are_refused(write):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(CapslogError, match=r"nowhere\.json cannot be read .*data\.root"):
         read_coco(tmp_path / "nowhere.json")
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(CapslogError, match=r"annotation file .*pipe\.json is a pipe"):
+        read_coco(tmp_path / "pipe.json")
 
 
 def test_a_changed_file_is_read_again(write):

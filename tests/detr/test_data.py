@@ -238,6 +238,20 @@ def test_boxes_of_validation_are_fractions_of_the_image(folder):
     assert target["labels"].tolist() == labels.tolist()
 
 
+def test_a_category_id_of_a_billion_is_no_class_of_the_model(folder, tmp_path):
+    """190 bytes of JSON with labels=original became a billion names."""
+    document = {
+        "images": [{"id": 1, "file_name": "a.jpg", "width": 8, "height": 8}],
+        "categories": [{"id": 10**9, "name": "a"}],
+        "annotations": [],
+    }
+    (tmp_path / "a.json").write_text(json.dumps(document))
+    config = config_of(folder, labels="original", train_json=tmp_path / "a.json", val_json=None)
+    with pytest.raises(CapslogError, match=r"ids from 0 to 99999, .* has 1000000000; set data\.labels=contiguous"):
+        class_names(config)
+    assert class_names(config.model_copy(update={"labels": "contiguous"})) == ((10**9,), ("a",))
+
+
 def test_original_labels_leave_the_gaps(folder):
     config = config_of(folder, labels="original")
     assert class_names(config)[0] == (0, 1, 2, 3, 4, 5)

@@ -310,6 +310,52 @@ def test_mistakes_are_named_with_the_file(value: Any, message: str) -> None:
     assert message in str(error.value)
 
 
+OLD_UNITS = {name: value for name, value in OLD.items() if name != "microbatches_of_pipeline"}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (changed(SHORT, "num_layers", to=10**9), "num_layers is 1000000000; it must be at most 100000"),
+        (changed(FULL, "num_layers", to=2**63 - 1), "num_layers is 9223372036854775807; it must be at most 100000"),
+        (changed(SHORT, "num_microbatches", to=10**9), "num_microbatches is 1000000000; it must be at most"),
+        (changed(FULL, "units", to={"per_step": 10**9}), "per_step is 1000000000; it must be at most 262144"),
+        (changed(FULL, "units", to={"blocks": 2**62}), "blocks is 4611686018427387904; it must be at most 262144"),
+        (
+            one_pipeline(units={"per_step": 2**18, "blocks": 2**18}),
+            "the 3 stages serve 786432 blocks together; at most 262144 can be scheduled: take fewer blocks",
+        ),
+        (
+            changed(changed(FULL, "units", to={"per_step": None}), "stages", 0, "blocks", to=[10**9]),
+            "stages[0]: blocks is 1000000000; it must be at most 262143",
+        ),
+        (changed(FULL, "stages", 0, "ranks", to=[10**9]), "stages[0]: ranks is 1000000000; it must be at most 99999"),
+        (
+            FULL
+            | {"num_layers": 10**5, "stages": [stage([[0, 10**5]], [one], blocks=[one]) for one in range(101)]}
+            | {"units": {"per_step": 101, "blocks": 101}, "ranks": []},
+            "the 101 stages hold 10100000 layers together; at most 10000000 can be planned",
+        ),
+        (changed(OLD, "stages", 0, "pipeline", to=10**9), "pipeline is 1000000000; it must be at most 262143"),
+        (changed(OLD_UNITS, "num_microbatches", to=10**9), "num_microbatches is 1000000000; it must be at most 262144"),
+    ],
+)
+def test_a_plan_of_a_billion_of_anything_is_refused_before_it_is_expanded(value: Any, message: str) -> None:
+    """0.7 kB with num_layers=1e9 took all memory, and num_microbatches=1e9 had no end in `simulate` and `export`."""
+    with pytest.raises(CapslogError) as error:
+        Plan.from_json(value, where="run/plan.json")
+    assert message in str(error.value)
+
+
+def test_a_long_list_of_pieces_and_intervals_is_checked_in_one_pass() -> None:
+    """Every interval was looked for in every piece: 20,000 of both took a minute."""
+    pieces = [[2 * number, 2 * number + 1] for number in range(20_000)]
+    made = PlanStage(pieces, (0,), memory=[[*piece, "recompute"] for piece in pieces])  # type: ignore[arg-type]
+    assert len(made.memory or ()) == 20_000
+    with pytest.raises(CapslogError, match=r"memory interval \[39998, 40000\] lies outside the stage"):
+        PlanStage(pieces, (0,), memory=[[39998, 40000, "recompute"]])  # type: ignore[arg-type, list-item]
+
+
 @pytest.mark.parametrize("form", [SHORT, FULL, OLD], ids=["short", "full", "plan/1"])
 def test_a_value_of_a_wrong_type_anywhere_is_refused_in_words(form: dict[str, Any]) -> None:
     """Any other exception than CapslogError fails the test; what is read in spite of it can be written again."""

@@ -197,6 +197,11 @@ changed = functools.partial(values.changed, FULL)
         (changed("layers", 0, "saved_bytes", to=-4), "layers[0]: saved_bytes is -4"),
         (changed("layers", 0, "forward_seconds", to="fast"), "layers[0]: forward_seconds is 'fast'"),
         (changed("layers", 0, "backward_seconds", to=float("inf")), "layers[0]: backward_seconds is inf"),
+        (
+            changed("layers", 0, "backward_seconds", to=1e300),
+            "is 1e+300; it must be a number of seconds from 0 to 1e+18",
+        ),
+        (changed("layers", to=[{}] * 100_001), "layers has 100001 entries; it may have at most 100000"),
         (changed("source", to="guessed"), "source is 'guessed'; it must be one of measured, estimated"),
         (changed("conditions", to=3), "conditions must be an object"),
         (changed("shared", 0, "layers", to=[1]), "shared[0]: layers is [1]; it must hold two or more"),

@@ -35,6 +35,17 @@ def test_invalid_values_of_a_step_are_none_and_a_line_without_step_is_left_out(t
     assert run.problems["metrics.jsonl"] == "metrics.jsonl: 5 lines without step or kind left out"
 
 
+def test_numbers_that_no_picture_can_show_are_none(tmp_path: Path) -> None:
+    """Losses of 1e308 and -1e308 ended the report: the axis between them is longer than a float can say."""
+    lines = (
+        '{"step": 1, "loss": 1e308, "busy_seconds": [1e308]}\n{"step": 2, "loss": -1e308}\n{"step": 3, "loss": 1e99}\n'
+    )
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    read = read_run(tmp_path).steps
+    assert [line.loss for line in read] == [None, None, 1e99]
+    assert read[0].busy_seconds is None
+
+
 def test_scores_and_events_hold_what_is_valid(tmp_path: Path) -> None:
     scores = {"AP": 0.5, "note": "x", "per_class": {"a": 0.25, "b": None, "c": "?"}}
     write_lines(tmp_path / "evaluations.jsonl", {"step": 1, "scores": 5}, {"step": 2, "scores": scores}, {"scores": {}})

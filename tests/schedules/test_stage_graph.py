@@ -13,6 +13,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.schedules import (
     ALWAYS_RECOMPUTE,
     Action,
+    RunShape,
     Schedule,
     StageGraph,
     StageSeconds,
@@ -95,6 +96,22 @@ def test_two_towers_of_one_stage_each_are_as_deep_as_one() -> None:
     rows = to_strings(schedule_of("1f1b", towers))
     assert rows[0][:4] == ["0F0", "0F1", "0B0", "0F2"]
     assert [row[1:] for row in rows[0]] == [row[1:] for row in rows[1]]
+
+
+def test_a_step_that_nobody_can_list_is_refused_before_it_is_listed() -> None:
+    """`simulate --microbatches 1000000000` listed the actions of every microbatch without end."""
+    with pytest.raises(CapslogError, match="a pipeline takes 1000000000 microbatches in a step; at most 8192 can be"):
+        StageGraph.line(2, 10**9)
+    with pytest.raises(
+        CapslogError, match="the 8192 microbatches of a step pass 270336 stages together; at most 262144"
+    ):
+        StageGraph.line(33, 8192)
+    with pytest.raises(CapslogError, match="stage 1 takes 8193 microbatches in a step"):
+        StageGraph((0, 1), ((0, 1), *((1,),) * 8192))
+    with pytest.raises(
+        CapslogError, match="the number of microbatches of a step is 1000000000; it must be at most 262"
+    ):
+        RunShape(10**9)
 
 
 def test_a_link_that_leads_backwards_is_refused() -> None:

@@ -14,7 +14,7 @@ from varuna_capslog.api.naming import function_name
 from varuna_capslog.api.own_data import own_data_values, refuse_splits
 from varuna_capslog.api.reporting import write_run_report
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.tables import Table
+from varuna_capslog.base.tables import Table, printable
 from varuna_capslog.config.reading import Config, assign, load_config, section
 from varuna_capslog.start.checked_variants import with_checked_variants
 from varuna_capslog.start.given_plan import with_given_plan
@@ -120,7 +120,7 @@ def train(
 
     def tell(line: str) -> None:
         if show:
-            print(line, file=sys.stderr)  # noqa: T201  # as the command does
+            print(printable(line), file=sys.stderr)  # noqa: T201  # as the command does
 
     def show_plan(plan: Plan, profile: Profile | None) -> None:
         from varuna_capslog.reports.tables import plan_table

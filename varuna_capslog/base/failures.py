@@ -7,7 +7,6 @@ failures and ask this module which one to name. Nothing here starts, signals or 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import signal
 from collections.abc import Iterable
@@ -15,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.files import is_full
 from varuna_capslog.base.processes import PROCESS_LIMIT
 
 __all__ = [
@@ -104,7 +103,7 @@ def read_failure(path: Path, rank: int, stage: Any, member: str | None = None) -
         stage: used if the report names no stage.
     """
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
+        report = files.read_json(path)
         return Failure(
             rank=rank,
             cause=str(report["cause"]),
@@ -153,7 +152,7 @@ def kind_of(error: BaseException) -> str:
     """The kind of a failure by an error that nothing expected."""
     if is_out_of_memory(error):
         return "memory"
-    if isinstance(error, OSError) and is_full(error):
+    if isinstance(error, OSError) and files.is_full(error):
         return "disk"
     named = any(one.__name__ == "AcceleratorError" for one in type(error).__mro__)
     return "device" if named or any(word in str(error) for word in _OF_DEVICES) else "defect"

@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 import json
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -18,6 +17,10 @@ from typing import Any, TypeVar
 from varuna_capslog.base.errors import CapslogError
 
 __all__ = [
+    "MOST_CALLS",
+    "MOST_LAYERS",
+    "MOST_MICROBATCHES",
+    "MOST_RANKS",
     "boolean",
     "build",
     "choice",
@@ -38,6 +41,24 @@ T = TypeVar("T")
 
 _MOST = (1 << 63) - 1
 """The largest whole number of a file: what 64 bits hold."""
+
+MOST_LAYERS = 100_000
+"""Of a chain, and rows of a profile. A captured model has one layer for each operator at most, some thousands."""
+
+MOST_RANKS = 100_000
+"""Of a plan: the largest clusters have as many GPUs."""
+
+MOST_MICROBATCHES = 1 << 13
+"""Of one stage in a step. More are better taken several at a time: the largest minibatches in print have some thousand
+samples for each pipeline."""
+
+MOST_CALLS = 1 << 18
+"""Microbatches of a step, counted once for each stage that they pass: every one is an action or more of the step's
+lists, which engine, simulator and exports keep. The largest in print is 3,072 microbatches of 64 stages, 196,608
+(Narayanan et al., SC 2021, Table 1: a trillion parameters)."""
+
+_MOST_SECONDS = 1e18
+"""More than the age of the universe, and so few that sums and products of them stay finite."""
 
 _SHOWN = 200
 """Characters of a value that a message shows."""
@@ -77,23 +98,24 @@ def build(record: type[T], value: Any, where: str) -> T:
     return within(where, make)
 
 
-def whole(value: Any, name: str, minimum: int | None = 0) -> int:
-    """Return `value` as an int; refuse what is not a whole number of at least `minimum` (None: any)."""
+def whole(value: Any, name: str, minimum: int | None = 0, most: int = _MOST) -> int:
+    """Return `value` as an int; refuse what is not a whole number from `minimum` (None: any) to `most`."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise CapslogError(f"{name} is {_show(value)}; it must be a whole number")
     if minimum is not None and value < minimum:
         raise CapslogError(f"{name} is {_show(value)}; it must be at least {minimum}")
-    if abs(value) > _MOST:
-        raise CapslogError(f"{name} is {_show(value)}; it must be below 2^63")
+    if abs(value) > most:
+        rule = "below 2^63" if most == _MOST else f"at most {most}"
+        raise CapslogError(f"{name} is {_show(value)}; it must be {rule}")
     return value
 
 
 def seconds(value: Any, name: str) -> float:
     """Return `value` as a float; refuse what is not a finite number of seconds of at least 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
-        raise CapslogError(f"{name} is {_show(value)}; it must be a number of seconds, at least 0")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _MOST_SECONDS:
+        raise CapslogError(f"{name} is {_show(value)}; it must be a number of seconds from 0 to {_MOST_SECONDS:g}")
     return float(value)
 
 
@@ -133,10 +155,12 @@ def choice(value: Any, name: str, allowed: Sequence[str]) -> str:
     return value
 
 
-def listed(value: Any, name: str) -> list[Any]:
-    """Return `value` as a list; refuse what is not a list or tuple."""
+def listed(value: Any, name: str, most: int | None = None) -> list[Any]:
+    """Return `value` as a list; refuse what is not a list or tuple, or has more than `most` entries."""
     if not isinstance(value, (list, tuple)):
         raise CapslogError(f"{name} is {_kind(value)}; it must be a list")
+    if most is not None and len(value) > most:
+        raise CapslogError(f"{name} has {len(value)} entries; it may have at most {most}")
     return list(value)
 
 

@@ -1,20 +1,51 @@
-"""A table for people: printed by the commands, shown as text or HTML by what the Python functions return."""
+"""Text for people: a table that the commands print and that answers show, and what of a text a terminal may get.
+
+Names come from files of strangers, and a terminal obeys what it is sent: everything that a command or a worker says
+goes through `printable`, or is JSON, which has escapes of its own.
+"""
 
 from __future__ import annotations
 
 import io
+import logging
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Table"]
+__all__ = ["Table", "log_to", "printable"]
+
+_UNPRINTABLE = re.compile(
+    # control characters (C0, DEL, C1), those that turn the direction of writing or end a line, invisible ones and
+    # halves of surrogate pairs, which no stream can encode
+    "[\\x00-\\x1f\\x7f-\\x9f\\u061c\\u200b\\u200e\\u200f\\u2028-\\u202e\\u2060-\\u206f\\ufeff\\ufff9-\\ufffb\\ud800-\\udfff]"
+)
 
 _COLUMNS = 160
 """Of text, wide enough that no cell is folded where names are not very long."""
+
+
+def printable(text: str) -> str:
+    """The text in one line, with escapes in place of what would drive the terminal, such as \\x1b, or hide in it."""
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+class _Formatter(logging.Formatter):
+    """A record as text that may go to a terminal; the lines of a traceback stay lines."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(map(printable, super().format(record).split("\n")))
+
+
+def log_to(stream: TextIO) -> None:
+    """Sends the log's warnings to a stream, unless the process has other plans for them."""
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(_Formatter("%(message)s"))
+    logging.basicConfig(handlers=[handler])
 
 
 @dataclass(frozen=True)
@@ -60,12 +91,14 @@ class Table:
 
     def _print_on(self, console: Console) -> None:
         from rich import table
+        from rich.text import Text
 
-        drawn = table.Table(title=self.title)
+        # as Text, in which rich reads neither markup nor emoji: [/x] and :car: are names like others
+        drawn = table.Table(title=Text(printable(self.title), style="table.title"))
         for column, heading in enumerate(self.headings):
             drawn.add_column(heading, justify="left" if column in self.left else "right")
         for row in self.rows:
-            drawn.add_row(*row)
+            drawn.add_row(*(Text(printable(cell)) for cell in row))
         console.print(drawn)
         for note in self.notes:
-            console.print(note, highlight=False, markup=False)
+            console.print(printable(note), highlight=False, markup=False, emoji=False)

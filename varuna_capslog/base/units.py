@@ -10,6 +10,7 @@ import math
 import re
 from decimal import Decimal
 
+from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 
 __all__ = ["format_bytes", "parse_bytes", "parse_capacity", "parse_numbers", "parse_rate", "parse_seconds"]
@@ -48,8 +49,8 @@ def parse_bytes(value: str | int | float, name: str = "byte count") -> int:
         )
         raise CapslogError(f"{name} is {value!r}: the unit {unit!r} is not known; write {hint}")
     count = int(Decimal(number) * factor)
-    if count <= 0:
-        raise CapslogError(f"{name} is {value!r}; it must be at least one byte")
+    if not 0 < count < 1 << 63:
+        raise CapslogError(f"{name} is {value!r}; it must be at least one byte, and below 2^63")
     return count
 
 
@@ -83,8 +84,9 @@ def _repeated(value: str, name: str) -> list[str]:
     parts = []
     for part in value.split(","):
         what, star, times = part.partition("*")
-        if star and not (times.strip().isdecimal() and int(times) > 0):
-            raise CapslogError(f"{name} is {value!r}; behind * must stand how many devices, such as 16GiB*3")
+        if star and not (re.fullmatch(r"\s*[0-9]{1,6}\s*", times) and 0 < int(times) <= fields.MOST_RANKS):
+            many = f"how many devices, 1 to {fields.MOST_RANKS}, such as 16GiB*3"
+            raise CapslogError(f"{name} is {value!r}; behind * must stand {many}")
         parts += [what.strip()] * (int(times) if star else 1)
     return parts
 

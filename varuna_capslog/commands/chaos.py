@@ -82,7 +82,7 @@ def chaos(given: ChaosFlags) -> None:
         enter()
     folder = given.output or Path(tempfile.mkdtemp(prefix="capslog-chaos-"))
     settings = _settings(given, folder, options.hosts * options.workers)
-    say = lambda line: typer.echo(line, err=True)  # noqa: E731
+    say = lambda line: shared.say(line, err=True)  # noqa: E731
     run = Chaos(settings, options, say) if given.trace is None else _preemptions(given, settings, options, say)
     outcome = run.run()
     found = outcome.to_json() | run.summary()

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.commands import shared
 from varuna_capslog.commands.shared import option
@@ -102,7 +100,7 @@ def compare(given: CompareFlags) -> None:
         return
     _print(rows, costs, devices)
     if given.output is not None:
-        typer.echo(f"written to {given.output}: comparison.png, comparison.json")
+        shared.say(f"written to {given.output}: comparison.png, comparison.json")
 
 
 @contextlib.contextmanager
@@ -113,7 +111,7 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda done, total, name: typer.echo(f"asking {name} ({done + 1} of {total})", err=True)
+        yield lambda done, total, name: shared.say(f"asking {name} ({done + 1} of {total})", err=True)
         return
     text = TextColumn("{task.description}")
     columns = (SpinnerColumn(), text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

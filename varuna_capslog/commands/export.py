@@ -122,9 +122,9 @@ def export(given: ExportFlags) -> None:
         typer.echo(text, nl=False)
     else:
         files.write_text(given.output, text)
-        typer.echo(f"written to {given.output}")
+        shared.say(f"written to {given.output}")
     for note in notes(given.to, plan, run):
-        typer.echo(f"note: {note}", err=True)
+        shared.say(f"note: {note}", err=True)
 
 
 def _write_weights(run_dir: Path, path: Path, form: str, trust: bool) -> None:
@@ -144,7 +144,7 @@ def _write_weights(run_dir: Path, path: Path, form: str, trust: bool) -> None:
     chain = workload.build_chain()
     load_chain(checkpoint, chain)
     write_weights(workload, chain, path, form)
-    typer.echo(f"weights of step {checkpoint.step} written to {path}")
+    shared.say(f"weights of step {checkpoint.step} written to {path}")
 
 
 def _model(given: ExportFlags) -> Config | None:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.commands.shared import say
 
 __all__ = ["init"]
 
@@ -39,7 +40,7 @@ def init(
             shutil.copy(path, copy)
     except OSError as error:
         raise CapslogError(f"{folder} cannot be written: {error.strerror or error}; give another folder") from error
-    typer.echo(f"{len(copies)} files in {', '.join(str(folder / name) for name in _FOLDERS)}")
+    say(f"{len(copies)} files in {', '.join(str(folder / name) for name in _FOLDERS)}")
 
 
 def _source() -> Path:

@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
-import typer
-
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.commands import shared
 from varuna_capslog.commands.shared import option
@@ -214,7 +212,7 @@ def say_assumptions(config: Config) -> None:
         where = "this machine's cpu (--device cuda:KIND plans for GPUs)"
     limit = "without a limit of memory" if capacity is None else "within its capacity"
     again = "where memory asks for it" if config.pipeline.planner in LAYERWISE else "by every stage"
-    typer.echo(
+    shared.say(
         f"capslog: estimated for {where}, {limit}: {train.types}, AdamW, microbatches of {train.microbatch_size}, "
         f"activations recomputed {again}; --measure runs the layers here instead",
         err=True,
@@ -242,7 +240,7 @@ def _announce_runs(config: Config) -> None:
     # to build and capture the model takes this process, and then its workers together, about as long as the estimate
     seconds = 2 * (time.perf_counter() - began) + busy * MICROBATCHES * _STEPS / workers
     duration = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
-    typer.echo(
+    shared.say(
         f"capslog: measuring {len(rows)} runs of one and two layers on this machine's {device}, which "
         f"takes {duration} or more, and longer where other programs run; --estimate takes seconds",
         err=True,

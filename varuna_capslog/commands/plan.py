@@ -208,7 +208,7 @@ def _plan_one(request: PlanRequest, config: Config | None, given: PlanFlags) -> 
         found = plan_run(config, profile, request.link, request.memo)
     if given.output is not None and given.output.suffix.lower() == ".png":
         for note in draw_plan(given.output, found, profile, run, request.link):
-            typer.echo(f"note: {note}", err=True)
+            shared.say(f"note: {note}", err=True)
     elif given.output is not None:
         from varuna_capslog.plans.plan import write_plan
 
@@ -221,7 +221,7 @@ def _plan_one(request: PlanRequest, config: Config | None, given: PlanFlags) -> 
     if found.fits is False:
         raise DoesNotFit("; ".join(found.notes))
     for note in found.notes:
-        typer.echo(f"note: {note}", err=True)
+        shared.say(f"note: {note}", err=True)
 
 
 def _check_maximize(given: PlanFlags, what: str) -> None:

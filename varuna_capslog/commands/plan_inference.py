@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.commands import shared
 from varuna_capslog.commands.ordinary_model import config_of_model
@@ -123,11 +121,11 @@ def plan_for_inference(given: PlanFlags) -> None:
         shared.print_json(found.to_json())
     else:
         shared.print_plan(found, profile)
-    typer.echo(_assumptions(profile, batch, config.pipeline.capacity), err=True)
+    shared.say(_assumptions(profile, batch, config.pipeline.capacity), err=True)
     if found.fits is False:
         raise DoesNotFit("; ".join(found.notes))
     for note in found.notes:
-        typer.echo(f"note: {note}", err=True)
+        shared.say(f"note: {note}", err=True)
 
 
 def _assumptions(profile: Profile, batch: int, capacity: int | list[int] | None) -> str:

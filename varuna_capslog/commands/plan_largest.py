@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
-from varuna_capslog.commands.shared import print_json, print_table
+from varuna_capslog.commands.shared import print_json, print_table, say
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
@@ -104,7 +102,7 @@ def plan_largest(
         changed = getattr(config, section).model_copy(update=changes)
         settings = config.model_copy(update={section: changed})
         shown = changes[key.partition(".")[2]]
-        typer.echo(f"capslog: estimating {key}={shown}", err=True)
+        say(f"capslog: estimating {key}={shown}", err=True)
         plan = plan_run(settings, profile_run(settings, show=False, memo=memo), link, memo)
         if plan.fits is None:
             raise CapslogError(f"{key}={shown}: whether it fits cannot be predicted: {'; '.join(plan.notes)}")

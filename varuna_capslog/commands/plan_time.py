@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
-from varuna_capslog.commands.shared import print_json, print_table
+from varuna_capslog.commands.shared import print_json, print_table, say
 from varuna_capslog.reports.tables import format_seconds
 
 if TYPE_CHECKING:
@@ -99,7 +97,7 @@ def plan_jointly(
     if found.plan.fits is False:
         raise DoesNotFit("; ".join(found.plan.notes))
     if len(found.pipelines) > 1 and not as_json:
-        typer.echo(
+        say(
             f"note: a run of this plan needs train.accumulation_blocks={found.blocks}, a constant of the run",
             err=True,
         )

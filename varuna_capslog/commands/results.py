@@ -70,7 +70,7 @@ def predict(
         shared.print_json([str(picture) for picture in pictures])
         return
     for picture in pictures:
-        typer.echo(str(picture))
+        shared.say(str(picture))
 
 
 def report(run_dir: shared.RunDirectory, as_json: shared.AsJson = False, trust: shared.Trust = False) -> None:
@@ -91,11 +91,11 @@ def report(run_dir: shared.RunDirectory, as_json: shared.AsJson = False, trust: 
     page, problem, run = write_run_report(settings, refusal)
     account = account_of(run)
     if problem is not None:
-        typer.echo(f"note: {problem}", err=True)
+        shared.say(f"note: {problem}", err=True)
     if as_json:
         seconds = None if account is None else dict(account.seconds)
         shared.print_json({"report": str(page), "seconds": seconds})
     else:
         if account is not None:
-            typer.echo(f"productive: {account.sentence()}")
-        typer.echo(f"report: {page}")
+            shared.say(f"productive: {account.sentence()}")
+        shared.say(f"report: {page}")

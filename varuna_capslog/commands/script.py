@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.commands.shared import DryRun, HostName, Machines, StoreAddress, Wait, option, options_of
+from varuna_capslog.commands.shared import DryRun, HostName, Machines, StoreAddress, Wait, option, options_of, say
 from varuna_capslog.commands.train import check_address, join_until_end
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def script(given: ScriptOptions) -> None:
     folder, settings = given.run_dir or Path("runs") / given.file.stem, _settings(given.elastic or [])
     if given.dry_run:
         part = f"join the store at {given.store}" if given.store else f"serve the store at {given.serve or '127.0.0.1'}"
-        typer.echo(
+        say(
             f"would {part}; {given.nproc} worker(s) here run {given.file}, run_dir {folder}, {given.nnodes} machine(s) "
             "to begin"
         )
@@ -78,18 +79,11 @@ def script(given: ScriptOptions) -> None:
 
 
 def _settings(pairs: list[str]) -> Elastic:
-    import yaml
-
-    from varuna_capslog.config.reading import section
+    from varuna_capslog.config.reading import assignments, section
     from varuna_capslog.config.settings import Elastic
 
-    found: dict[str, Any] = {"enabled": True}
-    for pair in pairs:
-        key, sign, value = pair.partition("=")
-        if not sign:
-            raise CapslogError(f"--elastic {pair}: not KEY=VALUE")
-        found[key.removeprefix("elastic.")] = yaml.safe_load(value)
-    return section(Elastic, found, "elastic")
+    keys = assignments((pair.removeprefix("elastic.") for pair in pairs), "--elastic")
+    return section(Elastic, {"enabled": True, **keys}, "elastic")
 
 
 def _run(given: ScriptOptions, folder: Path, settings: Elastic) -> None:
@@ -130,8 +124,8 @@ def _disturb(given: ScriptOptions, folder: Path, settings: Elastic, faults: int)
         raise CapslogError(f"--chaos needs at least --nproc 2, so that somebody is left; not {nproc}")
     if (folder / "metrics.jsonl").exists():
         raise CapslogError(f"{folder} holds a run already; chaos needs a folder of its own: give --run-dir")
-    say = lambda line: typer.echo(line, err=True)  # noqa: E731
-    disturber = Disturber(folder, faults, seed, units.parse_seconds(given.mean, "mean"), say)
+    tell_chaos = functools.partial(say, err=True)
+    disturber = Disturber(folder, faults, seed, units.parse_seconds(given.mean, "mean"), tell_chaos)
     try:
         options = HostOptions(folder, num_workers=nproc, settings=settings)
         run_script(file, arguments, options, disturber.start)
@@ -139,11 +133,11 @@ def _disturb(given: ScriptOptions, folder: Path, settings: Elastic, faults: int)
         pass
     finally:
         disturber.end()
-    say("comparing with the script alone")
+    tell_chaos("comparing with the script alone")
     steps, breaches = judge_script(file, arguments, folder)
     breaches += [disturber.problem] if disturber.problem else []
     found = {"seed": seed, "steps": steps, "breaches": breaches, "classes": by_class(disturber.hits)}
     files.write_json(folder / "chaos.json", found)
-    typer.echo(f"seed {seed}: {'failed' if breaches else 'passed'}; {len(disturber.hits)} faults, {steps} steps")
+    say(f"seed {seed}: {'failed' if breaches else 'passed'}; {len(disturber.hits)} faults, {steps} steps")
     if breaches:
         raise CapslogError(f"the run failed: {breaches[0]}; everything it wrote is in {folder}")

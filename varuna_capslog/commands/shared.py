@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.tables import printable
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
@@ -48,11 +49,15 @@ __all__ = [
     "print_table",
     "profile_of",
     "run_config",
+    "say",
     "tell",
     "trusted_config",
 ]
 
 Options = TypeVar("Options")
+
+_MOST_SAID = 4000
+"""Characters of a line; the middle of a longer one is left out."""
 
 SEARCHED = ("pipeline.cuts=null", "pipeline.plan=null")
 """Overrides of a command that searches: cuts, or a plan, that the config fixes are set aside."""
@@ -199,9 +204,16 @@ def link_of(
     )
 
 
+def say(line: str, err: bool = False) -> None:
+    """One line on standard output, or on standard error, with escapes in place of control characters."""
+    if len(line) > _MOST_SAID:
+        line = f"{line[: _MOST_SAID // 2]} ... {line[-_MOST_SAID // 2 :]}"
+    typer.echo(printable(line), err=err)
+
+
 def tell(line: str) -> None:
-    """One line on standard error."""
-    typer.echo(f"capslog: {line}", err=True)
+    """One line of the command's own on standard error."""
+    say(f"capslog: {line}", err=True)
 
 
 def print_json(value: Any) -> None:

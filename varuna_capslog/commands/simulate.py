@@ -152,9 +152,9 @@ def simulate(given: SimulateFlags) -> None:
 
         limits = played.capacities_of(range(played.num_ranks))
         if (said := two_versions_note(costs, played.num_ranks, limits, link)) is not None:
-            typer.echo(f"note: {said}", err=True)
+            shared.say(f"note: {said}", err=True)
     if given.output is not None:
-        typer.echo(
+        shared.say(
             f"written to {given.output}: step.png, step.svg, perfetto.json (open it in ui.perfetto.dev), "
             "simulation.json"
         )
@@ -213,7 +213,7 @@ def _print(step: Simulation, plan: Plan) -> None:
     end = f"step {duration(step.step_seconds)}, bubble {100 * step.bubble_fraction:.1f} %{rate}"
     shared.print_table(title, columns[skipped:], (row[skipped:] for row in _rows(step, plan)), notes=[end])
     for note in (*plan.notes, *step.notes):
-        typer.echo(f"note: {note}", err=True)
+        shared.say(f"note: {note}", err=True)
 
 
 def _rows(step: Simulation, plan: Plan) -> Iterator[list[str]]:
@@ -269,7 +269,7 @@ def _replay_trace(
             capacity = pipeline.capacity
     if minibatch is None:
         minibatch = DEFAULT_MICROBATCHES_PER_STAGE * most * (size if isinstance(size, int) else 1)
-        typer.echo(f"note: a step of {minibatch} samples is assumed; --minibatch says otherwise", err=True)
+        shared.say(f"note: a step of {minibatch} samples is assumed; --minibatch says otherwise", err=True)
     answer = Replanner(
         profile,
         minibatch,
@@ -296,13 +296,13 @@ def _print_replay(found: Replay, trace: Path, output: Path | None, as_json: bool
     title = f"{trace.name}: {found.duration_seconds / 3600:.2f} h, at most {found.devices} devices"
     shared.print_table(title, ("", ""), list(_replay_rows(found).items()), left=(0,))
     pauses = found.pauses
-    typer.echo(
+    shared.say(
         f"assumed pauses: {pauses.planned:g} s for a join or announced leave (notice {pauses.notice:g} s), "
         f"{pauses.crash:g} s for a crash, {pauses.restart:g} s for a restart",
         err=True,
     )
     if output is not None:
-        typer.echo(f"written to {output}: replay.png, replay.json")
+        shared.say(f"written to {output}: replay.png, replay.json")
 
 
 def _replay_rows(found: Replay) -> dict[str, str]:

@@ -91,7 +91,7 @@ def host(given: HostFlags) -> None:
     check_elastic(settings)
     if given.dry_run:
         part = f"join the store at {store}" if store else f"profile, plan and {_begin(serve)}"
-        typer.echo(
+        shared.say(
             f"would {part}; {workers} worker(s) here, run_dir {settings.run_dir}, {given.nnodes} machine(s) to begin"
         )
         return
@@ -117,7 +117,7 @@ def join_until_end(options: HostOptions, join: Callable[[HostOptions], HostEnd])
     """Joins a run from this machine and says when it has ended. Raises Interrupted when this machine's workers left."""
     from varuna_capslog.base.supervisor import Interrupted
 
-    say = lambda line: typer.echo(f"capslog: {line}")  # noqa: E731
+    say = lambda line: shared.say(f"capslog: {line}")  # noqa: E731
     end = join(dataclasses.replace(options, say=say))
     if end.how == "left":
         raise Interrupted("all workers of this machine have left; the same command joins the run again", 143)
@@ -127,7 +127,7 @@ def join_until_end(options: HostOptions, join: Callable[[HostOptions], HostEnd])
 def _show_plan(plan: Plan, profile: Profile | None) -> None:
     shared.print_plan(plan, profile)
     for note in plan.notes:
-        typer.echo(f"note: {note}", err=True)
+        shared.say(f"note: {note}", err=True)
 
 
 def _spread(given: HostFlags) -> tuple[Config, int]:
@@ -186,7 +186,7 @@ def morph(
 
     prospect = outlook(devices, run_dir)
     request_morph(devices, run_dir)
-    typer.echo(f"asked for {devices} device(s): {prospect}; {run_dir}/events.jsonl tells what comes of it")
+    shared.say(f"asked for {devices} device(s): {prospect}; {run_dir}/events.jsonl tells what comes of it")
 
 
 def notice(
@@ -205,4 +205,4 @@ def notice(
     if host is not None and member is not None:
         raise CapslogError("--host and --member exclude each other; name one")
     who = give_notice(run_dir, host, member, urgent, seconds, hint)
-    typer.echo(f"told that {who} {'may have' if hint else 'is'} to leave")
+    shared.say(f"told that {who} {'may have' if hint else 'is'} to leave")

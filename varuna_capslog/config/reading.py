@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from varuna_capslog.base.errors import ConfigError
+from varuna_capslog.base import files
+from varuna_capslog.base.errors import CapslogError, ConfigError
 from varuna_capslog.config.settings import Config
 
 __all__ = ["Config", "assign", "assignments", "dump_config", "load_config", "section"]
@@ -25,27 +27,111 @@ __all__ = ["Config", "assign", "assignments", "dump_config", "load_config", "sec
 Model = TypeVar("Model", bound=BaseModel)
 
 
-class _Loader(yaml.SafeLoader):
-    """A YAML loader for which 1e-4 is a number, dates and 12:30 are text, and a repeated key is an error."""
+_MOST_BYTES = 1 << 18
+"""Of a config file; the longest config here has 4 kB."""
+_MOST_NODES = 20_000
+"""Keys and values of a config, with what aliases stand for: 403 bytes of aliases of aliases took 3 GiB."""
+_MOST_PARTS = 20
+"""Of an override's key; the longest of a config have six."""
+_KINDS: dict[str, type[yaml.Node]] = dict.fromkeys(("str", "int", "float", "bool", "null", "merge"), yaml.ScalarNode)
+_KINDS |= {"seq": yaml.SequenceNode, "map": yaml.MappingNode}
+_PREFIX = "tag:yaml.org,2002:"
+_MERGE = f"{_PREFIX}merge"
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+
+class _Loader(yaml.SafeLoader):
+    """A YAML loader for which 1e-4 is a number, dates and 12:30 are text, and a repeated key is an error.
+
+    It knows lists, keys, text, numbers, true, false and null, and refuses every other tag, more nodes than
+    `_MOST_NODES` and deeper ones than `files.MOST_LEVELS`, what aliases stand for included.
+    """
+
+    def __init__(self, stream: str, depth: int = 0) -> None:
+        super().__init__(stream)
+        self._count, self._depth = 0, depth
+        self._extents: dict[yaml.Node, tuple[int, int]] = {}  # nodes and levels, itself included
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        mark, aliased = self.peek_event().start_mark, self.check_event(yaml.AliasEvent)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        assert node is not None
+        if not aliased:
+            self._check(node)
+            children = node.value if isinstance(node, yaml.SequenceNode) else []
+            children = [one for pair in node.value for one in pair] if isinstance(node, yaml.MappingNode) else children
+            extents = [self._extents[child] for child in children]
+            levels = 1 + max((levels for _, levels in extents), default=0)
+            self._extents[node] = (1 + sum(count for count, _ in extents), levels)
+        elif node not in self._extents:
+            raise yaml.MarkedYAMLError(problem="an alias stands inside what it stands for", problem_mark=mark)
+        count, levels = self._extents[node]
+        self._count += count if aliased else 1
+        if self._count > _MOST_NODES:
+            problem = f"more than {_MOST_NODES} keys and values, with what aliases stand for"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+        if self._depth + levels > files.MOST_LEVELS:
+            raise yaml.MarkedYAMLError(problem=f"nested more than {files.MOST_LEVELS} deep", problem_mark=mark)
+        return node
+
+    def _check(self, node: yaml.Node) -> None:
+        """Raises MarkedYAMLError for a tag that a config has not, text that is none, and wrong keys."""
+
+        def refuse(problem: str, node: yaml.Node) -> NoReturn:
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+
+        if not isinstance(node, _KINDS.get(node.tag.removeprefix(_PREFIX), ())):
+            refuse(f"the tag {node.tag!r} is unknown or does not fit; write plain text, numbers, lists and keys", node)
+        if isinstance(node, yaml.ScalarNode) and _NO_TEXT.search(node.value):
+            refuse("a NUL character or half of a surrogate pair, which is no text", node)
         seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, str):
-                raise yaml.MarkedYAMLError(problem=f"the key {key!r} is not text", problem_mark=key_node.start_mark)
-            if key in seen:
-                raise yaml.MarkedYAMLError(problem=f"the key {key!r} is there twice", problem_mark=key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if key.tag not in (f"{_PREFIX}str", _MERGE):
+                refuse(f"the key {key.value if isinstance(key, yaml.ScalarNode) else '[...]'} is not text", key)
+            if key.value in seen:
+                refuse(f"the key {key.value!r} is there twice", key)
+            seen.add(key.value)
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Puts what `<<` merges in its place; own keys count before merged ones. (PyYAML's own mixes up keys of one
+        character.)
+        """
+        merged: dict[str, Any] = {}
+        own: dict[str, Any] = {}
+        for key, value in node.value:
+            if key.tag != _MERGE:
+                own[key.value] = (key, value)
+                continue
+            for source in reversed(value.value) if isinstance(value, yaml.SequenceNode) else [value]:
+                if not isinstance(source, yaml.MappingNode):
+                    problem = "<< merges something without keys"
+                    raise yaml.MarkedYAMLError(problem=problem, problem_mark=source.start_mark)
+                self.flatten_mapping(source)
+                merged |= {pair[0].value: pair for pair in source.value}
+        node.value = list((merged | own).values())
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            value = super().construct_object(node, deep)
+            overflows = isinstance(value, float) and math.isinf(value) and ".inf" not in node.value.lower()
+            wrong = overflows or (isinstance(value, int) and abs(value) >= 1 << 63)
+        except (LookupError, ValueError):  # of a tag that does not fit, such as !!int x
+            wrong = True
+        if wrong:
+            problem = f"{node.value[:50]!r} is not of the type {node.tag.removeprefix(_PREFIX)}, or beyond 64 bits"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        return value
 
 
 class _Dumper(yaml.SafeDumper):
     """Quotes every text that `_Loader` or another reader would read as another type."""
 
 
+_OTHERS = tuple(_PREFIX + name for name in ("timestamp", "float", "int", "value"))
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":timestamp", ":float", ":int"))]
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _OTHERS]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 for _reader in (_Loader, _Dumper):
@@ -105,13 +191,10 @@ def section(model: type[Model], values: Mapping[str, Any], where: str) -> Model:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except OSError as error:
-        raise ConfigError(f"config file {str(path)!r} cannot be read: {error.strerror}; check the path") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"config file {str(path)!r} is not UTF-8 text; give a YAML file") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {_yaml_problem(error)}; mend that line") from None
+        text = files.read_text(path, _MOST_BYTES)
+    except CapslogError as error:
+        raise ConfigError(f"config file {error}") from None
+    values = _parsed(text, f"{path}: not valid YAML", "mend that line")
     if values is None:
         values = {}
     if not isinstance(values, dict):
@@ -130,29 +213,31 @@ def assignments(texts: Iterable[str], option: str) -> dict[str, Any]:
         name, equals, value = text.partition("=")
         if not equals or not name.strip().isidentifier():
             raise ConfigError(f"{option} {text!r}: write name=value, for example depth=12")
-        try:
-            found[name.strip()] = yaml.load(value, Loader=_Loader)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{option} {text!r}: no valid YAML value: {_yaml_problem(error)}; quote it") from None
+        found[name.strip()] = _parsed(value, f"{option} {text!r}: no valid YAML value", "quote it")
     return found
 
 
-def _yaml_problem(error: yaml.YAMLError) -> str:
-    problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
-    if problem and mark:
-        return f"{problem} (line {mark.line + 1}, column {mark.column + 1})"
-    return " ".join(str(error).split())
+def _parsed(text: str, where: str, advice: str, depth: int = 0) -> Any:
+    """The value of a YAML text so deep in a config, no part of it there twice. Raises ConfigError that begins with
+    `where`.
+    """
+    try:
+        # what an alias stands for is one object: an override of the one key would change the other
+        return json.loads(json.dumps(_Loader(text, depth).get_single_data()))
+    except yaml.YAMLError as error:
+        problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
+        place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        raise ConfigError(f"{where}: {problem or ' '.join(str(error).split())}{place}; {advice}") from None
+    except RecursionError:
+        raise ConfigError(f"{where}: nested more than {files.MOST_LEVELS} deep; {advice}") from None
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
-    if not equals or not all(parts):
+    if not equals or not all(parts) or len(parts) > _MOST_PARTS or _NO_TEXT.search(key):
         raise ConfigError(f"override {override!r}: write key=value, for example train.max_steps=10")
-    try:
-        value = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"override {override!r}: no valid YAML value: {_yaml_problem(error)}; quote it") from None
+    value = _parsed(text, f"override {override!r}: no valid YAML value", "quote it", len(parts))
     assign(values, key.strip(), value, f"override {override!r}")
 
 

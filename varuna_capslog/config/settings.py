@@ -57,14 +57,14 @@ def _device(value: Any) -> Any:
 class Pipeline(Section):
     """How the chain is cut, placed and scheduled."""
 
-    devices: int = Field(2, gt=0)
+    devices: int = Field(2, gt=0, le=fields.MOST_RANKS)
     """Devices (ranks) of one pipeline."""
 
     node_devices: int | None = Field(None, gt=0)
     """Devices of each node, which planner capture fills one after the other; a divisor of devices. null: one node has
     all."""
 
-    replicas: int = Field(1, gt=0)
+    replicas: int = Field(1, gt=0, le=fields.MOST_RANKS)
     """Copies of the whole pipeline that share each minibatch; devices * replicas workers run."""
 
     planner: str = defaults.PLANNER
@@ -93,7 +93,7 @@ class Pipeline(Section):
     """Order of forward and backward passes. auto: with planner budget the one of gpipe, 1f1b, 1f1b-star, zb-h1 and
     varuna with the fastest plan (with --bandwidth, of interleaved too), else varuna."""
 
-    stages_per_rank: int | None = Field(None, gt=0)
+    stages_per_rank: int | None = Field(None, gt=0, le=fields.MOST_LAYERS)
     """Stages of every rank, which the stages go round; null: 2 for the schedule interleaved, else 1."""
 
     k: int = Field(2, gt=0)
@@ -345,6 +345,11 @@ class Config(Section):
     @model_validator(mode="after")
     def _agree(self) -> Config:
         replicas, microbatches = self.pipeline.replicas, self.num_microbatches
+        if microbatches > fields.MOST_CALLS:
+            raise ValueError(
+                f"train.minibatch_size={self.train.minibatch_size} has {microbatches} microbatches; at most "
+                f"{fields.MOST_CALLS} can be scheduled: raise train.microbatch_size"
+            )
         blocks = self.train.accumulation_blocks
         if blocks is None and self.pipeline.plan is not None:
             return self  # they are the plan's

@@ -6,10 +6,12 @@ in common is checked in `plans/rules.py`.
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 from varuna_capslog.base import fields
@@ -59,8 +61,9 @@ class Units:
     blocks: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("per_step", "samples", "blocks"):
-            check_optional(self, name, fields.whole, minimum=1)
+        for name in ("per_step", "blocks"):
+            check_optional(self, name, fields.whole, minimum=1, most=fields.MOST_CALLS)
+        check_optional(self, "samples", fields.whole, minimum=1)
         if self.per_step is not None and self.per_step % (self.blocks or 1):
             raise CapslogError(
                 f"units.blocks is {self.blocks}, which does not divide units.per_step, {self.per_step}; choose a "
@@ -156,7 +159,8 @@ class PlanStage:
             raise CapslogError("layers must hold one or more pieces [first, end] in rising order that do not overlap")
         set_field(self, "layers", pieces)
         set_field(self, "parallel", _split(self.parallel))
-        ranks = tuple(fields.whole(rank, "ranks") for rank in fields.listed(self.ranks, "ranks"))
+        rows = fields.listed(self.ranks, "ranks")
+        ranks = tuple(fields.whole(rank, "ranks", most=fields.MOST_RANKS - 1) for rank in rows)
         degree = self.parallel["degree"]
         if len(set(ranks)) != len(ranks) or len(ranks) != degree:
             raise CapslogError(
@@ -164,7 +168,8 @@ class PlanStage:
             )
         set_field(self, "ranks", ranks)
         if self.blocks is not None:
-            blocks = tuple(fields.whole(block, "blocks") for block in fields.listed(self.blocks, "blocks"))
+            rows = fields.listed(self.blocks, "blocks")
+            blocks = tuple(fields.whole(block, "blocks", most=fields.MOST_CALLS - 1) for block in rows)
             if not blocks or any(a >= b for a, b in pairwise(blocks)):
                 raise CapslogError(f"blocks is {list(blocks)}; it must hold one or more blocks in rising order")
             set_field(self, "blocks", blocks)
@@ -245,7 +250,8 @@ class PlanStage:
                     "not rise; each layer belongs to one interval at most"
                 )
         for one in intervals:
-            if not any(first <= one.first and one.end <= end for first, end in self.layers):
+            piece = self.layers[max(0, bisect.bisect(self.layers, one.first, key=itemgetter(0)) - 1)]
+            if not (piece[0] <= one.first and one.end <= piece[1]):
                 raise CapslogError(
                     f"the {name} interval [{one.first}, {one.end}] lies outside the stage ({self.describe()}); an "
                     "interval is a part of one piece of its stage"

@@ -80,7 +80,7 @@ class Plan:
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        set_field(self, "num_layers", fields.whole(self.num_layers, "num_layers", minimum=1))
+        set_field(self, "num_layers", fields.whole(self.num_layers, "num_layers", 1, fields.MOST_LAYERS))
         set_field(self, "stages", tuple(fields.listed(self.stages, "stages")))
         set_field(self, "ranks", tuple(fields.listed(self.ranks, "ranks")))
         if not self.stages:
@@ -133,7 +133,7 @@ class Plan:
         capacity_bytes: None, one number for all devices, or one per device.
         more: further fields of the plan.
         """
-        num_layers = fields.whole(num_layers, "num_layers", minimum=1)
+        num_layers = fields.whole(num_layers, "num_layers", 1, fields.MOST_LAYERS)
         cuts = fields.cut_list(cuts, num_layers)
         sizes = fields.column(stage_bytes, "stage_bytes", partial(fields.whole, minimum=None), len(cuts), "stages")
         times = fields.column(stage_seconds, "stage_seconds", fields.seconds, len(cuts), "stages")
@@ -154,7 +154,8 @@ class Plan:
         ranks = [PlanRank(size, capacity_bytes=limit) for size, limit in zip(sizes, limits, strict=True)]
         known = any(one != PlanRank() for one in ranks)
         units = Units(
-            _optional(num_microbatches, "num_microbatches"), _optional(microbatch_size, "microbatch_size"), None
+            _optional(num_microbatches, "num_microbatches", most=fields.MOST_CALLS),
+            _optional(microbatch_size, "microbatch_size"),
         )
         return cls(num_layers, tuple(stages), units, ranks=tuple(ranks) if known else (), **more)
 
@@ -378,5 +379,5 @@ def _of_json(value: Any) -> Plan:
     return plan
 
 
-def _optional(value: Any, name: str) -> int | None:
-    return None if value is None else fields.whole(value, name, minimum=1)
+def _optional(value: Any, name: str, **rules: int) -> int | None:
+    return None if value is None else fields.whole(value, name, 1, **rules)

@@ -83,7 +83,7 @@ def _stage(row: Any, where: str, size: Any) -> tuple[int, PlanStage]:
             "where a stage may have a grain of its own"
         )
     kept = {name: row[name] for name in ("layers", "ranks", "parallel", "bytes", "seconds") if name in row}
-    pipeline = fields.whole(row["pipeline"], f"{where}: pipeline")
+    pipeline = fields.whole(row["pipeline"], f"{where}: pipeline", most=fields.MOST_CALLS - 1)
     return pipeline, fields.build(PlanStage, kept | {"memory": None}, where)
 
 
@@ -107,7 +107,7 @@ def _units(value: Mapping[str, Any], pipelines: int) -> tuple[dict[str, Any], li
     count, groups = value.get("num_microbatches"), value.get("microbatches_of_pipeline")
     units = {"per_step": count, "samples": value.get("microbatch_size"), "blocks": None}
     if count is not None:
-        count = fields.whole(count, "num_microbatches", minimum=1)
+        count = fields.whole(count, "num_microbatches", 1, fields.MOST_CALLS)
     if groups is None:
         alone: list[tuple[int, ...] | None] = [(number,) for number in range(pipelines)]
         return units | {"blocks": pipelines if pipelines > 1 else None}, alone if pipelines > 1 else [None]

@@ -39,6 +39,8 @@ __all__ = [
 ]
 
 ROUTES = ("relay", "direct")
+_MOST_HELD = 100 * fields.MOST_LAYERS
+"""Layers of all stages together: a thousand replicas of ten thousand layers."""
 Path = tuple[int, ...]
 """Numbers of the stages that serve one block, by their first layer."""
 
@@ -46,14 +48,16 @@ Path = tuple[int, ...]
 def paths_of(stages: Sequence[PlanStage], blocks: int) -> list[Path]:
     """block -> the stages that serve it, ordered by their first layer."""
     ordered = sorted(range(len(stages)), key=lambda number: stages[number].first)
-    always = [number for number in ordered if stages[number].blocks is None]
+    always = tuple(number for number in ordered if stages[number].blocks is None)
     if len(always) == len(stages):
-        return [tuple(always)] * blocks
-    serving = [set(always) for _ in range(blocks)]
+        return [always] * blocks
+    place = {number: position for position, number in enumerate(ordered)}
+    serving: dict[int, list[int]] = defaultdict(list)
     for number, stage in enumerate(stages):
         for block in stage.blocks or ():
-            serving[block].add(number)
-    return [tuple(number for number in ordered if number in some) for some in serving]
+            serving[block].append(number)
+    paths = {block: tuple(sorted([*always, *some], key=place.__getitem__)) for block, some in serving.items()}
+    return [paths.get(block, always) for block in range(blocks)]
 
 
 def check_cover(stages: Sequence[PlanStage], num_layers: int, blocks: int) -> None:
@@ -69,6 +73,15 @@ def check_cover(stages: Sequence[PlanStage], num_layers: int, blocks: int) -> No
                 f"stage {number} ({stage.describe()}) serves block {stage.blocks[-1]}, but the last block is "
                 f"{blocks - 1}"
             )
+    held = sum(end - first for stage in stages for first, end in stage.layers)
+    if held > _MOST_HELD:
+        raise CapslogError(f"the {len(stages)} stages hold {held} layers together; at most {_MOST_HELD} can be planned")
+    served = sum(blocks if stage.blocks is None else len(stage.blocks) for stage in stages)
+    if served > fields.MOST_CALLS:
+        raise CapslogError(
+            f"the {len(stages)} stages serve {served} blocks together; at most {fields.MOST_CALLS} can be scheduled: "
+            "take fewer blocks"
+        )
     blocks_of_path: dict[Path, int] = {}
     for block, path in enumerate(paths_of(stages, blocks)):
         blocks_of_path.setdefault(path, block)
@@ -92,6 +105,8 @@ def check_cover(stages: Sequence[PlanStage], num_layers: int, blocks: int) -> No
 
 def _check_moments(stages: Sequence[PlanStage]) -> None:
     """Of every layer at least one of its holders keeps the optimizer's moments."""
+    if not any(one.kind == "replica" for stage in stages for one in stage.moments):
+        return
     kept = {layer for stage in stages for layer in frozenset(stage.numbers) - stage.moments_elsewhere}
     for number, stage in enumerate(stages):
         if nowhere := stage.moments_elsewhere - kept:
@@ -230,18 +245,18 @@ def _in_order(stages: Sequence[PlanStage], path: Path, links: set[tuple[int, int
     waits: dict[int, set[int]] = {number: set() for number in path}
     for one, other in links:
         waits[other].add(one)
-    found: list[int] = []
-    while len(found) < len(path):
-        free = [number for number in path if number not in found and waits[number] <= set(found)]
-        if not free:
-            number = next(number for number in path if number not in found)
-            other = min(waits[number] - set(found))
+    placed: dict[int, None] = {}
+    while len(placed) < len(path):
+        number = next((number for number in path if number not in placed and waits[number] <= placed.keys()), None)
+        if number is None:
+            number = next(number for number in path if number not in placed)
+            other = min(waits[number] - placed.keys())
             raise CapslogError(
                 f"stages {number} ({stages[number].describe()}) and {other} ({stages[other].describe()}) wait for each "
                 "other; cut the layers so that the stages can be put in an order"
             )
-        found.append(free[0])
-    return tuple(found)
+        placed[number] = None
+    return tuple(placed)
 
 
 def check_variants(variants: Any, num_layers: int) -> None:

@@ -424,7 +424,7 @@ def _parts(value: Any) -> dict[str, Any]:
     rows |= {"observations": Observation, "tensors": TensorRecord}
     for name, record in rows.items():
         if name in parts:
-            entries = enumerate(fields.listed(parts[name], name))
+            entries = enumerate(fields.listed(parts[name], name, fields.MOST_LAYERS))
             parts[name] = tuple(fields.build(record, entry, f"{name}[{i}]") for i, entry in entries)
     return parts
 

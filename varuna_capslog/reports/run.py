@@ -50,7 +50,9 @@ def _object(value: Any) -> dict[str, Any]:
 
 
 _OR_NONE = WrapValidator(_valid_or_none)
-_Number = Annotated[Annotated[float, Strict(), AllowInfNan(False)] | None, _OR_NONE]
+# an axis from -1e308 to 1e308 is longer than a float can say, and no picture can be drawn
+_Finite = Annotated[float, Strict(), AllowInfNan(False), Field(ge=-1e100, le=1e100)]
+_Number = Annotated[_Finite | None, _OR_NONE]
 _Whole = Annotated[int, Strict(), Field(gt=-(2**63), lt=2**63), BeforeValidator(_integer)]
 _WholeOrNone = Annotated[_Whole | None, _OR_NONE]
 _Numbers = Annotated[Mapping[str, _Number], BeforeValidator(_object)]
@@ -62,7 +64,7 @@ def _known_numbers(value: Any) -> dict[str, float]:
 
 
 _KnownNumbers = Annotated[Mapping[str, float], BeforeValidator(_known_numbers)]
-_Busy = Annotated[tuple[Annotated[float, Strict(), AllowInfNan(False)], ...] | None, _OR_NONE]
+_Busy = Annotated[tuple[_Finite, ...] | None, _OR_NONE]
 _Peaks = Annotated[Annotated[tuple[_Whole, ...], Field(min_length=1)] | None, _OR_NONE]
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -58,6 +58,8 @@ class RunShape:
 
     def __post_init__(self) -> None:
         fields.choice(self.stage_inputs, "stage_inputs", STAGE_INPUTS)
+        if self.num_microbatches is not None:
+            fields.whole(self.num_microbatches, "the number of microbatches of a step", 1, fields.MOST_CALLS)
         if self.num_blocks < 1 or (self.num_microbatches is not None and self.num_microbatches % self.num_blocks):
             raise CapslogError(
                 f"{self.num_blocks} accumulation blocks do not divide the {self.num_microbatches} microbatches of a "

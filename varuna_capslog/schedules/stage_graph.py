@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
+from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 
 __all__ = ["Edge", "StageGraph"]
@@ -35,7 +36,8 @@ class StageGraph:
     grains: stage -> microbatches of a call; default: 1.
 
     Raises CapslogError where a route is empty, names an unknown stage, or passes a stage twice, where a pair leads
-    backwards on a route, and where a grain does not divide the microbatches of its stage.
+    backwards on a route, where a grain does not divide the microbatches of its stage, and where there are more
+    microbatches than `fields.MOST_MICROBATCHES` and `fields.MOST_CALLS`.
     """
 
     ranks: tuple[int, ...]
@@ -44,11 +46,17 @@ class StageGraph:
     grains: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for microbatch, route in enumerate(self.routes):
-            if not route or len(set(route)) < len(route) or not set(route) <= set(range(len(self.ranks))):
+        if (calls := sum(map(len, self.routes))) > fields.MOST_CALLS:
+            raise CapslogError(
+                f"the {len(self.routes)} microbatches of a step pass {calls} stages together; at most "
+                f"{fields.MOST_CALLS} can be scheduled: take fewer and larger ones"
+            )
+        known = set(range(len(self.ranks)))
+        for route in dict.fromkeys(self.routes):
+            if not route or len(set(route)) < len(route) or not set(route) <= known:
                 raise CapslogError(
-                    f"microbatch {microbatch} takes the stages {list(route)}; it must pass one or more of the stages "
-                    f"0 to {len(self.ranks) - 1}, each once"
+                    f"microbatch {self.routes.index(route)} takes the stages {list(route)}; it must pass one or more "
+                    f"of the stages 0 to {len(self.ranks) - 1}, each once"
                 )
         for route in dict.fromkeys(self.routes):
             places = {stage: place for place, stage in enumerate(route)}
@@ -61,6 +69,8 @@ class StageGraph:
         if not self.grains:
             object.__setattr__(self, "grains", (1,) * len(self.ranks))
         for stage, (grain, row) in enumerate(zip(self.grains, self.microbatches, strict=True)):
+            if len(row) > fields.MOST_MICROBATCHES:
+                raise _too_many(len(row), f"stage {stage}")
             if grain < 1 or len(row) % grain:
                 raise CapslogError(
                     f"stage {stage} takes {len(row)} microbatches, {grain} per call; choose a grain that divides them"
@@ -79,6 +89,8 @@ class StageGraph:
             raise CapslogError(
                 f"{num_stages} stages and {num_microbatches} microbatches: a schedule needs at least one of each"
             )
+        if num_microbatches > fields.MOST_MICROBATCHES:
+            raise _too_many(num_microbatches, "a pipeline")
         placement = tuple(range(num_stages) if ranks is None else ranks)
         if len(placement) != num_stages:
             raise CapslogError(
@@ -177,3 +189,10 @@ class StageGraph:
                 here, there = reversed(edge) if backwards else edge
                 found[here][call_of[here][microbatch]].add((there, call_of[there][microbatch]))
         return [[tuple(sorted(row)) for row in calls] for calls in found]
+
+
+def _too_many(count: int, taker: str) -> CapslogError:
+    return CapslogError(
+        f"{taker} takes {count} microbatches in a step; at most {fields.MOST_MICROBATCHES} can be scheduled: take "
+        "fewer and larger ones"
+    )

@@ -155,7 +155,7 @@ class _Log:
         self._path = None if folder is None else folder / "whole" / f"{digest.rpartition(':')[2][:32]}.json"
         self._known: dict[str, float] = {}
         if self._path is not None and self._path.exists():
-            self._known = json.loads(self._path.read_text())
+            self._known = files.read_json(self._path)
 
     def ratios(self, choices: Sequence[Choice]) -> list[float]:
         """Of each choice, from the log or from a run now."""

@@ -7,7 +7,6 @@ failed, with one sentence in `workers/<member>.error.json`. It reads its config 
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import sys
 import threading
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 
 from varuna_capslog.base import files
+from varuna_capslog.base.tables import log_to
 from varuna_capslog.base.trust.secret import Secret
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.elastic.host.leases import run_age
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] = (), equipment: Equipment | None = None) -> i
 
 
 def _take_part(run_dir: Path, wish: StopWish, equipment: Equipment) -> int:
-    logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    log_to(sys.stderr)
     start, store = enter(run_dir, wish, equipment.open_store)
     config = load_config(run_dir / "config.yaml")
     torch.set_num_threads(config.train.threads)

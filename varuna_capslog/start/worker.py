@@ -7,7 +7,6 @@ sentence in `workers/<rank>.error.json` and on stderr. It reads RUN_DIR and torc
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import re
 import signal
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.output import lasting_output
+from varuna_capslog.base.tables import log_to
 from varuna_capslog.training.worker_process import StopWish, leave, report_failure
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _work(
 
     if rank == 0 and not evaluate:  # whose output may be JSON
         # the user is to see what the data room repairs in annotation files
-        logging.basicConfig(stream=sys.stdout, format="%(message)s")
+        log_to(sys.stdout)
     check_gloo_interfaces(os.environ)
     if prepare is not None:
         # a store and a group of their own: the run's timeout is not known yet

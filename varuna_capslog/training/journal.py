@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from varuna_capslog.base import files
 from varuna_capslog.base.clock import wall_seconds
+from varuna_capslog.base.tables import printable
 from varuna_capslog.training.loggers import Loggers
 
 if TYPE_CHECKING:
@@ -208,9 +209,9 @@ class Journal:
         if not self.writes:
             return
         if self._bar is not None:
-            self._bar[0].print(text, highlight=False)
+            self._bar[0].print(printable(text), highlight=False, markup=False, emoji=False)
         else:
-            sys.stdout.write(text + "\n")
+            sys.stdout.write(printable(text) + "\n")
             sys.stdout.flush()
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError, StepRefused
+from varuna_capslog.base.tables import printable
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.interface import Engine, EngineKind, EngineParts, Engines
@@ -73,7 +74,7 @@ class Run:
         self.setup = communicator.together(lambda: set_up_run(config, workload, plan))
         if self.setup.left_out and communicator.rank == 0:
             shown = "; ".join(self.setup.left_out[:3]) + ("; ..." if len(self.setup.left_out) > 3 else "")
-            sys.stdout.write(f"init_from: {len(self.setup.left_out)} entries are not taken over: {shown}\n")
+            sys.stdout.write(f"init_from: {len(self.setup.left_out)} entries are not taken over: {printable(shown)}\n")
         check_plan(self.setup, plan)
         self.engine = self._make_engine(engines or Engines({"capslog": EngineKind(build)}))
         freed = len(self.setup.chain) - len(self.engine.layers) if config.engine == "capslog" else 0
@@ -117,7 +118,7 @@ class Run:
             latest, skipped = latest_checkpoint(self.setup.checkpoints)
             if self.communicator.rank == 0:
                 # on standard output, which the user sees; the errors of a worker are in a file
-                sys.stdout.writelines(f"{line}\n" for line in passed_over(latest, skipped))
+                sys.stdout.writelines(f"{printable(line)}\n" for line in passed_over(latest, skipped))
             steps = self.communicator.gather(latest.step if latest else 0)
             if min(steps) != max(steps):
                 raise CapslogError(

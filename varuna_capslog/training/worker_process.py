@@ -19,6 +19,7 @@ from varuna_capslog.base import files
 from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.failures import kind_of, shortage
+from varuna_capslog.base.tables import printable
 
 __all__ = ["StopWish", "leave", "report_failure"]
 
@@ -55,7 +56,7 @@ def report_failure(run_dir: Path, name: str, who: str, error: Exception, where: 
     with contextlib.suppress(OSError):  # the log may lie on a disk that is full
         if not isinstance(error, CapslogError) or os.environ.get("CAPSLOG_DEBUG"):
             traceback.print_exc()
-        sys.stderr.write(f"{who}: {cause}\n")
+        sys.stderr.write(f"{who}: {printable(cause)}\n")
     report = {"peer": getattr(error, "peer", None), **where}
     report |= {"kind": kind, "cause": cause, "time": wall_seconds()}
     with contextlib.suppress(CapslogError):

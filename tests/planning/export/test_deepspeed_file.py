@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 import types
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 from tests.planning.export.models import detr_names, named, names, plan_of
 from tests.planning.export.readers import FakePipelineModule, FakeTopology
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.names import ModelNames
 from varuna_capslog.planning.export import deepspeed
 from varuna_capslog.plans.parts import MemoryInterval, PlanStage, Units
 from varuna_capslog.plans.plan import Plan
@@ -111,3 +113,14 @@ def test_other_intervals_are_refused(first: Any, second: Any) -> None:
 def test_the_names_are_of_the_plans_model() -> None:
     with pytest.raises(CapslogError, match="the plan has 6 layers, but the model has 2"):
         deepspeed(plan_of(0, 2), KEEPS, named("a", "b"))
+
+
+def test_a_name_of_a_layer_stays_inside_the_docstring() -> None:
+    """A profile's layer named \"\"\" and then some code put that code into the exported file."""
+    for evil in ('"""\nimport os\n"""', "\\", 'x"', "\x1b[31m\u202e"):
+        layers = tuple(f"{number}{evil}" for number in range(6))
+        text = deepspeed(plan_of(0, 3), KEEPS, ModelNames(layers, ((evil, (0, 1)),)))
+        first, *rest = ast.parse(text).body
+        assert isinstance(first, ast.Expr)
+        assert [type(node) for node in rest] == [ast.ImportFrom, ast.Assign, ast.Expr, ast.ClassDef]
+        assert "\x1b" not in text

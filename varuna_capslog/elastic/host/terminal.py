@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from varuna_capslog.base import files
+from varuna_capslog.base.tables import printable
 from varuna_capslog.base.threads import OwnedThread, logged
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.training.journal import score_line, step_bar, step_numbers
@@ -65,7 +66,7 @@ class Terminal:
     def say(self, line: str) -> None:
         """One line above the bar."""
         self._said.add(line)
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(printable(line), highlight=False, markup=False, emoji=False, soft_wrap=True)
 
     def _run(self) -> None:
         while not self._end.wait(_LOOK_SECONDS):

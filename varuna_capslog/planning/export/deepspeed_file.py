@@ -7,7 +7,10 @@ exported class overrides it. The user's own list of layers must have an entry fo
 
 from __future__ import annotations
 
+import json
+
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.tables import printable
 from varuna_capslog.model.names import ModelNames
 from varuna_capslog.planning.export.stage_line import StageLine, check_names, number_of, run_of, stage_line
 from varuna_capslog.plans.parts import MemoryInterval, with_memory
@@ -69,9 +72,10 @@ def deepspeed(plan: Plan, run: RunShape, names: ModelNames | None = None) -> str
     lines = []
     if names is not None:
         check_names(names, plan)
-        labels = [f"{number} ({name})" for number, name in enumerate(names.layers)]
+        labels = [f"{number} ({_in_docstring(name)})" for number, name in enumerate(names.layers)]
         lines = [
-            f"Layers {', '.join(map(str, layers))} share the parameter {name}: give them as TiedLayerSpec of one key."
+            f"Layers {', '.join(map(str, layers))} share the parameter {_in_docstring(name)}: give them as "
+            "TiedLayerSpec of one key."
             for name, layers in names.shared
         ]
     stages = [
@@ -87,6 +91,11 @@ def deepspeed(plan: Plan, run: RunShape, names: ModelNames | None = None) -> str
         count=number_of(len(line.stages), "stage"),
         defaults=_RECOMPUTING.format(interval=interval) if interval else "",
     )
+
+
+def _in_docstring(name: str) -> str:
+    """A name that cannot end the docstring that it stands in, as one with three quotation marks would."""
+    return printable(json.dumps(name, ensure_ascii=False)[1:-1])
 
 
 def _checkpoint_interval(plan: Plan, line: StageLine, run: RunShape) -> int:

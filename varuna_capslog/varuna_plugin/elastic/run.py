@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import os
 import shutil
 import signal
@@ -22,6 +21,7 @@ from torch import nn
 
 from varuna_capslog.base import units
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.tables import log_to
 from varuna_capslog.config.settings import Elastic
 from varuna_capslog.elastic.member.start_up import Beginning
 from varuna_capslog.elastic.notices.interface import Notice
@@ -146,7 +146,7 @@ def main(arguments: Sequence[str]) -> int:
     run_dir, script = Path(arguments[0]), arguments[1]
     # the checkpoints' tracker files lie in a folder named after it
     os.environ["MASTER_PORT"] = os.environ["CAPSLOG_STORE"].rpartition(":")[2]
-    logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    log_to(sys.stderr)
 
     def part(wish: StopWish) -> int:
         from varuna_capslog.varuna_plugin.install import install
