@@ -79,6 +79,54 @@ def test_what_is_not_json_is_named(tmp_path: Path, text: str, message: str) -> N
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100 + "]" * 100, None),
+        ("[" * 101 + "]" * 101, "nested more than 100 deep"),
+        ('{"a": ' * 700 + "1" + "}" * 700, "nested more than 100 deep"),
+        ("[" * 100_000, "nested more than 100 deep"),
+        ("1e400", "1e400 is more than a number can be"),
+        ("1" * 308, None),
+        ("1" * 309, "has 309 digits"),
+        ("1" * 5000, "has 5000 digits"),
+        ('"\\ud83d\\ude00"', None),
+        ('"\\ud83d"', "half of a surrogate pair"),
+        (b"\xed\xa0\xbd", "not UTF-8"),
+        (" " * (files.MOST_BYTES + 1), "more than 32 MiB"),
+    ],
+    ids=str.split("deep too-deep objects deepest float whole digits 5000 pair half bytes long"),
+)
+def test_a_strangers_json_is_bounded(text: str | bytes, message: str | None) -> None:
+    """An event line nested 700 deep ended a report, and a COCO area of 10^400 an evaluation: both were read as JSON."""
+    if message is None:
+        files.parse_json(text, "plan.json")
+    else:
+        with pytest.raises(CapslogError, match=f"plan.json .*{message}"):
+            files.parse_json(text, "plan.json")
+
+
+def test_what_is_no_file_or_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe that nobody writes to held every reader of a folder up for ever; a pipe of the user's own is read."""
+    os.mkfifo(tmp_path / "plan.json")
+    for read in (files.read_json, files.read_jsonl, files.last_lines):
+        with pytest.raises(CapslogError, match="is a pipe or a device"):
+            read(tmp_path / "plan.json")
+    with pytest.raises(CapslogError, match="holds more than 32 MiB"):
+        files.read_json("/dev/zero")
+    with pytest.raises(CapslogError, match="null byte"):
+        files.read_json("a\0b")
+    end, begin = os.pipe()
+    os.write(begin, b"[1]")
+    os.close(begin)
+    assert files.read_json(f"/dev/fd/{end}") == [1]
+    os.close(end)
+    (tmp_path / "rows").write_text("{}\n" * 3)
+    monkeypatch.setattr(files, "_MOST_LINES", 2)
+    with pytest.raises(CapslogError, match="more than 2 lines"):
+        files.read_jsonl(tmp_path / "rows")
+
+
 def test_files_that_cannot_be_read_or_written_are_named(tmp_path: Path) -> None:
     with pytest.raises(CapslogError, match=r"missing\.json cannot be read: No such file"):
         files.read_json(tmp_path / "missing.json")
@@ -90,6 +138,8 @@ def test_files_that_cannot_be_read_or_written_are_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CapslogError, match="below cannot be written: "):
         files.write_text(tmp_path / "file" / "below", "")
+    with pytest.raises(CapslogError, match=r"other cannot be written: '.udcff' is no text of UTF-8"):
+        files.write_text(tmp_path / "other", "\udcff")
     with pytest.raises(CapslogError, match="cannot be appended to: Is a directory"):
         files.append_jsonl(tmp_path, {})
 

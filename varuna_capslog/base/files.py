@@ -1,7 +1,8 @@
 """Files that survive a crash: whole files that appear at once or not at all, and line files that only grow.
 
-Everything a run writes (profiles, plans, checkpoints' indexes, metrics, events) goes through here. Never rewrites a
-line file and never leaves a half-written file under its final name.
+Everything a run writes (profiles, plans, checkpoints' indexes, metrics, events) goes through here, and what is read may
+come from a stranger: every reader has a bound. Never rewrites a line file and never leaves a half-written file under
+its final name.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ import fcntl
 import itertools
 import json
 import logging
+import math
 import os
+import re
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,6 +28,8 @@ __all__ = [
     "is_full",
     "last_lines",
     "objects_in",
+    "parse_json",
+    "read_bytes",
     "read_json",
     "read_jsonl",
     "read_text",
@@ -36,6 +42,16 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 _serial = itertools.count()
+MOST_BYTES = 32 << 20
+"""Of a file that is read whole. The largest that runs write are plans with their actions: 16 bytes for each, so that
+this is room for two million. A JSON text of that size becomes at most 800 MiB of Python objects."""
+MOST_LEVELS = 100
+"""Objects and lists of a JSON text inside each other; files of this project have fewer than ten."""
+_MOST_DIGITS = 308
+"""Of a whole number: more than these no float can hold."""
+_MOST_LINE_BYTES, _MOST_LINES = 1 << 30, 10_000_000
+"""Of a line file: 300 epochs of COCO in minibatches of 16 are 2.2 million steps of 250 bytes."""
+_HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
@@ -80,9 +96,16 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     """
     target = Path(path)
     try:
+        encoded = text.encode()
+    except UnicodeEncodeError as error:
+        raise CapslogError(
+            f"{target} cannot be written: {text[error.start : error.start + 20]!a} is no text of UTF-8; name "
+            "files and layers in UTF-8"
+        ) from error
+    try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(target) as file:
-            file.write(text.encode())
+            file.write(encoded)
     except OSError as error:
         raise write_failure(f"{target} cannot be written", error) from error
 
@@ -92,26 +115,103 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
     write_text(path, _dumps(path, value, indent=1) + "\n")
 
 
-def read_text(path: str | os.PathLike[str]) -> str:
-    """Return the text of a UTF-8 file. Raises CapslogError naming the file where it cannot be read."""
+def read_bytes(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> bytes:
+    """Return a file's bytes, all of them.
+
+    Only a regular file is read, so that a pipe in a stranger's folder cannot hold the reader up; under /dev the user
+    may name a pipe (`<(command)`). Raises CapslogError naming the file where it cannot be read or holds more than
+    `most_bytes`.
+    """
+    with _opened(path) as file:
+        about = os.fstat(file.fileno())
+        size = about.st_size if stat.S_ISREG(about.st_mode) else most_bytes
+        try:
+            data = file.read(min(max(size, 1 << 16), most_bytes) + 1)
+        except OSError as error:
+            raise _unreadable(path, error) from error
+    if len(data) > most_bytes:
+        raise CapslogError(
+            f"{path} holds more than {most_bytes >> 20} MiB, the most that is read of such a file; check the path"
+        )
+    return data
+
+
+def _opened(path: str | os.PathLike[str]) -> BinaryIO:
+    """The file, open for reading. Raises CapslogError where that cannot be, and where it is no regular file."""
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        # opening a pipe that nobody writes to would wait for ever
+        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
         raise _unreadable(path, error) from error
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        if not os.fspath(path).startswith("/dev/"):
+            file.close()
+            raise CapslogError(f"{path} is a pipe or a device, and no file; give another path")
+        os.set_blocking(file.fileno(), True)
+    return file
+
+
+def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str:
+    """Return the text of a UTF-8 file, read with `read_bytes`. Raises CapslogError naming the file."""
+    try:
+        text = read_bytes(path, most_bytes).decode()
+    except UnicodeDecodeError as error:
+        raise _unreadable(path, error) from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """Return the value in a JSON file. Raises CapslogError naming the file, and the line where the text is not JSON."""
-    text = read_text(path)
+    """Return the value in a JSON file, within the bounds of `read_bytes` and `parse_json`.
+
+    Raises CapslogError naming the file, and the line where the text is not JSON.
+    """
+    return parse_json(read_text(path), str(path))
+
+
+def parse_json(text: str | bytes, where: str) -> Any:
+    """Return the value of a JSON text from outside.
+
+    Refused are more than MOST_BYTES characters, more than MOST_LEVELS objects and lists inside each other, numbers that
+    no float can hold (NaN, Infinity, 1e400, whole numbers of 309 digits), halves of surrogate pairs, bytes that are not
+    UTF-8. What is returned can be walked recursively and written again as JSON.
+
+    Raises CapslogError that begins with `where`, and names the line where the text is not JSON.
+    """
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        if len(text) > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES >> 20} MiB")
+        text = text if isinstance(text, str) else text.decode()
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_whole)
+        if _HALF_PAIR.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         raise CapslogError(
-            f"{path} is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}; mend the file or "
+            f"{where} is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}; mend the file or "
             "remove it"
         ) from error
-    except (ValueError, RecursionError) as error:
-        raise CapslogError(f"{path} is not valid JSON: {error}") from error
+    except UnicodeEncodeError as error:
+        raise CapslogError(f"{where} is not valid JSON: it holds half of a surrogate pair, which is no text") from error
+    except UnicodeDecodeError as error:
+        raise CapslogError(f"{where} is not valid JSON: it is not UTF-8 text") from error
+    except RecursionError as error:
+        raise _too_deep(where) from error
+    except ValueError as error:
+        raise CapslogError(f"{where} is not valid JSON: {error}") from error
+    containers: list[Any] = [[value]]
+    for _ in range(MOST_LEVELS + 1):
+        containers = [
+            inner
+            for outer in containers
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, (dict, list))
+        ]
+        if not containers:
+            return value
+    raise _too_deep(where)
+
+
+def _too_deep(where: str) -> CapslogError:
+    return CapslogError(f"{where} is nested more than {MOST_LEVELS} deep, the most that is read; check the file")
 
 
 def append_jsonl(path: str | os.PathLike[str], record: dict[str, Any]) -> None:
@@ -144,32 +244,21 @@ def last_lines(path: str | os.PathLike[str], size: int = 1 << 16) -> list[dict[s
 
     Raises CapslogError where the file cannot be read.
     """
-    try:
-        with open(path, "rb") as file:
+    with _opened(path) as file:
+        try:
             file.seek(max(0, file.seek(0, os.SEEK_END) - size))
-            return list(objects_in(file.read()))
-    except OSError as error:
-        raise _unreadable(path, error) from error
+            return list(objects_in(file.read(size)))
+        except OSError as error:
+            raise _unreadable(path, error) from error
 
 
 def objects_in(data: bytes) -> Iterator[dict[str, Any]]:
     """The objects in a part of a line file; incomplete lines are left out."""
     for line in data.splitlines():
         with contextlib.suppress(ValueError):
-            value = _value_of(line)
+            value = parse_json(line, "the line")
             if isinstance(value, dict):
                 yield value
-
-
-def _value_of(line: bytes) -> Any:
-    """The value that a line holds. Raises ValueError where it is damaged: no JSON, or text that cannot be written."""
-    try:
-        value = json.loads(line, parse_constant=_refuse_constant)
-        if b"\\ud" in line.lower():  # half of a surrogate pair is no text
-            json.dumps(value, ensure_ascii=False).encode()
-    except RecursionError as error:
-        raise ValueError(str(error)) from error
-    return value
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -177,17 +266,17 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     Raises CapslogError where the file cannot be read or a whole line is JSON but not an object.
     """
-    try:
-        lines = Path(path).read_bytes().split(b"\n")
-    except OSError as error:
-        raise _unreadable(path, error) from error
+    data = read_bytes(path, _MOST_LINE_BYTES)
+    if data.count(b"\n") > _MOST_LINES:
+        raise CapslogError(f"{path} has more than {_MOST_LINES} lines, the most that are read; check the file")
+    lines = data.split(b"\n")
     records = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            record = _value_of(line)
-        except ValueError:
+            record = parse_json(line, "the line")
+        except CapslogError:
             # A line is one object, and no proper beginning of an object is JSON: what does not parse was torn.
             _log.warning("%s: line %d is torn and left out", path, number)
             continue
@@ -204,15 +293,15 @@ def write_failure(what: str, error: OSError) -> CapslogError:
     return kind(f"{what}: {error.strerror or error}; {mend} or choose another path")
 
 
-def _unreadable(path: str | os.PathLike[str], error: OSError | UnicodeDecodeError) -> CapslogError:
-    reason = error.strerror or error if isinstance(error, OSError) else "it is not UTF-8 text"
-    return CapslogError(f"{path} cannot be read: {reason}; check the path")
+def _unreadable(path: str | os.PathLike[str], error: OSError | ValueError) -> CapslogError:
+    reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else getattr(error, "strerror", None)
+    return CapslogError(f"{path} cannot be read: {reason or error}; check the path")
 
 
 def _dumps(path: str | os.PathLike[str], value: Any, indent: int | None) -> str:
     try:
         return json.dumps(value, indent=indent, allow_nan=False, ensure_ascii=False)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CapslogError(
             f"{path}: JSON cannot hold this value: {error}; write null for a number that is not finite"
         ) from error
@@ -220,3 +309,15 @@ def _dumps(path: str | os.PathLike[str], value: Any, indent: int | None) -> str:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(digits: str) -> float:
+    if not math.isfinite(number := float(digits)):
+        raise ValueError(f"{digits[:50]} is more than a number can be")
+    return number
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"{digits[:20]}... has {len(digits)} digits, more than a number can have")
+    return int(digits)
