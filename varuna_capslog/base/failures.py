@@ -6,14 +6,13 @@ failures and ask this module which one to name. Nothing here starts, signals or 
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from varuna_capslog.base.files import is_full
+from varuna_capslog.base.files import is_full, read_json
 
 __all__ = [
     "CAUSES",
@@ -99,7 +98,7 @@ def read_failure(path: Path, rank: int, stage: Any, member: str | None = None) -
         stage: used if the report names no stage.
     """
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
+        report = read_json(path)
         return Failure(
             rank=rank,
             cause=str(report["cause"]),
