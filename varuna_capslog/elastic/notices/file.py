@@ -6,14 +6,13 @@ An empty file means "this host is to leave". Otherwise it is a JSON object with 
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from varuna_capslog.base import fields
+from varuna_capslog.base import fields, files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.notices.interface import Clock, Deadline, Kind, Notice, PollingListener, Round, Unavailable
 
@@ -58,15 +57,13 @@ class FileListener(PollingListener):
             version = (found.st_ino, found.st_mtime_ns, found.st_size)
             if version == self._seen:
                 return Round((), self.interval)
-            with open(self.path, "rb") as file:
-                text = file.read(LARGEST_FILE + 1)
         except FileNotFoundError:
             self._seen = None
             return Round((), self.interval)
         except OSError as error:
             raise Unavailable(str(error)) from error
         try:
-            notice = self._notice(text, found.st_mtime, found.st_mtime_ns)
+            notice = self._notice(files.read_bytes(self.path, LARGEST_FILE), found.st_mtime, found.st_mtime_ns)
         except CapslogError as error:
             if version != self._refused:
                 _log.warning("notice file %s is refused: %s", self.path, error)
@@ -77,10 +74,10 @@ class FileListener(PollingListener):
 
     def _notice(self, text: bytes, written: float, version: int) -> Notice:
         try:
-            value = json.loads(text.decode("utf-8")) if text.strip() else {}
-        except (ValueError, RecursionError) as error:
+            value = files.parse_json(text, "it") if text.strip() else {}
+        except CapslogError as error:
             raise CapslogError(f"it holds no JSON: {text[:60]!r}") from error
-        if not isinstance(value, dict) or len(text) > LARGEST_FILE:
+        if not isinstance(value, dict):
             raise CapslogError("it must be empty or one JSON object of at most 64 KiB")
         fields.refuse_unknown(value, ["kind", "seconds", "hosts", "id", "detail"])
         names = {kind.name.lower(): kind for kind in Kind}
