@@ -81,6 +81,8 @@ def save_picture(picture: Image.Image, path: Path) -> Path:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_symlink():  # in a stranger's run folder it may lead to any file of the user's
+            path.unlink()
         picture.save(path)
     except (OSError, ValueError) as error:
         raise CapslogError(

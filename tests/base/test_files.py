@@ -176,11 +176,12 @@ def test_a_torn_last_line_is_left_out_and_closed_by_the_next(
     assert ("line 2 is torn" in caplog.text) == lost
 
 
-def test_a_line_that_is_no_object_is_refused(tmp_path: Path) -> None:
+def test_a_line_that_is_no_object_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One line `17` in a run's events.jsonl kept all events from its report."""
     path = tmp_path / "x.jsonl"
     path.write_text('{"a": 1}\n17\n')
-    with pytest.raises(CapslogError, match="line 2 is not a JSON object"):
-        files.read_jsonl(path)
+    assert files.read_jsonl(path) == [{"a": 1}]
+    assert "line 2 is torn, or no object" in caplog.text
 
 
 @pytest.mark.parametrize("line", ["[" * 10_000, '{"a": "\\ud800"}', '{"a": NaN}', "\xff\xfe", '{"a": 1} 2', '"{'])
@@ -231,3 +232,21 @@ def test_a_full_disk_is_told_from_a_folder_that_is_not_there():
     with pytest.raises(CapslogError, match="cannot be written") as caught:
         files.write_text("/dev/null/run/plan.json", "")
     assert not isinstance(caught.value, DiskFailed)
+
+
+def test_no_run_writes_through_a_link(tmp_path: Path) -> None:
+    """A stranger's run folder had metrics.jsonl as a link: the run that went on there appended to its target."""
+    (tmp_path / "own").write_text("mine\n")
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "own")
+    with pytest.raises(CapslogError, match=r"metrics\.jsonl is a link, through which no run writes; remove it"):
+        files.append_jsonl(tmp_path / "metrics.jsonl", {"step": 1})
+    (tmp_path / "dangling").symlink_to(tmp_path / "new")
+    with pytest.raises(OSError, match="dangling is a link"):
+        files.no_link(tmp_path / "dangling", os.O_WRONLY | os.O_CREAT)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CapslogError, match="cannot be appended to: pipe is a pipe, into which no run writes"):
+        files.append_jsonl(tmp_path / "pipe", {})
+    assert (tmp_path / "own").read_text() == "mine\n"
+    assert not (tmp_path / "new").exists()
+    files.write_text(tmp_path / "metrics.jsonl", "whole files take the place of a link")
+    assert (tmp_path / "own").read_text() == "mine\n"

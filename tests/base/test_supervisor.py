@@ -22,7 +22,7 @@ from varuna_capslog.base import supervisor as supervising
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.failures import loss_cause
 from varuna_capslog.base.processes import write_unless_there
-from varuna_capslog.base.supervisor import Supervisor, WorkerFailed, last_step, reserve
+from varuna_capslog.base.supervisor import Supervisor, WorkerFailed, last_step, new_run, reserve
 
 PRELUDE = """
 import json, os, signal, sys, time
@@ -411,3 +411,22 @@ def test_a_file_in_the_place_of_the_folder_is_one_sentence(tmp_path):
     (tmp_path / "run").write_text("")
     with pytest.raises(CapslogError, match="choose another run_dir"):
         supervisor(tmp_path / "run", "pass").run()
+
+
+def test_a_strangers_folder_leads_nowhere(tmp_path: Path) -> None:
+    """With workers/ as a link, a run removed every .json and .log of what it led to, and made files where lock led."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "mine.json").write_text("{}")
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "workers").symlink_to(elsewhere)
+    with pytest.raises(CapslogError, match="one/workers is a link"), new_run(tmp_path / "one"):
+        pass
+    (tmp_path / "two" / "workers").mkdir(parents=True)
+    (tmp_path / "two" / "workers" / "lock").symlink_to(elsewhere / "made")
+    with pytest.raises(CapslogError, match="two/workers cannot be used: lock is a link"), new_run(tmp_path / "two"):
+        pass
+    (tmp_path / "two" / "workers" / "0.new").symlink_to(elsewhere / "mine.json")
+    write_unless_there(tmp_path / "two" / "workers" / "0.json", {"pid": 1})
+    assert [path.name for path in elsewhere.iterdir()] == ["mine.json"]
+    assert (elsewhere / "mine.json").read_text() == "{}"

@@ -20,6 +20,8 @@ def test_a_host_that_comes_back_corrects_what_the_others_thought() -> None:
         {"kind": "cause", "host": "b", "cause": "network"},
         lost("b-3", "host", "b"),
         lost("a-2", None),
+        {**lost("a-3", None), "cause": ["killed"]},  # a stranger's line, which no report may end at
+        {"kind": "cause", "host": "b", "cause": {}},
         {"kind": "morph", "members": []},
     ]
     assert losses_by_cause(events) == {
@@ -29,6 +31,7 @@ def test_a_host_that_comes_back_corrects_what_the_others_thought() -> None:
         "c-1": "host",
         "b-3": "host",
         "a-2": "failed",
+        "a-3": "failed",
     }
     words = losses_in_words(events)
     assert words is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.reports.runs import write_run
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.reports.changes import changes_in_short
 from varuna_capslog.reports.page import write_report
 from varuna_capslog.reports.run import Evaluation, Event, StepLine, read_run, shapes_of
@@ -126,3 +128,65 @@ def test_damaged_lines_end_no_report(tmp_path: Path, seed: int) -> None:
 )
 def test_what_is_no_shape_is_not_taken_for_one(value: Any) -> None:
     assert shapes_of(value) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "parsed"),
+    [('{"a": ' * 700 + "1" + "}" * 700, False), ("17", False), ("null", False), ("[]", False), ('{"step": NaN}', False),
+     ('{"step": 1e999, "kind": "x"}', False), ('{"step": ' + "9" * 4000 + "}", False), ('{"loss": 3}', True),
+     ('{"step": "x", "scores": 3}', True), ('{"kind": ["x"], "step": {}}', True)],
+)  # fmt: skip
+def test_an_odd_line_is_counted_and_left_out(tmp_path: Path, line: str, parsed: bool) -> None:
+    """One event nested 700 deep cost the whole report, and one line `17` all events, though lines that a crash tore
+    were passed over.
+    """
+    write_lines(tmp_path / "metrics.jsonl", {"step": 1, "loss": 2.0})
+    write_lines(tmp_path / "events.jsonl", {"kind": "stop"})
+    write_lines(tmp_path / "evaluations.jsonl", {"step": 1, "scores": {"AP": 0.5}})
+    for path in tmp_path.iterdir():
+        path.write_text(f"{line}\n{path.read_text()}{line}\n")
+    run = read_run(tmp_path)
+    assert (len(run.steps), len(run.events), len(run.evaluations)) == (1, 1, 1)
+    why = (
+        "lines without step or kind left out" if parsed else "lines left out that a crash tore, or that are no objects"
+    )
+    for name in ("metrics.jsonl", "events.jsonl", "evaluations.jsonl"):
+        assert run.problems[name] == f"{name}: 2 {why}"
+
+
+@pytest.mark.usefixtures("sketched")
+def test_a_report_shows_no_file_that_a_link_leads_to(tmp_path: Path) -> None:
+    """predictions/zz.txt -> /etc/passwd stood in the page, and a picture was copied into report/, for all to whom the
+    maker of the report passes it on.
+    """
+    write_run(tmp_path / "run", num_layers=6, stages=2, steps=3, evaluations=1)
+    outside = tmp_path / "outside"
+    outside.write_text("the maker's own\n")
+    folder = tmp_path / "run" / "predictions"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    (folder / "a.txt").write_text("of the run")
+    for name in ("zz.txt", "zz.png"):
+        (folder / name).symlink_to(outside)
+    (folder / "b.txt").symlink_to("a.txt")
+    os.mkfifo(folder / "c.txt")
+    os.mkfifo(folder / "c.png")
+    (folder / "\u00b2.txt").mkdir()
+    for name in ("config.yaml", "events.jsonl", "plan-7.json"):
+        (tmp_path / "run" / name).unlink(missing_ok=True)
+        (tmp_path / "run" / name).symlink_to(outside)
+    page = write_report(tmp_path / "run")
+    text = page.read_text()
+    assert "the maker" not in text
+    assert "predictions: 3 files left out that are links out of the run" in text
+    assert "predictions: 2 files left out" in text
+    run = read_run(tmp_path / "run")
+    assert run.texts == ("of the run", "of the run")
+    assert run.predictions == ()
+    assert not list(page.parent.glob("prediction-*"))
+    for name in ("config.yaml", "events.jsonl", "plan-7.json"):
+        assert run.problems[name] == f"{name} is a link out of the run's folder, and left out"
+    shutil.rmtree(page.parent)
+    page.parent.symlink_to(tmp_path)
+    with pytest.raises(CapslogError, match="report is a link"):
+        write_report(tmp_path / "run")

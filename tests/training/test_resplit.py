@@ -19,8 +19,9 @@ from varuna_capslog.model.splitting.chains import split_chain
 from varuna_capslog.model.splitting.pieces import TensorPiece, parts_from_json, put_together, split_table
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.rig.toy import toy_config
-from varuna_capslog.training.checkpoint import FORMAT, Checkpoint, entry_of, open_checkpoint, write_whole
+from varuna_capslog.training.checkpoint import Checkpoint, entry_of, open_checkpoint, write_whole
 from varuna_capslog.training.layer_state import LayerState, model_state, scaler_state
+from varuna_capslog.training.manifest import FORMAT
 from varuna_capslog.training.resplit import manifest_of_layers
 from varuna_capslog.training.run_setup import initialise
 from varuna_capslog.training.stored_layers import from_checkpoint, load_chain, to_checkpoint

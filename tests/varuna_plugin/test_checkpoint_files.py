@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from varuna_capslog.base import files
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.membership.generation import Generation, Stamp
 from varuna_capslog.varuna_plugin import checkpoint_files
 
@@ -32,3 +35,30 @@ def test_what_members_left_is_found_again_and_the_rest_goes(tmp_path: Path) -> N
     files.write_json(manifest / "capslog-manifest.json", {})
     assert checkpoint_files.begin_with(tmp_path) == (8, manifest)
     assert not list(tmp_path.glob("resumed-*"))
+
+
+def test_folders_that_nobody_wrote_are_passed_over(tmp_path: Path) -> None:
+    """A name without a number behind it was a ValueError at every start of the run."""
+    for name in ("resumed-x", "resumed-\u00b2", "checkpoints/varuna_ckpt_last"):
+        (tmp_path / name).mkdir(parents=True)
+    files.write_json(tmp_path / "checkpoints" / "varuna_ckpt_last" / "capslog-manifest.json", {})
+    assert checkpoint_files.begin_with(tmp_path) == (0, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_pieces": None}, "num_pieces is null"),
+        ({"num_pieces": 10**12}, "num_pieces is 1000000000000, more than"),
+        ({"parameters": []}, "parameters is a list"),
+        ({"buffers": {"b": "0"}}, r"buffers\['b'\] is '0'"),
+        ({"files": {"opt-fp32-params-0": 3}}, r"files\['opt-fp32-params-0'\] is a number"),
+        ({"format": "other"}, "format is not"),
+    ],
+)
+def test_a_manifest_of_another_shape_is_one_sentence(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    whole = {"format": checkpoint_files.FORMAT, "num_pieces": 1, "parameters": {"w": 0}, "buffers": {}, "files": {}}
+    (tmp_path / "opt-fp32-params-x").write_text("")
+    files.write_json(tmp_path / checkpoint_files.MANIFEST, {**whole, "stage_to_rank_map": {}, "cuts": [0], **changes})
+    with pytest.raises(CapslogError, match=message):
+        checkpoint_files.Reader(tmp_path, check=True)

@@ -89,6 +89,7 @@ def _draw_samples(config: Config) -> None:
         return
     workload, folder = load_workload(config), config.run_dir / "predictions"
     samples = workload.sample_files(_NUM_SAMPLES)
+    files.refuse_link(folder)
     if samples:
         shutil.rmtree(folder, ignore_errors=True)
         draw_predictions(config, samples, folder)

@@ -27,9 +27,11 @@ __all__ = [
     "column",
     "cut_list",
     "digest",
+    "file_name",
     "interval",
     "json_value",
     "listed",
+    "mapping",
     "refuse_unknown",
     "seconds",
     "text",
@@ -155,13 +157,29 @@ def choice(value: Any, name: str, allowed: Sequence[str]) -> str:
     return value
 
 
-def listed(value: Any, name: str, most: int | None = None) -> list[Any]:
-    """Return `value` as a list; refuse what is not a list or tuple, or has more than `most` entries."""
+def file_name(value: Any, name: str) -> str:
+    """Return `value`; refuse what is not the name of a file in the same folder, as this library gives them."""
+    if not re.fullmatch(r"[A-Za-z0-9_.-]{1,200}", text(value, name)) or not value.strip("."):
+        raise CapslogError(f"{name} is {_show(value)}; it must be the name of a file in the same folder")
+    return str(value)
+
+
+def listed(value: Any, name: str, most: int | None = None, length: int | None = None) -> list[Any]:
+    """Return `value` as a list; refuse what is not a list or tuple, or has more than `most` or not `length` entries."""
     if not isinstance(value, (list, tuple)):
         raise CapslogError(f"{name} is {_kind(value)}; it must be a list")
     if most is not None and len(value) > most:
         raise CapslogError(f"{name} has {len(value)} entries; it may have at most {most}")
+    if length is not None and len(value) != length:
+        raise CapslogError(f"{name} has {len(value)} entries; it must have {length}")
     return list(value)
+
+
+def mapping(value: Any, name: str) -> dict[str, Any]:
+    """Return `value` as a dict; refuse what is not a JSON object."""
+    if not isinstance(value, Mapping):
+        raise CapslogError(f"{name} is {_kind(value)}; it must be an object")
+    return dict(value)
 
 
 def column(value: Any, name: str, check: Callable[[Any, str], Any], length: int, what: str) -> list[Any]:

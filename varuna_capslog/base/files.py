@@ -30,12 +30,14 @@ __all__ = [
     "expanded",
     "is_full",
     "last_lines",
+    "no_link",
     "objects_in",
     "parse_json",
     "read_bytes",
     "read_json",
     "read_jsonl",
     "read_text",
+    "refuse_link",
     "sync_folder",
     "whole_file",
     "write_failure",
@@ -239,6 +241,30 @@ def _too_deep(where: str) -> CapslogError:
     return CapslogError(f"{where} is nested more than {MOST_LEVELS} deep, the most that is read; check the file")
 
 
+def no_link(path: str | os.PathLike[str], flags: int) -> int:
+    """Opens a file that a run appends to or begins anew, for itself or as the `opener` of `open`.
+
+    In a stranger's folder it may be a link to any file of the user's, or a pipe. Raises OSError for both.
+    """
+    name = os.path.basename(path)
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, f"{name} is a link, through which no run writes", str(path)) from None
+        raise
+    if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.ELOOP, f"{name} is a pipe, into which no run writes", str(path))
+    return descriptor
+
+
+def refuse_link(folder: Path) -> None:
+    """Raises CapslogError where a folder that a run empties or writes into is a link to another place."""
+    if folder.is_symlink():
+        raise CapslogError(f"{folder} is a link, and what it leads to may not be this run's; remove the link")
+
+
 def append_jsonl(path: str | os.PathLike[str], record: dict[str, Any]) -> None:
     """Append one JSON object as one line, under the file's lock, so that lines of several processes do not mix.
 
@@ -249,7 +275,7 @@ def append_jsonl(path: str | os.PathLike[str], record: dict[str, Any]) -> None:
     line = (_dumps(path, record, indent=None) + "\n").encode()
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        descriptor = no_link(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         try:
             # Another process may be writing its line at this moment; it must not be treated as an incomplete line.
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -287,34 +313,32 @@ def objects_in(data: bytes) -> Iterator[dict[str, Any]]:
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the objects of a line file, oldest first; lines that a crash tore are left out with a warning in the log.
+    """Return the objects of a line file, oldest first; lines that a crash tore, and lines that are JSON but no object,
+    are left out with a warning in the log.
 
-    Raises CapslogError where the file cannot be read or a whole line is JSON but not an object.
+    Raises CapslogError where the file cannot be read.
     """
     data = read_bytes(path, _MOST_LINE_BYTES)
     if data.count(b"\n") > _MOST_LINES:
         raise CapslogError(f"{path} has more than {_MOST_LINES} lines, the most that are read; check the file")
     lines = data.split(b"\n")
-    records = []
+    records: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        try:
-            record = parse_json(line, "the line")
-        except CapslogError:
-            # A line is one object, and no proper beginning of an object is JSON: what does not parse was torn.
-            _log.warning("%s: line %d is torn and left out", path, number)
-            continue
-        if not isinstance(record, dict):
-            raise CapslogError(f"{path}: line {number} is not a JSON object; this is not a file of this library")
-        records.append(record)
+        # A line is one object, and no proper beginning of an object is JSON: what does not parse was torn.
+        whole = list(objects_in(line))
+        if not whole:
+            _log.warning("%s: line %d is torn, or no object, and left out", path, number)
+        records += whole
     return records
 
 
 def write_failure(what: str, error: OSError) -> CapslogError:
     """The error for a failed write: DiskFailed if no process can write to the file system."""
     kind = DiskFailed if is_full(error) else CapslogError
-    mend = "make the file system writable" if error.errno == errno.EROFS else "free space"
+    mends = {errno.EROFS: "make the file system writable", errno.ELOOP: "remove it"}
+    mend = mends.get(error.errno or 0, "free space")
     return kind(f"{what}: {error.strerror or error}; {mend} or choose another path")
 
 

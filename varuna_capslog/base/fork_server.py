@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 
 from varuna_capslog.base import forking
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.files import no_link
 from varuna_capslog.base.forking import PRELOADED, Order
 from varuna_capslog.base.processes import die_with_parent, python_command, signal_group, startable
 from varuna_capslog.base.threads import OwnedThread
@@ -68,7 +69,7 @@ class ForkServer:
         command = python_command(forking.__name__, entry, *modules)
         start = _started_as_fork if prepared and forking.may_fork() else subprocess.Popen
         try:
-            with startable("the process that forks workers"), open(log or os.devnull, "ab") as errors:
+            with startable("the process that forks workers"), open(log or os.devnull, "ab", opener=no_link) as errors:
                 self._process = start(
                     command,
                     env={"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})},

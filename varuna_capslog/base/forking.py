@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.files import no_link
 from varuna_capslog.base.functions import add_current_folder
 from varuna_capslog.base.output import LastingStream
 from varuna_capslog.base.processes import (
@@ -229,7 +230,7 @@ def _settle(order: Order, private: Sequence[int]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     ends_forks_as_usual()
-    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    log = no_link(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     nothing = os.open(os.devnull, os.O_RDONLY)
     output, errors = order.get("output", log), order.get("errors", log)
     for target, source in ((0, nothing), (1, output), (2, errors)):
@@ -245,7 +246,7 @@ def _settle(order: Order, private: Sequence[int]) -> None:
 
 
 def _write_errors_to(path: str) -> None:
-    with contextlib.suppress(OSError), open(path, "ab") as file:
+    with contextlib.suppress(OSError), open(path, "ab", opener=no_link) as file:
         os.dup2(file.fileno(), 2)
 
 

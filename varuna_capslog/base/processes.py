@@ -198,6 +198,7 @@ def reaped(pid: int, options: int = os.WNOHANG) -> int | None:
 def write_unless_there(path: Path, value: dict[str, Any]) -> None:
     """Write what is known about a worker, unless the worker has already written its own file, which has more facts."""
     temporary = path.with_suffix(".new")
+    temporary.unlink(missing_ok=True)  # in a stranger's folder it may be a link
     temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     with contextlib.suppress(FileExistsError):  # link() never replaces
         os.link(temporary, path)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.files import no_link
 from varuna_capslog.base.fork_server import ForkServer
 from varuna_capslog.base.processes import die_with_parent, reaped, startable
 
@@ -48,7 +49,7 @@ def starter_of(command: Sequence[str]) -> Starter:
     die_with = die_with_parent()
 
     def start(rank: int, environment: Mapping[str, str], log: Path) -> Worker:
-        with open(log, "wb") as file:
+        with open(log, "wb", opener=no_link) as file:
             with startable(f"worker {rank}: {command[0]!r}"):
                 return _Started(
                     command,

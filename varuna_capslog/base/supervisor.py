@@ -297,8 +297,9 @@ def reserve(run_dir: Path) -> Iterator[None]:
         yield
         return
     with usable(folder):
+        files.refuse_link(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / "lock", "ab")  # noqa: SIM115 (held as long as the run)
+        lock = open(folder / "lock", "ab", opener=files.no_link)  # noqa: SIM115 (held as long as the run)
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -22,15 +22,15 @@ def losses_by_cause(events: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     found: dict[str, str] = {}
     silent: dict[str, list[str]] = {}
     for event in events:
-        cause = event.get("cause")
+        cause = str(event.get("cause"))
         if event.get("kind") == "lost":
             member = str(event.get("member"))
-            found[member] = str(cause) if cause in CAUSES else "failed"
+            found[member] = cause if cause in CAUSES else "failed"
             if cause == "host":
                 silent.setdefault(str(event.get("host")), []).append(member)
         elif event.get("kind") == "cause" and cause in CAUSES:
             for member in silent.pop(str(event.get("host")), ()):
-                found[member] = str(cause)
+                found[member] = cause
     return found
 
 

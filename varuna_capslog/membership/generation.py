@@ -6,6 +6,7 @@ The store holds exactly one `Generation`, replaced by compare-and-set on its num
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -31,6 +32,11 @@ class Stamp(NamedTuple):
 
     step: int
     generation: int
+
+    @classmethod
+    def of_name(cls, name: str) -> Stamp | None:
+        """The stamp in a file's name, `<step>-<generation>`; None where the name has another form."""
+        return cls(*map(int, name.split("-"))) if re.fullmatch("[0-9]{1,18}-[0-9]{1,18}", name) else None
 
 
 LINEAGE_ENTRIES = 64
@@ -162,15 +168,15 @@ class Generation:
         """The generation that a JSON value holds. Raises CapslogError that begins with `where`."""
 
         def stamp(pair: Any, name: str) -> Stamp:
-            step, generation = fields.listed(pair, name)
+            step, generation = fields.listed(pair, name, length=2)
             return Stamp(fields.whole(step, name), fields.whole(generation, name))
 
         def copied(found: Any) -> dict[Member, tuple[int, ...]]:
-            if not isinstance(found, Mapping):
-                raise CapslogError("copies is no object; it names the layers that each member keeps copies of")
             return {
                 fields.text(member, "copies"): tuple(fields.whole(layer, "copies") for layer in layers)
-                for member, layers in ((one, fields.listed(row, "copies")) for one, row in found.items())
+                for member, layers in (
+                    (one, fields.listed(row, "copies")) for one, row in fields.mapping(found, "copies").items()
+                )
             }
 
         def make() -> Generation:
@@ -186,16 +192,18 @@ class Generation:
                 tuple(fields.text(name, "members") for name in fields.listed(value["members"], "members")),
                 tuple(fields.text(name, "leaving") for name in fields.listed(value["leaving"], "leaving")),
                 tuple(
-                    (fields.whole(row[0], "lineage"), stamp(row[1:], "lineage"))
-                    for row in fields.listed(value["lineage"], "lineage")
+                    (fields.whole(number, "lineage"), stamp(base, "lineage"))
+                    for number, *base in (
+                        fields.listed(row, "lineage", length=3) for row in fields.listed(value["lineage"], "lineage")
+                    )
                 ),
                 stamp(value["checkpoint"], "checkpoint"),
                 fields.whole(value["reached"], "reached"),
-                bool(value["regress"]),
+                fields.boolean(value["regress"], "regress"),
                 None if value.get("plan") is None else Plan.from_json(value["plan"], "plan"),
                 fields.whole(value.get("forgotten", 0), "forgotten"),
                 None if value.get("copies") is None else copied(value["copies"]),
-                None if value.get("motion") is None else dict(value["motion"]),
+                None if value.get("motion") is None else fields.mapping(value["motion"], "motion"),
             )
 
         return fields.within(where, make)

@@ -1,16 +1,53 @@
-"""A file of weights that another program wrote: a state dict, by torch.save or as safetensors."""
+"""Files of tensors, which may come from anybody: what torch.save wrote, and state dicts of other programs.
+
+No code of a file runs, and none takes more memory than it has bytes on the disk.
+"""
 
 from __future__ import annotations
 
+import os
+import stat
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.units import format_bytes
 
-__all__ = ["read_state_file"]
+__all__ = ["load_tensors", "read_state_file"]
+
+
+def load_tensors(path: Path | str, mapped: bool = False) -> Any:
+    """What torch.save wrote into a file, tensors and plain values only, on the CPU.
+
+    Args:
+        mapped: leave the tensors in the file until they are read.
+
+    Raises:
+        OSError: it cannot be read.
+        CapslogError: it is no such file, it holds other objects, or it is larger unpacked than on the disk.
+    """
+    size = _size_of(path)
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                unpacked = sum(member.file_size for member in archive.infolist())
+            # torch compresses nothing, so that more bytes than the file has are packed, or listed twice
+            if unpacked > size:
+                raise CapslogError(
+                    f"it unpacks to {format_bytes(unpacked)} from {format_bytes(size)}, but torch.save does "
+                    "not compress"
+                )
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except (OSError, CapslogError):
+        raise
+    except Exception as error:  # the unpickler trips over foreign bytes in many ways
+        text = str(error).partition("\n")[0]
+        raise CapslogError(f"torch cannot read it, {type(error).__name__}{f': {text}' if text else ''}") from error
 
 
 def read_state_file(path: Path | str) -> dict[str, Tensor]:
@@ -22,15 +59,13 @@ def read_state_file(path: Path | str) -> dict[str, Tensor]:
     if Path(path).suffix == ".safetensors":
         return _safetensors(path)
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = load_tensors(path)
     except OSError as error:
-        raise CapslogError(
-            f"weights file {str(path)!r} cannot be read: {error.strerror or error}; check the path"
-        ) from None
-    except Exception as error:  # the unpickler trips over foreign bytes in many ways
+        raise _unreadable(path, error) from None
+    except CapslogError as error:
         raise CapslogError(
             f"weights file {str(path)!r} is no torch file or holds more than tensors (a training checkpoint with its "
-            f"options), torch says {type(error).__name__}; save only {{'model': state_dict}} and give that file"
+            f"options): {error}; save only {{'model': state_dict}} and give that file"
         ) from error
     state = content.get("model", content) if isinstance(content, Mapping) else None
     if not isinstance(state, Mapping) or not state or not all(isinstance(value, Tensor) for value in state.values()):
@@ -46,12 +81,23 @@ def _safetensors(path: Path | str) -> dict[str, Tensor]:
             f"weights file {str(path)!r} needs the package safetensors; install it, or give a torch file"
         ) from None
     try:
+        _size_of(path)
         return dict(load_file(path))
     except OSError as error:
-        raise CapslogError(
-            f"weights file {str(path)!r} cannot be read: {error.strerror or error}; check the path"
-        ) from None
+        raise _unreadable(path, error) from None
     except Exception as error:
         raise CapslogError(
             f"weights file {str(path)!r} is no safetensors file, or it is cut off ({error}); write it again"
         ) from error
+
+
+def _size_of(path: Path | str) -> int:
+    """Bytes of a file. Raises CapslogError for a pipe, which would hold the reader up, and a device; OSError."""
+    about = os.stat(path)
+    if not stat.S_ISREG(about.st_mode):
+        raise CapslogError("it is no file")
+    return about.st_size
+
+
+def _unreadable(path: Path | str, error: OSError) -> CapslogError:
+    return CapslogError(f"weights file {str(path)!r} cannot be read: {error.strerror or error}; check the path")

@@ -361,7 +361,7 @@ def plan_path(run_dir: Path, generation: int) -> Path:
 def latest_plan(run_dir: Path) -> tuple[int, Plan] | None:
     """Generation and plan of a run's newest plan file, or None where there is none yet."""
     names = [path.stem.removeprefix("plan-") for path in run_dir.glob("plan-*.json")]
-    newest = max((int(name) for name in names if name.isdigit()), default=None)
+    newest = max((int(name) for name in names if name.isascii() and name.isdigit()), default=None)
     return None if newest is None else (newest, read_plan(plan_path(run_dir, newest)))
 
 

@@ -50,6 +50,7 @@ def write_report(run: RunRecord | Path, rehearse: Rehearsal | None = None) -> Pa
     """
     run = run if isinstance(run, RunRecord) else read_run(run)
     folder = run.run_dir / "report"
+    files.refuse_link(folder)
     try:
         folder.mkdir(exist_ok=True)
         # a picture that this report does not draw must not stay from an earlier one

@@ -49,6 +49,9 @@ def _object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+_PREDICTIONS = "predictions"
+_MOST_TEXT_BYTES = 1 << 20
+"""Of a file of `predictions/`, which the page holds as a whole."""
 _OR_NONE = WrapValidator(_valid_or_none)
 # an axis from -1e308 to 1e308 is longer than a float can say, and no picture can be drawn
 _Finite = Annotated[float, Strict(), AllowInfNan(False), Field(ge=-1e100, le=1e100)]
@@ -264,11 +267,8 @@ def read_run(run_dir: Path) -> RunRecord:
         last_step=steps[-1].step if steps else None,
         evaluations=_last_of_each_step(evaluations),
         events=tuple(events),
-        texts=tuple(
-            path.read_text(encoding="utf-8", errors="replace")
-            for path in sorted((run_dir / "predictions").glob("*.txt"), key=_natural)
-        ),
-        predictions=tuple(sorted((run_dir / "predictions").glob("*.png"), key=_natural)),
+        texts=tuple(filter(None, (_whole(path, _text, problems) for path in _predictions(run_dir, "txt", problems)))),
+        predictions=tuple(_predictions(run_dir, "png", problems)),
         problems=problems,
     )
 
@@ -278,11 +278,39 @@ def _whole(path: Path, read: Callable[[Path], T], problems: dict[str, str]) -> T
     if not path.is_file():
         problems[path.name] = f"{path.name} is missing"
         return None
+    if _leads_away(path):
+        problems[path.name] = f"{path.name} is a link out of the run's folder, and left out"
+        return None
     try:
         return read(path)
     except CapslogError as error:
         problems[path.name] = str(error)
         return None
+
+
+def _leads_away(path: Path) -> bool:
+    """Whether a file in the folder of a run, or in its `predictions/`, is a link to what does not lie there.
+
+    Who makes a report of a stranger's run and passes it on must not pass on a file of their own.
+    """
+    folder = path.parent.parent if path.parent.name == _PREDICTIONS else path.parent
+    return not path.resolve().is_relative_to(folder.resolve())
+
+
+def _predictions(run_dir: Path, ending: str, problems: dict[str, str]) -> list[Path]:
+    """The files of `predictions/` that lie in the run's folder."""
+    named = sorted((run_dir / _PREDICTIONS).glob(f"*.{ending}"), key=_natural)
+    paths = [path for path in named if path.is_file() and not _leads_away(path)]
+    if len(paths) < len(named):
+        away = _count(len(named) - len(paths), "file")
+        problems[f"{_PREDICTIONS}/*.{ending}"] = (
+            f"{_PREDICTIONS}: {away} left out that are links out of the run's folder, or no files"
+        )
+    return paths
+
+
+def _text(path: Path) -> str:
+    return files.read_bytes(path, _MOST_TEXT_BYTES).decode(errors="replace")
 
 
 def _lines(path: Path, problems: dict[str, str]) -> list[dict[str, Any]]:
@@ -291,7 +319,7 @@ def _lines(path: Path, problems: dict[str, str]) -> list[dict[str, Any]]:
         return []
     torn = sum(bool(line.strip()) for line in path.read_bytes().split(b"\n")) - len(records)
     if torn > 0:
-        problems[path.name] = f"{path.name}: {_count(torn, 'line')} torn by a crash left out"
+        problems[path.name] = f"{path.name}: {_count(torn, 'line')} left out that a crash tore, or that are no objects"
     return records
 
 
@@ -323,7 +351,7 @@ def _last_of_each_step(lines: list[R]) -> tuple[R, ...]:
 
 def _natural(path: Path) -> list[tuple[int, str]]:
     """Sorts sample-10 behind sample-9."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.name)]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path.name)]
 
 
 def _count(number: int, noun: str) -> str:

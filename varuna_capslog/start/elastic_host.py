@@ -14,7 +14,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from varuna_capslog.base import files
+from pydantic import ValidationError
+
+from varuna_capslog.base import fields, files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.trust.secret import SecretMissing, run_secret
 from varuna_capslog.config.reading import load_config
@@ -196,7 +198,13 @@ def join_script(script: Path, arguments: Sequence[str], options: HostOptions, wa
     wrote into the run's folder. Raises like `join_run`.
     """
     _find_run(options, wait_seconds)
-    settings = Elastic.model_validate(files.read_json(options.run_dir / _SCRIPT_CALL)["elastic"])
+    path = options.run_dir / _SCRIPT_CALL
+    try:
+        settings = Elastic.model_validate(
+            fields.mapping(files.read_json(path), f"{path}: what it holds").get("elastic")
+        )
+    except ValidationError as error:
+        raise CapslogError(f"{path}: elastic holds no settings of this version; start the run anew") from error
     return Host(_of_script(dataclasses.replace(options, settings=settings), script, arguments)).run()
 
 

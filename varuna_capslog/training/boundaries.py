@@ -24,6 +24,7 @@ from varuna_capslog.training.data_watch import DataWatch
 from varuna_capslog.training.digests import digest
 from varuna_capslog.training.feed import evaluation_groups
 from varuna_capslog.training.journal import Journal
+from varuna_capslog.training.manifest import read_best
 from varuna_capslog.training.run_setup import RunSetup
 from varuna_capslog.training.saving import HostCopies, Saving
 
@@ -62,7 +63,7 @@ class Boundaries:
         self._engine, self._generation, self._base = engine, generation, base
         self._named = base if saved else self._named if self._named <= base else 0
         self._judged = self._judged if self._judged <= base else 0
-        self._best = self._read_best() if base else None
+        self._best = read_best(self._setup.checkpoints) if base else None
 
     def end(self) -> None:
         """The generation is over: a checkpoint under way is given up; the next generation begins with its own."""
@@ -253,13 +254,6 @@ class Boundaries:
             if self._log.writes:
                 self._setup.checkpoints.mkdir(parents=True, exist_ok=True)
                 files.write_json(self._setup.checkpoints / "best.json", {"step": step, "value": self._best[0]})
-
-    def _read_best(self) -> tuple[float, int] | None:
-        best = self._setup.checkpoints / "best.json"
-        if not best.exists():
-            return None
-        record = files.read_json(best)
-        return record["value"], record["step"]
 
 
 def verify_copies(engine: Engine) -> None:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import pickle
 import shutil
 import tempfile
-import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +23,8 @@ from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.threads import OwnedThread, logged
 from varuna_capslog.engine.recipe import AVERAGE
+from varuna_capslog.model.state_file import load_tensors
+from varuna_capslog.training.manifest import REMEDY, REMOVE_BEST, read_best, read_manifest
 
 __all__ = [
     "Checkpoint",
@@ -39,9 +39,6 @@ __all__ = [
     "write_synced",
     "write_whole",
 ]
-
-FORMAT = "varuna-capslog/checkpoint/1"
-_REMEDY = "set resume to the folder of an older checkpoint"
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,10 @@ class Checkpoint:
                 f"{', '.join(list(self.manifest['layers'])[:8])}, ...)"
             )
         file = self.path / entry["file"]
-        loaded: dict[str, Any] = read_file(file, _REMEDY, entry["digest"], mapped)
+        state = read_file(file, REMEDY, entry["digest"], mapped)
+        if not _is_layer(state):
+            raise CapslogError(f"{file}: holds no layer's parameters, buffers and moments; {REMEDY}")
+        loaded: dict[str, Any] = state
         return loaded
 
     def weights(self, name: str, mapped: bool = False) -> dict[str, Tensor]:
@@ -84,6 +84,25 @@ class Checkpoint:
         averages = {one: kept[AVERAGE] for one, kept in state["optimizer"].items() if AVERAGE in kept}
         weights: dict[str, Tensor] = state["parameters"] | averages | state["buffers"]
         return weights
+
+
+def _is_layer(state: Any) -> bool:
+    """Whether what a file holds has the form of `stored_layers.to_checkpoint`."""
+    kinds = ("parameters", "buffers", "optimizer")
+    if not isinstance(state, dict) or not all(isinstance(state.get(kind), dict) for kind in kinds):
+        return False
+    parameters, buffers, moments = (state[kind] for kind in kinds)
+    scaler = state.get("scaler", {"scale": 1.0, "streak": 0})
+    if not all(isinstance(of_one, dict) for of_one in (scaler, *moments.values())):
+        return False
+    names = [name for named in (parameters, buffers, moments, *moments.values()) for name in named]
+    kept = [moment for of_one in moments.values() for moment in of_one.values() if moment is not None]
+    return (
+        all(isinstance(name, str) for name in names)
+        and all(isinstance(tensor, Tensor) for tensor in (*parameters.values(), *buffers.values()))
+        and all(isinstance(moment, Tensor | int | float) for moment in kept)
+        and all(isinstance(scaler.get(key), int | float) for key in ("scale", "streak"))
+    )
 
 
 def read_file(path: Path, advice: str, digest: str | None = None, mapped: bool = False) -> Any:
@@ -100,8 +119,11 @@ def read_file(path: Path, advice: str, digest: str | None = None, mapped: bool =
     try:
         if digest is not None and digest_of(path) != digest:
             raise CapslogError(f"{path}: damaged (its digest differs from the manifest's); {advice}")
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+    except OSError as error:
+        raise CapslogError(f"{path}: cannot be read ({error.strerror or error}); {advice}") from error
+    try:
+        return load_tensors(path, mapped)
+    except (OSError, CapslogError) as error:
         raise CapslogError(f"{path}: cannot be read ({error}); {advice}") from error
 
 
@@ -118,7 +140,7 @@ def publish(partial: Path, final: Path, replaced: Path) -> None:
 
 def write_synced(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
     """Saves with torch and syncs; returns size and digest for the manifest. Raises OSError, also for a full disk."""
-    with open(path, "wb") as file:
+    with open(path, "wb", opener=files.no_link) as file:
         _save(file, state)
         file.flush()
         os.fsync(file.fileno())
@@ -159,16 +181,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """A checkpoint folder, with its manifest read and the sizes of its files checked.
 
     Raises:
-        CapslogError: not a checkpoint, another format, or files missing or cut short.
+        CapslogError: not a checkpoint, another format or shape, or files missing or cut short.
     """
-    manifest = files.read_json(path / "manifest.json")
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CapslogError(f"{path}/manifest.json: format is not {FORMAT!r}; give a folder written by this program")
-    for name, entry in manifest["layers"].items():
-        file = path / entry["file"]
-        if not file.is_file() or file.stat().st_size != entry["bytes"]:
-            raise CapslogError(f"{file}: missing or cut short (layer {name!r}); {_REMEDY}")
-    return Checkpoint(path, manifest)
+    return Checkpoint(path, read_manifest(path))
 
 
 def latest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -184,7 +199,7 @@ def latest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 def passed_over(found: Checkpoint | None, skipped: Sequence[str]) -> list[str]:
     """What the user reads of `latest_checkpoint`, where the newest is not what a run goes on from."""
-    lines = [f"passed over a checkpoint: {problem.removesuffix(f'; {_REMEDY}')}" for problem in skipped]
+    lines = [f"passed over a checkpoint: {problem.removesuffix(f'; {REMEDY}')}" for problem in skipped]
     if skipped and found is None:
         lines.append("no checkpoint is whole: the run begins anew")
     return lines
@@ -194,11 +209,15 @@ def best_checkpoint(folder: Path) -> Checkpoint:
     """The checkpoint with the best score in a run's `checkpoints/`, or the newest if the run was never evaluated.
 
     Raises:
-        CapslogError: there is none.
+        CapslogError: there is none, or the best one is damaged.
     """
-    best = folder / "best.json"
-    if best.is_file():
-        return open_checkpoint(folder / f"step-{files.read_json(best)['step']:08d}")
+    best = read_best(folder)
+    if best is not None:
+        try:
+            return open_checkpoint(folder / f"step-{best[1]:08d}")
+        except CapslogError as error:
+            problem = str(error).removesuffix(f"; {REMEDY}")
+            raise CapslogError(f"best.json names step {best[1]}, but {problem}; {REMOVE_BEST}") from error
     latest, skipped = latest_checkpoint(folder)
     if latest is None:
         raise CapslogError("; ".join(skipped) or f"{folder} holds no checkpoint yet; train first")

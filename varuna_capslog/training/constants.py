@@ -11,9 +11,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Config
+from varuna_capslog.training.manifest import read_manifest
 
 __all__ = ["check_continues", "check_folder", "check_samples", "run_constants"]
 
@@ -115,9 +115,8 @@ def check_folder(
         return
     for path in found if config.resume == "auto" else [Path(config.resume)]:
         try:
-            manifest = files.read_json(path / "manifest.json")
+            manifest = read_manifest(path)
         except CapslogError:
             continue
-        if isinstance(manifest, dict):
-            check_continues(config, model, manifest, path, grains, facts)
-            return
+        check_continues(config, model, manifest, path, grains, facts)
+        return

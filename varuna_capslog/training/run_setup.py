@@ -6,6 +6,7 @@ begins from (`init_from`) are those of one of our checkpoints or of a file that 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,13 +27,15 @@ from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.splitting.pieces import of_parts
 from varuna_capslog.model.workload import DataSource, Workload
 from varuna_capslog.plans.plan import Plan
-from varuna_capslog.training.checkpoint import open_checkpoint
+from varuna_capslog.training.checkpoint import latest_checkpoint, open_checkpoint, passed_over
 from varuna_capslog.training.data_watch import DataWatch
 from varuna_capslog.training.feed import Feed
 from varuna_capslog.training.loggers import check_loggers
 from varuna_capslog.training.resplit import read_for
 
 __all__ = ["RunSetup", "build_chain", "check_plan", "initialise", "last_step", "set_up_run"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -159,8 +162,8 @@ def check_plan(setup: RunSetup, plan: Plan) -> None:
 
 
 def read_weights(path: Path, workload: Workload, chain: Chain) -> tuple[dict[str, Tensor], list[str]]:
-    """{address in the chain: tensor} of a checkpoint, a run folder (its newest one) or a foreign file; and what was
-    skipped.
+    """{address in the chain: tensor} of a checkpoint, a run folder (its newest whole one) or a foreign file; and what
+    was skipped.
 
     Raises:
         CapslogError: no such file, or nothing that can be read.
@@ -170,13 +173,18 @@ def read_weights(path: Path, workload: Workload, chain: Chain) -> tuple[dict[str
     if path.is_file():
         found, skipped = workload.import_weights(path)
         return of_parts(found, chain.layers), skipped
-    folder = path
     if (path / "checkpoints").is_dir():
-        steps = sorted((path / "checkpoints").glob("step-*"))
-        if not steps:
-            raise CapslogError(f"init_from={str(path)!r} is a run without a checkpoint; give another")
-        folder = steps[-1]
-    checkpoint = read_for(open_checkpoint(folder), chain)
+        newest, damaged = latest_checkpoint(path / "checkpoints")
+        if newest is None:
+            raise CapslogError(
+                f"init_from={str(path)!r} is a run without a whole checkpoint ({'; '.join(damaged) or 'it has none'}); "
+                "give another"
+            )
+        for line in passed_over(newest, damaged):
+            _log.warning("init_from: %s", line)
+    else:
+        newest = open_checkpoint(path)
+    checkpoint = read_for(newest, chain)
     weights: dict[str, Tensor] = {}
     for layer in checkpoint.manifest["layers"]:
         weights |= {f"{layer}.{name}": tensor for name, tensor in checkpoint.weights(layer, mapped=True).items()}

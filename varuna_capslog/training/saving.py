@@ -25,6 +25,7 @@ from varuna_capslog.engine.interface import Engine
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.training import checkpoint
 from varuna_capslog.training.layer_state import capture
+from varuna_capslog.training.manifest import FORMAT
 from varuna_capslog.training.resplit import manifest_of_layers
 from varuna_capslog.training.stored_layers import to_checkpoint
 
@@ -169,6 +170,7 @@ class Saving:
     def _write(self, states: Iterable[tuple[EngineLayer, dict[str, Any]]]) -> _Written:
         entries: dict[str, Any] = {}
         try:
+            files.refuse_link(self._partial)
             self._partial.mkdir(parents=True, exist_ok=True)
             for layer, state in states:
                 if self._given_up.is_set():
@@ -184,7 +186,7 @@ class Saving:
         files.write_json(
             self._partial / "manifest.json",
             {
-                "format": checkpoint.FORMAT,
+                "format": FORMAT,
                 "model": chain.name,
                 "step": self.step,
                 "generation": self._generation,

@@ -81,7 +81,7 @@ def _split_address(address: str, layer: str, name: str, checkpoint: Checkpoint) 
             f"{checkpoint.path}: parameter {address!r} is not shared there; it was written for another model"
         )
     first, inner = uses[0]
-    return list(checkpoint.manifest["layers"])[first], inner
+    return list(checkpoint.manifest["layers"])[int(first)], inner
 
 
 def _on_host(key: str, tensor: Tensor) -> Tensor:

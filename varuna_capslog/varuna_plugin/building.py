@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,6 +24,7 @@ __all__ = [
     "evaluate",
     "forward_only",
     "init_communication",
+    "make_temporary_folder",
     "parameter_names_to_cuts",
     "temporary_folder",
 ]
@@ -33,8 +36,10 @@ def build(original: Callable[..., None], self: Any, *arguments: Any, **keywords:
 
     Raises:
         CapslogError: fp16, a batch that the replicas cannot share, a map that is not one rank for each process, a
-            capacity for other microbatches.
+            capacity for other microbatches, a `temporary_folder` of somebody else's.
     """
+    from varuna import utils
+
     call = inspect.signature(original).bind(self, *arguments, **keywords)
     call.apply_defaults()
     given = call.arguments
@@ -65,6 +70,7 @@ def build(original: Callable[..., None], self: Any, *arguments: Any, **keywords:
         given["device"] = "cpu"
     elif isinstance(given["device"], torch.device):
         given["device"] = "cpu" if given["device"].type == "cpu" else given["device"].index or 0
+    make_temporary_folder(utils.VARUNA_TEMP_FOLDER)
     original(*call.args, **call.kwargs)
     if self.device.type == "cpu":
         # the executor compares with the text "cpu", else it synchronises CUDA
@@ -150,3 +156,19 @@ def temporary_folder(port: str | None = None) -> str:
     """
     job = port or os.environ.get("MASTER_PORT", str(os.getpid()))
     return os.path.join(tempfile.gettempdir(), f"varuna-{os.getuid()}-{job}")
+
+
+def make_temporary_folder(folder: str) -> None:
+    """Makes the `temporary_folder` of a job, or takes the one that another of its processes has made.
+
+    Raises:
+        CapslogError: something else is there, such as a folder that another user has put links into.
+    """
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    about = os.lstat(folder)
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o022:
+        raise CapslogError(
+            f"{folder} is there already, and others may write into it or it is no folder of yours; remove it, or set "
+            "TMPDIR to a folder of your own"
+        )

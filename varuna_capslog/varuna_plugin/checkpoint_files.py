@@ -9,12 +9,13 @@ last checkpoint. Nothing here knows ranks, stages or a model.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from varuna_capslog.base import files
+from varuna_capslog.base import fields, files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.member.held_state import take_newest, write_boundaries
 from varuna_capslog.membership.generation import Generation, Stamp
@@ -41,15 +42,20 @@ MANIFEST = "capslog-manifest.json"
 FORMAT = "varuna-capslog/varuna-checkpoint/1"
 PARAMETERS, STATE, COMMON = "opt-fp32-params-{}", "opt-state-{}", "opt-common-state"
 EXTRA = "capslog-extra-{}"
+_MOST_PIECES = 100_000
 RESUMED = "resumed-"
 """Folders in a run's, with the step behind it: boundaries that members left and a later run began with."""
 
 
 def newest(folder: Path) -> tuple[int, Path] | None:
     """Step and place of the newest complete checkpoint that the plugin wrote."""
-    found = [path.parent for path in folder.glob(f"varuna_ckpt_*/{MANIFEST}")]
-    steps = {int(path.name.removeprefix("varuna_ckpt_")): path for path in found}
+    steps = _numbered("varuna_ckpt_", (path.parent for path in folder.glob(f"varuna_ckpt_*/{MANIFEST}")))
     return max(steps.items()) if steps else None
+
+
+def _numbered(prefix: str, paths: Iterable[Path]) -> dict[int, Path]:
+    """The paths by the number behind the prefix of their names; other names are nothing that the plugin wrote."""
+    return {int(found[1]): path for path in paths if (found := re.fullmatch(f"{prefix}([0-9]{{1,18}})", path.name))}
 
 
 def read_tensors(place: Path, parameters: Iterable[str], buffers: Iterable[str]) -> LayerState:
@@ -69,6 +75,27 @@ def read_tensors(place: Path, parameters: Iterable[str], buffers: Iterable[str])
     return flatten(values, kept, reader.search(STATE, wanted))
 
 
+def _manifest(path: Path) -> dict[str, Any]:
+    """What the plugin wrote beside the files of a checkpoint. Raises CapslogError where it has another shape."""
+    manifest = files.read_json(path)
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CapslogError(f"{path}: format is not {FORMAT!r}; load an older checkpoint")
+
+    def check() -> None:
+        if fields.whole(manifest.get("num_pieces"), "num_pieces", 1) > _MOST_PIECES:
+            raise CapslogError(f"num_pieces is {manifest['num_pieces']}, more than the {_MOST_PIECES} of any model")
+        for kind in ("parameters", "buffers"):
+            for name, piece in fields.mapping(manifest.get(kind), kind).items():
+                fields.whole(piece, f"{kind}[{name!r}]")
+        for name, entry in fields.mapping(manifest.get("files"), "files").items():
+            fields.text(fields.mapping(entry, f"files[{name!r}]").get("digest"), f"files[{name!r}].digest")
+        fields.mapping(manifest.get("stage_to_rank_map"), "stage_to_rank_map")
+        fields.listed(manifest.get("cuts"), "cuts")
+
+    fields.within(str(path), check)
+    return manifest
+
+
 class Reader:
     """One checkpoint folder; files are read once.
 
@@ -84,12 +111,11 @@ class Reader:
         if not folder.is_dir():
             raise CapslogError(f"{folder} is not there; give the folder that holds varuna_ckpt_* and a step of it")
         if (folder / MANIFEST).exists():
-            self.manifest = files.read_json(folder / MANIFEST)
-            if self.manifest is None or self.manifest.get("format") != FORMAT:
-                raise CapslogError(f"{folder / MANIFEST}: format is not {FORMAT!r}")
+            self.manifest = _manifest(folder / MANIFEST)
             self._home |= self.manifest["parameters"] | self.manifest["buffers"]
-        numbers = [path.name.rpartition("-")[2] for path in folder.glob(PARAMETERS.format("*"))]
-        self.pieces = sorted({int(number.partition("_")[0]) for number in numbers})
+        names = (path.name for path in folder.glob(PARAMETERS.format("*")))
+        numbers = (re.match(PARAMETERS.format("([0-9]{1,9})(_|$)"), name) for name in names)
+        self.pieces = sorted({int(number[1]) for number in numbers if number})
         wanted = range(self.manifest["num_pieces"]) if self.manifest else range(max(self.pieces, default=-1) + 1)
         if check and (not self.pieces or self.pieces != list(wanted)):
             raise CapslogError(
@@ -150,7 +176,8 @@ def begin_with(run_dir: Path) -> tuple[int, Path | None]:
 
     def take(place: Path, step: int, about: Mapping[str, Any]) -> Path | None:
         """Gives a whole boundary a folder of its own."""
-        if not all(_file(place, piece).exists() for piece in range(int(about["num_pieces"]))):
+        count = fields.whole(about.get("num_pieces"), f"{run_dir}/held: num_pieces", 1)
+        if not all(_file(place, piece).exists() for piece in range(count)):
             return None
         final = run_dir / f"{RESUMED}{step:08d}"
         shutil.rmtree(final, ignore_errors=True)
@@ -158,7 +185,7 @@ def begin_with(run_dir: Path) -> tuple[int, Path | None]:
         return final
 
     take_newest(run_dir, found[0], take)
-    resumed = {int(path.name.removeprefix(RESUMED)): path for path in run_dir.glob(f"{RESUMED}*") if path.is_dir()}
+    resumed = _numbered(RESUMED, (path for path in run_dir.glob(f"{RESUMED}*") if path.is_dir()))
     step, path = max([found, *resumed.items()], key=lambda boundary: boundary[0])
     for place in resumed.values():
         if place != path:

@@ -9,6 +9,7 @@ from tests.elastic.machines import write_config
 from tests.engine import models
 from varuna_capslog import cli
 from varuna_capslog.base import files
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.supervisor import Supervisor
 from varuna_capslog.elastic.member.held_state import recover, write_held
 from varuna_capslog.membership.generation import Generation, Stamp
@@ -92,3 +93,73 @@ def test_a_run_whose_members_never_change_goes_on_from_it_too(tmp_path, monkeypa
     assert not ended.value.code
     assert [checkpoint and checkpoint.step for checkpoint in found] == [5 if resume == "auto" else None]
     assert files.read_json(tmp_path / "run/plan-0.json")["num_layers"] == len(CHAIN.layers)
+
+
+def spoil(path, change):
+    content = files.read_json(path)
+    change(content)
+    files.write_json(path, content)
+
+
+@pytest.mark.parametrize("name", ["x-y", "3-1-1", "-", "4-", "99999999999999999999-1", "\u00b2-1"])
+def test_folders_that_no_member_wrote_are_passed_over(tmp_path, name):
+    """A folder `x-y` in a run's held/ was a ValueError at every start, until somebody removed it."""
+    leave(tmp_path, 4)
+    (tmp_path / "held" / name).mkdir()
+    recover(tmp_path)
+    assert step_of(tmp_path) == 4
+
+
+def test_a_link_in_the_place_of_a_boundary_is_passed_over(tmp_path):
+    """Files of what it leads to would be removed."""
+    leave(tmp_path, 4)
+    leave(tmp_path / "other", 5)
+    elsewhere = tmp_path / "other/held/00000005-000001"
+    (tmp_path / "held/00000005-000001").symlink_to(elsewhere)
+    recover(tmp_path)
+    assert step_of(tmp_path) == 4
+    assert len(list(elsewhere.glob("*.pt.json"))) == len(CHAIN.layers)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda about: about.pop("record"), "record: format is not"),
+        (lambda about: about.pop("manifest"), "manifest is null; it must be an object"),
+        (lambda about: about["manifest"].pop("layers"), "layers is null; it must be a list"),
+        (lambda about: about["record"].update(checkpoint=[0]), "checkpoint has 1 entries; it must have 2"),
+        (lambda about: about["record"].update(lineage=[3]), "lineage is a number; it must be a list"),
+        (lambda about: about["record"].update(lineage=[[]]), "lineage has 0 entries; it must have 3"),
+        (lambda about: about["record"].update(regress="no"), "regress is 'no'; it must be true or false"),
+        (lambda about: about["record"].update(motion=[1]), "motion is a list; it must be an object"),
+    ],
+)
+def test_a_record_of_another_shape_is_one_sentence_and_nothing_is_lost(tmp_path, change, message):
+    """It was a KeyError or a TypeError ("this is a defect") at every start of the run."""
+    leave(tmp_path, 4)
+    spoil(tmp_path / "held/record-000002.json", change)
+    with pytest.raises(CapslogError, match=f"held/.*{message}.*; remove the folder held/"):
+        recover(tmp_path)
+    assert (tmp_path / "held/00000004-000001").is_dir()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda entry: entry.pop("bytes"), lambda entry: entry.pop("digest"), lambda entry: entry.update(bytes=5)],
+)
+def test_a_boundary_with_a_damaged_file_is_passed_over_for_an_older_one(tmp_path, caplog, change):
+    """The checkpoint that was made of it could not be read, and what else was held had been removed."""
+    leave(tmp_path, 4)
+    leave(tmp_path, 5)
+    spoil(tmp_path / "held/00000005-000001/layer-0001.pt.json", change)
+    recover(tmp_path)
+    assert step_of(tmp_path) == 4
+    assert "passed over what was held after step 5: " in caplog.text
+
+
+def test_an_entry_names_no_file_but_its_own(tmp_path):
+    leave(tmp_path, 4)
+    spoil(tmp_path / "held/00000004-000001/layer-0001.pt.json", lambda entry: entry.update(file="../../secret"))
+    recover(tmp_path)
+    checkpoint, _ = latest_checkpoint(tmp_path / "checkpoints")
+    assert [entry["file"] for entry in checkpoint.manifest["layers"].values()][1] == "layer-0001.pt"

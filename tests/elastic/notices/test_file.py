@@ -164,4 +164,30 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, caplog: pytest.LogCaptureFix
         file._stopped.wait(0.01)
     file.stop()
     assert len(caplog.records) == 1
-    assert "notices of file are not heard for now" in caplog.text
+    assert "leave is refused: " in caplog.text
+    assert "Is a directory" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "huge"])
+def test_a_file_that_is_put_where_none_was_is_heard(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    """A pipe in a run's notices/ held the listener up for ever: a proper file put there later was never heard."""
+    path = tmp_path / "leave"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.write_bytes(b" " * (1 << 17))
+    file = listener(path)
+    for _ in range(2):
+        assert file.ask().notices == ()
+    assert len(caplog.records) == 1
+    write(tmp_path / "later", "{}")
+    if kind == "folder":
+        path.rmdir()
+    (tmp_path / "later").replace(path)
+    assert one(file.ask().notices).kind is Kind.LEAVE

@@ -195,7 +195,7 @@ def test_only_so_many_checkpoints_stay_and_damaged_ones_are_told(tmp_path: Path)
     assert [stamp.step for stamp, _ in saved_states(tmp_path)] == [6, 8, 10]
     path = saved_states(tmp_path)[-1][1]
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(CapslogError, match=r"step-00000010-000001\.pt cannot be read"):
+    with pytest.raises(CapslogError, match=r"step-00000010-000001\.pt: cannot be read"):
         work.load(0, Stamp(10, 1))
 
 

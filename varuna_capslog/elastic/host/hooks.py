@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from varuna_capslog.base import files
+from varuna_capslog.base import fields, files
 from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.trust.secret import run_secret
@@ -175,7 +175,7 @@ def check_same_folder(run_dir: Path, address: str, identity: str, seconds: float
     """Raises CapslogError unless the host that serves this store has its folder here, too; a shared one may be slow."""
     until = time.monotonic() + seconds
     while True:
-        if _place(run_dir).is_file() and files.read_json(_place(run_dir)).get("identity") == identity:
+        if _place(run_dir).is_file() and _told(run_dir)[1] == identity:
             return
         if time.monotonic() > until:
             raise CapslogError(
@@ -257,8 +257,18 @@ def _where(run_dir: Path | str | None) -> tuple[str, str | None, Path]:
             f"no elastic run is going on in {run_dir}: it has no workers/{place.name}; check the path, or start one "
             "with `capslog train CONFIG elastic.enabled=true`"
         )
-    told = files.read_json(place)
-    return str(told["address"]), str(told["identity"]), Path(run_dir)
+    return *_told(Path(run_dir)), Path(run_dir)
+
+
+def _told(run_dir: Path) -> tuple[str, str]:
+    """Address and identity of a run's store, as `tell_address` wrote them."""
+
+    def read() -> tuple[str, str]:
+        told = fields.mapping(files.read_json(place), "what it holds")
+        return fields.text(told.get("address"), "address"), fields.text(told.get("identity"), "identity")
+
+    place = _place(run_dir)
+    return fields.within(str(place), read)
 
 
 def _roster_of(store: MembershipStore) -> Roster:

@@ -8,21 +8,27 @@ checkpoint of it (`write_held`, `recover`); the Varuna plugin keeps its own file
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from varuna_capslog.base import files
+from varuna_capslog.base import fields, files
 from varuna_capslog.base.clock import wall_seconds
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.membership.generation import Generation, Stamp
 from varuna_capslog.model.chain import Chain
-from varuna_capslog.training.checkpoint import FORMAT, entry_of, latest_checkpoint, publish, write_whole
+from varuna_capslog.training.checkpoint import entry_of, latest_checkpoint, publish, write_whole
 from varuna_capslog.training.layer_state import LayerState
+from varuna_capslog.training.manifest import FORMAT, check_manifest
 from varuna_capslog.training.resplit import manifest_of_layers
 from varuna_capslog.training.stored_layers import to_checkpoint
 
 __all__ = ["recover", "take_newest", "write_boundaries", "write_held"]
+
+_log = logging.getLogger(__name__)
+_REMEDY = "remove the folder held/, and the run goes on from its last checkpoint"
 
 HeldStates = Mapping[tuple[int, Stamp], LayerState]
 """What a member holds: the state of a layer, by its index and the boundary."""
@@ -65,18 +71,29 @@ def take_newest(run_dir: Path, after: int, take: Callable[[Path, int, Mapping[st
             the folder away and gives its new place, or None where a layer is missing.
     """
     folder, found = run_dir / "held", None
+    files.refuse_link(folder)
     records = sorted(folder.glob("record-*.json"))
     if records:
-        about = files.read_json(records[-1])
-        record = Generation.from_json(about["record"], str(records[-1]))
-        for place in sorted((path for path in folder.glob("*-*") if path.is_dir()), reverse=True):
-            stamp = Stamp(*map(int, place.name.split("-")))
+        record, about = _read_record(records[-1])
+        for place in sorted(folder.iterdir(), reverse=True):
+            stamp = Stamp.of_name(place.name)
+            if stamp is None or place.is_symlink() or not place.is_dir():
+                continue  # nothing that a member wrote
             if stamp.step > after and record.continues(stamp):
                 found = take(place, stamp.step, about)
                 if found is not None:
                     break
     shutil.rmtree(folder, ignore_errors=True)
     return found
+
+
+def _read_record(path: Path) -> tuple[Generation, dict[str, Any]]:
+    """The newest record of the membership, and what lies beside it in its file."""
+    about = files.read_json(path)
+    try:
+        return Generation.from_json(fields.mapping(about, "what it holds").get("record"), "record"), about
+    except CapslogError as error:
+        raise CapslogError(f"{path}: {error}; {_REMEDY}") from error
 
 
 def write_held(
@@ -111,13 +128,16 @@ def recover(run_dir: Path) -> Path | None:
     checkpoints = run_dir / "checkpoints"
 
     def take(place: Path, step: int, about: Mapping[str, Any]) -> Path | None:
-        manifest = about["manifest"]
-        found = {path.name.removesuffix(".json"): files.read_json(path) for path in place.glob("*.pt.json")}
-        wanted = {f"layer-{index:04d}.pt": name for index, name in enumerate(manifest["layers"])}
-        if set(found) != set(wanted):
+        manifest, names = _layers_of(about)
+        if {path.name.removesuffix(".json") for path in place.glob("*.pt.json")} != set(names):
             return None
-        entries = {wanted[file]: found[file] for file in wanted}
-        content = {**manifest, "format": FORMAT, "step": step, "time": wall_seconds(), "layers": entries}
+        try:
+            entries = {name: _entry(place, file) for file, name in names.items()}
+            content = {**manifest, "format": FORMAT, "step": step, "time": wall_seconds(), "layers": entries}
+            check_manifest(place, content)
+        except CapslogError as error:
+            _log.warning("passed over what was held after step %d: %s", step, error)
+            return None
         files.write_json(place / "manifest.json", content)
         for path in place.glob("*.pt.json"):
             path.unlink()
@@ -128,3 +148,18 @@ def recover(run_dir: Path) -> Path | None:
 
     latest, _ = latest_checkpoint(checkpoints)
     return take_newest(run_dir, -1 if latest is None else latest.step, take)
+
+
+def _entry(place: Path, file: str) -> dict[str, Any]:
+    """Of a layer's file in a manifest, as `write_held` wrote it."""
+    return {**fields.mapping(files.read_json(place / f"{file}.json"), file), "file": file}
+
+
+def _layers_of(about: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The manifest beside a record, and the name of each layer by the file that holds it."""
+    try:
+        manifest = fields.mapping(about.get("manifest"), "manifest")
+        layers = [fields.text(name, "layers") for name in fields.listed(manifest.get("layers"), "layers")]
+    except CapslogError as error:
+        raise CapslogError(f"the newest record in held/: {error}; {_REMEDY}") from error
+    return manifest, {f"layer-{index:04d}.pt": name for index, name in enumerate(layers)}

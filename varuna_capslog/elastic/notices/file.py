@@ -6,15 +6,13 @@ An empty file means "this host is to leave". Otherwise it is a JSON object with 
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from varuna_capslog.base import fields
+from varuna_capslog.base import fields, files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.notices.interface import Clock, Deadline, Kind, Notice, PollingListener, Round, Unavailable
 
@@ -23,10 +21,6 @@ __all__ = ["FileListener"]
 _log = logging.getLogger(__name__)
 
 LARGEST_FILE = 1 << 16
-
-
-def _at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 class FileListener(PollingListener):
@@ -63,17 +57,13 @@ class FileListener(PollingListener):
             version = (found.st_ino, found.st_mtime_ns, found.st_size)
             if version == self._seen:
                 return Round((), self.interval)
-            if not stat.S_ISREG(found.st_mode):  # to open a FIFO takes until somebody writes into it
-                raise Unavailable(f"{self.path} is no regular file")
-            with open(self.path, "rb", opener=_at_once) as file:
-                text = file.read(LARGEST_FILE + 1)
         except FileNotFoundError:
             self._seen = None
             return Round((), self.interval)
         except OSError as error:
             raise Unavailable(str(error)) from error
         try:
-            notice = self._notice(text, found.st_mtime, found.st_mtime_ns)
+            notice = self._notice(files.read_bytes(self.path, LARGEST_FILE), found.st_mtime, found.st_mtime_ns)
         except CapslogError as error:
             if version != self._refused:
                 _log.warning("notice file %s is refused: %s", self.path, error)
@@ -84,10 +74,10 @@ class FileListener(PollingListener):
 
     def _notice(self, text: bytes, written: float, version: int) -> Notice:
         try:
-            value = json.loads(text.decode("utf-8")) if text.strip() else {}
-        except (ValueError, RecursionError) as error:
+            value = files.parse_json(text, "it") if text.strip() else {}
+        except CapslogError as error:
             raise CapslogError(f"it holds no JSON: {text[:60]!r}") from error
-        if not isinstance(value, dict) or len(text) > LARGEST_FILE:
+        if not isinstance(value, dict):
             raise CapslogError("it must be empty or one JSON object of at most 64 KiB")
         fields.refuse_unknown(value, ["kind", "seconds", "hosts", "id", "detail"])
         names = {kind.name.lower(): kind for kind in Kind}

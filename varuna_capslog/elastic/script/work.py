@@ -22,7 +22,7 @@ from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.membership.generation import INITIAL, Generation, MemberLayout, Stamp
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.plans.plan import Plan
-from varuna_capslog.training.checkpoint import write_whole
+from varuna_capslog.training.checkpoint import read_file, write_whole
 from varuna_capslog.training.digests import digest
 from varuna_capslog.training.journal import RecentSteps
 
@@ -313,8 +313,8 @@ def saved_states(run_dir: Path) -> list[tuple[Stamp, Path]]:
     """The boundaries that lie on disk, the newest last, by the generations that files count."""
     found = []
     for path in (run_dir / "checkpoints").glob("step-*-*.pt"):
-        _, step, generation = path.stem.split("-")
-        found.append((Stamp(int(step), int(generation)), path))
+        if (stamp := Stamp.of_name(path.stem.removeprefix("step-"))) is not None:
+            found.append((stamp, path))
     return sorted(found)
 
 
@@ -332,8 +332,10 @@ def _write(path: Path, state: LayerState) -> None:
 
 def read_state(path: Path) -> LayerState:
     """What a checkpoint holds. Raises CapslogError."""
+    advice = "remove it to go on from the one before"
+    state: LayerState = read_file(path, advice)
     try:
-        state: LayerState = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged file may cause any kind of error
-        raise CapslogError(f"{path} cannot be read: {error}; remove it to go on from the one before") from error
+        unpack(state)
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CapslogError(f"{path}: holds no state of a script; {advice}") from error
     return state

@@ -10,8 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import pickle
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,15 +23,13 @@ from varuna_capslog.base.files import whole_file, write_failure, write_text
 from varuna_capslog.model.capture.runtime import FixedSize, Varying
 from varuna_capslog.model.capture.text import CapturedLayers, NotText, from_text, to_text
 from varuna_capslog.model.sources import class_name, code_digest, module_settings
+from varuna_capslog.model.state_file import load_tensors
 
 __all__ = ["CaptureRequest", "Kept"]
 
 _DAMAGED = (
     OSError,
     RuntimeError,
-    EOFError,
-    pickle.UnpicklingError,
-    zipfile.BadZipFile,
     ValueError,
     KeyError,
     TypeError,
@@ -119,7 +115,7 @@ class Kept:
         if (refusal := path.with_suffix(_REFUSAL)).is_file():
             raise FixedSize(refusal.read_text(encoding="utf-8"))
         try:
-            told = torch.load(path, map_location="cpu", weights_only=True)
+            told = load_tensors(path)
             tensors = told["tensors"]
             if told["digest"] != _digest(told["layers"], tensors):
                 raise ValueError("its digest differs")

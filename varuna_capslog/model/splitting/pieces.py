@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from varuna_capslog.base.errors import CapslogError
+
 if TYPE_CHECKING:
     from varuna_capslog.model.layer import Layer
 
@@ -41,19 +43,30 @@ class TensorPiece:
         """
         if not self._cuts(whole):
             return whole
+        self._check(whole, self.size)
         return torch.cat([whole.narrow(self.dim, first, end - first) for first, end in self.ranges], self.dim)
 
     def put(self, part: Any, whole: Any) -> Any:
         """The whole tensor with these elements of a part; whole: None where no part has been put into it yet."""
         if not self._cuts(part):
             return part if whole is None else whole
+        self._check(part, sum(end - first for first, end in self.ranges))
+        shape = [self.size if at == self.dim else size for at, size in enumerate(part.shape)]
         if whole is None:
-            whole = part.new_empty([self.size if at == self.dim else size for at, size in enumerate(part.shape)])
+            whole = part.new_empty(shape)
+        elif not isinstance(whole, Tensor) or list(whole.shape) != shape:
+            raise CapslogError(f"the parts of {self.name!r} do not make one tensor of shape {shape}")
         at = 0
         for first, end in self.ranges:
             whole.narrow(self.dim, first, end - first).copy_(part.narrow(self.dim, at, end - first))
             at += end - first
         return whole
+
+    def _check(self, tensor: Tensor, size: int) -> None:
+        if self.dim >= tensor.dim() or tensor.shape[self.dim] != size:
+            raise CapslogError(
+                f"{self.name!r} has shape {list(tensor.shape)}, but {size} in dimension {self.dim} is due"
+            )
 
     def _cuts(self, value: Any) -> bool:
         """Whether a part has but some of the elements of such a value."""
@@ -67,7 +80,7 @@ class TensorPiece:
     def from_json(cls, value: Sequence[Any]) -> TensorPiece:
         """The piece that `to_json` gave."""
         name, size, dim, ranges = value
-        return cls(name, size, dim, tuple((first, end) for first, end in ranges))
+        return cls(name, int(size), int(dim), tuple((int(first), int(end)) for first, end in ranges))
 
 
 @dataclass(frozen=True)

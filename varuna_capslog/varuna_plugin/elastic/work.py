@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,7 +29,7 @@ from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.training.journal import RecentSteps
-from varuna_capslog.varuna_plugin import building, checkpoint
+from varuna_capslog.varuna_plugin import checkpoint
 from varuna_capslog.varuna_plugin.checkpoint_files import RESUMED, read_held, read_tensors, write_held
 from varuna_capslog.varuna_plugin.elastic.part import VarunaPart
 from varuna_capslog.varuna_plugin.elastic.pieces import ElasticTraining, ModelPieces, PieceFollower
@@ -69,7 +68,6 @@ class VarunaWork(Work):
         )
         self.placer = Placer(candidates, job.elastic)
         self.checkpoints = job.run_dir / "checkpoints"
-        os.makedirs(building.temporary_folder(), exist_ok=True)
         self._part: VarunaPart | None = None
         self._communicator: Communicator | None = None
         self._cuts: tuple[int, ...] = ()
