@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.findings import Finding
 from varuna_capslog.config.reading import Config, section
 from varuna_capslog.model.capture.runtime import runs_its_children
 from varuna_capslog.model.chain import Chain
@@ -231,6 +232,20 @@ class DatasetWorkload(ModelWorkload):
     def data_facts(self) -> Mapping[str, Any]:
         """The number of samples."""
         return {"number of samples": len(self._reader.dataset("dataset"))}
+
+    def check(self) -> Sequence[Finding]:
+        """Opens the validation data; raises as `val_data`."""
+        self.val_data()
+        return ()
+
+    def read_samples(self) -> Mapping[str, int]:
+        """Reads the first sample of data.dataset and of data.val, in this process."""
+        names = {"training": "dataset", "validation": "val"}
+        sets = {name: split for name, split in names.items() if self._reader.dataset(split) is not None}
+        for split in sets.values():
+            if len(self._reader.dataset(split)):
+                self._reader.read(split, 0, [0])
+        return {name: len(self._reader.dataset(split)) for name, split in sets.items()}
 
     def hand_over(self) -> None:
         """Captures the model, and tries the loss on the first batch with made-up outputs."""
