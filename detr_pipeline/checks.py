@@ -18,7 +18,7 @@ from detr_pipeline.coco import CocoIndex
 from detr_pipeline.data import DataConfig, Split, open_index, refuse_other_size
 from detr_pipeline.pictures import ORIENTATION, has_more_bits, opened_image, read_image
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.findings import Finding, findings_of
+from varuna_capslog.base.findings import RunFinding, findings_of
 
 __all__ = ["check_split"]
 
@@ -32,14 +32,14 @@ _UNSEEN = (2, 3, 4)
 """Orientations that leave width and height as they are; 5 to 8 swap them."""
 
 
-def check_split(config: DataConfig, split: Split) -> Iterator[Finding]:
+def check_split(config: DataConfig, split: Split) -> Iterator[RunFinding]:
     """What the user should know of a split; no picture is decoded but a few of more than 8 bits.
 
     It would stop a run, or teach it wrong things, that there is nothing to learn, that pictures are missing, too large,
     damaged or of another size, that one picture has several lists of boxes, and what `read_coco` refuses.
     """
 
-    def checks() -> Iterator[Finding]:
+    def checks() -> Iterator[RunFinding]:
         index, folder = open_index(config, split), config.files(split)[1]
         missing = _missing(index, folder)
         yield from findings_of(
@@ -53,17 +53,17 @@ def check_split(config: DataConfig, split: Split) -> Iterator[Finding]:
     return findings_of(checks)
 
 
-def _without_boxes(index: CocoIndex, split: Split) -> Iterator[Finding]:
+def _without_boxes(index: CocoIndex, split: Split) -> Iterator[RunFinding]:
     if not index.crowd.all():
         return
     why = f"all {len(index.crowd)} stand for crowds" if len(index.crowd) else "it has none that has a size"
     if split == "val":
-        yield Finding(f"{index.path} has no box to find ({why}), so that every score will be empty")
+        yield RunFinding(f"{index.path} has no box to find ({why}), so that every score will be empty")
         return
     raise CapslogError(f"{index.path} has no box to learn from ({why}); give another file as data.train_json")
 
 
-def _doubled(index: CocoIndex) -> Iterator[Finding]:
+def _doubled(index: CocoIndex) -> Iterator[RunFinding]:
     """A note about file names that several images have; refused where their boxes differ."""
     images = defaultdict(list)
     for image, name in enumerate(index.file_names):
@@ -78,7 +78,7 @@ def _doubled(index: CocoIndex) -> Iterator[Finding]:
             )
     if doubled:
         files = f"{len(doubled)} files belong to several images each, with equal boxes, such as {next(iter(doubled))}"
-        yield Finding(f"{index.path}: {files}")
+        yield RunFinding(f"{index.path}: {files}")
 
 
 def _boxes(index: CocoIndex, image: int) -> tuple[tuple[float, ...], ...]:
@@ -101,7 +101,7 @@ def _missing(index: CocoIndex, folder: Path) -> list[int]:
     return missing
 
 
-def _of_missing(index: CocoIndex, folder: Path, split: Split, missing: Sequence[int]) -> Iterator[Finding]:
+def _of_missing(index: CocoIndex, folder: Path, split: Split, missing: Sequence[int]) -> Iterator[RunFinding]:
     if missing:
         first = missing[0]
         raise CapslogError(
@@ -109,10 +109,10 @@ def _of_missing(index: CocoIndex, folder: Path, split: Split, missing: Sequence[
             f"{index.file_names[first]} (image id {index.image_ids[first]}); check data.{split}_images and the file "
             "names"
         )
-    yield Finding(f"{index.path}: all {len(index)} pictures are there", "fact")
+    yield RunFinding(f"{index.path}: all {len(index)} pictures are there", "fact")
 
 
-def _of_large(index: CocoIndex, max_pixels: int) -> Sequence[Finding]:
+def _of_large(index: CocoIndex, max_pixels: int) -> Sequence[RunFinding]:
     areas = index.widths * index.heights
     if (areas > max_pixels).any():
         first = int(areas.argmax())
@@ -124,7 +124,7 @@ def _of_large(index: CocoIndex, max_pixels: int) -> Sequence[Finding]:
     return ()
 
 
-def _of_headers(index: CocoIndex, folder: Path, config: DataConfig, missing: Sequence[int]) -> Iterator[Finding]:
+def _of_headers(index: CocoIndex, folder: Path, config: DataConfig, missing: Sequence[int]) -> Iterator[RunFinding]:
     """Pictures that cannot be opened or have another size than the file says, and a note about orientations that no
     size shows."""
     wanted = random.Random(_SEED).sample(range(len(index)), min(_SAMPLE, len(index)))
@@ -148,9 +148,9 @@ def _of_headers(index: CocoIndex, folder: Path, config: DataConfig, missing: Seq
         raise wrong[0]
     for path, name in deep[:_DECODED]:
         read_image(path, name, config.picture_bits, config.max_pixels)
-    yield Finding(f"{index.path}: the headers of {len(sample)} of {len(index)} pictures were read", "fact")
+    yield RunFinding(f"{index.path}: the headers of {len(sample)} of {len(index)} pictures were read", "fact")
     if turned:
-        yield Finding(
+        yield RunFinding(
             f"{index.path}: of {len(sample)} pictures looked at, {len(turned)} have an EXIF orientation that "
             f"their sizes do not show, such as {turned[0]}; it is applied, so their boxes must be those of "
             "the upright picture"

@@ -24,7 +24,7 @@ from detr_pipeline.data import (
     prepare_image,
     sampled_padded_sizes,
 )
-from varuna_capslog.base.findings import Finding
+from varuna_capslog.base.findings import RunFinding
 from varuna_capslog.config.reading import section
 from varuna_capslog.config.settings import Config
 from varuna_capslog.model.chain import Chain, TensorSpec
@@ -58,7 +58,7 @@ class CocoWorkload(Workload):
         """Classes without no-object; read from the data file where `model.num_classes` is not set."""
         return self._given_classes or len(class_names(self.data)[0])
 
-    def check(self) -> Iterator[Finding]:
+    def check(self) -> Iterator[RunFinding]:
         """What the files of both splits hold that a run would stop at or learn wrong things from; see
         `detr_pipeline.checks`.
         """

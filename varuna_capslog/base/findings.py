@@ -12,11 +12,11 @@ from typing import Literal
 
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 
-__all__ = ["Finding", "findings_of", "settle"]
+__all__ = ["RunFinding", "findings_of", "settle"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class RunFinding:
     """One sentence about a run that has not begun.
 
     Attributes:
@@ -32,12 +32,12 @@ class Finding:
     error: CapslogError | None = field(default=None, compare=False, repr=False)
 
     @classmethod
-    def of_error(cls, error: CapslogError) -> Finding:
+    def of_error(cls, error: CapslogError) -> RunFinding:
         """What a run would end with."""
         return cls(str(error), "does_not_fit" if isinstance(error, DoesNotFit) else "stops", error=error)
 
 
-def findings_of(*checks: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+def findings_of(*checks: Callable[[], Iterable[RunFinding]]) -> Iterator[RunFinding]:
     """What several checks find, each sentence once; a check that ends with a CapslogError ends alone."""
     told: set[str] = set()
     for check in checks:
@@ -47,14 +47,14 @@ def findings_of(*checks: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
                 yield finding
 
 
-def _until_error(check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+def _until_error(check: Callable[[], Iterable[RunFinding]]) -> Iterator[RunFinding]:
     try:
         yield from check()
     except CapslogError as error:
-        yield Finding.of_error(error)
+        yield RunFinding.of_error(error)
 
 
-def settle(findings: Iterable[Finding]) -> list[str]:
+def settle(findings: Iterable[RunFinding]) -> list[str]:
     """The notes, a line each. Raises the CapslogError of the first finding that stops the run; it counts the others."""
     known = list(findings)
     errors = [one.error or CapslogError(one.text) for one in known if one.kind in ("stops", "does_not_fit")]

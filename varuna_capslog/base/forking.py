@@ -106,7 +106,7 @@ def _preload(entry: str, modules: Sequence[str]) -> None:
 
 def _orders(wakes: int, children: dict[int, str]) -> Iterator[Order]:
     """Orders from standard input as they come; between them, workers' ends are reported as they happen."""
-    standard_input = sys.stdin.fileno()
+    standard_input = 0  # also in a fork of a process that has replaced sys.stdin
     buffered = b""
     while True:
         ready, _, _ = select.select([standard_input, wakes], [], [])
@@ -256,7 +256,7 @@ def _sendable(error: Exception) -> Exception:
 
 
 def _write(value: dict[str, Any]) -> None:
-    os.write(sys.stdout.fileno(), json.dumps(value).encode() + b"\n")
+    os.write(1, json.dumps(value).encode() + b"\n")
 
 
 if __name__ == "__main__":

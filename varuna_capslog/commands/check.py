@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from varuna_capslog.base.findings import Finding, findings_of
+from varuna_capslog.base.findings import RunFinding, findings_of
 from varuna_capslog.commands import shared
 
 if TYPE_CHECKING:
@@ -33,12 +34,13 @@ class CheckFlags:
 @shared.options_of(CheckFlags)
 def check(given: CheckFlags) -> None:
     """Tell what would stop a run or teach it wrong things (exit status 2), or does not fit (3); train nothing."""
-    findings: list[Finding] = []
-    for finding in _findings(given):
-        findings.append(finding)
-        if not given.as_json:
-            text = finding.text.removeprefix(_BEFORE[finding.kind])
-            typer.echo(f"{finding.part}: {_BEFORE[finding.kind]}{' '.join(text.split())}")
+    findings: list[RunFinding] = []
+    with contextlib.redirect_stdout(sys.stderr) if given.as_json else contextlib.nullcontext():
+        for finding in _findings(given):
+            findings.append(finding)
+            if not given.as_json:
+                text = finding.text.removeprefix(_BEFORE[finding.kind])
+                typer.echo(f"{finding.part}: {_BEFORE[finding.kind]}{' '.join(text.split())}")
     if given.as_json:
         shared.print_json([{name: getattr(one, name) for name in ("part", "kind", "text")} for one in findings])
     kinds = [finding.kind for finding in findings]
@@ -50,10 +52,10 @@ def check(given: CheckFlags) -> None:
         typer.echo("nothing stops this run")
 
 
-def _findings(given: CheckFlags) -> Iterator[Finding]:
+def _findings(given: CheckFlags) -> Iterator[RunFinding]:
     configs: list[Config] = []
 
-    def load() -> tuple[Finding, ...]:
+    def load() -> tuple[RunFinding, ...]:
         configs.append(shared.load(given.config, given.overrides))
         return ()
 

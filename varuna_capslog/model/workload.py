@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError, ConfigError
-from varuna_capslog.base.findings import Finding
+from varuna_capslog.base.findings import RunFinding
 from varuna_capslog.base.functions import call_function
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.splitting.chains import split_chain
@@ -186,14 +186,16 @@ class Workload(ABC):
         """
         return self.build_chain()
 
-    def check(self) -> Iterable[Finding]:
+    def check(self) -> Iterable[RunFinding]:
         """Called once before the workers of a run start: what the user should know of data and weights, and what the
         run would stop at or learn wrong things from. A CapslogError that it raises is such a finding, too.
         """
         return ()
 
     def read_samples(self) -> Mapping[str, int]:
-        """Reads one sample of each source; returns their numbers of samples by name. `capslog check` asks for it.
+        """Reads the first sample, or some, of each source; returns their numbers of samples by name.
+
+        `capslog check` asks for it, in a process of its own.
 
         Raises:
             CapslogError: a source or its first sample cannot be read.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.findings import Finding
+from varuna_capslog.base.findings import RunFinding
 from varuna_capslog.config.reading import Config, section
 from varuna_capslog.model.capture.runtime import runs_its_children
 from varuna_capslog.model.chain import Chain
@@ -233,19 +233,20 @@ class DatasetWorkload(ModelWorkload):
         """The number of samples."""
         return {"number of samples": len(self._reader.dataset("dataset"))}
 
-    def check(self) -> Sequence[Finding]:
+    def check(self) -> Sequence[RunFinding]:
         """Opens the validation data; raises as `val_data`."""
         self.val_data()
         return ()
 
     def read_samples(self) -> Mapping[str, int]:
-        """Reads the first sample of data.dataset and of data.val, in this process."""
+        """Reads the first microbatch of data.dataset and of data.val, in this process."""
         names = {"training": "dataset", "validation": "val"}
         sets = {name: split for name, split in names.items() if self._reader.dataset(split) is not None}
-        for split in sets.values():
-            if len(self._reader.dataset(split)):
-                self._reader.read(split, 0, [0])
-        return {name: len(self._reader.dataset(split)) for name, split in sets.items()}
+        counts = {name: len(self._reader.dataset(split)) for name, split in sets.items()}
+        for name, split in sets.items():
+            if counts[name]:
+                self._reader.read(split, 0, range(min(self._size, counts[name])))
+        return counts
 
     def hand_over(self) -> None:
         """Captures the model, and tries the loss on the first batch with made-up outputs."""

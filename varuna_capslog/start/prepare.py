@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 from varuna_capslog.base import fields, files
 from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
-from varuna_capslog.base.findings import settle
+from varuna_capslog.base.findings import findings_of, settle
 from varuna_capslog.config.reading import Config, dump_config, load_config
+from varuna_capslog.membership.protection import state_bytes
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import AUTOMATIC, BUDGET, JOINT
 from varuna_capslog.planners.seconds import Link
@@ -38,7 +39,7 @@ from varuna_capslog.schedules import RunShape
 from varuna_capslog.start.checked_variants import naming_variants
 from varuna_capslog.start.choices import with_choices_of
 from varuna_capslog.start.default_planner import with_defaults
-from varuna_capslog.start.first_checks import check_names, check_optimizer, data_findings
+from varuna_capslog.start.first_checks import check_names, check_optimizer, data_findings, disk_findings
 from varuna_capslog.start.given_plan import given_plan
 from varuna_capslog.start.layerwise_start import (
     asks_layerwise,
@@ -94,6 +95,10 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
     given = given_plan(config)
     if given is not None and profile is not None:
         _check_digest(given, profile, config)
+    kept = None if profile is None else state_bytes(profile)
+    about = None if kept is None else sum(kept[0])
+    # a disk may be cleared while the run trains, and a full one costs it no step
+    said += [one.text for one in findings_of(lambda: disk_findings(config, about)) if one.kind != "fact"]
     why = "; ".join(plan.notes)
     plan = dataclasses.replace(plan, notes=(*plan.notes, *said))
     check_folder(config, plan.model, grains_of(plan.stages), facts)

@@ -12,17 +12,18 @@ import logging
 import os
 import shutil
 import tempfile
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+
+import torch
 
 from varuna_capslog import accelerator
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.findings import Finding, findings_of
+from varuna_capslog.base.findings import RunFinding, findings_of
+from varuna_capslog.base.fork_server import ForkServer, NoAnswer
 from varuna_capslog.base.machine_memory import granted_bytes
-from varuna_capslog.base.supervisor import check_unused, usable
+from varuna_capslog.base.supervisor import check_unused
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.recipe import Recipe
@@ -30,8 +31,10 @@ from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.workload import Workload, load_workload
 from varuna_capslog.plans.parts import grains_of
 from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiling.conditions import conditions_of_run, kind_here
 from varuna_capslog.profiling.skeleton import skeleton
-from varuna_capslog.start.first_checks import check_names, check_optimizer, data_findings
+from varuna_capslog.start.elastic_host import check_elastic
+from varuna_capslog.start.first_checks import check_names, check_optimizer, data_findings, disk_findings
 from varuna_capslog.start.given_plan import given_plan
 from varuna_capslog.start.prepare import needs_profile, profile_run, settled_plan
 from varuna_capslog.start.resuming import newest_checkpoint
@@ -50,7 +53,7 @@ _SEARCH_SECONDS = 15.0
 
 def check_run(
     config: Config, say: Callable[[str], object], show: bool = True, read_seconds: float = READ_SECONDS
-) -> Iterator[Finding]:
+) -> Iterator[RunFinding]:
     """What is found of a run of this config, part by part, each sentence once.
 
     Args:
@@ -58,8 +61,13 @@ def check_run(
         show: draw a progress bar where something takes long.
         read_seconds: in which a sample of each source must have been read.
     """
-    with _stand_in(config) as stand_in, _warnings() as warned:
-        check = _Check(config, stand_in, show, read_seconds)
+    nobody = lambda what: None  # noqa: E731
+    with (
+        ForkServer(f"{__name__}:read_samples", nobody, None, prepared=True) as server,
+        _stand_in(config) as stand_in,
+        _warnings(config) as warned,
+    ):
+        check = _Check(config, stand_in, server, show, read_seconds)
         parts = {
             "config": check.config_keys,
             "data": check.data,
@@ -70,10 +78,10 @@ def check_run(
             "disk": check.disk,
         }
 
-        def findings(part: str) -> Iterator[Finding]:
+        def findings(part: str) -> Iterator[RunFinding]:
             say(f"checking: {part}")
             yield from (dataclasses.replace(finding, part=part) for finding in findings_of(parts[part]))
-            yield from (Finding(line, part=part) for line in warned)
+            yield from (RunFinding(line, part=part) for line in warned)
             warned.clear()
 
         told: set[str] = set()
@@ -89,43 +97,49 @@ class _Check:
 
     Args:
         stand_in: the config with another run_dir, and with an estimated profile.
+        server: reads samples in a fork, which may hang or die.
     """
 
-    def __init__(self, config: Config, stand_in: Config, show: bool, read_seconds: float) -> None:
-        self._config, self._stand_in, self._show, self._read_seconds = config, stand_in, show, read_seconds
+    def __init__(self, config: Config, stand_in: Config, server: ForkServer, show: bool, read_seconds: float) -> None:
+        self._config, self._stand_in, self._server = config, stand_in, server
+        self._show, self._read_seconds = show, read_seconds
         self._workload: Workload | None = None
         self._readable = False
         self._chain: Chain | None = None
         self._plan: Plan | None = None
         self._on_cpu = False
 
-    def config_keys(self) -> Iterable[Finding]:
+    def config_keys(self) -> Iterable[RunFinding]:
         check_names(self._config)
         check_optimizer(self._config)
+        if self._config.elastic.enabled:
+            check_elastic(self._config)
         self._workload = load_workload(self._stand_in)
         return ()
 
-    def data(self) -> Iterator[Finding]:
+    def data(self) -> Iterator[RunFinding]:
         workload = self._workload
         if workload is None:
             return
-        counts = _within(workload.read_samples, self._read_seconds)
-        if isinstance(counts, _Hangs):  # who asks for more would wait, too
+        try:
+            counts = self._server.call(f"{__name__}:read_samples", self._stand_in, seconds=self._read_seconds)
+        except NoAnswer as error:  # this process would not survive it, either
             raise CapslogError(
-                f"the first sample of each source was not read within {self._read_seconds:g} s, so that the rest of "
-                "the data and the model were not checked; see what the data set waits for"
-            )
+                f"the process that was to open the data and read the first samples gave none ({error.how}), so that "
+                "the rest and the model were not checked; mend the data set, or see what it waits for"
+            ) from error
         self._readable = True
         if isinstance(counts, CapslogError):
-            yield Finding.of_error(counts)
+            yield RunFinding.of_error(counts)
         else:
             yield from (
-                Finding(f"{count} {name} samples, of which one was read", "fact") for name, count in counts.items()
+                RunFinding(f"{count} {name} samples, the first can be read", "fact") for name, count in counts.items()
             )
         yield from data_findings(self._config, workload)
 
-    def model(self) -> Iterator[Finding]:
+    def model(self) -> Iterator[RunFinding]:
         if self._workload is None or not self._readable:
+            yield RunFinding("not checked, since the data cannot be read yet")
             return
         self._workload.hand_over()
         chain = skeleton(load_workload(self._stand_in))
@@ -136,30 +150,31 @@ class _Check:
             sum(one.numel() for one in some) for some in (parameters, [one for one in parameters if one.requires_grad])
         )
         frozen = "" if count == trained else f", of which {trained:,} are trained"
-        yield Finding(f"{chain.name}: {len(chain)} layers, {count:,} parameters{frozen}", "fact")
+        yield RunFinding(f"{chain.name}: {len(chain)} layers, {count:,} parameters{frozen}", "fact")
 
-    def plan(self) -> Iterator[Finding]:
+    def plan(self) -> Iterator[RunFinding]:
         if self._chain is None:
+            yield RunFinding("neither plan nor memory nor bytes on disk are known, since the model is not built yet")
             return
         config, measured = self._stand_in, self._config.profile.source == "measured"
         if measured and needs_profile(config, given_plan(config)):
             try:
                 profile_run(config, self._show)
             except CapslogError as error:
-                yield Finding(f"no plan is known, since the model cannot be estimated: {error}; the run measures it")
+                yield RunFinding(f"no plan is known, since the model cannot be estimated: {error}; the run measures it")
                 return
         notes: list[str] = []
         settled, profile, plan = settled_plan(config, self._show, notes.append)
         self._plan = plan
         self._on_cpu = profile is not None and bool(profile.observations) and profile.observations[0].device == "cpu"
         if plan.fits is False:
-            yield Finding("; ".join(plan.notes) or "no plan fits; add devices or capacity", "does_not_fit")
+            yield RunFinding("; ".join(plan.notes) or "no plan fits; add devices or capacity", "does_not_fit")
         else:
-            yield from map(Finding, plan.notes)
-            yield Finding(_told(plan, settled, measured), "fact")
-        yield from map(Finding, notes)
+            yield from map(RunFinding, plan.notes)
+            yield RunFinding(_told(plan, settled, measured), "fact")
+        yield from map(RunFinding, notes)
 
-    def checkpoint(self) -> Iterator[Finding]:
+    def checkpoint(self) -> Iterator[RunFinding]:
         config = self._config
         check_unused(config.run_dir)
         if config.init_from is not None and not config.init_from.exists():
@@ -171,74 +186,53 @@ class _Check:
         check_folder(config, self._plan.model, grains_of(self._plan.stages), self._workload.data_facts())
         if config.resume == "auto":
             newest, skipped = newest_checkpoint(config.run_dir)
-            yield from map(Finding, passed_over(newest, skipped))
+            yield from map(RunFinding, passed_over(newest, skipped))
             if newest is not None:
-                yield Finding(f"the run goes on after step {newest.step}, from {newest.path}", "fact")
+                yield RunFinding(f"the run goes on after step {newest.step}, from {newest.path}", "fact")
 
-    def devices(self) -> Iterator[Finding]:
+    def devices(self) -> Iterator[RunFinding]:
         config, ranks = self._config, self._config.world_size
         device = choose_device(config.device, 0)
+        planned = conditions_of_run(config, {})
+        if config.profile.device is not None and (planned.device, planned.gpu) != (device.type, kind_here()):
+            for_what = f"profile.device={config.profile.device}"
+            yield RunFinding(f"the plan is for {for_what}, and this machine computes on {_kind_of(device)}")
         if config.elastic.enabled:
-            yield Finding(f"{ranks} workers on {device.type}, here or on several machines", "fact")
+            yield RunFinding(f"{ranks} workers on {device.type}, here or on several machines", "fact")
             return
         check_devices(config.pipeline.transport, device, ranks - 1)
         there = accelerator.all_devices(device.type)
         cores, threads = len(os.sched_getaffinity(0)), config.train.threads
         if device.type == "cpu":
-            yield Finding(f"{ranks} workers with {threads} threads each on {cores} cores", "fact")
+            yield RunFinding(f"{ranks} workers with {threads} threads each on {cores} cores", "fact")
         else:
-            yield Finding(f"{ranks} workers on {len(there)} devices ({accelerator.device_name(device.type)})", "fact")
+            yield RunFinding(f"{ranks} workers on {len(there)} devices ({_kind_of(device)})", "fact")
         crowded = ranks * threads > cores if device.type == "cpu" else ranks > len(there)
         if crowded:
             what = f"{cores} cores" if device.type == "cpu" else f"{len(there)} devices"
-            yield Finding(f"{ranks} workers share {what} and wait for each other; set pipeline.devices lower")
+            yield RunFinding(f"{ranks} workers share {what} and wait for each other; set pipeline.devices lower")
         yield from self._memory(there)
 
-    def _memory(self, there: list[Any]) -> Iterator[Finding]:
+    def _memory(self, there: list[torch.device]) -> Iterator[RunFinding]:
         """Whether the devices have what the plan predicts, where it is predicted for such devices."""
         sizes = [] if self._plan is None else _bytes_of_ranks(self._plan, self._config.world_size)
         if self._on_cpu is not (there[0].type == "cpu"):
             return
-        together: dict[Any, int] = defaultdict(int)
+        together: dict[torch.device, int] = defaultdict(int)
         for rank, size in enumerate(sizes):
             together[there[rank % len(there)]] += size
         for device, size in together.items():
             if device.type != "cpu":
                 check_room(device, size, f"the plan's part on {device}")
             elif size > granted_bytes():
-                yield Finding(
+                yield RunFinding(
                     f"the workers need {format_bytes(size)} together, but this machine grants "
                     f"{format_bytes(granted_bytes())} of memory; set pipeline.devices or train.microbatch_size lower",
                     "does_not_fit",
                 )
 
-    def disk(self) -> Iterator[Finding]:
-        folder = next(
-            path
-            for path in (self._config.run_dir.absolute(), *self._config.run_dir.absolute().parents)
-            if path.exists() or path.is_symlink()
-        )
-        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-            why = "cannot be written" if folder.is_dir() else "is no folder"
-            raise CapslogError(f"run_dir={self._config.run_dir}: {folder} {why}; choose another run_dir")
-        if self._chain is None:
-            return
-        with usable(folder):
-            usage = shutil.disk_usage(folder)
-        size, count = checkpoint_bytes(self._chain, self._config), _kept_checkpoints(self._config)
-        before = sum(file.stat().st_size for file in (self._config.run_dir / "checkpoints").glob("step-*/*"))
-        needed = max(0, size * count - before)
-        if needed > usage.free > 0:
-            raise CapslogError(
-                f"run_dir={self._config.run_dir} is to keep {count} checkpoints of about {format_bytes(size)}, but "
-                f"only {format_bytes(usage.free)} are free there; free space, choose another run_dir, or set "
-                "train.checkpoint_keep lower"
-            )
-        yield Finding(
-            f"checkpoints take about {format_bytes(size)} each, {count} of them are there at once, and "
-            f"{format_bytes(usage.free)} are free",
-            "fact",
-        )
+    def disk(self) -> Iterable[RunFinding]:
+        return disk_findings(self._config, None if self._chain is None else checkpoint_bytes(self._chain, self._config))
 
 
 def checkpoint_bytes(chain: Chain, config: Config) -> int:
@@ -249,13 +243,22 @@ def checkpoint_bytes(chain: Chain, config: Config) -> int:
     return kept + sum(tensor.nbytes for tensor in chain.named_tensors().values())
 
 
-def _kept_checkpoints(config: Config) -> int:
-    """The most that are there at once: those kept, the best one, and the one that is being written."""
-    train = config.train
-    most = train.checkpoint_keep + 1 + (train.evaluate_every is not None)
-    if train.max_steps is None or train.evaluate_every:
-        return most
-    return min(most, 1 if train.checkpoint_every is None else 1 + (train.max_steps - 1) // train.checkpoint_every)
+def read_samples(config: Config) -> Mapping[str, int] | CapslogError:
+    """`Workload.read_samples` of a config, or why they cannot be read; in a process of its own."""
+    os.dup2(2, 1)  # what a data set prints is no part of the answer
+    try:
+        return load_workload(config).read_samples()
+    except CapslogError as error:
+        return CapslogError(str(error))
+    except NotImplementedError as error:
+        return CapslogError(f"{error}; a training needs some")
+    except Exception as error:  # of the user's own code
+        told = " ".join(f"{type(error).__name__}: {error}".split())
+        return CapslogError(f"the first samples cannot be read ({told}); mend the data set")
+
+
+def _kind_of(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" else accelerator.device_name(device.type)
 
 
 def _told(plan: Plan, config: Config, measured: bool) -> str:
@@ -272,31 +275,6 @@ def _bytes_of_ranks(plan: Plan, ranks: int) -> list[int]:
     """The predicted bytes of each rank; [] where they are not known."""
     sizes = [one.bytes for one in plan.ranks] or list(plan.stage_bytes or ()) * (ranks // max(1, len(plan.stages)))
     return [] if None in sizes else [size for size in sizes if size is not None]
-
-
-class _Hangs:
-    """What `_within` returns where time is up."""
-
-
-def _within(read: Callable[[], Mapping[str, int]], seconds: float) -> Mapping[str, int] | CapslogError | _Hangs:
-    """What a function returned, or why it could not, in so many seconds; its thread ends with the process at last."""
-    answers: list[Mapping[str, int] | CapslogError] = []
-
-    def run() -> None:
-        try:
-            answers.append(read())
-        except CapslogError as error:
-            answers.append(error)
-        except NotImplementedError as error:
-            answers.append(CapslogError(f"{error}; a training needs some"))
-        except Exception as error:  # of the user's own code
-            told = " ".join(f"{type(error).__name__}: {error}".split())
-            answers.append(CapslogError(f"the first sample of each source cannot be read ({told}); mend the data set"))
-
-    thread = threading.Thread(target=run, name="reading a sample", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return answers[0] if answers else _Hangs()
 
 
 @contextlib.contextmanager
@@ -332,10 +310,11 @@ class _Lines(logging.Handler):
 
 
 @contextlib.contextmanager
-def _warnings() -> Iterator[list[str]]:
-    """What the package and the workloads that come with it warn of meanwhile, a line each."""
+def _warnings(config: Config) -> Iterator[list[str]]:
+    """What this package and that of the workload warn of meanwhile, a line each."""
     handler = _Lines(logging.WARNING)
-    loggers = [logging.getLogger(name) for name in ("varuna_capslog", "detr_pipeline")]
+    packages = {name.partition(":")[0].partition(".")[0] for name in (__name__, config.workload)}
+    loggers = [logging.getLogger(name) for name in packages]
     for logger in loggers:
         logger.addHandler(handler)
     try:
