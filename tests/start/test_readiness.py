@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ class Here:
     """Reads samples in this process, which takes no second to start."""
 
     def __init__(self, *entry: object, **options: object) -> None:
-        self.answer: Callable[[Config], Any] = lambda config: load_workload(config).read_samples()
+        pass
 
     def __enter__(self) -> Here:
         return self
@@ -45,7 +44,7 @@ class Here:
         pass
 
     def call(self, entry: str, config: Config, seconds: float) -> Any:
-        return self.answer(config)
+        return [RunFinding(f"{count} {name} samples") for name, count in load_workload(config).read_samples().items()]
 
 
 class Hanging(Here):
@@ -96,6 +95,11 @@ def test_every_fault_is_told_and_the_exit_status_says_which_kind(
     assert [line.partition(":")[0] for line in stops] == ["data", "checkpoint", "disk"]
     assert "the training data has 4 samples, fewer than train.minibatch_size=8; lower it" in stops[0]
     assert printed.err.splitlines()[-1].startswith("capslog: 3 of these would stop the run")
+    assert cli._run(["check", "own.yaml", "train.optimizer=adamwx", "pipeline.planner=exakt"]) == 2
+    assert "'adamw'?\nconfig: stops the run: " in capsys.readouterr().out.replace("'exact'?", "'adamw'?")
+    monkeypatch.setattr(readiness, "granted_bytes", lambda: 1000)
+    assert cli._run(["check", "own.yaml"]) == 3
+    assert "but this machine grants 1000 B of memory; set pipeline.devices" in capsys.readouterr().out
     assert cli._run(["check", "own.yaml", "trian.lr=1", "--json"]) == 2
     assert [row["part"] for row in json.loads(capsys.readouterr().out)] == ["config"]
 

@@ -37,8 +37,8 @@ class RunFinding:
         return cls(str(error), "does_not_fit" if isinstance(error, DoesNotFit) else "stops", error=error)
 
 
-def findings_of(*checks: Callable[[], Iterable[RunFinding]]) -> Iterator[RunFinding]:
-    """What several checks find, each sentence once; a check that ends with a CapslogError ends alone."""
+def findings_of(*checks: Callable[[], Iterable[RunFinding] | None]) -> Iterator[RunFinding]:
+    """What several checks find (None: nothing), each sentence once; a check that ends with a CapslogError ends alone."""
     told: set[str] = set()
     for check in checks:
         for finding in _until_error(check):
@@ -47,9 +47,9 @@ def findings_of(*checks: Callable[[], Iterable[RunFinding]]) -> Iterator[RunFind
                 yield finding
 
 
-def _until_error(check: Callable[[], Iterable[RunFinding]]) -> Iterator[RunFinding]:
+def _until_error(check: Callable[[], Iterable[RunFinding] | None]) -> Iterator[RunFinding]:
     try:
-        yield from check()
+        yield from check() or ()
     except CapslogError as error:
         yield RunFinding.of_error(error)
 

@@ -44,11 +44,10 @@ def check_optimizer(config: Config) -> None:
 def data_findings(config: Config, workload: Workload) -> list[RunFinding]:
     """What the user should know of data and weights, and what the run would stop at or learn wrong things from."""
 
-    def enough() -> tuple[RunFinding, ...]:
+    def enough() -> None:
         facts = workload.data_facts()
         if "number of samples" in facts:
             check_samples(facts["number of samples"], config.train.minibatch_size)
-        return ()
 
     return list(findings_of(enough, workload.check))
 

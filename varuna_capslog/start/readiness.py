@@ -13,7 +13,8 @@ import os
 import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -109,37 +110,32 @@ class _Check:
         self._plan: Plan | None = None
         self._on_cpu = False
 
-    def config_keys(self) -> Iterable[RunFinding]:
-        check_names(self._config)
-        check_optimizer(self._config)
-        if self._config.elastic.enabled:
-            check_elastic(self._config)
-        self._workload = load_workload(self._stand_in)
-        return ()
+    def config_keys(self) -> Iterator[RunFinding]:
+        def load() -> None:
+            self._workload = load_workload(self._stand_in)
+
+        checks = [check_names, check_optimizer, *([check_elastic] if self._config.elastic.enabled else [])]
+        yield from findings_of(*(partial(check, self._config) for check in checks), load)
 
     def data(self) -> Iterator[RunFinding]:
         workload = self._workload
         if workload is None:
             return
         try:
-            counts = self._server.call(f"{__name__}:read_samples", self._stand_in, seconds=self._read_seconds)
+            entry = f"{__name__}:read_samples"
+            yield from self._server.call(entry, self._stand_in, seconds=self._read_seconds)
         except NoAnswer as error:  # this process would not survive it, either
             raise CapslogError(
                 f"the process that was to open the data and read the first samples gave none ({error.how}), so that "
                 "the rest and the model were not checked; mend the data set, or see what it waits for"
             ) from error
         self._readable = True
-        if isinstance(counts, CapslogError):
-            yield RunFinding.of_error(counts)
-        else:
-            yield from (
-                RunFinding(f"{count} {name} samples, the first can be read", "fact") for name, count in counts.items()
-            )
         yield from data_findings(self._config, workload)
 
     def model(self) -> Iterator[RunFinding]:
         if self._workload is None or not self._readable:
-            yield RunFinding("not checked, since the data cannot be read yet")
+            what = "data and model" if self._workload is None else "the model"
+            yield RunFinding(f"{what} can be checked when what stands above is mended")
             return
         self._workload.hand_over()
         chain = skeleton(load_workload(self._stand_in))
@@ -154,7 +150,7 @@ class _Check:
 
     def plan(self) -> Iterator[RunFinding]:
         if self._chain is None:
-            yield RunFinding("neither plan nor memory nor bytes on disk are known, since the model is not built yet")
+            yield RunFinding("plan, memory and bytes on disk are known when what stands above is mended")
             return
         config, measured = self._stand_in, self._config.profile.source == "measured"
         if measured and needs_profile(config, given_plan(config)):
@@ -243,18 +239,25 @@ def checkpoint_bytes(chain: Chain, config: Config) -> int:
     return kept + sum(tensor.nbytes for tensor in chain.named_tensors().values())
 
 
-def read_samples(config: Config) -> Mapping[str, int] | CapslogError:
-    """`Workload.read_samples` of a config, or why they cannot be read; in a process of its own."""
+def read_samples(config: Config) -> list[RunFinding]:
+    """What reading the first samples of each source shows; in a process of its own."""
     os.dup2(2, 1)  # what a data set prints is no part of the answer
-    try:
-        return load_workload(config).read_samples()
-    except CapslogError as error:
-        return CapslogError(str(error))
-    except NotImplementedError as error:
-        return CapslogError(f"{error}; a training needs some")
-    except Exception as error:  # of the user's own code
-        told = " ".join(f"{type(error).__name__}: {error}".split())
-        return CapslogError(f"the first samples cannot be read ({told}); mend the data set")
+
+    def read() -> Iterator[RunFinding]:
+        try:
+            counts = load_workload(config).read_samples()
+        except CapslogError:
+            raise
+        except Exception as error:  # of the user's own code
+            told = " ".join(f"{type(error).__name__}: {error}".split())
+            raise CapslogError(f"the first samples cannot be read ({told}); mend the data set") from error
+        yield from (
+            RunFinding(f"{count} {name} samples, the first can be read", "fact") for name, count in counts.items()
+        )
+
+    with _warnings(config) as warned:
+        findings = list(findings_of(read))
+    return [dataclasses.replace(finding, error=None) for finding in (*findings, *map(RunFinding, warned))]
 
 
 def _kind_of(device: torch.device) -> str:
