@@ -39,9 +39,9 @@ def test_the_disk_must_take_the_checkpoints_that_are_there_at_once(
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
         if fits:
             (fact,) = disk_findings(run, MIB)
-            assert fact.text.startswith(f"{count} checkpoints of about 1 MiB are there at once")
+            assert fact.text.startswith(f"{count} checkpoint(s) of about 1 MiB are there at once")
         else:
-            with pytest.raises(CapslogError, match=rf"is to hold {count} checkpoints of about 1 MiB, but only .*keep"):
+            with pytest.raises(CapslogError, match=rf"is to hold {count} checkpoint.s. of about 1 MiB, .*keep"):
                 list(disk_findings(run, MIB))
     old = tmp_path / "new" / "run" / "checkpoints" / "step-00000001"
     old.mkdir(parents=True)

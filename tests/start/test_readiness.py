@@ -74,7 +74,7 @@ def test_a_sound_run_is_found_sound_and_nothing_is_written(
     assert texts["data"] == "24 training samples, the first can be read"
     assert texts["model"] == "tests.own_data.samples:model: 6 layers, 139 parameters"
     assert "2 stages on 2 ranks by planner budget" in texts["plan"]
-    assert texts["disk"].startswith("4 checkpoints of about ")
+    assert texts["disk"].startswith("4 checkpoint(s) of about ")
     assert [path.name for path in tmp_path.iterdir()] == ["own.yaml"]
 
 
@@ -132,8 +132,15 @@ def test_pictures_and_a_checkpoint_of_other_data_are_told_together(
     config.train.lr_multipliers = {}
     facts = load_workload(config).data_facts()
     manifest = config.run_dir / "checkpoints" / "step-00000002" / "manifest.json"
-    files.write_json(manifest, {"model": "detr-rn18-layer3-e1-d1", "data": {**facts, "category 1": "bee"}})
-    stops = dict(of(found(config, monkeypatch), "stops"))
-    assert list(stops) == ["data", "checkpoint"]
-    assert "category 1 was 'bee', and now it is 'ant'" in stops["checkpoint"]
+    files.write_json(
+        manifest, {"model": "detr-rn18-layer3-e1-d1", "constants": {"seed": 7}, "data": {**facts, "category 1": "bee"}}
+    )
+    config.resume = "gone"
+    stops = [*of(found(config, monkeypatch), "stops")]
+    assert "gone/manifest.json" in stops[1][1]
+    config.resume = "auto"
+    stops = of(found(config, monkeypatch), "stops")
+    assert [part for part, _ in stops] == ["data", "checkpoint", "checkpoint"]
+    assert "written with train.seed=7, the config says 0" in stops[1][1]
+    assert "category 1 was 'bee', and now it is 'ant'" in stops[2][1]
     assert sorted(path.name for path in config.run_dir.iterdir()) == ["checkpoints"]

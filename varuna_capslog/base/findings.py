@@ -38,7 +38,7 @@ class RunFinding:
 
 
 def findings_of(*checks: Callable[[], Iterable[RunFinding] | None]) -> Iterator[RunFinding]:
-    """What several checks find (None: nothing), each sentence once; a check that ends with a CapslogError ends alone."""
+    """What several checks find (None: nothing), each sentence once; one that ends with a CapslogError ends alone."""
     told: set[str] = set()
     for check in checks:
         for finding in _until_error(check):

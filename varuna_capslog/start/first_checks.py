@@ -70,11 +70,11 @@ def disk_findings(config: Config, checkpoint_bytes: int | None) -> Iterator[RunF
     count, size = _kept_checkpoints(config), format_bytes(checkpoint_bytes)
     if checkpoint_bytes * count - before > free:
         raise CapslogError(
-            f"run_dir={config.run_dir} is to hold {count} checkpoints of about {size}, but only {format_bytes(free)} "
+            f"run_dir={config.run_dir} is to hold {count} checkpoint(s) of about {size}, but only {format_bytes(free)} "
             "are free there; free space, choose another run_dir, or set train.checkpoint_keep lower"
         )
     yield RunFinding(
-        f"{count} checkpoints of about {size} are there at once, and {format_bytes(free)} are free", "fact"
+        f"{count} checkpoint(s) of about {size} are there at once, and {format_bytes(free)} are free", "fact"
     )
 
 

@@ -39,8 +39,8 @@ from varuna_capslog.start.first_checks import check_names, check_optimizer, data
 from varuna_capslog.start.given_plan import given_plan
 from varuna_capslog.start.prepare import needs_profile, profile_run, settled_plan
 from varuna_capslog.start.resuming import newest_checkpoint
-from varuna_capslog.training.checkpoint import passed_over
-from varuna_capslog.training.constants import check_folder
+from varuna_capslog.training.checkpoint import open_checkpoint, passed_over
+from varuna_capslog.training.constants import folder_findings
 from varuna_capslog.training.devices import check_devices, check_room, choose_device
 from varuna_capslog.training.run_setup import check_keys
 
@@ -179,7 +179,10 @@ class _Check:
             )
         if self._workload is None or self._plan is None:
             return
-        check_folder(config, self._plan.model, grains_of(self._plan.stages), self._workload.data_facts())
+        grains, facts = grains_of(self._plan.stages), self._workload.data_facts()
+        yield from folder_findings(config, self._plan.model, grains, facts)
+        if config.resume not in ("auto", "never"):
+            open_checkpoint(Path(config.resume))
         if config.resume == "auto":
             newest, skipped = newest_checkpoint(config.run_dir)
             yield from map(RunFinding, passed_over(newest, skipped))
@@ -251,9 +254,8 @@ def read_samples(config: Config) -> list[RunFinding]:
         except Exception as error:  # of the user's own code
             told = " ".join(f"{type(error).__name__}: {error}".split())
             raise CapslogError(f"the first samples cannot be read ({told}); mend the data set") from error
-        yield from (
-            RunFinding(f"{count} {name} samples, the first can be read", "fact") for name, count in counts.items()
-        )
+        for name, count in counts.items():
+            yield RunFinding(f"{count} {name} samples, the first can be read", "fact")
 
     with _warnings(config) as warned:
         findings = list(findings_of(read))
