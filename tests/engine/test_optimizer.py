@@ -100,7 +100,8 @@ class Coded(torch.optim.Optimizer):
                 if not state:
                     zeros = torch.zeros_like(parameter, dtype=torch.int8), torch.ones(())
                     state.update({"momentum": Codes(*zeros)} if self.wraps else dict(zip("cs", zeros, strict=True)))
-                codes, scale = (one.codes, one.scale) if (one := state.get("momentum")) is not None else state.values()
+                wrapped = state["momentum"] if self.wraps else None
+                codes, scale = state.values() if wrapped is None else (wrapped.codes, wrapped.scale)
                 momentum = 0.5 * codes * scale + parameter.grad
                 scale.copy_(momentum.abs().amax() / 127)
                 codes.copy_((momentum / scale).round())
