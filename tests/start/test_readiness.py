@@ -67,12 +67,14 @@ def test_a_sound_run_is_found_sound_and_nothing_is_written(
     """The first sample is read in a real process of its own, as the command does it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.yaml").write_text(json.dumps(OWN))  # JSON is YAML
-    assert cli._run(["check", "own.yaml", "run_dir=runs/own", "--json"]) == 0
+    samples = "tests.own_data.samples"
+    captured = [f"model.factory={samples}:Named", f"data.loss={samples}:named_loss"]  # which train keeps in the folder
+    assert cli._run(["check", "own.yaml", "run_dir=runs/own", *captured, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     texts = {row["part"]: row["text"] for row in rows}
     assert {row["kind"] for row in rows} == {"fact"}
     assert texts["data"] == "24 training samples, the first can be read"
-    assert texts["model"] == "tests.own_data.samples:model: 6 layers, 139 parameters"
+    assert texts["model"] == "tests.own_data.samples:Named: 2 layers, 35 parameters"
     assert "2 stages on 2 ranks by planner budget" in texts["plan"]
     assert texts["disk"].startswith("4 checkpoint(s) of about ")
     assert [path.name for path in tmp_path.iterdir()] == ["own.yaml"]
