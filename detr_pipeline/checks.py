@@ -7,7 +7,9 @@ those of a sample.
 from __future__ import annotations
 
 import os
+import random
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from PIL import Image
@@ -15,43 +17,53 @@ from PIL import Image
 from detr_pipeline.coco import CocoIndex
 from detr_pipeline.data import DataConfig, Split, open_index, refuse_other_size
 from detr_pipeline.pictures import ORIENTATION, has_more_bits, opened_image, read_image
-from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError, RunFinding, findings_of
 
 __all__ = ["check_split"]
 
 _SAMPLE = 1000
 """Pictures whose headers are read."""
+_SEED = 0
+"""Of their choice: every check of one file looks at the same ones."""
 _DECODED = 8
 """Pictures of more than 8 bits of these that are decoded, since their headers do not say how many count."""
 _UNSEEN = (2, 3, 4)
 """Orientations that leave width and height as they are; 5 to 8 swap them."""
 
 
-def check_split(config: DataConfig, split: Split) -> list[str]:
-    """What the user should know of a split, a line each; no picture is decoded but a few of more than 8 bits.
+def check_split(config: DataConfig, split: Split) -> Iterator[RunFinding]:
+    """What the user should know of a split; no picture is decoded but a few of more than 8 bits.
 
-    Raises:
-        CapslogError: nothing to learn, pictures that are missing, too large or of another size, one picture with
-            several lists of boxes; what `read_coco` refuses.
+    It would stop a run, or teach it wrong things, that there is nothing to learn, that pictures are missing, too large,
+    damaged or of another size, that one picture has several lists of boxes, and what `read_coco` refuses.
     """
-    index, folder = open_index(config, split), config.files(split)[1]
-    notes = [*_without_boxes(index, split), *_doubled(index)]
-    _refuse_missing(index, folder, split)
-    _refuse_large(index, config.max_pixels)
-    return [*notes, *_of_headers(index, folder, config)]
+
+    def checks() -> Iterator[RunFinding]:
+        index, folder = open_index(config, split), config.files(split)[1]
+        missing = _missing(index, folder)
+        yield from findings_of(
+            lambda: _without_boxes(index, split),
+            lambda: _doubled(index),
+            lambda: _of_missing(index, folder, split, missing),
+            lambda: _of_large(index, config.max_pixels),
+            lambda: _of_headers(index, folder, config, missing),
+        )
+
+    return findings_of(checks)
 
 
-def _without_boxes(index: CocoIndex, split: Split) -> list[str]:
+def _without_boxes(index: CocoIndex, split: Split) -> Iterator[RunFinding]:
     if not index.crowd.all():
-        return []
+        return
     why = f"all {len(index.crowd)} stand for crowds" if len(index.crowd) else "it has none that has a size"
     if split == "val":
-        return [f"{index.path} has no box to find ({why}), so that every score will be empty"]
+        yield RunFinding(f"{index.path} has no box to find ({why}), so that every score will be empty")
+        return
     raise CapslogError(f"{index.path} has no box to learn from ({why}); give another file as data.train_json")
 
 
-def _doubled(index: CocoIndex) -> list[str]:
-    """A line about file names that several images have; refused where their boxes differ."""
+def _doubled(index: CocoIndex) -> Iterator[RunFinding]:
+    """A note about file names that several images have; refused where their boxes differ."""
     images = defaultdict(list)
     for image, name in enumerate(index.file_names):
         images[name].append(image)
@@ -63,10 +75,9 @@ def _doubled(index: CocoIndex) -> list[str]:
                 f"{index.path}: the {len(every)} images with the ids {ids} have one file, {name}, but different boxes, "
                 "so that what one shows is background in another; join them, or give each its own file_name"
             )
-    if not doubled:
-        return []
-    example = next(iter(doubled))
-    return [f"{index.path}: {len(doubled)} files belong to several images each, with equal boxes, such as {example}"]
+    if doubled:
+        files = f"{len(doubled)} files belong to several images each, with equal boxes, such as {next(iter(doubled))}"
+        yield RunFinding(f"{index.path}: {files}")
 
 
 def _boxes(index: CocoIndex, image: int) -> tuple[tuple[float, ...], ...]:
@@ -74,7 +85,8 @@ def _boxes(index: CocoIndex, image: int) -> tuple[tuple[float, ...], ...]:
     return tuple(sorted((label, *box) for label, box in zip(labels.tolist(), boxes.tolist(), strict=True)))
 
 
-def _refuse_missing(index: CocoIndex, folder: Path, split: Split) -> None:
+def _missing(index: CocoIndex, folder: Path) -> list[int]:
+    """The images whose files are not there, of all."""
     # listing folders is much faster than asking for every file; a name of another spelling may be there all the same
     listed: dict[str, set[str]] = {}
     missing = []
@@ -85,6 +97,10 @@ def _refuse_missing(index: CocoIndex, folder: Path, split: Split) -> None:
             listed[parent] = set(os.listdir(parent)) if os.path.isdir(parent) else set()
         if file not in listed[parent] and not os.path.exists(path):
             missing.append(image)
+    return missing
+
+
+def _of_missing(index: CocoIndex, folder: Path, split: Split, missing: Sequence[int]) -> Iterator[RunFinding]:
     if missing:
         first = missing[0]
         raise CapslogError(
@@ -92,9 +108,10 @@ def _refuse_missing(index: CocoIndex, folder: Path, split: Split) -> None:
             f"{index.file_names[first]} (image id {index.image_ids[first]}); check data.{split}_images and the file "
             "names"
         )
+    yield RunFinding(f"{index.path}: all {len(index)} pictures are there", "fact")
 
 
-def _refuse_large(index: CocoIndex, max_pixels: int) -> None:
+def _of_large(index: CocoIndex, max_pixels: int) -> Sequence[RunFinding]:
     areas = index.widths * index.heights
     if (areas > max_pixels).any():
         first = int(areas.argmax())
@@ -103,29 +120,40 @@ def _refuse_large(index: CocoIndex, max_pixels: int) -> None:
             f"pixels, the largest is {index.file_names[first]} with {index.widths[first]}x{index.heights[first]}; "
             "raise that, or make them smaller"
         )
+    return ()
 
 
-def _of_headers(index: CocoIndex, folder: Path, config: DataConfig) -> list[str]:
-    """A line about orientations that no size shows; pictures of another size than the file says are refused."""
-    sample = range(0, len(index), -(-len(index) // _SAMPLE))
-    deep, turned = [], []
+def _of_headers(index: CocoIndex, folder: Path, config: DataConfig, missing: Sequence[int]) -> Iterator[RunFinding]:
+    """Pictures that cannot be opened or have another size than the file says, and a note about orientations that no
+    size shows."""
+    wanted = random.Random(_SEED).sample(range(len(index)), min(_SAMPLE, len(index)))
+    sample = sorted({*wanted} - {*missing})
+    deep, turned, wrong = [], [], []
     for image in sample:
         path, name = folder / index.file_names[image], f"image id {index.image_ids[image]}"
-        with opened_image(path, name, config.max_pixels) as file:
-            orientation = file.getexif().get(ORIENTATION, 1)
-            refuse_other_size(index, image, path, _upright_size(file, orientation))
-            if orientation in _UNSEEN or (orientation in (5, 6, 7, 8) and file.width == file.height):
-                turned.append(index.file_names[image])
-            if has_more_bits(file):
-                deep.append((path, name))
+        try:
+            with opened_image(path, name, config.max_pixels) as file:
+                orientation = file.getexif().get(ORIENTATION, 1)
+                refuse_other_size(index, image, path, _upright_size(file, orientation))
+                if orientation in _UNSEEN or (orientation in (5, 6, 7, 8) and file.width == file.height):
+                    turned.append(index.file_names[image])
+                if has_more_bits(file):
+                    deep.append((path, name))
+        except CapslogError as error:
+            wrong.append(error)
+    if len(wrong) > 1:
+        raise CapslogError(f"of {len(sample)} pictures looked at, {len(wrong)} cannot be used; the first: {wrong[0]}")
+    if wrong:
+        raise wrong[0]
     for path, name in deep[:_DECODED]:
         read_image(path, name, config.picture_bits, config.max_pixels)
-    if not turned:
-        return []
-    return [
-        f"{index.path}: of {len(sample)} pictures looked at, {len(turned)} have an EXIF orientation that their sizes "
-        f"do not show, such as {turned[0]}; it is applied, so their boxes must be those of the upright picture"
-    ]
+    yield RunFinding(f"{index.path}: the headers of {len(sample)} of {len(index)} pictures were read", "fact")
+    if turned:
+        yield RunFinding(
+            f"{index.path}: of {len(sample)} pictures looked at, {len(turned)} have an EXIF orientation that "
+            f"their sizes do not show, such as {turned[0]}; it is applied, so their boxes must be those of "
+            "the upright picture"
+        )
 
 
 def _upright_size(file: Image.Image, orientation: int) -> tuple[int, int]:

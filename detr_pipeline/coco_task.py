@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from detr_pipeline.data import (
     prepare_image,
     sampled_padded_sizes,
 )
+from varuna_capslog.base.errors import RunFinding
 from varuna_capslog.config.reading import section
 from varuna_capslog.config.settings import Config
 from varuna_capslog.model.chain import Chain, TensorSpec
@@ -57,18 +58,18 @@ class CocoWorkload(Workload):
         """Classes without no-object; read from the data file where `model.num_classes` is not set."""
         return self._given_classes or len(class_names(self.data)[0])
 
-    def check(self) -> Sequence[str]:
+    def check(self) -> Iterator[RunFinding]:
         """What the files of both splits hold that a run would stop at or learn wrong things from; see
         `detr_pipeline.checks`.
         """
         if self.data.uses_digits:
-            return []
+            return
         from detr_pipeline.checks import check_split
 
         splits: tuple[Split, ...] = ("train", "val") if self.data.has_split("val") else ("train",)
-        said = {line: None for split in splits for line in check_split(self.data, split)}
+        for split in splits:
+            yield from check_split(self.data, split)
         self.val_data()  # compares the categories of both files
-        return list(said)
 
     def data_facts(self) -> Mapping[str, Any]:
         """Number and names of the pictures, and every category."""

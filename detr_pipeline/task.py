@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from detr_pipeline.coco_task import PROFILE_BOXES, CocoWorkload, example_target
 from detr_pipeline.config import ModelConfig
 from detr_pipeline.data import CocoSource, input_specs
 from detr_pipeline.loss import set_loss
-from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError, RunFinding, findings_of
 from varuna_capslog.config.reading import section
 from varuna_capslog.config.settings import Config
 from varuna_capslog.model.chain import Chain, TensorSpec
@@ -59,15 +59,17 @@ class DetrWorkload(CocoWorkload):
             weights.load_into(chain, self._fitting(chain, self.model.weights).found)
         return chain
 
-    def check(self) -> Sequence[str]:
+    def check(self) -> Iterator[RunFinding]:
         """As its base, and how much of `model.weights` is taken, where that is not all."""
-        said = [*super().check()]
+        yield from findings_of(super().check, self._check_weights)
+
+    def _check_weights(self) -> Iterator[RunFinding]:
         if self.model.weights is not None:
             with torch.device("meta"):
                 chain = build_chain(self.model, self.num_classes)
             fit = self._fitting(chain, self.model.weights)
-            said += [f"model.weights={self.model.weights}: {fit.told()}"] if fit.skipped else []
-        return said
+            if fit.skipped:
+                yield RunFinding(f"model.weights={self.model.weights}: {fit.told()}")
 
     def _fitting(self, chain: Chain, path: Path) -> weights.FittingWeights:
         """What of a weights file fits the chain. Raises CapslogError where that is less than half of what is wanted."""

@@ -79,9 +79,9 @@ def sentence(capsys: pytest.CaptureFixture[str]) -> str:
     return lines[0]
 
 
-@pytest.mark.parametrize("command", [(), ("profile",), ("plan",), ("train",), ("evaluate",), ("predict",), ("report",)])
+@pytest.mark.parametrize("command", ["", "profile", "plan", "check", "train", "evaluate", "predict", "report"])
 def test_every_command_has_help(command, capsys):
-    assert run(*command, "--help") == 0
+    assert run(*command.split(), "--help") == 0
     assert "Usage: capslog" in capsys.readouterr().out
 
 

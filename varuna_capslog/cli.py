@@ -21,6 +21,7 @@ from varuna_capslog.base.tables import log_to
 from varuna_capslog.base.version import __version__
 from varuna_capslog.commands import shared
 from varuna_capslog.commands.chaos import chaos
+from varuna_capslog.commands.check import check
 from varuna_capslog.commands.compare import compare
 from varuna_capslog.commands.export import export
 from varuna_capslog.commands.init import init
@@ -43,7 +44,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 # in the order of `capslog --help`, which is that in which a new user needs them
-for _command in (init, profile, variants, plan, compare, simulate, export, train, host):
+for _command in (init, profile, variants, plan, compare, simulate, export, check, train, host):
     app.command()(_command)
 # what follows FILE is its own
 app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(script)

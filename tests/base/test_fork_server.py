@@ -18,7 +18,7 @@ import pytest
 
 from tests.waiting import alive, wait_until
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
-from varuna_capslog.base.fork_server import ForkServer
+from varuna_capslog.base.fork_server import ForkServer, NoAnswer
 
 ENTRIES = Path(__file__).parents[1] / "elastic" / "host"
 BORN_WITH = {name: value for name, value in os.environ.items() if name.startswith("CAPSLOG_")}
@@ -273,6 +273,9 @@ def test_a_function_is_called_in_a_fork_and_its_value_or_error_comes_back(tmp_pa
     assert raised.value.exit_status == 5
     with pytest.raises(CapslogError, match="ended without an answer \\(signal 9\\)"):
         fork_server.call(entry, "die", None)
+    with pytest.raises(NoAnswer, match=r"no answer within 0\.2 s") as late:
+        fork_server.call(entry, "hang", str(tmp_path / "pid"), seconds=0.2)
+    assert late.value.how == "no answer within 0.2 s"
     assert told.empty(), "who waits for workers was told of a call"
 
 

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from detr_pipeline import workload
-from detr_pipeline.checks import check_split
+from detr_pipeline import checks, workload
 from detr_pipeline.data import DataConfig
-from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError, settle
 from varuna_capslog.config.settings import Config
 
 
@@ -19,6 +18,11 @@ def image(number, **changes):
 
 def box(number, picture, **changes):
     return {"id": number, "image_id": picture, "category_id": 1, "bbox": [2, 2, 5, 5], **changes}
+
+
+def check_split(config, split):
+    """The notes, or the first error."""
+    return settle(checks.check_split(config, split))
 
 
 @pytest.fixture
@@ -94,6 +98,25 @@ def test_an_orientation_that_no_size_shows_is_said(data, tmp_path, orientation, 
     assert all("of 3 pictures looked at, 1 have an EXIF orientation" in line and "1.png" in line for line in lines)
 
 
+def test_everything_is_found_and_not_the_first_alone(data, tmp_path, monkeypatch):
+    """A user mended a file name, waited, and was then told of the next fault; now one call tells all, and how many
+    pictures it looked at.
+    """
+    (tmp_path / "img" / "0.png").write_bytes(b"no picture")
+    (tmp_path / "img" / "2.png").unlink()
+    config = data(images=[image(0), image(1, width=12), image(2)], annotations=[box(1, 1, iscrowd=1)])
+    found = list(checks.check_split(config, "train"))
+    assert [one.kind for one in found] == ["stops", "stops", "stops"]
+    assert "no box to learn from" in found[0].text
+    assert "1 of the 3 pictures" in found[1].text
+    assert "of 2 pictures looked at, 2 cannot be used; the first: image" in found[2].text
+    Image.new("RGB", (16, 12)).save(tmp_path / "img" / "0.png")
+    Image.new("RGB", (16, 12)).save(tmp_path / "img" / "2.png")
+    monkeypatch.setattr(checks, "_SAMPLE", 2)
+    facts = [one.text.partition(": ")[2] for one in checks.check_split(data(), "train")]
+    assert facts == ["all 3 pictures are there", "the headers of 2 of 3 pictures were read"]
+
+
 def test_pixels_of_an_unknown_range_are_found(data, tmp_path):
     Image.fromarray(np.full((12, 16), 4000, dtype=np.uint16)).save(tmp_path / "img" / "2.png")
     with pytest.raises(CapslogError, match=r"2\.png \(image id 2\) holds 16 bits, but no value over 4000"):
@@ -105,11 +128,11 @@ def test_a_workload_checks_both_files_and_knows_the_facts(data, tmp_path):
     given = data().model_dump(mode="json", exclude_defaults=True)
     config = Config(workload="detr_pipeline:workload", model={}, data=given, run_dir=tmp_path / "run")
     task = workload(config)
-    assert task.check() == []
+    assert settle(task.check()) == []
     facts = task.data_facts()
     assert facts.pop("digest of the file names")
     assert facts == {"number of samples": 3, "category 1": "ant"}
     (tmp_path / "v.json").write_text((tmp_path / "a.json").read_text().replace("ant", "bee"))
     config.data["val_json"] = "v.json"
     with pytest.raises(CapslogError, match=r"category 1 is 'ant' in .*a\.json and 'bee' in .*v\.json"):
-        workload(config).check()
+        settle(workload(config).check())

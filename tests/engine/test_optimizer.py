@@ -17,7 +17,7 @@ from varuna_capslog.engine.host.tier import HostTier, TierOptions
 from varuna_capslog.engine.layers import EngineLayer, take_layers
 from varuna_capslog.engine.learning_rate import LearningRate
 from varuna_capslog.engine.optimizer import StageOptimizer, step_alike
-from varuna_capslog.engine.recipe import Recipe
+from varuna_capslog.engine.recipe import Recipe, in_parts
 from varuna_capslog.model.chain import Chain, Layer
 from varuna_capslog.training import layer_state
 from varuna_capslog.training.digests import digest
@@ -34,6 +34,8 @@ OPTIMIZERS = (
     Recipe(optimizer="adagrad"),
     Recipe(optimizer="nadam"),
     Recipe(optimizer="tests.engine.test_optimizer:Counting"),
+    Recipe(optimizer="tests.engine.test_optimizer:Coded"),
+    Recipe(optimizer="tests.engine.test_optimizer:Bytes"),
 )
 ROUNDED = tuple(dataclasses.replace(recipe, moments="bfloat16") for recipe in OPTIMIZERS)
 
@@ -53,6 +55,90 @@ class Counting(torch.optim.Optimizer):
                     state["count"] = state.get("count", 0) + 1
                     state["sum"] = state.get("sum", torch.zeros_like(parameter)) + parameter.grad
                     parameter.sub_(state["sum"], alpha=group["lr"] * group["pull"] / state["count"])
+
+
+class Codes(Tensor):
+    """A momentum of 8 bits that looks like one of 32, as torchao's do; whoever reads it as that one fails."""
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor) -> Codes:
+        return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype, device=codes.device)  # type: ignore[attr-defined,no-any-return]
+
+    def __init__(self, codes: Tensor, scale: Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: None, size: object, stride: object) -> Codes:
+        return cls(inner["codes"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> Tensor:
+        raise NotImplementedError(f"{func} of a tensor that is to be taken apart")
+
+
+class Coded(torch.optim.Optimizer):
+    """Keeps such a momentum, and has its learning rate in a tensor that must stay, as torchao's optimizers do."""
+
+    wraps = True
+
+    def __init__(self, params: object, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})  # type: ignore[arg-type]
+        for group in self.param_groups:
+            group["lr"] = torch.tensor(group["lr"])
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                assert isinstance(group["lr"], Tensor)
+                state = self.state[parameter]
+                if not state:
+                    zeros = torch.zeros_like(parameter, dtype=torch.int8), torch.ones(())
+                    state.update({"momentum": Codes(*zeros)} if self.wraps else dict(zip("cs", zeros, strict=True)))
+                wrapped = state["momentum"] if self.wraps else None
+                codes, scale = state.values() if wrapped is None else (wrapped.codes, wrapped.scale)
+                momentum = 0.5 * codes * scale + parameter.grad
+                scale.copy_(momentum.abs().amax() / 127)
+                codes.copy_((momentum / scale).round())
+                parameter.sub_(group["lr"] * momentum)
+
+
+class Bytes(Coded):
+    """Keeps the same as plain tensors of 8 bits, as bitsandbytes does."""
+
+    wraps = False
+
+
+class Late(Counting):
+    """Makes a part of its state at the second step."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        super().step()
+        for state in self.state.values():
+            if state["count"] == 2:
+                state["late"] = torch.zeros(3)
+
+
+class Listing(Counting):
+    """Keeps a list."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        super().step()
+        for state in self.state.values():
+            state["norms"] = [1.0, 2.0]
+
+
+class Foreign(Counting):
+    """Its kernel takes addresses of memory."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad.numpy()
 
 
 class Together(Counting):
@@ -144,7 +230,8 @@ def test_any_cuts_step_as_the_optimizer_itself_does_over_the_whole_model(recipe:
     averages = {address: parameter.detach().clone() for address, parameter in whole.items()}
     for step in (1, 2, 3, 4):
         for group, (_, last) in zip(plain.param_groups, split, strict=True):
-            group["lr"] = 0.01 * min(1.0, step / 2) * (3.0 if last else 1.0)
+            rate = 0.01 * min(1.0, step / 2) * (3.0 if last else 1.0)
+            group["lr"] = torch.tensor(rate) if isinstance(group["lr"], Tensor) else rate
         for address, parameter in whole.items():
             parameter.grad = gradient(address, parameter, step) * 0.5
         plain.step()
@@ -187,19 +274,18 @@ def test_rounded_moments_are_those_of_the_optimizer_itself_rounded_after_every_s
     optimizer, plain = StageOptimizer(layers, recipe), recipe.build(whole, on_cpu=True)
     for step in (1, 2, 3, 4):
         advance(optimizer, layers, step)
-        for group in plain.param_groups:
-            group["lr"] = 0.01
         for address, parameter in whole.items():
             parameter.grad = gradient(address, parameter, step) * 0.5
         plain.step()
         for address, parameter in whole.items():
             state, kept = plain.state[parameter], optimizer.moments(address)
-            shaped = {key for key, one in state.items() if isinstance(one, Tensor) and one.shape == parameter.shape}
+            parts = {key: one for key, one in in_parts(state).items() if isinstance(one, Tensor)}
+            shaped = {key for key, one in parts.items() if one.is_floating_point() and one.shape == parameter.shape}
             for key in shaped:
                 state[key] = state[key].bfloat16().float()
                 assert kept[key].dtype == torch.bfloat16
                 assert torch.equal(kept[key].float(), state[key]), (address, key)
-            rest = {key: one for key, one in state.items() if key not in shaped}
+            rest = {key: one for key, one in in_parts(state).items() if key not in shaped}
             assert all(torch.equal(torch.as_tensor(kept[key]), torch.as_tensor(one)) for key, one in rest.items())
             assert kept["ema"].dtype == torch.float32
             assert torch.equal(parameters_of(layers)[address], parameter)
@@ -311,6 +397,12 @@ def test_what_another_optimizer_kept_is_one_sentence() -> None:
         (Recipe(optimizer="torch.nn:Linear"), "is not a class with the interface of torch.optim.Optimizer"),
         (Recipe(optimizer="torch.optim:Nothing"), "has no function 'Nothing'"),
         (Recipe(optimizer="tests.engine.test_optimizer:Together"), "treats each parameter by itself"),
+        (
+            Recipe(optimizer="tests.engine.test_optimizer:Late"),
+            r"keeps \['count', 'sum'\] of a parameter after its first step and \['count', 'late', 'sum'\] after",
+        ),
+        (Recipe(optimizer="tests.engine.test_optimizer:Listing"), "keeps 'norms' of a parameter as a list, but"),
+        (Recipe(optimizer="tests.engine.test_optimizer:Foreign"), "cannot step tensors without memory .*; name an"),
         (Recipe(optimizer="sgd", arguments={"betas": [0, 1]}), r"refuses betas=\[0, 1\] or one of the"),
         (
             Recipe(groups=[ParameterGroup(match="decodre.*")]),
@@ -326,6 +418,36 @@ def test_what_another_optimizer_kept_is_one_sentence() -> None:
 def test_a_recipe_that_no_run_can_follow_is_one_sentence(recipe: Recipe, message: str) -> None:
     with pytest.raises(CapslogError, match=message):
         recipe.check({"l0.weight": 2, "l0.bias": 1})
+
+
+@pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_torchaos_optimizers_step_two_ranks_as_a_plain_loop_does(kind: str) -> None:
+    """They ended at the first step in a traceback: their learning rate is a tensor, their moments wrap others."""
+    pytest.importorskip("torchao.optim", reason="torchao is not installed")
+    recipe = Recipe(LearningRate(0.01), f"torchao.optim:{kind}", weight_decay=0.1)
+    recipe.check({"l0.weight": 2, "l0.bias": 1})
+    torch.manual_seed(5)
+    modules = [nn.Linear(64, 128), nn.Linear(128, 64)]
+    whole = {f"l{at}.{name}": one for at, module in enumerate(modules) for name, one in module.named_parameters()}
+    named = [Layer(f"l{at}", copy.deepcopy(one), [f"x{at}"], [f"x{at + 1}"]) for at, one in enumerate(modules)]
+    chain = Chain(named, ["x0"], ["x2"])
+    plain = recipe.kind(whole.values(), lr=0.01, weight_decay=0.1)
+    for step in (1, 2):
+        for address, parameter in whole.items():
+            parameter.grad = gradient(address, parameter, step) * 0.5
+        plain.step()
+    for rank in (0, 1):
+        layers = take_layers(chain, [rank], CPU, "float32")
+        optimizer = StageOptimizer(layers, recipe)
+        advance(optimizer, layers, 1)
+        state = layer_state.capture(layers[0], optimizer, copy=True)
+        optimizer = StageOptimizer(layers, recipe)
+        layer_state.install(layers[0], optimizer, state)  # as on another rank
+        advance(optimizer, layers, 2)
+        for address, parameter in parameters_of(layers).items():
+            assert torch.equal(parameter, whole[address])
+            kept = {key: one.nbytes for key, one in optimizer.moments(address).items() if isinstance(one, Tensor)}
+            assert recipe.kept(parameter) == kept
 
 
 def test_a_recipe_is_what_the_config_says() -> None:

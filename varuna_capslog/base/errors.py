@@ -1,12 +1,29 @@
-"""The errors a user can meet, one class per kind of answer.
+"""The errors a user can meet, one class per kind of answer, and what is found of a run before it begins.
 
 Everything the command line prints in one sentence derives from `CapslogError`; anything else that escapes is a defect
-of ours. A message names the value, the rule it breaks and the next action.
+of ours. A message names the value, the rule it breaks and the next action. Workloads and `start/readiness` make
+findings: `capslog check` prints all of them; `capslog train` ends with the first that stops it, and shows the notes
+with its plan.
 """
 
 from __future__ import annotations
 
-__all__ = ["CapslogError", "ConfigError", "DiskFailed", "DoesNotFit", "HostTierFailed", "PeerLost", "StepRefused"]
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+__all__ = [
+    "CapslogError",
+    "ConfigError",
+    "DiskFailed",
+    "DoesNotFit",
+    "HostTierFailed",
+    "PeerLost",
+    "RunFinding",
+    "StepRefused",
+    "findings_of",
+    "settle",
+]
 
 
 class CapslogError(ValueError):
@@ -61,3 +78,53 @@ class PeerLost(CapslogError):
     def __init__(self, message: str, peer: int | None) -> None:
         super().__init__(message)
         self.peer = peer
+
+
+@dataclass(frozen=True)
+class RunFinding:
+    """One sentence about a run that has not begun.
+
+    Attributes:
+        kind: fact: what was looked at; note: the run goes on, and its user should know this; stops: it would stop
+            there, or learn wrong things; does_not_fit: no plan keeps it within its memory, or its disk.
+        part: of the run, such as "data"; "" where whoever asked knows it.
+        error: what the run itself ends with.
+    """
+
+    text: str
+    kind: Literal["fact", "note", "stops", "does_not_fit"] = "note"
+    part: str = ""
+    error: CapslogError | None = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def of_error(cls, error: CapslogError) -> RunFinding:
+        """What a run would end with."""
+        return cls(str(error), "does_not_fit" if isinstance(error, DoesNotFit) else "stops", error=error)
+
+
+def findings_of(*checks: Callable[[], Iterable[RunFinding] | None]) -> Iterator[RunFinding]:
+    """What several checks find (None: nothing), each sentence once; one that ends with a CapslogError ends alone."""
+    told: set[str] = set()
+    for check in checks:
+        for finding in _until_error(check):
+            if finding.text not in told:
+                told.add(finding.text)
+                yield finding
+
+
+def _until_error(check: Callable[[], Iterable[RunFinding] | None]) -> Iterator[RunFinding]:
+    try:
+        yield from check() or ()
+    except CapslogError as error:
+        yield RunFinding.of_error(error)
+
+
+def settle(findings: Iterable[RunFinding]) -> list[str]:
+    """The notes, a line each. Raises the CapslogError of the first finding that stops the run; it counts the others."""
+    known = list(findings)
+    errors = [one.error or CapslogError(one.text) for one in known if one.kind in ("stops", "does_not_fit")]
+    if len(errors) > 1:
+        raise CapslogError(f"{errors[0]} (and {len(errors) - 1} more: capslog check lists all)") from errors[0]
+    if errors:
+        raise errors[0]
+    return [one.text for one in known if one.kind == "note"]

@@ -31,7 +31,19 @@ from varuna_capslog.base.forking import PRELOADED, Order
 from varuna_capslog.base.processes import die_with_parent, python_command, signal_group, startable
 from varuna_capslog.base.threads import OwnedThread
 
-__all__ = ["PRELOADED", "ForkServer"]
+__all__ = ["PRELOADED", "ForkServer", "NoAnswer"]
+
+
+class NoAnswer(CapslogError):
+    """A function that was called in a fork gave no answer.
+
+    how: its process ended, such as "signal 9"; or it was killed, such as "no answer within 20 s".
+    """
+
+    def __init__(self, entry: str, how: str) -> None:
+        super().__init__(f"the process that should call {entry} ended without an answer ({how}); start anew")
+        self.how = how
+
 
 _LAST_SECONDS = 5.0
 """From the end of the reports to that of their process."""
@@ -113,15 +125,16 @@ class ForkServer:
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
 
-    def call(self, entry: str, *arguments: Any) -> Any:
+    def call(self, entry: str, *arguments: Any, seconds: float | None = None) -> Any:
         """Calls "module:function" in a fork that writes to this process's own output and errors.
 
         Args:
             arguments: as what the function returns, anything that can be pickled.
+            seconds: after which its process is killed; None: never.
 
         Raises:
             What the function raises (a CapslogError of the same sentence and status where that cannot be pickled).
-            CapslogError: the process ended without an answer.
+            NoAnswer: the process ended without an answer, or was killed.
         """
         name = f"call-{next(self._numbers)}"
         heard = self._calls[name] = queue.SimpleQueue()  # kept, so that nobody else hears of a call that was given up
@@ -135,17 +148,17 @@ class ForkServer:
             order |= {"entry": f"{forking.__name__}:answer", "output": self.output, "errors": self.errors}
             self.fork(order)
             try:
-                while not {"status", "signal", "gone"} & (what := heard.get()).keys():
+                while not {"status", "signal", "gone"} & (what := heard.get(timeout=seconds if pid else None)).keys():
                     pid = what.get("pid")
                 pid = None
+            except queue.Empty:
+                raise NoAnswer(entry, f"no answer within {seconds:g} s") from None
             finally:
                 if pid is not None:
                     signal_group(pid, signal.SIGKILL)
             if not answer.exists():
                 ended = ", ".join(f"{key} {what[key]}" for key in ("status", "signal", "gone", "why") if key in what)
-                raise CapslogError(
-                    f"the process that should call {entry} ended without an answer ({ended}); start anew"
-                )
+                raise NoAnswer(entry, ended)
             value, error = pickle.loads(answer.read_bytes())
         if error is not None:
             raise error

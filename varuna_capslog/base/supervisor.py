@@ -31,7 +31,7 @@ from varuna_capslog.base.processes import (
 )
 from varuna_capslog.base.starters import Starter, Worker, starter_of
 
-__all__ = ["Interrupted", "Supervisor", "WorkerFailed", "last_step", "new_run", "reserve", "usable"]
+__all__ = ["Interrupted", "Supervisor", "WorkerFailed", "check_unused", "last_step", "new_run", "reserve", "usable"]
 
 POLL_SECONDS = 0.05
 SETTLE_SECONDS = 1.0  # a worker's neighbours often die before it does: wait for the cause to be written
@@ -304,14 +304,25 @@ def reserve(run_dir: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise CapslogError(
-                f"{run_dir} is in use by another run; wait for it to end or choose another run_dir"
-            ) from None
+            raise _in_use(run_dir) from None
         _reserved.set(_reserved.get() | {folder})
         try:
             yield
         finally:
             _reserved.set(_reserved.get() - {folder})  # not a reset: the caller may end in another thread
+
+
+def check_unused(run_dir: Path) -> None:
+    """Raises CapslogError where another process has reserved a run's folder; changes nothing there."""
+    with contextlib.suppress(OSError), open(run_dir / "workers" / "lock", "rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _in_use(run_dir) from None
+
+
+def _in_use(run_dir: Path) -> CapslogError:
+    return CapslogError(f"{run_dir} is in use by another run; wait for it to end or choose another run_dir")
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from varuna_capslog.engine.host.moments import HostMoments, leaves
 from varuna_capslog.engine.host.tier import HostTier
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.loss_scale import LossScale
-from varuna_capslog.engine.recipe import AVERAGE, Recipe
+from varuna_capslog.engine.recipe import AVERAGE, Recipe, in_parts
 
 __all__ = ["StageOptimizer", "step_alike"]
 
@@ -142,7 +142,10 @@ class StageOptimizer:
             self.loss_scale = self.loss_scale.after(applied=scale > 0)
         rate = self._recipe.rate.at(step)
         for group in self._torch.param_groups:
-            group["lr"] = rate * group["lr_factor"]
+            if isinstance(group["lr"], Tensor):  # what was compiled reads it there
+                group["lr"].fill_(rate * group["lr_factor"])
+            else:
+                group["lr"] = rate * group["lr_factor"]
         return rate
 
     def _bring_back(self, number: int) -> None:
@@ -268,7 +271,7 @@ class StageOptimizer:
 
     def _kept(self, parameter: nn.Parameter) -> dict[str, Any]:
         average = self._averages.get(parameter)
-        return {**self._torch.state.get(parameter, {}), **({} if average is None else {AVERAGE: average})}
+        return {**in_parts(self._torch.state.get(parameter, {})), **({} if average is None else {AVERAGE: average})}
 
     def _keep(self, parameter: nn.Parameter, moments: Mapping[str, Any]) -> None:
         """Exchanges what is kept of a parameter on the device ({}: nothing)."""
@@ -279,7 +282,7 @@ class StageOptimizer:
         if average is not None and self._recipe.ema is not None:
             self._averages[parameter] = average
         if taken:
-            self._torch.state[parameter] = taken
+            self._torch.state[parameter] = self._recipe.joined(parameter, taken)
 
     def take_moments(self, address: str, moments: Mapping[str, Any], copy: bool) -> None:
         """Takes over what is kept of one address ({}: it starts afresh); one that is not updated here is ignored.

@@ -6,6 +6,7 @@ each copy of a layer. Therefore an optimizer must treat every parameter by itsel
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError, ConfigError
@@ -27,7 +29,7 @@ from varuna_capslog.model.hollow import ReadNumbers
 if TYPE_CHECKING:
     from varuna_capslog.config.train import ParameterGroup, Train
 
-__all__ = ["AVERAGE", "Recipe"]
+__all__ = ["AVERAGE", "Recipe", "in_parts"]
 
 AVERAGE = "ema"
 """The key of a parameter's average beside what its optimizer keeps."""
@@ -226,16 +228,55 @@ class Recipe:
             found = {name: torch.empty_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
             found["step"] = torch.empty(())
         else:
-            stepped = nn.Parameter(parameter.detach())
-            stepped.grad = torch.empty_like(stepped)
-            with ReadNumbers():
-                built = self.build({"": stepped}, on_cpu=True)
-                built.step()
-            found = dict(built.state[stepped])
+            found = in_parts(self._stepped(parameter))
         found = self.rounded(parameter, found)
         if self.ema is not None:
             found[AVERAGE] = torch.empty_like(parameter)
         return found
+
+    def _stepped(self, parameter: Tensor) -> dict[str, Any]:
+        """What the optimizer itself has of a fake parameter after its first step.
+
+        Raises ConfigError where it cannot step tensors without memory, or has what no checkpoint can keep.
+        """
+        stepped, name = nn.Parameter(parameter.detach()), f"train.optimizer={self.optimizer}"
+        stepped.grad = torch.empty_like(stepped)
+        try:
+            with ReadNumbers(), self.uncompiled():
+                built = self.build({"": stepped}, on_cpu=True)
+                built.step()
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"{name} cannot step tensors without memory ({_told(error)}), from which is known what it keeps; name "
+                "an optimizer that computes with torch's operators"
+            ) from error
+        found = dict(built.state[stepped])
+        for key, value in in_parts(found).items():
+            if isinstance(value, Tensor):
+                keepable = type(value) in (type(parameter), Tensor, nn.Parameter)
+            else:
+                keepable = value is None or isinstance(value, (int, float))
+            if not keepable:
+                raise ConfigError(
+                    f"{name} keeps {key!r} of a parameter as a {type(value).__name__}, but checkpoints and moves keep "
+                    "tensors, numbers, and tensors that __tensor_flatten__ takes apart; name another optimizer"
+                )
+        return found
+
+    def uncompiled(self) -> contextlib.AbstractContextManager[object]:
+        """Within it an optimizer that compiles its step does not: nothing can be compiled for tensors without memory.
+        Torch's own compile nothing.
+        """
+        return torch.compiler.set_stance("force_eager") if ":" in self.optimizer else contextlib.nullcontext()
+
+    def joined(self, parameter: Tensor, parts: Mapping[str, Any]) -> dict[str, Any]:
+        """What the optimizer itself has of a parameter, of what `in_parts` made of it."""
+        if not any("." in key for key in parts):
+            return dict(parts)
+        shape, arguments = tuple(parameter.shape), _hashable(self.arguments)
+        return _joined(parts, _example(self.optimizer, arguments, shape, parameter.dtype))
 
     def kept(self, parameter: Tensor) -> dict[str, int]:
         """Bytes that are kept of a parameter beside itself and its gradient once it was stepped, by key."""
@@ -287,26 +328,82 @@ class Recipe:
         closure = inspect.signature(kind.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ConfigError(f"{name} must compute the loss several times a step, which no pipeline can; name another")
-        both = self._tried(("first", "second"))
+        try:
+            both = self._tried(("first", "second"))
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"{name} failed in a step of small parameters ({_told(error)}); name another") from error
         if [tensor for name in ("first", "second") for tensor in self._tried((name,))] != both:
             raise ConfigError(
                 f"{name} steps a parameter otherwise beside another one than alone, so that the cuts would change the "
                 "result; name an optimizer that treats each parameter by itself"
             )
+        self.kept(torch.empty(64, 128))  # of large parameters some optimizers keep something else
         takes = inspect.signature(kind).parameters
         if "weight_decay" not in takes and any(group.weight_decay for group in self.groups):
             raise ConfigError(f"{name} knows no weight decay, but train.parameter_groups sets one; leave it out there")
 
     def _tried(self, names: Iterable[str]) -> list[list[float]]:
-        """The values of small parameters after two steps together."""
+        """The values of small parameters after two steps together.
+
+        Raises ConfigError where the second step keeps more than the first.
+        """
         values = {"first": torch.linspace(-1, 1, 6).reshape(2, 3), "second": torch.linspace(2, -3, 12).reshape(4, 3)}
         parameters = {name: nn.Parameter(values[name].clone()) for name in names}
-        optimizer = self.build(parameters, on_cpu=True)
+        optimizer, keys = self.build(parameters, on_cpu=True), []
         for step in (1, 2):
             for name, parameter in parameters.items():
                 parameter.grad = values[name].flip(0) * step
             optimizer.step()
+            keys.append({key for parameter in parameters.values() for key in optimizer.state.get(parameter, ())})
+        if keys[0] != keys[1]:
+            raise ConfigError(
+                f"train.optimizer={self.optimizer} keeps {sorted(keys[0])} of a parameter after its first step and "
+                f"{sorted(keys[1])} after the second, but plans and checkpoints need what it keeps from the first on; "
+                "name another, or let it make all of its state at once"
+            )
         return [parameter.detach().flatten().tolist() for parameter in parameters.values()]
+
+
+def in_parts(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """What an optimizer keeps, with every tensor that wraps others taken apart: `exp_avg.codes`, `exp_avg.scale`.
+
+    Parts are live: who changes them changes the whole.
+    """
+    parts: dict[str, Any] = {}
+    for key, value in kept.items():
+        if type(value) is not Tensor and is_traceable_wrapper_subclass(value):
+            names, _ = value.__tensor_flatten__()
+            parts |= in_parts({f"{key}.{name}": getattr(value, name) for name in names})
+        else:
+            parts[key] = value
+    return parts
+
+
+def _joined(parts: Mapping[str, Any], example: Mapping[str, Any]) -> dict[str, Any]:
+    """The reverse of `in_parts`, as in an example."""
+    whole = dict(parts)
+    for key, one in example.items():
+        if is_traceable_wrapper_subclass(one):
+            names, context = one.__tensor_flatten__()
+            inner = {part.removeprefix(f"{key}."): whole.pop(part) for part in parts if part.startswith(f"{key}.")}
+            inner = _joined(inner, {name: getattr(one, name) for name in names})
+            whole[key] = type(one).__tensor_unflatten__(inner, context, one.size(), one.stride())
+    return whole
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+@functools.lru_cache(maxsize=4096)
+def _example(
+    optimizer: str, arguments: tuple[tuple[str, Any], ...], shape: tuple[int, ...], dtype: torch.dtype
+) -> Mapping[str, Any]:
+    """What an optimizer has of a fake parameter after its first step; equal shapes are tried once."""
+    with FakeTensorMode():
+        return Recipe(optimizer=optimizer, arguments=dict(arguments))._stepped(torch.empty(shape, dtype=dtype))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from varuna_capslog.base.errors import CapslogError, ConfigError
+from varuna_capslog.base.errors import CapslogError, ConfigError, RunFinding
 from varuna_capslog.base.functions import call_function
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.splitting.chains import split_chain
@@ -185,13 +185,25 @@ class Workload(ABC):
         """
         return self.build_chain()
 
-    def check(self) -> Sequence[str]:
-        """Called once before the workers of a run start: what the user should know of data and weights, a line each.
-
-        Raises:
-            CapslogError: what the run would stop at, or learn wrong things from.
+    def check(self) -> Iterable[RunFinding]:
+        """Called once before the workers of a run start: what the user should know of data and weights, and what the
+        run would stop at or learn wrong things from. A CapslogError that it raises is such a finding, too.
         """
         return ()
+
+    def read_samples(self) -> Mapping[str, int]:
+        """Reads the first sample, or some, of each source; returns their numbers of samples by name.
+
+        `capslog check` asks for it, in a process of its own.
+
+        Raises:
+            CapslogError: a source or its first sample cannot be read.
+        """
+        sources = {"training": self.train_data(), "validation": self.val_data()}
+        read = {name: source for name, source in sources.items() if source is not None and len(source)}
+        for source in read.values():
+            source.load(source.minibatch([[0]], 0), 0)
+        return {name: len(source) for name, source in read.items()}
 
     def data_facts(self) -> Mapping[str, Any]:
         """What a run that is continued must find again in its training data, as {what it is: plain value}; nothing by

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError, RunFinding
 from varuna_capslog.base.threads import OwnedThread, logged
 from varuna_capslog.config.reading import Config, section
 from varuna_capslog.model.capture.runtime import runs_its_children
@@ -247,6 +247,21 @@ class DatasetWorkload(ModelWorkload):
     def data_facts(self) -> Mapping[str, Any]:
         """The number of samples."""
         return {"number of samples": len(self._reader.dataset("dataset"))}
+
+    def check(self) -> Sequence[RunFinding]:
+        """Opens the validation data; raises as `val_data`."""
+        self.val_data()
+        return ()
+
+    def read_samples(self) -> Mapping[str, int]:
+        """Reads the first microbatch of data.dataset and of data.val, in this process."""
+        names = {"training": "dataset", "validation": "val"}
+        sets = {name: split for name, split in names.items() if self._reader.dataset(split) is not None}
+        counts = {name: len(self._reader.dataset(split)) for name, split in sets.items()}
+        for name, split in sets.items():
+            if counts[name]:
+                self._reader.read(split, 0, range(min(self._size, counts[name])))
+        return counts
 
     def hand_over(self) -> None:
         """Captures the model, and tries the loss on the first batch with made-up outputs."""

@@ -226,7 +226,7 @@ def _rehearse_rank(
     conditions = estimator.conditions
     quirks, positions = Quirks(conditions.device, conditions.gpu), _Positions()
     mode, recipes = fake
-    with torch.random.fork_rng(devices=[]), mode, quirks.dispatch():
+    with torch.random.fork_rng(devices=[]), mode, quirks.dispatch(), options.recipe.uncompiled():
         engine = PipelineEngine(
             with_real_layers(estimator.chain, own),
             estimator.workload.loss,

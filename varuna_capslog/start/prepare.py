@@ -9,18 +9,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from varuna_capslog.base import fields, files
 from varuna_capslog.base.clock import wall_seconds
-from varuna_capslog.base.errors import CapslogError, DoesNotFit
+from varuna_capslog.base.errors import CapslogError, DoesNotFit, findings_of, settle
 from varuna_capslog.config.reading import Config, dump_config, load_config
-from varuna_capslog.elastic.network import check_gloo_interfaces
-from varuna_capslog.memory import AUTO, MEMORY_MODELS
+from varuna_capslog.membership.protection import state_bytes
 from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.planners import AUTOMATIC, BUDGET, EVERY_PLANNER, JOINT
+from varuna_capslog.planners import AUTOMATIC, BUDGET, JOINT
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.layerwise import saying_what_fits
 from varuna_capslog.planning.limits import with_limits
@@ -36,10 +35,10 @@ from varuna_capslog.profiles.conditions import why_few
 from varuna_capslog.profiles.record import write_profile
 from varuna_capslog.profiles.variants import under
 from varuna_capslog.schedules import RunShape
-from varuna_capslog.start import ENGINES
 from varuna_capslog.start.checked_variants import naming_variants
 from varuna_capslog.start.choices import with_choices_of
 from varuna_capslog.start.default_planner import with_defaults
+from varuna_capslog.start.first_checks import check_names, check_optimizer, data_findings, disk_findings
 from varuna_capslog.start.given_plan import given_plan
 from varuna_capslog.start.layerwise_start import (
     asks_layerwise,
@@ -56,14 +55,21 @@ from varuna_capslog.start.replicated_start import (
     plan_automatic,
     plan_replicated,
 )
-from varuna_capslog.training.constants import check_folder, check_samples
+from varuna_capslog.training.constants import check_folder
 
 if TYPE_CHECKING:
     from varuna_capslog.model.chain import Chain
     from varuna_capslog.profiles.record import Profile
     from varuna_capslog.profiling.estimate import Memo
 
-__all__ = ["check_names", "estimate_memo", "plan_run", "prepare_run", "profile_and_variants", "profile_run"]
+__all__ = [
+    "estimate_memo",
+    "plan_run",
+    "prepare_run",
+    "profile_and_variants",
+    "profile_run",
+    "settled_plan",
+]
 
 
 def prepare_run(config: Config, show: bool = True) -> Plan:
@@ -75,21 +81,24 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
         DoesNotFit: no plan keeps every stage within its device; the smallest-peak plan is written all the same.
         CapslogError: the model, the profile or the plan is impossible, or the folder's checkpoints are of another run.
     """
+    from varuna_capslog.model.workload import load_workload
+
     begun = wall_seconds()
     # Before the profile, which may take minutes.
     check_names(config)
-    _check_optimizer(config)
-    said, facts = _check_workload(config)
-    _hand_over(config)
-    given = _checked_plan(config)
-    memo = estimate_memo(config)
-    profile = None
-    if _needs_profile(config, given):
-        config, profile = profile_and_variants(config, show, memo, say=said.append)
+    check_optimizer(config)
+    workload = load_workload(config)
+    said = settle(data_findings(config, workload))
+    facts = workload.data_facts()
+    workload.hand_over()
+    config, profile, plan = settled_plan(config, show, said.append)
+    given = given_plan(config)
     if given is not None and profile is not None:
         _check_digest(given, profile, config)
-    config = with_defaults(config, profile)
-    plan = naming_variants(config, _plan(config, profile, given, memo=memo))
+    kept = None if profile is None else state_bytes(profile)
+    about = None if kept is None else sum(kept[0])
+    # a disk may be cleared while the run trains, and a full one costs it no step
+    said += [one.text for one in findings_of(lambda: disk_findings(config, about)) if one.kind != "fact"]
     why = "; ".join(plan.notes)
     plan = dataclasses.replace(plan, notes=(*plan.notes, *said))
     check_folder(config, plan.model, grains_of(plan.stages), facts)
@@ -108,14 +117,17 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
     return plan
 
 
-def check_names(config: Config) -> None:
-    """Raises CapslogError where the config names a planner, memory model or engine that is unknown, or the environment
-    a network interface; needs no torch.
+def settled_plan(config: Config, show: bool, say: Callable[[str], object]) -> tuple[Config, Profile | None, Plan]:
+    """The plan that a run of this config begins with, judged; the config with what it chose, and its profile, None
+    where none is needed. Nothing is written into the run's folder.
+
+    say: told what is chosen, and what it gains.
     """
-    check_gloo_interfaces(os.environ)
-    fields.refuse_unknown([config.pipeline.planner], [*EVERY_PLANNER, JOINT, AUTOMATIC], "planner")
-    fields.refuse_unknown([config.pipeline.memory], [AUTO, *MEMORY_MODELS], "memory model")
-    ENGINES[config.engine].check()
+    given, memo, profile = _checked_plan(config), estimate_memo(config), None
+    if needs_profile(config, given):
+        config, profile = profile_and_variants(config, show, memo, say=say)
+    config = with_defaults(config, profile)
+    return config, profile, naming_variants(config, _plan(config, profile, given, memo=memo))
 
 
 def estimate_memo(config: Config) -> Memo | None:
@@ -261,7 +273,7 @@ def _planner_of_one(config: Config) -> str:
     return "exact" if config.pipeline.planner in (JOINT, AUTOMATIC) else config.pipeline.planner
 
 
-def _needs_profile(config: Config, given: Plan | None) -> bool:
+def needs_profile(config: Config, given: Plan | None) -> bool:
     """Given cuts and plans are run without a prediction, unless there is a capacity that they must keep to."""
     pipeline = config.pipeline
     if given is not None:
@@ -340,29 +352,6 @@ def _check_digest(plan: Plan, profile: Profile, config: Config) -> None:
             f"of this run is {profile.digest}; plan again with this config, or set fits to null in the file, so that "
             "this profile judges the plan"
         )
-
-
-def _check_optimizer(config: Config) -> None:
-    from varuna_capslog.engine.recipe import Recipe  # imports torch, which planning from a profile does without
-
-    Recipe.of_config(config.train).check_optimizer()
-
-
-def _check_workload(config: Config) -> tuple[list[str], Mapping[str, Any]]:
-    """What the user should know of data and weights, and the facts of the training data."""
-    from varuna_capslog.model.workload import load_workload
-
-    workload = load_workload(config)
-    facts = workload.data_facts()
-    if "number of samples" in facts:
-        check_samples(facts["number of samples"], config.train.minibatch_size)
-    return list(workload.check()), facts
-
-
-def _hand_over(config: Config) -> None:
-    from varuna_capslog.model.workload import load_workload
-
-    load_workload(config).hand_over()
 
 
 def _chain(config: Config) -> Chain:

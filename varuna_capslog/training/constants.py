@@ -6,16 +6,16 @@ before it loads. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError, RunFinding, settle
 from varuna_capslog.config.settings import Config
 from varuna_capslog.training.manifest import read_manifest
 
-__all__ = ["check_continues", "check_folder", "check_samples", "run_constants"]
+__all__ = ["check_continues", "check_folder", "check_samples", "folder_findings", "run_constants"]
 
 
 def run_constants(config: Config, grains: Sequence[int] = ()) -> dict[str, Any]:
@@ -45,7 +45,21 @@ def check_continues(
     grains: Sequence[int] = (),
     facts: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Raises CapslogError if the checkpoint at `path` is not one that a run of `config` can continue.
+    """Raises CapslogError if the checkpoint at `path` is not one that a run of `config` can continue; see
+    `_differences`.
+    """
+    settle(map(RunFinding.of_error, _differences(config, model, manifest, path, grains, facts)))
+
+
+def _differences(
+    config: Config,
+    model: str | None,
+    manifest: Mapping[str, Any],
+    path: Path,
+    grains: Sequence[int],
+    facts: Mapping[str, Any],
+) -> Iterator[CapslogError]:
+    """What keeps a run of `config` from continuing the checkpoint at `path`.
 
     Args:
         model: the chain's name, None where it is not known.
@@ -54,28 +68,29 @@ def check_continues(
         facts: of the training data, see `Workload.data_facts`; none where they are not known.
     """
     if model is not None and manifest.get("model") != model:
-        raise CapslogError(
+        yield CapslogError(
             f"{path} was written for the model {manifest.get('model')!r}, the config builds {model!r}; choose another "
             "run_dir, or begin from it with init_from"
         )
+        return  # the rest is of another model
     earlier = {"weights": "float32", "moments": "float32"}  # of versions that knew no others
     before = earlier | manifest.get("constants", {})
     if before.get("grains", []) != list(grains):
-        raise CapslogError(
+        yield CapslogError(
             f"{path} was written with the grains {before.get('grains') or 1} of its layers, the plan has "
             f"{list(grains) or 1}; losses would not continue: run a plan of the same grains, or begin a new run with "
             "init_from"
         )
     for name, value in run_constants(config).items():
         if name in before and before[name] != value:
-            raise CapslogError(
+            yield CapslogError(
                 f"{path} was written with train.{name}={before[name]}, the config says {value}; losses would not "
                 "continue: set it back, or begin a new run with init_from"
             )
     then = manifest.get("data", {})  # of versions that kept none
     for name in then | facts if then and facts else ():
         if then.get(name) != facts.get(name):
-            raise CapslogError(
+            yield CapslogError(
                 f"{path} was written with training data whose {name} was {_said(then, name)}, and now it is "
                 f"{_said(facts, name)}; losses would not continue: set the data back, or begin a new run with init_from"
             )
@@ -99,7 +114,16 @@ def check_folder(
     grains: Sequence[int] = (),
     facts: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Raises CapslogError if `config.resume` and what `run_dir/checkpoints` holds do not go together.
+    """Raises CapslogError if `config.resume` and what `run_dir/checkpoints` holds do not go together; see
+    `folder_findings`.
+    """
+    settle(folder_findings(config, model, grains, facts))
+
+
+def folder_findings(
+    config: Config, model: str | None, grains: Sequence[int], facts: Mapping[str, Any]
+) -> Iterator[RunFinding]:
+    """Why `config.resume` and what `run_dir/checkpoints` holds do not go together.
 
     A damaged checkpoint is no matter here: the ranks say which ones they pass over.
     """
@@ -118,5 +142,5 @@ def check_folder(
             manifest = read_manifest(path)
         except CapslogError:
             continue
-        check_continues(config, model, manifest, path, grains, facts)
+        yield from map(RunFinding.of_error, _differences(config, model, manifest, path, grains, facts))
         return

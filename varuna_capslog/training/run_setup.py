@@ -148,17 +148,24 @@ def check_plan(setup: RunSetup, plan: Plan) -> None:
         )
     if plan.model is not None and plan.model != chain.name:
         raise CapslogError(f"the plan is for the model {plan.model!r}, the config builds {chain.name!r}: plan again")
-    check_loggers(setup.config.train.loggers)
+    check_keys(setup.config.train, chain, setup.options.recipe)
+
+
+def check_keys(train: Train, chain: Chain, recipe: Recipe) -> None:
+    """Raises CapslogError for keys of the section `train` that name a logger, or parameters of the chain, that are not
+    there; the parameters may have shapes only.
+    """
+    check_loggers(train.loggers)
     # a misspelt key would leave the plain settings
     parameters = chain.named_parameters()
     addresses = list(parameters)
-    for text in setup.config.train.lr_multipliers:
+    for text in train.lr_multipliers:
         if not any(text in address for address in addresses):
             raise CapslogError(
                 f"train.lr_multipliers has the key {text!r}, which is part of no parameter's address; they look like "
                 f"{', '.join(repr(address) for address in addresses[:: max(1, len(addresses) // 3)][:3])}"
             )
-    setup.options.recipe.check({address: parameter.dim() for address, parameter in parameters.items()})
+    recipe.check({address: parameter.dim() for address, parameter in parameters.items()})
 
 
 def read_weights(path: Path, workload: Workload, chain: Chain) -> tuple[dict[str, Tensor], list[str]]:

@@ -107,7 +107,7 @@ def run_hollow(
         CapslogError: a layer or the loss cannot run on fake tensors.
     """
     count = enough_microbatches(conditions, quirks)
-    with torch.random.fork_rng(devices=[]), mode, quirks.dispatch():
+    with torch.random.fork_rng(devices=[]), mode, quirks.dispatch(), conditions.recipe.uncompiled():
         pipeline, meter = TrimmedPipeline.of(chain, run, conditions, True, count), _Meter(speed)
         peak_bytes, events = trimmed_step(pipeline, run, conditions, loss, quirks, recipes, meter)
         if meter.refused:

@@ -1,0 +1,328 @@
+"""What would stop a run, or teach it wrong things, told before it begins: `capslog check`.
+
+It goes the way of `prepare`, on estimates and in a stand-in for the run's folder: no run is measured, no worker is
+started, and the run's own folder stays as it is, or is not made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import shutil
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from varuna_capslog import accelerator
+from varuna_capslog.base.errors import CapslogError, RunFinding, findings_of
+from varuna_capslog.base.fork_server import ForkServer, NoAnswer
+from varuna_capslog.base.machine_memory import granted_bytes
+from varuna_capslog.base.supervisor import check_unused
+from varuna_capslog.base.units import format_bytes
+from varuna_capslog.config.settings import Config
+from varuna_capslog.engine.recipe import Recipe
+from varuna_capslog.model.chain import Chain
+from varuna_capslog.model.workload import Workload, load_workload
+from varuna_capslog.plans.parts import grains_of
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiling.conditions import conditions_of_run, kind_here
+from varuna_capslog.profiling.skeleton import skeleton
+from varuna_capslog.start.elastic_host import check_elastic
+from varuna_capslog.start.first_checks import check_names, check_optimizer, data_findings, disk_findings
+from varuna_capslog.start.given_plan import given_plan
+from varuna_capslog.start.prepare import needs_profile, profile_run, settled_plan
+from varuna_capslog.start.resuming import newest_checkpoint
+from varuna_capslog.training.checkpoint import open_checkpoint, passed_over
+from varuna_capslog.training.constants import folder_findings
+from varuna_capslog.training.devices import check_devices, check_room, choose_device
+from varuna_capslog.training.run_setup import check_keys
+
+__all__ = ["READ_SECONDS", "check_run"]
+
+READ_SECONDS = 20.0
+"""In which a sample of each source must have been read."""
+_SEARCH_SECONDS = 15.0
+"""In which a planner must have ended that can be told so."""
+
+
+def check_run(
+    config: Config, say: Callable[[str], object], show: bool = True, read_seconds: float = READ_SECONDS
+) -> Iterator[RunFinding]:
+    """What is found of a run of this config, part by part, each sentence once.
+
+    Args:
+        say: told which part comes next.
+        show: draw a progress bar where something takes long.
+        read_seconds: in which a sample of each source must have been read.
+    """
+    nobody = lambda what: None  # noqa: E731
+    with (
+        ForkServer(f"{__name__}:read_samples", nobody, None, prepared=True) as server,
+        _stand_in(config) as stand_in,
+        _warnings(config) as warned,
+    ):
+        check = _Check(config, stand_in, server, show, read_seconds)
+        parts = {
+            "config": check.config_keys,
+            "data": check.data,
+            "model": check.model,
+            "plan": check.plan,
+            "checkpoint": check.checkpoint,
+            "devices": check.devices,
+            "disk": check.disk,
+        }
+
+        def findings(part: str) -> Iterator[RunFinding]:
+            say(f"checking: {part}")
+            yield from (dataclasses.replace(finding, part=part) for finding in findings_of(parts[part]))
+            yield from (RunFinding(line, part=part) for line in warned)
+            warned.clear()
+
+        told: set[str] = set()
+        for part in parts:
+            for finding in findings(part):
+                if finding.text not in told:
+                    told.add(finding.text)
+                    yield finding
+
+
+class _Check:
+    """The parts of a check, which are asked in their order: each knows what those before it found out.
+
+    Args:
+        stand_in: the config with another run_dir, and with an estimated profile.
+        server: reads samples in a fork, which may hang or die.
+    """
+
+    def __init__(self, config: Config, stand_in: Config, server: ForkServer, show: bool, read_seconds: float) -> None:
+        self._config, self._stand_in, self._server = config, stand_in, server
+        self._show, self._read_seconds = show, read_seconds
+        self._workload: Workload | None = None
+        self._readable = False
+        self._chain: Chain | None = None
+        self._plan: Plan | None = None
+        self._on_cpu = False
+
+    def config_keys(self) -> Iterator[RunFinding]:
+        def load() -> None:
+            self._workload = load_workload(self._stand_in)
+
+        checks = [check_names, check_optimizer, *([check_elastic] if self._config.elastic.enabled else [])]
+        yield from findings_of(*(partial(check, self._config) for check in checks), load)
+
+    def data(self) -> Iterator[RunFinding]:
+        workload = self._workload
+        if workload is None:
+            return
+        try:
+            entry = f"{__name__}:read_samples"
+            yield from self._server.call(entry, self._stand_in, seconds=self._read_seconds)
+        except NoAnswer as error:  # this process would not survive it, either
+            raise CapslogError(
+                f"the process that was to open the data and read the first samples gave none ({error.how}), so that "
+                "the rest and the model were not checked; mend the data set, or see what it waits for"
+            ) from error
+        self._readable = True
+        yield from data_findings(self._config, workload)
+
+    def model(self) -> Iterator[RunFinding]:
+        if self._workload is None or not self._readable:
+            what = "data and model" if self._workload is None else "the model"
+            yield RunFinding(f"{what} can be checked when what stands above is mended")
+            return
+        self._workload.hand_over()
+        chain = skeleton(load_workload(self._stand_in))
+        check_keys(self._config.train, chain, Recipe.of_config(self._config.train))
+        self._chain = chain
+        parameters = list(chain.named_parameters().values())
+        count, trained = (
+            sum(one.numel() for one in some) for some in (parameters, [one for one in parameters if one.requires_grad])
+        )
+        frozen = "" if count == trained else f", of which {trained:,} are trained"
+        yield RunFinding(f"{chain.name}: {len(chain)} layers, {count:,} parameters{frozen}", "fact")
+
+    def plan(self) -> Iterator[RunFinding]:
+        if self._chain is None:
+            yield RunFinding("plan, memory and bytes on disk are known when what stands above is mended")
+            return
+        config, measured = self._stand_in, self._config.profile.source == "measured"
+        if measured and needs_profile(config, given_plan(config)):
+            try:
+                profile_run(config, self._show)
+            except CapslogError as error:
+                yield RunFinding(f"no plan is known, since the model cannot be estimated: {error}; the run measures it")
+                return
+        notes: list[str] = []
+        settled, profile, plan = settled_plan(config, self._show, notes.append)
+        self._plan = plan
+        self._on_cpu = profile is not None and bool(profile.observations) and profile.observations[0].device == "cpu"
+        if plan.fits is False:
+            yield RunFinding("; ".join(plan.notes) or "no plan fits; add devices or capacity", "does_not_fit")
+        else:
+            yield from map(RunFinding, plan.notes)
+            yield RunFinding(_told(plan, settled, measured), "fact")
+        yield from map(RunFinding, notes)
+
+    def checkpoint(self) -> Iterator[RunFinding]:
+        config = self._config
+        check_unused(config.run_dir)
+        if config.init_from is not None and not config.init_from.exists():
+            raise CapslogError(
+                f"init_from={str(config.init_from)!r} does not exist; give a checkpoint folder or a weights file"
+            )
+        if self._workload is None or self._plan is None:
+            return
+        grains, facts = grains_of(self._plan.stages), self._workload.data_facts()
+        yield from folder_findings(config, self._plan.model, grains, facts)
+        if config.resume not in ("auto", "never"):
+            open_checkpoint(Path(config.resume))
+        if config.resume == "auto":
+            newest, skipped = newest_checkpoint(config.run_dir)
+            yield from map(RunFinding, passed_over(newest, skipped))
+            if newest is not None:
+                yield RunFinding(f"the run goes on after step {newest.step}, from {newest.path}", "fact")
+
+    def devices(self) -> Iterator[RunFinding]:
+        config, ranks = self._config, self._config.world_size
+        device = choose_device(config.device, 0)
+        planned = conditions_of_run(config, {})
+        if config.profile.device is not None and (planned.device, planned.gpu) != (device.type, kind_here()):
+            for_what = f"profile.device={config.profile.device}"
+            yield RunFinding(f"the plan is for {for_what}, and this machine computes on {_kind_of(device)}")
+        if config.elastic.enabled:
+            yield RunFinding(f"{ranks} workers on {device.type}, here or on several machines", "fact")
+            return
+        check_devices(config.pipeline.transport, device, ranks - 1)
+        there = accelerator.all_devices(device.type)
+        cores, threads = len(os.sched_getaffinity(0)), config.train.threads
+        if device.type == "cpu":
+            yield RunFinding(f"{ranks} workers with {threads} threads each on {cores} cores", "fact")
+        else:
+            yield RunFinding(f"{ranks} workers on {len(there)} devices ({_kind_of(device)})", "fact")
+        crowded = ranks * threads > cores if device.type == "cpu" else ranks > len(there)
+        if crowded:
+            what = f"{cores} cores" if device.type == "cpu" else f"{len(there)} devices"
+            yield RunFinding(f"{ranks} workers share {what} and wait for each other; set pipeline.devices lower")
+        yield from self._memory(there)
+
+    def _memory(self, there: list[torch.device]) -> Iterator[RunFinding]:
+        """Whether the devices have what the plan predicts, where it is predicted for such devices."""
+        sizes = [] if self._plan is None else _bytes_of_ranks(self._plan, self._config.world_size)
+        if self._on_cpu is not (there[0].type == "cpu"):
+            return
+        together: dict[torch.device, int] = defaultdict(int)
+        for rank, size in enumerate(sizes):
+            together[there[rank % len(there)]] += size
+        for device, size in together.items():
+            if device.type != "cpu":
+                check_room(device, size, f"the plan's part on {device}")
+            elif size > granted_bytes():
+                yield RunFinding(
+                    f"the workers need {format_bytes(size)} together, but this machine grants "
+                    f"{format_bytes(granted_bytes())} of memory; set pipeline.devices or train.microbatch_size lower",
+                    "does_not_fit",
+                )
+
+    def disk(self) -> Iterable[RunFinding]:
+        return disk_findings(self._config, None if self._chain is None else checkpoint_bytes(self._chain, self._config))
+
+
+def checkpoint_bytes(chain: Chain, config: Config) -> int:
+    """About what a checkpoint takes: parameters, buffers, and what the optimizer keeps."""
+    recipe = Recipe.of_config(config.train)
+    parameters = chain.named_parameters()
+    kept = sum(sum(recipe.kept(one).values()) for one in parameters.values() if one.requires_grad)
+    return kept + sum(tensor.nbytes for tensor in chain.named_tensors().values())
+
+
+def read_samples(config: Config) -> list[RunFinding]:
+    """What reading the first samples of each source shows; in a process of its own."""
+    os.dup2(2, 1)  # what a data set prints is no part of the answer
+
+    def read() -> Iterator[RunFinding]:
+        try:
+            counts = load_workload(config).read_samples()
+        except CapslogError:
+            raise
+        except Exception as error:  # of the user's own code
+            told = " ".join(f"{type(error).__name__}: {error}".split())
+            raise CapslogError(f"the first samples cannot be read ({told}); mend the data set") from error
+        for name, count in counts.items():
+            yield RunFinding(f"{count} {name} samples, the first can be read", "fact")
+
+    with _warnings(config) as warned:
+        findings = list(findings_of(read))
+    return [dataclasses.replace(finding, error=None) for finding in (*findings, *map(RunFinding, warned))]
+
+
+def _kind_of(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" else accelerator.device_name(device.type)
+
+
+def _told(plan: Plan, config: Config, measured: bool) -> str:
+    sizes = _bytes_of_ranks(plan, config.world_size)
+    most = f", at most {format_bytes(max(sizes))} on a rank" if sizes else ""
+    by = f" by planner {plan.planner}" if plan.planner else ""
+    fits = {True: "; it fits", None: "; whether it fits is not known"}[plan.fits]
+    why = " (pipeline.capacity is not set)" if plan.fits is None and config.pipeline.capacity is None else ""
+    how = "; this is of an estimate, and the run measures" if measured and sizes else ""
+    return f"{len(plan.stages)} stages on {config.world_size} ranks{by}{most}{fits}{why}{how}"
+
+
+def _bytes_of_ranks(plan: Plan, ranks: int) -> list[int]:
+    """The predicted bytes of each rank; [] where they are not known."""
+    sizes = [one.bytes for one in plan.ranks] or list(plan.stage_bytes or ()) * (ranks // max(1, len(plan.stages)))
+    return [] if None in sizes else [size for size in sizes if size is not None]
+
+
+@contextlib.contextmanager
+def _stand_in(config: Config) -> Iterator[Config]:
+    """The config with a folder that begins as its run_dir and is gone afterwards, with an estimated profile, and with
+    an end of every search that can have one.
+    """
+    with tempfile.TemporaryDirectory(prefix="capslog-check-") as name:
+        folder = Path(name)
+        with contextlib.suppress(OSError):
+            shutil.copyfile(config.run_dir / "config.yaml", folder / "config.yaml")
+        if (config.run_dir / "checkpoints").is_dir():
+            (folder / "checkpoints").symlink_to((config.run_dir / "checkpoints").absolute())
+        pipeline = config.pipeline
+        search = {"search_seconds": min(pipeline.search_seconds or _SEARCH_SECONDS, _SEARCH_SECONDS)}
+        changes = {
+            "run_dir": folder,
+            "profile": config.profile.model_copy(update={"source": "estimated"}),
+            "pipeline": pipeline.model_copy(update=search),
+        }
+        yield config.model_copy(update=changes)
+
+
+class _Lines(logging.Handler):
+    """Keeps what is logged, a line each."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(" ".join(record.getMessage().split()))
+
+
+@contextlib.contextmanager
+def _warnings(config: Config) -> Iterator[list[str]]:
+    """What this package and that of the workload warn of meanwhile, a line each."""
+    handler = _Lines(logging.WARNING)
+    packages = {name.partition(":")[0].partition(".")[0] for name in (__name__, config.workload)}
+    loggers = [logging.getLogger(name) for name in packages]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        yield handler.lines
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
