@@ -401,11 +401,13 @@ def test_torchrun_refuses_what_cannot_start(arguments, expected, tmp_path):
 
 def test_ctrl_c_in_the_terminal_is_130_and_one_sentence(tmp_path):
     """Before any worker exists, while something slow is read."""
-    pipe = tmp_path / "profile.json"
-    os.mkfifo(pipe)
-    command = [sys.executable, "-c", "from varuna_capslog.cli import main; main()", "plan", "--profile", str(pipe)]
-    process = subprocess.Popen([*command, "--devices", "2"], stderr=subprocess.PIPE, text=True)
-    with open(pipe, "w"):  # returns when the command has opened its end
+    end, pipe = os.pipe()
+    profile = f"/dev/fd/{end}"
+    command = [sys.executable, "-c", "from varuna_capslog.cli import main; main()", "plan", "--profile", profile]
+    process = subprocess.Popen([*command, "--devices", "2"], stderr=subprocess.PIPE, text=True, pass_fds=[end])
+    os.close(end)
+    with open(pipe, "wb", buffering=0) as file:
+        file.write(bytes(1 << 20))  # more than a pipe holds: returns when the command reads
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
         assert process.stderr.read() == "capslog: interrupted\n"

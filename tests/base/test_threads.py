@@ -22,7 +22,6 @@ ALWAYS_BLOCKING = {"recv", "recv_bytes", "recv_into", "waitpid", "waitid"}
 
 WAITS = {
     # the thread that hears the fork server tells everybody its end, whatever ends it
-    "base/fork_server.py ForkServer.call": "the thread fork-server puts the end, or `gone`",
     "base/fork_server.py ForkServer.close": "killed before",
     "base/fork_server.py ForkServer._end": "killed before",
     "base/fork_server.py _ServerFork.wait": "WNOHANG",

@@ -16,6 +16,7 @@ from varuna_capslog.base.fork_server import NoAnswer
 from varuna_capslog.config.settings import Config
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.start import readiness
+from varuna_capslog.training.manifest import FORMAT
 
 OWN = {
     "workload": "varuna_capslog.own_data:workload",
@@ -134,9 +135,8 @@ def test_pictures_and_a_checkpoint_of_other_data_are_told_together(
     config.train.lr_multipliers = {}
     facts = load_workload(config).data_facts()
     manifest = config.run_dir / "checkpoints" / "step-00000002" / "manifest.json"
-    files.write_json(
-        manifest, {"model": "detr-rn18-layer3-e1-d1", "constants": {"seed": 7}, "data": {**facts, "category 1": "bee"}}
-    )
+    about = {"model": "detr-rn18-layer3-e1-d1", "constants": {"seed": 7}, "data": {**facts, "category 1": "bee"}}
+    files.write_json(manifest, {"format": FORMAT, "step": 2, "layers": {}, "shared": {}, **about})
     config.resume = "gone"
     stops = [*of(found(config, monkeypatch), "stops")]
     assert "gone/manifest.json" in stops[1][1]

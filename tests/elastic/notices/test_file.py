@@ -10,7 +10,7 @@ import pytest
 
 from tests.elastic.notices.support import WALL, Inbox, SetClock
 from varuna_capslog.elastic.notices.file import FileListener
-from varuna_capslog.elastic.notices.interface import Kind, Notice, Round, Unavailable
+from varuna_capslog.elastic.notices.interface import Kind, Notice, Round
 
 
 def listener(path: Path, clock: SetClock | None = None) -> FileListener:
@@ -48,19 +48,6 @@ def test_all_it_may_say(tmp_path: Path) -> None:
     assert notice.hosts == ("node-5", "node-6")
     assert notice.deadline is not None
     assert notice.deadline.remaining(1000.0) == 7.0
-
-
-def test_a_pipe_in_the_place_of_the_file_is_not_waited_for(tmp_path: Path) -> None:
-    """To open a FIFO takes until somebody writes into it: a proper file that was put there later was never heard."""
-    path = tmp_path / "leave"
-    os.mkfifo(path)
-    file = listener(path)
-    for _ in range(2):
-        with pytest.raises(Unavailable, match="leave is no regular file"):
-            file.ask()
-    path.unlink()
-    write(path, "")
-    assert one(file.ask().notices).kind is Kind.LEAVE
 
 
 def test_a_question_that_fails_unexpectedly_is_asked_again(tmp_path: Path, monkeypatch, caplog) -> None:
