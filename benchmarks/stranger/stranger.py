@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "morph"))
 from live import HERE, Live, append_result, losses
 
 from varuna_capslog.base import files
+from varuna_capslog.base.threads import logged
 from varuna_capslog.base.trust.secret import run_secret
 from varuna_capslog.elastic.member.peers import Peers
 from varuna_capslog.rig.stranger import KINDS, Answers, Stranger, addresses, recorded
@@ -123,7 +124,7 @@ def main() -> None:
         def old_member() -> Iterator[Answers]:
             store, answers = live.host.link.store, Answers()
             key = secret.key(f"peers {store.identity}")
-            peers = Peers("old", key, lambda name: store.get(f"address/{name}"), print, lambda name: None)
+            peers = Peers("old", key, lambda name: store.get(f"address/{name}"), print, lambda name: None, logged)
             for number in range(given.each):
                 kind = ("value", "layer", "update", "plan", "farewell")[number % 5]
                 peers.send(live.members[number % 3], kind, generation=0, value="{}", layers=[], step=1)
