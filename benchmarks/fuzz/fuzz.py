@@ -1,13 +1,14 @@
-"""Damaged files at every reader: each is read rightly or refused in the project's own words, with little time and memory.
+"""Damaged files at every reader: each is read rightly or refused in the project's own words, in little time and memory.
 
-Every case runs in a process of its own, forked from one that has read an undamaged file of each kind; the processor time
-and the memory of that process are those of the case. A case is fixed by the seed and its number.
+Every case runs in a process of its own, forked from one that has read an undamaged file of each kind; the processor
+time and the memory of that process are those of the case. A case is fixed by the seed and its number.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import json
 import os
 import random
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from kinds import KINDS, Kind, train_original
+from mutations import damaged
 
 from varuna_capslog.base.errors import CapslogError
 
@@ -95,17 +97,9 @@ def _used(kind: Kind, folder: Path) -> tuple[str, str]:
 
 def _undamaged(name: str, original: Path, folder: Path) -> Case:
     """The same with a file that nothing damaged; imports what the kind needs into this process first."""
-    kinds = sys.modules["kinds"]
-    damage = kinds.damaged
-    kinds.damaged = lambda dice, content, form: content
-    try:
-        KINDS[name].prepare(original, folder, random.Random(1))
-        for file in ("override",):
-            (folder / file).write_text("")
-        KINDS[name].use(folder)
-        return _run(name, -1, KINDS[name], folder)
-    finally:
-        kinds.damaged = damage
+    KINDS[name].prepare(original, folder, random.Random(1), lambda content, form: content)
+    KINDS[name].use(folder)
+    return _run(name, -1, KINDS[name], folder)
 
 
 def main() -> int:
@@ -136,7 +130,8 @@ def _fuzz(arguments: argparse.Namespace, work: Path) -> int:
                 continue
             folder = work / "case"
             folder.mkdir()
-            KINDS[name].prepare(original, folder, random.Random(f"{arguments.seed} {name} {number}"))
+            dice = random.Random(f"{arguments.seed} {name} {number}")
+            KINDS[name].prepare(original, folder, dice, functools.partial(damaged, dice))
             if arguments.keep:
                 shutil.copytree(folder, arguments.keep / f"{name}-{number}", symlinks=True)
             cases.append(_judged(_run(name, number, KINDS[name], folder), idle[name]))

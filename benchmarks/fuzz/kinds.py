@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from mutations import HOSTILE_TEXTS, damaged
 from PIL import Image
 
 from varuna_capslog import cli
@@ -32,7 +31,10 @@ from varuna_capslog.profiles.record import read_profile, write_profile
 from varuna_capslog.reports.page import write_report
 from varuna_capslog.training.checkpoint import best_checkpoint, latest_checkpoint
 
-__all__ = ["KINDS", "Defect", "Kind", "train_original"]
+__all__ = ["KINDS", "Damage", "Defect", "Kind", "train_original"]
+
+Damage = Callable[[bytes, str], bytes]
+"""Gives the content of a file, of a form that `mutations.damaged` names, another one."""
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
@@ -46,13 +48,14 @@ class Kind:
     """A kind of file.
 
     share: of 100 cases, how many are of this kind.
-    prepare: given the original run's folder, the folder of a case and the dice, writes the damaged file there.
+    prepare: given the original run's folder, the folder of a case, the dice and the damage, writes the damaged file
+        there.
     use: given the folder of a case, reads the file and does what a user does with it. Raises CapslogError where the
         file is refused.
     """
 
     share: int
-    prepare: Callable[[Path, Path, random.Random], None]
+    prepare: Callable[[Path, Path, random.Random, Damage], None]
     use: Callable[[Path], None]
 
 
@@ -95,9 +98,9 @@ def _command(*arguments: str) -> str:
     return screen.getvalue()
 
 
-def _prepare_plan(original: Path, folder: Path, dice: random.Random) -> None:
+def _prepare_plan(original: Path, folder: Path, dice: random.Random, damage: Damage) -> None:
     source = dice.choice(sorted((original.parent / "plans").iterdir()))
-    (folder / "plan.json").write_bytes(damaged(dice, source.read_bytes(), "json"))
+    (folder / "plan.json").write_bytes(damage(source.read_bytes(), "json"))
     shutil.copy(original / "profile.json", folder)
     (folder / "form").write_text(dice.choice(sorted(TARGETS)))
 
@@ -117,8 +120,8 @@ def _use_plan(folder: Path) -> None:
             _command(*arguments)
 
 
-def _prepare_profile(original: Path, folder: Path, dice: random.Random) -> None:
-    (folder / "profile.json").write_bytes(damaged(dice, (original / "profile.json").read_bytes(), "json"))
+def _prepare_profile(original: Path, folder: Path, dice: random.Random, damage: Damage) -> None:
+    (folder / "profile.json").write_bytes(damage((original / "profile.json").read_bytes(), "json"))
     shutil.copy(original / "plan-0.json", folder / "plan.json")
     (folder / "planner").write_text(dice.choice(("exact", "throughput", "gpipe", "budget", "varuna", "capslog")))
 
@@ -138,14 +141,10 @@ def _use_profile(folder: Path) -> None:
             _command(*arguments)
 
 
-def _prepare_config(original: Path, folder: Path, dice: random.Random) -> None:
+def _prepare_config(original: Path, folder: Path, dice: random.Random, damage: Damage) -> None:
     configs = [original / "config.yaml", *sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))]
-    (folder / "config.yaml").write_bytes(damaged(dice, dice.choice(configs).read_bytes(), "yaml"))
-    override = ""
-    if dice.random() < 0.3:
-        key = dice.choice(("train.lr", "pipeline.capacity", "model", "data.arguments.a", "x", "pipeline.cuts", ""))
-        override = f"{key}{dice.choice(('=', '=', '', '=='))}{dice.choice(HOSTILE_TEXTS)}"
-    (folder / "override").write_text(override)
+    (folder / "config.yaml").write_bytes(damage(dice.choice(configs).read_bytes(), "yaml"))
+    (folder / "override").write_bytes(damage(b"", "override"))
 
 
 def _use_config(folder: Path) -> None:
@@ -179,9 +178,9 @@ def _write_pictures(folder: Path) -> None:
     (folder / "annotations.json").write_text(json.dumps(content))
 
 
-def _prepare_coco(original: Path, folder: Path, dice: random.Random) -> None:
+def _prepare_coco(original: Path, folder: Path, dice: random.Random, damage: Damage) -> None:
     pictures = original.parent / "pictures"
-    content = damaged(dice, (pictures / "annotations.json").read_bytes(), "json")
+    content = damage((pictures / "annotations.json").read_bytes(), "json")
     (folder / "annotations.json").write_bytes(content)
     (folder / "pictures").symlink_to(pictures)
     (folder / "labels").write_text(dice.choice(("contiguous", "original")))
@@ -213,7 +212,7 @@ def _use_coco(folder: Path) -> None:
             source.load(source.minibatch([samples], 0), 0)
 
 
-def _prepare_checkpoint(original: Path, folder: Path, dice: random.Random) -> None:
+def _prepare_checkpoint(original: Path, folder: Path, dice: random.Random, damage: Damage) -> None:
     run = folder / "run"
     for entry in original.iterdir():
         if entry.is_file() and not entry.name.endswith(".jsonl"):
@@ -229,12 +228,12 @@ def _prepare_checkpoint(original: Path, folder: Path, dice: random.Random) -> No
     (older / "manifest.json").unlink()
     (older / "manifest.json").write_text(json.dumps({**manifest, "step": 1}))
     if choice < 0.65:
-        _damage(newest / "manifest.json", "json", dice)
+        _replace(newest / "manifest.json", "json", damage)
     elif choice < 0.75:
-        _damage(checkpoints / "best.json", "json", dice)
+        _replace(checkpoints / "best.json", "json", damage)
     else:
         path = dice.choice(sorted(newest.glob("*.pt")))
-        _damage(path, "bytes", dice)
+        _replace(path, "bytes", damage)
         if dice.random() < 0.5:  # by somebody who also writes what the manifest says of the file
             from varuna_capslog.training.checkpoint import entry_of
 
@@ -250,8 +249,8 @@ def _linked(source: str, target: str) -> str:
     return target
 
 
-def _damage(path: Path, form: str, dice: random.Random) -> None:
-    content = damaged(dice, path.read_bytes(), form)
+def _replace(path: Path, form: str, damage: Damage) -> None:
+    content = damage(path.read_bytes(), form)
     path.unlink()
     path.write_bytes(content)
 
@@ -271,7 +270,7 @@ def _use_checkpoint(folder: Path) -> None:
     load_chain(best_checkpoint(run / "checkpoints"), chain)
 
 
-def _prepare_held(original: Path, folder: Path, dice: random.Random) -> None:
+def _prepare_held(original: Path, folder: Path, dice: random.Random, damage: Damage) -> None:
     step = max((original.parent / "checkpoints").glob("step-*"))
     held = folder / "held"
     manifest = json.loads((step / "manifest.json").read_text())
@@ -286,9 +285,9 @@ def _prepare_held(original: Path, folder: Path, dice: random.Random) -> None:
     (held / "record-000002.json").write_text(json.dumps({"record": record, "manifest": extra}))
     choice = dice.random()
     if choice < 0.6:
-        _damage(held / "record-000002.json", "json", dice)
+        _replace(held / "record-000002.json", "json", damage)
     elif choice < 0.9:
-        _damage(dice.choice(sorted(place.glob("*.json"))), "json", dice)
+        _replace(dice.choice(sorted(place.glob("*.json"))), "json", damage)
     else:
         name = dice.choice(("x-y", "-", "3-1-1", "00000004-", "9" * 30 + "-1", "4-1\x1b[2J", "00000004--1", "4-٣"))
         place.rename(held / name)
@@ -299,11 +298,11 @@ def _use_held(folder: Path) -> None:
     latest_checkpoint(folder / "checkpoints")
 
 
-def _prepare_lines(original: Path, folder: Path, dice: random.Random) -> None:
+def _prepare_lines(original: Path, folder: Path, dice: random.Random, damage: Damage) -> None:
     run = folder / "run"
     shutil.copytree(original, run, ignore=shutil.ignore_patterns("workers", "tensorboard"))
     name = dice.choice(("metrics.jsonl", "events.jsonl", "evaluations.jsonl"))
-    _damage(run / name, "jsonl", dice)
+    _replace(run / name, "jsonl", damage)
 
 
 def _use_lines(folder: Path) -> None:

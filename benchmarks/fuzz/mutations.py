@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-__all__ = ["HOSTILE_TEXTS", "damaged"]
+__all__ = ["damaged"]
 
 HOSTILE_VALUES: tuple[Any, ...] = (
     0,
@@ -95,8 +95,10 @@ def damaged(dice: random.Random, content: bytes, form: str) -> bytes:
     Args:
         dice: decides which, and where.
         content: of a valid file.
-        form: "json", "jsonl", "yaml", or "bytes" for a file that is no text.
+        form: "json", "jsonl", "yaml", "override" for a text behind a config, or "bytes" for a file that is no text.
     """
+    if form == "override":
+        return content if dice.random() < 0.7 else _override(dice)
     for _ in range(dice.choice((1, 1, 1, 2, 3))):
         if form == "bytes" or dice.random() < 0.15:
             content = dice.choice(_OF_BYTES)(dice, content)
@@ -105,6 +107,11 @@ def damaged(dice: random.Random, content: bytes, form: str) -> bytes:
         else:
             content = _tree_damaged(dice, content, form)
     return content
+
+
+def _override(dice: random.Random) -> bytes:
+    key = dice.choice(("train.lr", "pipeline.capacity", "model", "data.arguments.a", "x", "pipeline.cuts", ""))
+    return f"{key}{dice.choice(('=', '=', '', '=='))}{dice.choice(HOSTILE_TEXTS)}".encode()
 
 
 def _tree_damaged(dice: random.Random, content: bytes, form: str) -> bytes:
