@@ -119,7 +119,18 @@ def test_plan_prints_a_table_with_names_peaks_and_margins(profile, capsys, monke
     monkeypatch.setenv("COLUMNS", "120")
     assert run("plan", "--profile", profile, "--devices", 2, "--capacity", "16GiB,5GiB") == 0
     text = capsys.readouterr().out
-    for expected in ("stem", "body", "head", "3 GiB", "4 GiB", "13 GiB", "1 GiB"):
+    for expected in (
+        "stem",
+        "body",
+        "head",
+        "3.00",
+        "4.00",
+        "13.00",
+        "1.00",
+        "16.00",
+        "GiB",
+        "peak + margin = capacity",
+    ):
         assert expected in text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,7 +90,7 @@ class ModelPlan(Plan):
 
     def _table(self) -> Table:
         table = plan_table(self, self.profile)
-        return Table(table.title, table.headings, table.rows, table.left, [*table.notes, *self.notes])
+        return dataclasses.replace(table, notes=[*table.notes, *self.notes])
 
     def __str__(self) -> str:
         return self._table().text()

@@ -26,7 +26,11 @@ _UNPRINTABLE = re.compile(
 )
 
 _COLUMNS = 160
-"""Of text, wide enough that no cell is folded where names are not very long."""
+"""Of text, wide enough that no cell is folded."""
+_PAGE = 80
+"""Columns that a line of words has at most, and that a table as text keeps to by cutting names."""
+_SHORTEST = 8
+"""Characters that are left of a name at least."""
 
 
 def printable(text: str) -> str:
@@ -50,36 +54,42 @@ def log_to(stream: TextIO) -> None:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under headings; columns are set to the right but for those in `left`. A line below for each note."""
+    """Rows of text under headings; columns are set to the right but for those in `left`. A line below for each note.
+
+    A column in which no row has a text is left out. names: columns whose texts are cut in the middle where the table
+    is wider than the terminal.
+    """
 
     title: str
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
     left: Collection[int] = ()
     notes: Sequence[str] = ()
+    names: Collection[int] = ()
 
     def print(self) -> None:
         """To standard output, in the width of the terminal."""
         from rich.console import Console
 
-        self._print_on(Console())
+        console = Console()
+        self._print_on(console, console.width)
 
     def text(self) -> str:
         """As it is printed, without colours."""
         from rich.console import Console
 
         written = io.StringIO()
-        self._print_on(Console(file=written, width=_COLUMNS))
+        self._print_on(Console(file=written, width=_COLUMNS), _PAGE)
         return written.getvalue().rstrip("\n")
 
     def html(self) -> str:
         """For notebooks: a table without a style sheet of its own."""
 
         def cells(tag: str, row: Sequence[str]) -> str:
-            sides = ("left" if column in self.left else "right" for column in range(len(row)))
+            sides = ("left" if column in self.left else "right" for column in self._columns)
             return "".join(
-                f'<{tag} style="text-align:{side}">{escape(cell)}</{tag}>'
-                for side, cell in zip(sides, row, strict=True)
+                f'<{tag} style="text-align:{side}">{escape(row[column])}</{tag}>'
+                for side, column in zip(sides, self._columns, strict=True)
             )
 
         rows = "".join(f"<tr>{cells('td', row)}</tr>" for row in self.rows)
@@ -89,16 +99,43 @@ class Table:
             f"<tbody>{rows}</tbody></table>{notes}"
         )
 
-    def _print_on(self, console: Console) -> None:
+    @property
+    def _columns(self) -> list[int]:
+        """The columns that are shown."""
+        return [
+            column for column in range(len(self.headings)) if not self.rows or any(row[column] for row in self.rows)
+        ]
+
+    def _print_on(self, console: Console, width: int) -> None:
         from rich import table
         from rich.text import Text
 
         # as Text, in which rich reads neither markup nor emoji: [/x] and :car: are names like others
         drawn = table.Table(title=Text(printable(self.title), style="table.title"))
-        for column, heading in enumerate(self.headings):
+        columns = self._columns
+        cells = [[printable(row[column]) for column in columns] for row in self.rows]
+        widths = [max((len(cell) for cell in column), default=0) for column in zip(*cells, strict=True)]
+        for place, column in enumerate(columns):
+            heading = self.headings[column]
             drawn.add_column(heading, justify="left" if column in self.left else "right")
-        for row in self.rows:
-            drawn.add_row(*(Text(printable(cell)) for cell in row))
+            if widths:
+                widths[place] = max(widths[place], *map(len, heading.split("\n")))
+        named = [place for place, column in enumerate(columns) if column in self.names] if widths else []
+        rest = sum(widths) + 3 * len(widths) + 1 - sum(widths[place] for place in named)
+        longest = max((widths[place] for place in named), default=0)
+        while longest > _SHORTEST and rest + sum(min(widths[place], longest) for place in named) > width:
+            longest -= 1
+        for row in cells:
+            shown = (_cut(cell, longest) if place in named else cell for place, cell in enumerate(row))
+            drawn.add_row(*map(Text, shown))
         console.print(drawn)
         for note in self.notes:
-            console.print(printable(note), highlight=False, markup=False, emoji=False)
+            console.print(printable(note), highlight=False, markup=False, emoji=False, width=min(console.width, _PAGE))
+
+
+def _cut(name: str, longest: int) -> str:
+    """The name in so many characters; what a longer one has in its middle is left out."""
+    if len(name) <= longest:
+        return name
+    ends = longest - 3
+    return f"{name[: ends - ends // 2]}...{name[-(ends // 2) :]}"

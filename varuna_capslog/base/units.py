@@ -13,7 +13,15 @@ from decimal import Decimal
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 
-__all__ = ["format_bytes", "parse_bytes", "parse_capacity", "parse_numbers", "parse_rate", "parse_seconds"]
+__all__ = [
+    "format_bytes",
+    "parse_bytes",
+    "parse_capacity",
+    "parse_numbers",
+    "parse_rate",
+    "parse_seconds",
+    "unit_of",
+]
 
 _UNITS = {
     "": 1,
@@ -118,10 +126,14 @@ def format_bytes(count: int) -> str:
 
     Two decimals at most, so it is not meant to be parsed back; files hold whole bytes.
     """
-    size = float(abs(count))
+    size, unit = unit_of(count)
+    digits = f"{abs(count) / size:.2f}".rstrip("0").rstrip(".")
+    return f"{'-' if count < 0 else ''}{digits} {unit}"
+
+
+def unit_of(count: int) -> tuple[int, str]:
+    """The largest binary unit that keeps so many bytes at 1 or above: its bytes and its name."""
     power = 0
-    while round(size, 2) >= 1024 and power < len(_BINARY_NAMES) - 1:
-        size /= 1024
+    while round(abs(count) / 1024**power, 2) >= 1024 and power < len(_BINARY_NAMES) - 1:
         power += 1
-    digits = f"{size:.2f}".rstrip("0").rstrip(".")
-    return f"{'-' if count < 0 else ''}{digits} {_BINARY_NAMES[power]}"
+    return 1024**power, _BINARY_NAMES[power]

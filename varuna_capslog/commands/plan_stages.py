@@ -23,8 +23,8 @@ __all__ = ["draw_plan", "print_treatments", "usable_of_rows"]
 
 
 def print_treatments(plan: Plan, run: RunShape, profile: Profile | None = None, link: Link | None = None) -> None:
-    """Prints a row per stage; with a profile that has seconds also what the step and each stage take longer than if
-    everything were kept, and with one that has the bytes of actions what goes to the host tier and back.
+    """Prints a row per stage unless all keep everything; with a profile that has seconds also what the step and each
+    stage take longer than if they did, and with one that has the bytes of actions what goes to the host tier and back.
 
     run: of the whole plan; what stages do whose memory the plan leaves open. link: between ranks and to the host tier.
     """
@@ -40,24 +40,25 @@ def print_treatments(plan: Plan, run: RunShape, profile: Profile | None = None, 
         away += [f"moments of {spans_of(one.moments_away)}"] if one.moments_away else []
         away += [f"moments of {spans_of(one.moments_elsewhere)} (replica)"] if one.moments_elsewhere else []
         rows.append([str(number), spans_of(one.kept), spans_of(one.recomputed), ", ".join(away)])
-        if found is not None:
-            rows[-1].append(_more(found.stage_seconds[number]))
+        timed = found is not None and any(found.stage_seconds)
+        rows[-1].append(_more(found.stage_seconds[number]) if found is not None and timed else "")
+    if not any(again or away for _, _, again, away, _ in rows):
+        return
     headings = ("stage", "kept", "recomputed", "offloaded", "against keeping all")
     title = "what becomes of the layers between forward and backward"
-    print_table(
-        title, headings[: 5 if found else 4], rows, left=(1, 2, 3), notes=[] if found is None else _notes(found)
-    )
+    print_table(title, headings, rows, left=(1, 2, 3), notes=[] if found is None else _notes(found))
 
 
 def _notes(found: AgainstKeeping) -> list[str]:
     from varuna_capslog.base.units import format_bytes
-    from varuna_capslog.reports.wording import duration, percent
+    from varuna_capslog.reports.wording import duration, percent, plural
 
     step, keeping = found.step.step_seconds, found.keeping.step_seconds
     more = (
         "as long as" if found.seconds <= 0 else f"{_more(found.seconds)} ({percent(found.seconds / keeping)}) against"
     )
-    notes = [f"step of {found.step.num_microbatches} microbatches: {duration(step)}, {more} keeping everything"]
+    count = plural(found.step.num_microbatches, "microbatch", "es")
+    notes = [f"step of {count}: {duration(step)}, {more} keeping everything"]
     if found.moved_bytes is not None and any(found.moved_bytes):
         each = ", ".join(f"rank {rank} {format_bytes(size)}" for rank, size in enumerate(found.moved_bytes) if size)
         total = format_bytes(sum(found.moved_bytes))

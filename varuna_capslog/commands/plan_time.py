@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.commands.shared import print_json, print_table, say
 from varuna_capslog.reports.tables import format_seconds
+from varuna_capslog.reports.wording import duration
 
 if TYPE_CHECKING:
     from varuna_capslog.planners.joint import JointPlan
@@ -128,7 +129,7 @@ def _print_joint(found: JointPlan, devices: list[Any]) -> None:
         )
     if found.idle:
         parts.append(f"{len(found.idle)} idle")
-    parts.append(f"found in {(found.plan.search_seconds or 0) * 1e3:.3g} ms")
+    parts.append(f"found in {duration(found.plan.search_seconds, 2)}")
     headings = ("pipelines", "stages", "devices", "layers of each stage", "microbatches", "step", "peak")
     rows = [[str(count), *row] for row, count in alike.items()]
     print_table(title, headings, rows, left=(2, 3), notes=[", ".join(parts)])

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from varuna_capslog.base.tables import Table
-from varuna_capslog.base.units import format_bytes
+from varuna_capslog.base.units import format_bytes, unit_of
 from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.planning.verdict import MemoryVerdict, judge_plan
+from varuna_capslog.planning.verdict import MemoryVerdict, judge
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.conditions import KEPT_WHOLE
 from varuna_capslog.profiles.record import Profile
+from varuna_capslog.reports.idling import idle_notes
+from varuna_capslog.reports.wording import duration, plural
 
 __all__ = ["format_seconds", "plan_table", "profile_table"]
 
@@ -34,36 +36,93 @@ def _said_of_bound(plan: Plan, step: float, bound: float) -> str:
 
 
 def plan_table(plan: Plan, profile: Profile | None = None, memory: bool = True) -> Table:
-    """The stages: layers (the first and the last also by name where a profile knows it), predicted peak and what
-    is left of the device beside it and its headroom; the blocks where stages share them out, and with `memory` what is
-    not kept where the plan says so.
+    """The stages: layers (the first and the last also by name where a profile knows it), predicted peak, headroom and
+    margin, which together are the capacity of the device; the blocks where stages share them out, and with `memory`
+    what is not kept where the plan says so. Lines below say what the plan is for.
     """
     title = f"{plan.planner or 'given cuts'}: {len(plan.stages)} stages of {plan.num_layers} layers"
-    ranks, verdict, rows = plan.placement(), judge_plan(plan, profile), []
+    ranks, sizes, rows = plan.placement(), plan.stage_bytes, []
+    if sizes is None and len(set(ranks)) == len(ranks) <= len(plan.ranks):  # what a rank holds is its stage's
+        known = [size for rank in ranks if (size := plan.ranks[rank].bytes) is not None]
+        sizes = tuple(known) if len(known) == len(ranks) else None
+    headroom = Headroom() if profile is None else Headroom.of(profile)
+    verdict = judge(sizes, plan.capacities_of(ranks), headroom)
+    unit, unit_name = unit_of(max(sizes or [0]))
+    alike = verdict is not None and len(set(verdict.capacities)) == 1
+    shared_out = any(stage.blocks for stage in plan.stages)
     for number, stage in enumerate(plan.stages):
         names = [profile.layers[index].name for index in (stage.first, stage.end - 1)] if profile else ["", ""]
-        peak = None if plan.stage_bytes is None else plan.stage_bytes[number]
-        margin = "" if verdict is None else format_bytes(verdict.margins[number])
-        shown = "unknown" if peak is None else format_bytes(peak)
-        served = "all" if stage.blocks is None else ", ".join(map(str, stage.blocks))
-        rows.append([str(number), str(ranks[number]), stage.spans, *names, shown, margin, served])
-        rows[-1].append(", ".join(f"{one.kind} {one.first}-{one.end - 1}" for one in stage.memory or ()))
-    notes = [] if plan.search_seconds is None else [f"found in {plan.search_seconds * 1e3:.3g} ms"]
+        parts = ["unknown" if sizes is None else f"{sizes[number] / unit:.2f}", "", "", ""]
+        if verdict is not None:
+            parts = _parts_of_capacity(verdict, number, unit)
+            parts[3] = "" if alike else parts[3]
+        rows.append(["" if ranks == list(range(len(ranks))) else str(ranks[number]), stage.spans, *names, *parts])
+        rows[-1].insert(0, str(number))
+        rows[-1].append("" if not shared_out else "all" if stage.blocks is None else ", ".join(map(str, stage.blocks)))
+        treated = (f"{one.kind} {one.first}-{one.end - 1}" for one in stage.memory or ())
+        rows[-1].append(", ".join(treated) if memory else "")
+    notes = _purpose(plan, profile)
+    if verdict is not None:
+        each = f"{verdict.capacities[0] / unit:.2f} {unit_name}, the capacity of each device" if alike else "capacity"
+        notes.append(f"peak {'+ headroom ' if verdict.needed != verdict.peaks else ''}+ margin = {each}")
     if verdict is not None and profile is not None:
         notes += _device_notes(verdict, profile)
+    if profile is not None:
+        notes += idle_notes(plan, profile)
     if plan.bound_seconds is not None and plan.step_seconds is not None:
         notes.append(_said_of_bound(plan, plan.step_seconds, plan.bound_seconds))
-    if plan.stage_bytes is None and any(one.bytes is not None for one in plan.ranks):
-        sizes = ["unknown" if one.bytes is None else format_bytes(one.bytes) for one in plan.ranks]
-        notes.append(f"peak of each rank: {', '.join(sizes)}")
-    headings = ("stage", "rank", "layers", "from", "to", "peak", "margin", "blocks", "memory")
-    absent = dict.fromkeys((3, 4), profile is None)
-    treated = memory and any(stage.memory for stage in plan.stages)
-    absent |= {7: not any(stage.blocks for stage in plan.stages), 8: not treated}
-    kept = [place for place in range(len(headings)) if not absent.get(place)]
-    left = [place for place, column in enumerate(kept) if column in (3, 4, 7, 8)]
-    shown_rows = [[row[place] for place in kept] for row in rows]
-    return Table(title, [headings[place] for place in kept], shown_rows, left, notes)
+    if sizes is None and any(one.bytes is not None for one in plan.ranks):
+        sizes_of_ranks = ["unknown" if one.bytes is None else format_bytes(one.bytes) for one in plan.ranks]
+        notes.append(f"peak of each rank: {', '.join(sizes_of_ranks)}")
+    notes += [] if plan.search_seconds is None else [f"found in {duration(plan.search_seconds, 2)}"]
+    of_bytes = [
+        name if sizes is None else f"{name}\n{unit_name}" for name in ("peak", "headroom", "margin", "capacity")
+    ]
+    headings = ["stage", "rank", "layers", "from", "to", *of_bytes, "blocks", "memory"]
+    return Table(title, headings, rows, (3, 4, 9, 10), notes, (3, 4))
+
+
+def _parts_of_capacity(verdict: MemoryVerdict, number: int, unit: int) -> list[str]:
+    """Peak, headroom, margin and capacity of a stage in this unit; as rounded, the first three add up to the last."""
+    peak, needed, capacity = (sizes[number] for sizes in (verdict.peaks, verdict.needed, verdict.capacities))
+    whole, used, more = (round(size / unit, 2) for size in (capacity, peak, needed - peak))
+    headroom = "" if verdict.needed == verdict.peaks else f"{more:.2f}"
+    return [f"{used:.2f}", headroom, f"{whole - used - more:.2f}", f"{whole:.2f}"]
+
+
+_SCHEDULES = {
+    "gpipe": "all forwards, then all backwards",
+    "1f1b": "one forward, one backward",
+    "1f1b-star": "one forward, one backward, as many in flight as no stage waits for",
+    "interleaved": "several stages of each device in turn",
+    "kfkb": "k forwards, k backwards",
+    "zb-h1": "one forward, one backward in two halves",
+    "varuna": "every forward runs again before its backward",
+}
+"""The schedules in words."""
+
+
+def _purpose(plan: Plan, profile: Profile | None) -> list[str]:
+    """What the plan is for, and where its numbers come from, as far as plan and profile know it."""
+    conditions = {} if profile is None else profile.conditions
+    size, count, parts = plan.microbatch_size or conditions.get("microbatch_size"), plan.num_microbatches, []
+    if count is not None and isinstance(size, int):
+        each = " and pipeline" if plan.short else ""
+        parts.append(
+            f"{plural(count * size, 'sample')} per step{each} in {plural(count, 'microbatch', 'es')} of {size}"
+        )
+    elif count is not None or size is not None:
+        parts.append(f"microbatches of {size}" if count is None else f"{plural(count, 'microbatch', 'es')} per step")
+    if plan.schedule is not None:
+        parts.append(f"{plan.schedule} ({_SCHEDULES[plan.schedule]})" if plan.schedule in _SCHEDULES else plan.schedule)
+    types = {name: conditions.get(name) for name in ("dtype", "weights", "moments")}
+    told = [f"{name} {kind}" if name != "dtype" else str(kind) for name, kind in types.items() if kind is not None]
+    parts += [*told, *([str(conditions["optimizer"])] if "optimizer" in conditions else [])]
+    if profile is not None and (profile.source or "device" in conditions):
+        kind = f":{conditions['gpu']}" if conditions.get("gpu") else ""
+        where = f" for {conditions['device']}{kind}" if "device" in conditions else ""
+        parts.append(f"costs {profile.source or 'given'}{where}")
+    return [f"for {', '.join(parts)}"] if parts else []
 
 
 def _device_notes(verdict: MemoryVerdict, profile: Profile) -> list[str]:
@@ -108,7 +167,7 @@ def profile_table(profile: Profile, *more: str) -> Table:
     if "profiling" in profile.conditions:
         notes.append(_launches(profile.conditions["profiling"]))
     title = f"{profile.model or 'model'}: {profile.num_layers} layers, {profile.source}"
-    return Table(title, headings, rows, (1, 6), [*notes, *more])
+    return Table(title, headings, rows, (1, 6), [*notes, *more], (1,))
 
 
 def _sizes(sizes: Mapping[str, Any]) -> str:

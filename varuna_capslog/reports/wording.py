@@ -13,13 +13,13 @@ UNKNOWN = "\N{EN DASH}"
 """The text of a table for a number that is in no file."""
 
 
-def duration(seconds: float | None) -> str:
+def duration(seconds: float | None, digits: int = 3) -> str:
     """Seconds in the unit people would use: 12.3 ms, 4.56 s, 3 min 20 s, 2 h 05 min."""
     if seconds is None:
         return UNKNOWN
     if seconds < 60:
         factor, unit = (1, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
-        return f"{significant(seconds * factor)} {unit}"
+        return f"{significant(seconds * factor, digits)} {unit}"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
