@@ -150,7 +150,12 @@ def test_a_model_and_a_data_set_reach_every_process_of_the_run(own, form) -> Non
     model, dataset, loss = forms[form]
     done = capslog.train(model, dataset, CUTS, loss=loss, val=own.Data(2), show=False)
     assert done.run_dir == Path("runs/Sequential" if form == "objects" else "runs/own_of_api")
-    workload = load_workload(capslog.load_config(done.run_dir / "config.yaml"))
+    config = capslog.load_config(done.run_dir / "config.yaml")
+    train = config.train
+    # all 12 samples, in microbatches that the two of the validation data fill; none of DETR's values
+    assert (train.optimizer, train.lr, train.clip_norm) == ("adamw", 1e-3, 0)
+    assert (train.minibatch_size, train.microbatch_size) == (12, 2)
+    workload = load_workload(config)
     source, val = workload.train_data(), workload.val_data()
     assert (len(source), val and len(val)) == (12, 2)
     (inputs,) = source.load(source.minibatch([[3]], 0), 0).values()

@@ -17,7 +17,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.tables import Table, printable
 from varuna_capslog.config.reading import Config, assign, load_config, section
 from varuna_capslog.start.checked_variants import with_checked_variants
-from varuna_capslog.start.given_plan import with_given_plan
+from varuna_capslog.start.given_plan import fill_defaults, with_given_plan
 
 if TYPE_CHECKING:
     from varuna_capslog.plans.plan import Plan
@@ -98,6 +98,9 @@ def train(
     over. A model, a data set and functions of a script of your own are found there by its file's name, so the call
     stands under `if __name__ == "__main__":`.
 
+    With a data set, `train` has AdamW, lr 1e-3, no clipping, minibatches of 32 samples and microbatches of at most 8
+    where the settings say nothing else; a line says which of these were not given.
+
     Args:
         run: a YAML file; the keys of a config as a dict; a `Config`; or a workload as `"package.module:function"` or as
             that function itself. With a data set: the model, as an nn.Module, a Chain, or a function that makes it.
@@ -139,18 +142,19 @@ def train(
         run = own_data_values(run, dataset, data, settings)
     elif data:
         raise CapslogError(f"{next(iter(data))} goes with a dataset, and there is none; give it after the model")
-    config = with_checked_variants(with_given_plan(_config(run, settings), tell), tell)
+    config = with_checked_variants(with_given_plan(_config(run, settings, tell), tell), tell)
     train_here(config, show_plan, tell, show)
     return TrainedRun(config.run_dir)
 
 
-def _config(run: Any, settings: dict[str, Any]) -> Config:
+def _config(run: Any, settings: dict[str, Any], say: Callable[[str], None]) -> Config:
     if callable(run) and not isinstance(run, type):
         run = function_name(run)
     if isinstance(run, str) and _FUNCTION.match(run) and not Path(run).exists():
         run = {"workload": run}
     if isinstance(run, (str, Path)):
-        return load_config(run, [f"{key}={json.dumps(value, default=str)}" for key, value in settings.items()])
+        changes = [f"{key}={json.dumps(value, default=str)}" for key, value in settings.items()]
+        return load_config(run, changes, lambda values: fill_defaults(values, say))
     if isinstance(run, Config):
         if run.given_workload is not None:
             raise CapslogError("the workers of a training cannot have a workload that is an object; name its function")
@@ -165,4 +169,5 @@ def _config(run: Any, settings: dict[str, Any]) -> Config:
         assign(values, key, value, f"settings {key!r}")
     if "run_dir" not in values:
         values["run_dir"] = f"runs/{str(values.get('workload', 'run')).partition(':')[0].rpartition('.')[2]}"
+    fill_defaults(values, say)
     return section(Config, values, "")

@@ -111,7 +111,7 @@ class Table:
         from rich.text import Text
 
         # as Text, in which rich reads neither markup nor emoji: [/x] and :car: are names like others
-        drawn = table.Table(title=Text(printable(self.title), style="table.title"))
+        drawn, title = table.Table(), printable(self.title)
         columns = self._columns
         cells = [[printable(row[column]) for column in columns] for row in self.rows]
         widths = [max((len(cell) for cell in column), default=0) for column in zip(*cells, strict=True)]
@@ -128,6 +128,10 @@ class Table:
         for row in cells:
             shown = (_cut(cell, longest) if place in named else cell for place, cell in enumerate(row))
             drawn.add_row(*map(Text, shown))
+        # above the table, whose own title would be folded to its width
+        middle = (rest + sum(min(widths[place], longest) for place in named) - len(title)) // 2
+        if title:
+            console.print(Text(" " * min(middle, console.width - len(title)) + title, style="table.title"))
         console.print(drawn)
         for note in self.notes:
             console.print(printable(note), highlight=False, markup=False, emoji=False, width=min(console.width, _PAGE))

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["ALL", "FASTEST", "MEMORY", "PLANNER", "SCHEDULE", "SMALLEST", "STAGES_PER_RANK"]
+__all__ = [
+    "ALL",
+    "FASTEST",
+    "MEMORY",
+    "OWN_DATA",
+    "OWN_MICROBATCH",
+    "OWN_MINIBATCH",
+    "OWN_TRAIN",
+    "PLANNER",
+    "SCHEDULE",
+    "SMALLEST",
+    "STAGES_PER_RANK",
+]
 
 PLANNER: Final = "default"
 """`pipeline.planner`: FASTEST for every run that it can plan, else SMALLEST."""
@@ -20,3 +32,14 @@ SCHEDULE: Final = "auto"
 """`pipeline.schedule`."""
 STAGES_PER_RANK: Final = 2
 """`pipeline.stages_per_rank` under schedule interleaved."""
+
+OWN_DATA: Final = "varuna_capslog.own_data:workload"
+"""The workload of a model and a data set of the user's, whose `train` section has the defaults below: those of
+`config/train.py` are DETR's."""
+OWN_TRAIN: Final = {"optimizer": "adamw", "lr": 1e-3, "clip_norm": 0.0}
+"""`train` of own data: no clipping."""
+OWN_MINIBATCH: Final = 32
+"""`train.minibatch_size` of own data, or all samples where there are fewer."""
+OWN_MICROBATCH: Final = 8
+"""`train.microbatch_size` of own data, or the largest size below that divides the minibatch and fills from the
+validation data."""

@@ -10,7 +10,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
@@ -143,10 +143,12 @@ for _reader in (_Loader, _Dumper):
     _reader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9]\d*)$"), list("-+0123456789"))
 
 
-def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    path: Path | str, overrides: Sequence[str] = (), fill: Callable[[dict[str, Any]], object] = lambda values: None
+) -> Config:
     """The validated config of a YAML file with `a.b=value` overrides (values are YAML, so `null` and `[1, 2]` work).
 
-    Without a `run_dir` the run goes to `runs/<name of the file>`.
+    Without a `run_dir` the run goes to `runs/<name of the file>`. fill: sets defaults in the values that were given.
 
     Raises:
         ConfigError: unreadable file, broken YAML, unknown key (with the nearest known one), wrong value, keys that
@@ -157,6 +159,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
     values.setdefault("run_dir", str(Path("runs") / path.stem))
     for override in overrides:
         _apply(values, override)
+    fill(values)
     try:
         config = section(Config, values, where="")
     except ConfigError as error:

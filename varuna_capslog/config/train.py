@@ -34,7 +34,11 @@ class ParameterGroup(Section):
 
 
 class Train(Section):
-    """How long the model is trained, with which batch sizes and which optimizer."""
+    """How long the model is trained, with which batch sizes and which optimizer.
+
+    The defaults of the sizes, of lr and of clip_norm are those of DETR. A run on own data (docs/own-data.md) has
+    those of `config/defaults.OWN_TRAIN` and of the names below it instead.
+    """
 
     epochs: int | None = Field(None, gt=0)
     """Passes over the training data; null means as many as max_steps or max_seconds allow (1 when neither is set)."""

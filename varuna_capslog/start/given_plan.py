@@ -1,4 +1,4 @@
-"""The config of a run: its file, and what the plan file decides that it may name.
+"""The config of a run: its file, the defaults of own data, and what the plan file decides that it may name.
 
 Every command that a person calls with a config begins with `load_run_config`. Workers read the config.yaml of the run's
 folder, in which the plan has decided already.
@@ -7,11 +7,13 @@ folder, in which the plan has decided already.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.defaults import OWN_DATA
+from varuna_capslog.config.own_data import fill_own_train
 from varuna_capslog.config.reading import load_config, section
 from varuna_capslog.config.settings import Config
 from varuna_capslog.planning.verdict import capacities_of_devices
@@ -19,7 +21,7 @@ from varuna_capslog.plans.parts import PlanRank
 from varuna_capslog.plans.plan import Plan, read_plan
 from varuna_capslog.start.checked_variants import with_checked_variants, with_plan_variants
 
-__all__ = ["given_plan", "load_run_config", "with_given_plan"]
+__all__ = ["fill_defaults", "given_plan", "load_run_config", "with_given_plan"]
 
 
 def load_run_config(
@@ -32,7 +34,36 @@ def load_run_config(
         ConfigError: as `load_config`.
         CapslogError: as `with_given_plan` and `with_checked_variants`.
     """
-    return with_checked_variants(with_given_plan(load_config(path, overrides), say), say)
+    config = load_config(path, overrides, lambda values: fill_defaults(values, say))
+    return with_checked_variants(with_given_plan(config, say), say)
+
+
+def fill_defaults(values: dict[str, Any], say: Callable[[str], object]) -> None:
+    """Sets what the values of a run on own data leave open, as `config/own_data.fill_own_train` does; `say` is told so
+    in one line. A run that goes on from a checkpoint keeps what its config.yaml says.
+
+    Raises:
+        CapslogError: the data set of `data.dataset` or `data.val` cannot be opened.
+    """
+    resume, folder = str(values.get("resume", "auto")), Path(str(values.get("run_dir")))
+    if resume not in ("auto", "never"):
+        folder = Path(resume).parent.parent
+    before, kept = folder / "config.yaml", None
+    goes_on = any((folder / "checkpoints").glob("step-*")) or (folder / "held").exists()
+    if resume != "never" and goes_on and before.exists() and values.get("workload") == OWN_DATA:
+        kept = load_config(before).train.model_dump(mode="json")
+    line = fill_own_train(values, lambda split: _samples(values, split), kept)
+    if line is not None:
+        say(line)
+
+
+def _samples(values: Mapping[str, Any], split: str) -> int | None:
+    from varuna_capslog.own_data.reading import SampleReader  # imports torch
+    from varuna_capslog.own_data.section import DataSection
+
+    keys = section(DataSection, values.get("data") or {}, "data").model_dump(mode="json")
+    dataset = SampleReader(keys, 0).dataset(split)
+    return None if dataset is None else len(dataset)
 
 
 def with_given_plan(config: Config, say: Callable[[str], object] = lambda line: None) -> Config:
