@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 
-from varuna_capslog.config.defaults import OWN_DATA
 from varuna_capslog.config.own_data import fill_own_train
 from varuna_capslog.config.reading import dump_config, load_config
-from varuna_capslog.start.given_plan import load_run_config
+from varuna_capslog.start.given_plan import OWN_DATA, load_run_config
 
 
 def filled(train: dict[str, Any], count: int = 1000, val: int | None = None, **more: Any) -> tuple[int, int]:
     """Minibatch and microbatch of a run on so many samples."""
-    values: dict[str, Any] = {"workload": OWN_DATA, "train": train, **more}
+    values: dict[str, Any] = {"train": train, **more}
     fill_own_train(values, {"dataset": count, "val": val}.get, None)
     return values["train"]["minibatch_size"], values["train"]["microbatch_size"]
 
@@ -38,7 +37,7 @@ def test_sizes_that_are_not_given_follow_from_the_data() -> None:
 
 
 def test_sizes_that_are_no_sizes_are_left_to_the_validation() -> None:
-    values: dict[str, Any] = {"workload": OWN_DATA, "train": {"minibatch_size": "many"}}
+    values: dict[str, Any] = {"train": {"minibatch_size": "many"}}
     fill_own_train(values, lambda split: 3, None)
     assert "microbatch_size" not in values["train"]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from varuna_capslog.api.naming import function_name, script_module
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.start.given_plan import OWN_DATA
 
 __all__ = ["own_data_values", "refuse_splits"]
 
@@ -85,7 +86,7 @@ def own_data_values(model: Any, dataset: Any, data: Mapping[str, Any], settings:
                 "arguments": {"path": str(path)},
                 "name": name,
             }
-    return {"workload": "varuna_capslog.own_data:workload", "model": section, "data": keys, "run_dir": str(run_dir)}
+    return {"workload": OWN_DATA, "model": section, "data": keys, "run_dir": str(run_dir)}
 
 
 def _refuse_import() -> None:

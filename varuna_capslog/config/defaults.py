@@ -8,7 +8,6 @@ __all__ = [
     "ALL",
     "FASTEST",
     "MEMORY",
-    "OWN_DATA",
     "OWN_MICROBATCH",
     "OWN_MINIBATCH",
     "OWN_TRAIN",
@@ -33,11 +32,8 @@ SCHEDULE: Final = "auto"
 STAGES_PER_RANK: Final = 2
 """`pipeline.stages_per_rank` under schedule interleaved."""
 
-OWN_DATA: Final = "varuna_capslog.own_data:workload"
-"""The workload of a model and a data set of the user's, whose `train` section has the defaults below: those of
-`config/train.py` are DETR's."""
 OWN_TRAIN: Final = {"optimizer": "adamw", "lr": 1e-3, "clip_norm": 0.0}
-"""`train` of own data: no clipping."""
+"""`train` of a run on a model and a data set of the user's: no clipping. Those in `config/train.py` are DETR's."""
 OWN_MINIBATCH: Final = 32
 """`train.minibatch_size` of own data, or all samples where there are fewer."""
 OWN_MICROBATCH: Final = 8

@@ -15,7 +15,7 @@ _SIZES = ("minibatch_size", "microbatch_size")
 def fill_own_train(
     values: dict[str, Any], samples: Callable[[str], int | None], kept: Mapping[str, Any] | None
 ) -> str | None:
-    """Sets what the `train` section of a config of own data leaves out; a config of another workload stays as it is.
+    """Sets what the `train` section of a config of own data leaves out.
 
     Args:
         samples: counts those of "dataset" or of "val", None where there is no such data; called only for sizes that
@@ -25,11 +25,8 @@ def fill_own_train(
     Returns:
         One line: the optimizer and the sizes, and which of them were not given; None where all were.
     """
-    train = values.get("train") or {}
-    if values.get("workload") != defaults.OWN_DATA or not isinstance(train, dict):
-        return None
-    names = (*defaults.OWN_TRAIN, *_SIZES)
-    if all(name in train for name in names):
+    train, names = values.get("train") or {}, (*defaults.OWN_TRAIN, *_SIZES)
+    if not isinstance(train, dict) or all(name in train for name in names):
         return None
     filled = kept if kept is not None else defaults.OWN_TRAIN | _sizes(values, train, samples)
     values["train"] = {**{name: filled[name] for name in names if name in filled}, **train}

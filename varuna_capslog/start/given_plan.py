@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.config.defaults import OWN_DATA
 from varuna_capslog.config.own_data import fill_own_train
 from varuna_capslog.config.reading import load_config, section
 from varuna_capslog.config.settings import Config
@@ -21,7 +20,10 @@ from varuna_capslog.plans.parts import PlanRank
 from varuna_capslog.plans.plan import Plan, read_plan
 from varuna_capslog.start.checked_variants import with_checked_variants, with_plan_variants
 
-__all__ = ["fill_defaults", "given_plan", "load_run_config", "with_given_plan"]
+__all__ = ["OWN_DATA", "fill_defaults", "given_plan", "load_run_config", "with_given_plan"]
+
+OWN_DATA = "varuna_capslog.own_data:workload"
+"""The workload of a model and a data set of the user's."""
 
 
 def load_run_config(
@@ -45,12 +47,14 @@ def fill_defaults(values: dict[str, Any], say: Callable[[str], object]) -> None:
     Raises:
         CapslogError: the data set of `data.dataset` or `data.val` cannot be opened.
     """
+    if values.get("workload") != OWN_DATA:
+        return
     resume, folder = str(values.get("resume", "auto")), Path(str(values.get("run_dir")))
     if resume not in ("auto", "never"):
         folder = Path(resume).parent.parent
     before, kept = folder / "config.yaml", None
     goes_on = any((folder / "checkpoints").glob("step-*")) or (folder / "held").exists()
-    if resume != "never" and goes_on and before.exists() and values.get("workload") == OWN_DATA:
+    if resume != "never" and goes_on and before.exists():
         kept = load_config(before).train.model_dump(mode="json")
     line = fill_own_train(values, lambda split: _samples(values, split), kept)
     if line is not None:
