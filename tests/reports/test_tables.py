@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
 from varuna_capslog.base.tables import Table
 from varuna_capslog.commands.plan_stages import print_treatments
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import LayerProfile, Profile
+from varuna_capslog.profiling.conditions import _modules_of_last
 from varuna_capslog.reports.idling import idle_notes
 from varuna_capslog.reports.tables import plan_table
 from varuna_capslog.schedules import RunShape
@@ -118,3 +121,18 @@ def test_a_pipeline_that_idles_says_so_and_what_would_help() -> None:
     ]
     assert idle_notes(plan(microbatches=4), costs) == []
     assert idle_notes(dataclasses.replace(plan(), purpose="inference"), costs) == []
+
+
+def test_the_last_layer_is_named_for_all_that_it_holds() -> None:
+    """The layer of a language model's last norm has the head as well, and was shown as model.norm alone."""
+    named = [SimpleNamespace(name=f"layers.{k}", module=nn.ModuleDict({"layers": nn.ModuleList()})) for k in range(7)]
+    last = nn.ModuleDict({"norm": nn.LayerNorm(4), "lm_head": nn.Linear(4, 2)})
+    chain = SimpleNamespace(layers=[*named, SimpleNamespace(name="norm", module=last)])
+    holds = _modules_of_last(chain)  # type: ignore[arg-type]
+    costs = dataclasses.replace(profile(), conditions={"last_layer": holds})
+    assert [row[4] for row in plan_table(plan(), costs).rows][2:] == [
+        "model.language_model.layers.5.mlp",
+        "norm, lm_head",
+    ]
+    chain = SimpleNamespace(layers=[SimpleNamespace(name="head", module=last)])  # names inside of a layer say nothing
+    assert _modules_of_last(chain) == ["head"]  # type: ignore[arg-type]

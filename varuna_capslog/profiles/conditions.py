@@ -18,6 +18,7 @@ __all__ = [
     "CACHE_BYTES",
     "JOINED",
     "KEPT_WHOLE",
+    "LAST_HOLDS",
     "MOMENTS",
     "PURPOSE",
     "UPDATE_RATE",
@@ -39,6 +40,9 @@ JOINED = "joined_variants"
 
 KEPT_WHOLE = "kept_whole"
 """Where a profile says which parts of a captured model run as a whole, as Python, or are one layer, and why."""
+
+LAST_HOLDS = "last_layer"
+"""Where a profile names all modules of its last layer, which has the name of the first of them."""
 
 MOMENTS = "moments"
 """Where a profile says in which type moments are kept, if it is another one than they are stepped in."""
@@ -110,6 +114,7 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "limits": _texts,
     JOINED: _texts,
     KEPT_WHOLE: _texts,
+    LAST_HOLDS: _texts,
     MOMENTS: fields.text,
     "microbatch_size": partial(fields.whole, minimum=1),
     "optimizer_copies": _copies,

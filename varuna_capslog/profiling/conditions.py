@@ -22,7 +22,7 @@ from varuna_capslog.model.low_weights import low_bytes
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.plans.plan import Plan, read_plan
 from varuna_capslog.profiles.action_bytes import ActionBytes
-from varuna_capslog.profiles.conditions import KEPT_WHOLE
+from varuna_capslog.profiles.conditions import KEPT_WHOLE, LAST_HOLDS
 from varuna_capslog.profiles.record import Observation, Profile, SharedParameter, TensorRecord, layers_of_runs
 from varuna_capslog.schedules import RunShape
 
@@ -205,7 +205,9 @@ def profile_of(
         sum(one.numel() * one.itemsize for one in layer.module.parameters()) - low_bytes(layer.module, weights)[1]
         for layer in chain.layers
     ]
-    whole = {KEPT_WHOLE: chain.kept_whole} if chain.kept_whole else {}
+    whole = {KEPT_WHOLE: list(chain.kept_whole)} if chain.kept_whole else {}
+    if len(holds := _modules_of_last(chain)) > 1:
+        whole[LAST_HOLDS] = holds
     return Profile(
         layers=layers_of_runs(names, rows, parameters, grown_from_first),
         model=chain.name,
@@ -215,6 +217,20 @@ def profile_of(
         observations=tuple(rows),
         tensors=_tensors(chain, specs) if specs else (),
     )
+
+
+def _modules_of_last(chain: Chain) -> list[str]:
+    """The name of the last layer, and the modules beside the one of that name whose parameters it has, as a captured
+    model's norm has the head behind it; the name alone where parameters are not called as in the whole model.
+    """
+    last = chain.layers[-1]
+    called = {layer.name: [name for name, _ in layer.module.named_parameters()] for layer in chain.layers}
+    if not any(name.startswith(f"{layer}.") for layer, names in called.items() for name in names):
+        return [last.name]
+    first = last.name.partition(".")[0]
+    others = [name.rpartition(".")[0] for name in called[last.name] if not name.startswith(f"{last.name}.")]
+    tops = [name if name.partition(".")[0] == first else name.partition(".")[0] for name in others]
+    return list(dict.fromkeys([last.name, *filter(None, tops)]))
 
 
 def _tensors(chain: Chain, specs: Sequence[Inputs]) -> tuple[TensorRecord, ...]:

@@ -11,7 +11,7 @@ from varuna_capslog.base.units import format_bytes, unit_of
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planning.verdict import MemoryVerdict, judge
 from varuna_capslog.plans.plan import Plan
-from varuna_capslog.profiles.conditions import KEPT_WHOLE
+from varuna_capslog.profiles.conditions import KEPT_WHOLE, LAST_HOLDS
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.reports.idling import idle_notes
 from varuna_capslog.reports.wording import duration, plural
@@ -52,6 +52,8 @@ def plan_table(plan: Plan, profile: Profile | None = None, memory: bool = True) 
     shared_out = any(stage.blocks for stage in plan.stages)
     for number, stage in enumerate(plan.stages):
         names = [profile.layers[index].name for index in (stage.first, stage.end - 1)] if profile else ["", ""]
+        if profile is not None and stage.end == profile.num_layers and LAST_HOLDS in profile.conditions:
+            names[1] = ", ".join(profile.conditions[LAST_HOLDS])
         parts = ["unknown" if sizes is None else f"{sizes[number] / unit:.2f}", "", "", ""]
         if verdict is not None:
             parts = _parts_of_capacity(verdict, number, unit)
@@ -107,10 +109,10 @@ def _purpose(plan: Plan, profile: Profile | None) -> list[str]:
     conditions = {} if profile is None else profile.conditions
     size, count, parts = plan.microbatch_size or conditions.get("microbatch_size"), plan.num_microbatches, []
     if count is not None and isinstance(size, int):
-        each = " and pipeline" if plan.short else ""
-        parts.append(
-            f"{plural(count * size, 'sample')} per step{each} in {plural(count, 'microbatch', 'es')} of {size}"
-        )
+        step, calls = f"per step{' and pipeline' if plan.short else ''}", plural(count, "microbatch", "es")
+        if plan.purpose == "inference":
+            step, calls = "together", plural(count, "forward")
+        parts.append(f"{plural(count * size, 'sample')} {step} in {calls} of {size}")
     elif count is not None or size is not None:
         parts.append(f"microbatches of {size}" if count is None else f"{plural(count, 'microbatch', 'es')} per step")
     if plan.schedule is not None:
