@@ -136,3 +136,12 @@ def test_the_last_layer_is_named_for_all_that_it_holds() -> None:
     ]
     chain = SimpleNamespace(layers=[SimpleNamespace(name="head", module=last)])  # names inside of a layer say nothing
     assert _modules_of_last(chain) == ["head"]  # type: ignore[arg-type]
+
+
+def test_a_plan_of_many_calls_is_shown_without_playing_them() -> None:
+    """Printing a plan of 1,000 stages played steps of ever more microbatches, for most of a minute."""
+    rows = tuple(
+        LayerProfile(f"{k}", 1, 1 if k else None, forward_seconds=0.01, backward_seconds=0.01) for k in range(1000)
+    )
+    long = Plan.of_cuts(1000, list(range(1000)), schedule="1f1b", num_microbatches=4, microbatch_size=1)
+    assert idle_notes(long, Profile(rows)) == []

@@ -17,11 +17,15 @@ __all__ = ["idle_notes"]
 
 _MUCH = 0.5
 """Share of the devices' time in a step from which on it is told."""
+_MOST_CALLS = 2_000
+"""Of all stages in a step that is played here, which takes at most a second; of larger ones nothing is told."""
 
 
 def idle_notes(plan: Plan, profile: Profile) -> list[str]:
     """One sentence where devices idle more than half of the step as it is played; else none."""
     if plan.num_microbatches is None or not profile.timed or plan.purpose != "training":
+        return []
+    if plan.num_microbatches * len(plan.stages) > _MOST_CALLS:
         return []
     try:
         share = _idle(plan, profile, plan.step_seconds)
@@ -40,7 +44,8 @@ def _what_helps(plan: Plan, profile: Profile) -> list[str]:
     assert plan.num_microbatches is not None
     assert plan.cuts is not None
     helps, count, cuts = [], 2 * plan.num_microbatches, plan.cuts[::2]
-    while count <= 8 * len(plan.cuts):  # beyond that devices wait for a stage that is too long
+    # with more than eight for each device they wait for a stage that is too long
+    while count <= 8 * len(plan.cuts) and count * len(plan.cuts) <= _MOST_CALLS:
         if (share := _idle(plan, profile, count=count)) <= _MUCH:
             helps.append(f"{100 * share:.0f} % with {count} microbatches per step")
             break
