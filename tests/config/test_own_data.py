@@ -40,6 +40,9 @@ def test_sizes_that_are_no_sizes_are_left_to_the_validation() -> None:
     values: dict[str, Any] = {"train": {"minibatch_size": "many"}}
     fill_own_train(values, lambda split: 3, None)
     assert "microbatch_size" not in values["train"]
+    values = {"train": []}
+    fill_own_train(values, lambda split: 3, None)
+    assert values == {"train": []}
 
 
 SAMPLES = "tests.own_data.samples"

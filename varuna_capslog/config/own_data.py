@@ -25,7 +25,8 @@ def fill_own_train(
     Returns:
         One line: the optimizer and the sizes, and which of them were not given; None where all were.
     """
-    train, names = values.get("train") or {}, (*defaults.OWN_TRAIN, *_SIZES)
+    train, names = values.get("train"), (*defaults.OWN_TRAIN, *_SIZES)
+    train = {} if train is None else train
     if not isinstance(train, dict) or all(name in train for name in names):
         return None
     filled = kept if kept is not None else defaults.OWN_TRAIN | _sizes(values, train, samples)

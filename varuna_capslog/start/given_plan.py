@@ -7,6 +7,7 @@ folder, in which the plan has decided already.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,10 +53,10 @@ def fill_defaults(values: dict[str, Any], say: Callable[[str], object]) -> None:
     resume, folder = str(values.get("resume", "auto")), Path(str(values.get("run_dir")))
     if resume not in ("auto", "never"):
         folder = Path(resume).parent.parent
-    before, kept = folder / "config.yaml", None
-    goes_on = any((folder / "checkpoints").glob("step-*")) or (folder / "held").exists()
-    if resume != "never" and goes_on and before.exists():
-        kept = load_config(before).train.model_dump(mode="json")
+    before = folder / "config.yaml"
+    goes_on = resume != "never" and os.path.isfile(before)  # False, too, for what is no path
+    goes_on = goes_on and (any((folder / "checkpoints").glob("step-*")) or (folder / "held").exists())
+    kept = load_config(before).train.model_dump(mode="json") if goes_on else None
     line = fill_own_train(values, lambda split: _samples(values, split), kept)
     if line is not None:
         say(line)
