@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -408,6 +409,7 @@ def test_ctrl_c_in_the_terminal_is_130_and_one_sentence(tmp_path):
     os.close(end)
     with open(pipe, "wb", buffering=0) as file:
         file.write(bytes(1 << 20))  # more than a pipe holds: returns when the command reads
+        time.sleep(0.5)  # and it waits: a signal between two reads is heard when the second one ends
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
         assert process.stderr.read() == "capslog: interrupted\n"
