@@ -21,6 +21,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.plans.parts import PlanRank, PlanStage, Units
 from varuna_capslog.plans.plan import Plan, write_plan
 from varuna_capslog.profiles.record import Profile, SharedParameter, TensorRecord, read_profile, write_profile
+from varuna_capslog.reports import markup
 from varuna_capslog.reports.page import write_report
 from varuna_capslog.reports.wording import UNKNOWN, duration
 from varuna_capslog.schedules import StageGraph, StageSeconds, schedule_of, simulate
@@ -519,3 +520,9 @@ def test_each_generation_shows_its_own_plan_and_peaks(changed: Path, monkeypatch
 def test_a_run_without_changes_has_no_such_section(whole: tuple[Path, Plan, Page]) -> None:
     assert "changes" not in whole[2].texts
     assert "Changes" not in whole[2].texts["summary"]
+
+
+def test_what_a_page_shows_of_a_run_cannot_drive_a_terminal() -> None:
+    """A member called ESC]0;… stood in the page as it is; whoever prints the page's source has it run."""
+    assert markup.paragraph("\x1b[31m\u202e<b>") == r"<p>\x1b[31m\u202e&lt;b&gt;</p>"
+    assert markup.preformatted("a\nb") == "<pre>a\nb</pre>"
