@@ -232,6 +232,7 @@ def test_a_trace_is_replayed(
         (["simulate"], "give a CONFIG file, or --profile FILE with --plan FILE"),
         (["simulate", "--profile", "P"], "needs --plan FILE, or --trace FILE"),
         (["simulate", "--profile", "P", "--plan", "/no/plan"], "/no/plan cannot be read"),
+        (["simulate", "--profile", "O", "--plan", "L"], "a plan of the model six, the profile is of other"),
         (["simulate", "--profile", "P", "--plan", "L", "--bandwidth", "1G"], "1GiB (1024)"),
         (["simulate", "--profile", "P", "--plan", "L", "--latency", "soon"], "latency is 'soon'"),
         (["simulate", "--profile", "P", "--plan", "L", "--schedule", "1f1"], "did you mean '1f1b'?"),
@@ -252,7 +253,9 @@ def test_mistakes_end_in_one_sentence_and_status_2(
 ) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text(TRACE)
-    files = {"P": profile, "L": plan, "T": trace}
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(json.loads(profile.read_text()) | {"model": "other"}))
+    files = {"P": profile, "O": other, "L": plan, "T": trace}
     assert run(*[files.get(argument, argument) for argument in arguments]) == 2
     assert expected in sentence(capsys)
 

@@ -161,5 +161,5 @@ def plan(
 
 def _bytes(capacity: int | str | Sequence[int | str]) -> int | list[int]:
     if isinstance(capacity, Sequence) and not isinstance(capacity, str):
-        return [units.parse_bytes(size, f"capacity[{number}]") for number, size in enumerate(capacity)]
+        return [units.parse_memory(size, f"capacity[{number}]") for number, size in enumerate(capacity)]
     return units.parse_capacity(capacity)
