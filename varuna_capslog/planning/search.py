@@ -35,6 +35,11 @@ __all__ = ["joint_plan", "plan"]
 
 P = ParamSpec("P")
 
+_SEARCH_LONG = ("mcap-bf", "mcap-bo", "throughput")
+"""Planners that are not asked again for the number of devices that would do."""
+_MORE_DEVICES = 8
+"""Than `exact` needs, at most, for which a planner is asked."""
+
 
 def plan(
     profile: Profile,
@@ -61,7 +66,7 @@ def plan(
     cuts: the first layer of each stage, to predict a given cut list; `planner` is not asked then.
 
     A plan that does not fit is an answer too: fits is False and `shortfall` names the stage that lacks most and the
-    smallest number of devices (of the smallest capacity given, cut by `exact`) that would do.
+    smallest number of devices (of the smallest capacity given) that would do, with the planner that its note names.
 
     Raises CapslogError for more devices than layers, unknown names, capacities or cuts that do not match the devices,
     and a memory model that the profile cannot feed.
@@ -95,8 +100,9 @@ def plan(
         verdict = judge(stage_bytes, capacities, Headroom.of(profile))
         fits = verdict is None or verdict.fits
         if verdict is not None and not fits:
-            enough = fewest_devices(costs, min(usable or [0]))
-            shortfall, notes = verdict.shortfall(enough), [verdict.sentence(enough)]
+            asked = "exact" if cuts is not None else planner
+            enough, way = _enough_devices(asked, profile, memory, costs, run, min(usable or [0]), link)
+            shortfall, notes = verdict.shortfall(enough), [verdict.sentence(enough, way=way)]
     return Plan.of_cuts(
         profile.num_layers,
         chosen,
@@ -116,6 +122,23 @@ def plan(
         search_seconds=search_seconds,
         notes=tuple(notes),
     )
+
+
+def _enough_devices(
+    planner: str, profile: Profile, memory: str, costs: StageCosts, run: RunShape, usable: int, link: Link | None
+) -> tuple[int | None, str | None]:
+    """How few devices, each with so many usable bytes, would do, and with which planner: the one that was asked, unless
+    it searches long or needs many more than `exact`. None where no cut list fits.
+    """
+    least = fewest_devices(costs, usable)
+    if least is None:
+        return None, None
+    for name in [one for one in dict.fromkeys((planner, "exact")) if one not in _SEARCH_LONG]:
+        for count in range(least, min(profile.num_layers, least + _MORE_DEVICES) + 1):
+            cuts = find_cuts(name, profile, costs, run, count, [usable] * count, link)
+            if max(_bytes_of_stages(profile, memory, costs, run, cuts)) <= usable:
+                return count, f"planner {name}"
+    return least, "planner exact"
 
 
 def _bytes_of_stages(
