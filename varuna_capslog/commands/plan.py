@@ -76,9 +76,7 @@ class PlanFlags(InferenceFlags, ModelFlags):
     node_devices: shared.NodeDevices = None
     minibatch: Annotated[
         int | None,
-        option(
-            "Samples of one step, where time counts.", "CONFIG's; 4 microbatches per device, with --model one", min=1
-        ),
+        option("Samples of one step, where time counts.", "CONFIG's; else 4 microbatches per device", min=1),
     ] = None
     search_seconds: Annotated[
         float | None,

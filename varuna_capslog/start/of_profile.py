@@ -65,8 +65,10 @@ def plan_of_profile(
         CapslogError: as `planning.search.plan`; a minibatch that is no whole number of microbatches.
     """
     memory = memory or defaults.MEMORY
-    count = None if minibatch is None else microbatches_of(profile, minibatch)
-    run = dataclasses.replace(run_of_profile(profile, memory), num_microbatches=count)
+    run = run_of_profile(profile, memory)
+    if minibatch is not None:
+        size, count = profile.conditions.get("microbatch_size"), microbatches_of(profile, minibatch)
+        run = dataclasses.replace(run, num_microbatches=count, microbatch_size=size)
     notes: tuple[str, ...] = ()
     if planner is None or planner == defaults.PLANNER:
         planner = default_planner(profile, memory)
