@@ -159,6 +159,12 @@ def test_nothing_fits_is_exit_status_3_one_sentence_and_a_plan_all_the_same(prof
         (["plan", "--model", "a:b", "--numerics", "close", "--maximize", "microbatch"], "by runs of its own"),
         (["plan", "--profile", "P", "--devices", "2", "--pareto", "--search-seconds", "3"], "leave it out of --pareto"),
         (["plan", "--profile", "P", "--devices", "2", "--planner", "exat"], "did you mean 'exact'?"),
+        (["plan", "--profile", "P", "--devices", "2", "--planner", "jiont"], "did you mean 'joint'?"),
+        (["plan", "--profile", "P", "--devices", "2", "--planner", "joint", "--pareto"], "planner joint makes several"),
+        (
+            ["plan", "--profile", "P", "--devices", "2", "--planner", "exact", "--joint"],
+            "--joint is planner joint",
+        ),
         (["plan", "--profile", "/no/such/profile", "--devices", "2"], "/no/such/profile cannot be read"),
         (["plan", "--profile", "P", "--devices", "two"], "see capslog plan --help"),
         (["plan", "--colour"], "see capslog plan --help"),

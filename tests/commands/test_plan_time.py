@@ -67,6 +67,21 @@ def test_a_joint_plan_is_written_in_full_form(profile: str, tmp_path: Path, caps
     assert run(*wanted, "--capacity", "9B") == 3
 
 
+def test_planner_joint_of_a_profile_is_joint(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Help and pages name the planners joint and auto; for a profile joint was "unknown planner"."""
+    wanted = ("plan", "--profile", profile, "--devices", "5", "--minibatch", "12", "--json")
+    answers = []
+    for more in (("--joint",), ("--planner", "joint"), ("--planner", "auto")):
+        assert run(*wanted, *more) == 0
+        answers.append(json.loads(capsys.readouterr().out))
+    joint, named, auto = answers
+    told = joint["plan"] | {"search_seconds": None}
+    assert named | {"search_seconds": None} == told
+    assert told["search_space"] == f"pipelines of at most {joint['max_stages']} stages on 5 devices"
+    assert auto["step_seconds"] <= named["step_seconds"]
+    assert run(*wanted, "--planner", "joint", "--capacity", "9B") == 3
+
+
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [

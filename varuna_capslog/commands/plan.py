@@ -134,6 +134,10 @@ def plan(given: PlanFlags) -> None:
         raise CapslogError(
             "--pareto is a front of cuts for one pipeline, --joint one plan of many; ask for one of them"
         )
+    if given.planner == "joint" and given.pareto:
+        raise CapslogError("--pareto is a front of one pipeline, planner joint makes several; choose another planner")
+    if given.planner not in (None, "joint") and given.joint:
+        raise CapslogError(f"--joint is planner joint, but --planner {given.planner} names another; give one of them")
     _check_numerics(given)
     if not given.joint and (given.speeds is not None or given.blocks is not None):
         raise CapslogError("--speeds and --blocks belong to --joint")

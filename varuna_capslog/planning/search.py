@@ -19,7 +19,7 @@ from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.memory.inflight import RANKS
 from varuna_capslog.planners import EVERY_PLANNER, LAYERWISE, WHOLE_RUN, find_cuts
 from varuna_capslog.planners.exact import fewest_devices
-from varuna_capslog.planners.joint import JointPlan, NoFleet, best_fleet
+from varuna_capslog.planners.joint import Device, JointPlan, NoFleet, best_fleet
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.layerwise import judged_layerwise_plan
 from varuna_capslog.planning.placed import judged_placed_plan
@@ -31,7 +31,7 @@ from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import DEFAULT_RUN, RunShape
 
-__all__ = ["joint_plan", "plan"]
+__all__ = ["joint_plan", "plan", "plan_of_equals"]
 
 P = ParamSpec("P")
 
@@ -169,6 +169,25 @@ def _or_smallest_peak(find: Callable[P, JointPlan | NoFleet]) -> Callable[P, Joi
 
 joint_plan = _or_smallest_peak(best_fleet)
 """Pipelines of any length for any devices; the arguments are those of `planners.joint.best_fleet`."""
+
+
+def plan_of_equals(
+    profile: Profile,
+    devices: int,
+    memory: str,
+    capacity: int | Sequence[int] | None,
+    run: RunShape,
+    link: Link | None = None,
+) -> Plan:
+    """The plan of `joint` for devices of one speed; one accumulation block in `run` leaves their number to the search.
+
+    The other arguments are as in `plan`, but for the number of microbatches, which is known.
+    """
+    limits = capacities_of_devices(capacity, devices)
+    machines = [Device(size) for size in limits] if limits else [Device()] * devices
+    samples = run.microbatches * profile.conditions.get("microbatch_size", 1)
+    blocks = run.num_blocks if run.num_blocks > 1 else None
+    return joint_plan(profile, machines, samples, blocks, run.settled(), memory, link).plan
 
 
 def _smallest_peak(found: NoFleet) -> Plan:
