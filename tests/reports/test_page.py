@@ -393,6 +393,16 @@ def test_a_shared_parameter_counts_once(small: Path) -> None:
     assert Page(write_report(small)).facts("summary-table")["Parameters"].startswith(f"{unshared - 2000:,} (")
 
 
+def test_the_conditions_of_a_profile_are_a_short_text(small: Path) -> None:
+    """The row "Profile" of the quickstart's report showed the histogram of all input sizes, over many screens."""
+    sizes = {"largest": {"images": [2, 3, 64, 64]}, "histogram": [[{"images": [2, 3, n, n]}, n] for n in range(999)]}
+    conditions = {"dtype": "torch.float32", "sizes": sizes, "limits": ["long " * 99], "device_name": "x" * 5000}
+    write_profile(small / "profile.json", Profile(make_profile(6).layers, conditions=conditions | {"data_digest": "d"}))
+    said = Page(write_report(small)).facts("summary-table")["Profile"]
+    assert said.startswith("dtype torch.float32, sizes largest images [2, 3, 64, 64], histogram of 999, limits of 1, ")
+    assert (len(said) < 300, "digest" in said) == (True, False)
+
+
 def test_scores_of_another_task(small: Path) -> None:
     rows = [{"step": step, "scores": {"accuracy": value, "loss": 1 - value}} for step, value in ((1, 0.5), (2, 0.25))]
     (small / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

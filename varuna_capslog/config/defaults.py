@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["ALL", "FASTEST", "MEMORY", "PLANNER", "SCHEDULE", "SMALLEST", "STAGES_PER_RANK"]
+__all__ = ["ALL", "FASTEST", "MEMORY", "MICROBATCHES_PER_DEVICE", "PLANNER", "SCHEDULE", "SMALLEST", "STAGES_PER_RANK"]
 
 PLANNER: Final = "default"
 """`pipeline.planner`: FASTEST for every run that it can plan, else SMALLEST."""
@@ -18,5 +18,7 @@ MEMORY: Final = "auto"
 """`pipeline.memory`."""
 SCHEDULE: Final = "auto"
 """`pipeline.schedule`."""
+MICROBATCHES_PER_DEVICE: Final = 4
+"""Microbatches of a step for each device of a pipeline, where no config says how many samples a step has."""
 STAGES_PER_RANK: Final = 2
 """`pipeline.stages_per_rank` under schedule interleaved."""
