@@ -15,8 +15,10 @@ from torch import nn
 
 import varuna_capslog as capslog
 from varuna_capslog import cli
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.gpus import gpu_of
 from varuna_capslog.planning import search
+from varuna_capslog.profiles.record import LayerProfile, Profile
 
 NET = """
 import torch
@@ -213,3 +215,12 @@ cli.main(["plan", "--profile", {str(tmp_path / "profile.json")!r}, "--devices", 
         "the extra 'report' brings it: pip install 'varuna-capslog[report]', or -e '.[report]' in a clone"
     )
     assert len(table) > 4
+
+
+def test_a_capacity_in_bytes_may_be_small() -> None:
+    """In a command a capacity of 16 has lost its unit; in Python it is one of bytes."""
+    profile = Profile([LayerProfile(name, 10, 4 if number else None) for number, name in enumerate("abc")])
+    assert capslog.plan(profile, devices=2, capacity=16).fits
+    assert not capslog.plan(profile, devices=2, capacity=[9, 16]).fits
+    with pytest.raises(CapslogError, match="without a unit; write 16GiB"):
+        capslog.plan(profile, devices=2, capacity="16")

@@ -136,6 +136,7 @@ def plan(
     Raises:
         CapslogError: more devices than layers, an unknown planner, and what `capslog.estimate` raises.
     """
+    capacity = _with_units(capacity)
     if isinstance(model, Profile):
         given = {"sample": sample, "device": device, "settings": settings}
         if said := [name for name, value in given.items() if value is not None]:
@@ -162,6 +163,15 @@ def plan(
     memo = estimate_memo(config)
     costs: Estimate = estimated(config, memo)
     return ModelPlan(**vars(plan_run(config, costs, memo=memo)), profile=costs)
+
+
+def _with_units(capacity: int | str | Sequence[int | str] | None) -> int | str | list[int | str] | None:
+    """The capacity, its whole numbers as texts with a unit: in Python a number is one of bytes, however small."""
+    if capacity is None or isinstance(capacity, str):
+        return capacity
+    if isinstance(capacity, int):
+        return units.with_unit(capacity)
+    return [size if isinstance(size, str) else units.with_unit(size) or 0 for size in capacity]
 
 
 def _bytes(capacity: int | str | Sequence[int | str]) -> int | list[int]:
