@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -155,7 +156,27 @@ def test_nothing_fits_is_exit_status_3_one_sentence_and_a_plan_all_the_same(prof
         (["plan", "P", "--input", "x=float32[1]"], "--input and --cut-points describe the model of --model"),
         (["plan", "--profile", "P", "--devices", "5"], "5 devices but only 4 layers"),
         (["plan", "--profile", "P", "--devices", "2", "--capacity", "16G"], "16GiB"),
+        (
+            ["plan", "--profile", "P", "--devices", "2", "--capacity", "16"],
+            "capacity is 16, without a unit; write 16GiB",
+        ),
+        (["plan", "--profile", "P", "--devices", "2", "--capacity", "9GiB,8"], "capacity of device 1 is 8, without a"),
+        (["plan", "--profile", "P", "--model", "a:b", "--devices", "2"], "both --profile and --model"),
+        (["plan", "--profile", "P", "--hf", "folder", "--devices", "2"], "both --profile and --model (or --hf)"),
+        (
+            ["plan", "--model", "a:b", "--devices", "2", "--numerics", "close", "--pareto"],
+            "by runs of its own",
+        ),
+        (["plan", "--model", "a:b", "--devices", "2", "--numerics", "close", "--joint"], "by runs of its own"),
+        (["plan", "--model", "a:b", "--numerics", "close", "--maximize", "microbatch"], "by runs of its own"),
+        (["plan", "--profile", "P", "--devices", "2", "--pareto", "--search-seconds", "3"], "leave it out of --pareto"),
         (["plan", "--profile", "P", "--devices", "2", "--planner", "exat"], "did you mean 'exact'?"),
+        (["plan", "--profile", "P", "--devices", "2", "--planner", "jiont"], "did you mean 'joint'?"),
+        (["plan", "--profile", "P", "--devices", "2", "--planner", "joint", "--pareto"], "planner joint makes several"),
+        (
+            ["plan", "--profile", "P", "--devices", "2", "--planner", "exact", "--joint"],
+            "--joint is planner joint",
+        ),
         (["plan", "--profile", "/no/such/profile", "--devices", "2"], "/no/such/profile cannot be read"),
         (["plan", "--profile", "P", "--devices", "two"], "see capslog plan --help"),
         (["plan", "--colour"], "see capslog plan --help"),
@@ -279,6 +300,8 @@ def test_train_refuses_cuts_that_the_chain_does_not_have(toy, capsys):
 def test_train_refuses_workers_that_replicas_do_not_divide(toy, capsys):
     assert run("train", toy, "pipeline.replicas=2", "--nproc", "3") == 2
     assert "--nproc 3 is not divisible by pipeline.replicas=2" in sentence(capsys)
+    assert run("train", toy, "pipeline.devices=2", "--nproc", "3") == 2
+    assert "--nproc 3 is given, but pipeline.devices=2 makes 2 workers" in sentence(capsys)
 
 
 def test_a_dead_worker_is_one_sentence(toy, monkeypatch, capsys):
@@ -419,6 +442,7 @@ def test_ctrl_c_in_the_terminal_is_130_and_one_sentence(tmp_path):
     os.close(end)
     with open(pipe, "wb", buffering=0) as file:
         file.write(bytes(1 << 20))  # more than a pipe holds: returns when the command reads
+        time.sleep(0.5)  # and it waits: a signal between two reads is heard when the second one ends
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
         assert process.stderr.read() == "capslog: interrupted\n"

@@ -15,7 +15,10 @@ from torch import nn
 
 import varuna_capslog as capslog
 from varuna_capslog import cli
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.gpus import gpu_of
 from varuna_capslog.planning import search
+from varuna_capslog.profiles.record import LayerProfile, Profile
 
 NET = """
 import torch
@@ -72,6 +75,32 @@ def test_an_object_is_planned_as_the_command_plans_its_function(nets, plan, tmp_
     assert {one.capacity_bytes for one in plan.ranks} == {1 << 20}
     plan.save(tmp_path / "saved.json")
     assert capslog.read_plan(tmp_path / "saved.json").to_json() == plan.to_json()
+
+
+@pytest.mark.parametrize("planner", [None, "exact"])
+def test_an_estimate_in_place_of_its_model_gives_the_same_plan(nets, planner: str | None) -> None:
+    """The pages promise "the same", but a step had one microbatch per device for a model and four for its estimate."""
+    costs = capslog.estimate(nets.Net(), X, device="cpu")
+    both = [
+        capslog.plan(model, *sample, devices=3, planner=planner, minibatch_size=size, capacity=capacity, **device)
+        for size, capacity in ((None, None), (8, "1GiB"))
+        for model, sample, device in ((nets.Net(), (X,), {"device": "cpu"}), (costs, (), {}))
+    ]
+    assert [one.num_microbatches for one in both] == [12, 12, 2, 2]
+    for one, other in zip(both[::2], both[1::2], strict=True):
+        assert (one.cuts, one.units, one.schedule, one.planner) == (
+            other.cuts,
+            other.units,
+            other.schedule,
+            other.planner,
+        )
+        assert one.step_seconds == pytest.approx(other.step_seconds)
+
+
+def test_an_estimate_for_a_kind_of_gpu_is_planned_within_its_memory(nets) -> None:
+    costs = capslog.estimate(nets.Net(), X, device="cuda:t4")
+    both = capslog.plan(nets.Net(), X, devices=2, device="cuda:t4"), capslog.plan(costs, devices=2)
+    assert [one.capacities_of([0, 1]) for one in both] == [[gpu_of("cuda:t4").memory_bytes] * 2] * 2
 
 
 def test_a_plan_of_an_estimate_has_the_smallest_peak_of_all_cuts(nets) -> None:
@@ -186,3 +215,12 @@ cli.main(["plan", "--profile", {str(tmp_path / "profile.json")!r}, "--devices", 
         "the extra 'report' brings it: pip install 'varuna-capslog[report]', or -e '.[report]' in a clone"
     )
     assert len(table) > 4
+
+
+def test_a_capacity_in_bytes_may_be_small() -> None:
+    """In a command a capacity of 16 has lost its unit; in Python it is one of bytes."""
+    profile = Profile([LayerProfile(name, 10, 4 if number else None) for number, name in enumerate("abc")])
+    assert capslog.plan(profile, devices=2, capacity=16).fits
+    assert not capslog.plan(profile, devices=2, capacity=[9, 16]).fits
+    with pytest.raises(CapslogError, match="without a unit; write 16GiB"):
+        capslog.plan(profile, devices=2, capacity="16")

@@ -50,6 +50,7 @@ def test_what_a_worker_outlives_ends_its_children() -> None:
     `with multiprocessing.Pool(1)` in a data set never came back (pytorch/pytorch#15950, huggingface/datasets#6089)."""
 
     def check() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the suite itself may run under nohup
         outlives((*JOB_SIGNALS, signal.SIGINT))
         ends_forks_as_usual()
         for number in (*JOB_SIGNALS, signal.SIGINT):

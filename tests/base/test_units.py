@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.units import format_bytes, parse_bytes, parse_capacity, parse_rate
+from varuna_capslog.base.units import format_bytes, parse_bytes, parse_capacity, parse_rate, with_unit
 
 
 @pytest.mark.parametrize(
@@ -46,10 +46,19 @@ def test_a_unit_with_two_readings_is_refused() -> None:
         parse_bytes("16G")
 
 
+@pytest.mark.parametrize("bare", ["16", 16, 80.0, "81559"])
+def test_few_bytes_without_a_unit_are_a_forgotten_unit(bare: Any) -> None:
+    """A capacity of "16" was 16 bytes, in which nothing fits; 81559 is what nvidia-smi prints for MiB."""
+    with pytest.raises(CapslogError, match=f"is {bare}, without a unit; write {bare}GiB or {bare}MiB, or {bare}B for"):
+        parse_capacity(bare)
+    assert parse_capacity(f"{bare}B") == int(float(bare))
+    assert [parse_capacity(with_unit(size) or 0) for size in (16, 1 << 20)] == [16, 1 << 20]
+
+
 def test_capacity_of_all_or_of_each_device() -> None:
     assert parse_capacity("16GiB") == 16 << 30
-    assert parse_capacity("1KiB,2KiB, 3") == [1024, 2048, 3]
-    assert parse_capacity(5) == 5
+    assert parse_capacity("1KiB,2KiB, 3B") == [1024, 2048, 3]
+    assert parse_capacity(1 << 20) == 1 << 20
     with pytest.raises(CapslogError, match="capacity of device 1 is ''"):
         parse_capacity("1KiB,,3")
 

@@ -86,7 +86,7 @@ def test_a_model_keeps_its_number_of_microbatches(capsys):
     told = capsys.readouterr()
     written = read_plan(Path("plan.json"))
     assert f"train.microbatch_size={written.microbatch_size} is the largest that fits;" in " ".join(told.out.split())
-    assert written.num_microbatches == 2
+    assert written.num_microbatches == 8
     assert "estimated for cuda:t4" in told.err
 
 

@@ -37,10 +37,10 @@ def test_budgets_from_all_treated_to_all_kept(profile: str, tmp_path: Path, caps
     assert any(front[0]["memory"])
     assert not any(front[-1]["memory"])
     point = front[1]
-    arguments = ("plan", "--profile", profile, *WANTED, "--capacity", str(point["budget_bytes"]))
+    arguments = ("plan", "--profile", profile, *WANTED, "--capacity", f"{point['budget_bytes']}B")
     assert run(*arguments, "-o", str(file)) == 0
     assert read_plan(file).step_seconds == pytest.approx(point["step_seconds"])
-    assert run("plan", "--profile", profile, *WANTED, "--capacity", str(front[0]["budget_bytes"] - 1), "--pareto") == 3
+    assert run("plan", "--profile", profile, *WANTED, "--capacity", f"{front[0]['budget_bytes'] - 1}B", "--pareto") == 3
     capsys.readouterr()
     assert run("plan", "--profile", profile, *WANTED, "--pareto", "--capacity", "1GiB,2GiB") == 2
     assert "one budget for every device" in capsys.readouterr().err
@@ -50,7 +50,7 @@ def test_the_table_and_the_picture_of_a_plan(profile: str, tmp_path: Path, capsy
     picture = tmp_path / "plan.png"
     assert run("plan", "--profile", profile, *WANTED, "--pareto", "--json") == 0
     least = json.loads(capsys.readouterr().out)["front"][0]
-    arguments = ("plan", "--profile", profile, *WANTED, "--capacity", str(least["budget_bytes"]), "-o", str(picture))
+    arguments = ("plan", "--profile", profile, *WANTED, "--capacity", f"{least['budget_bytes']}B", "-o", str(picture))
     assert run(*arguments) == 0
     shown = capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -44,14 +44,14 @@ def test_the_front_as_table_picture_and_json(profile: str, tmp_path: Path, capsy
         (40, [0, 2]),
         (41, [0, 1]),
     ]
-    assert run(*wanted, "--capacity", "21") == 3
+    assert run(*wanted, "--capacity", "21B") == 3
     assert "1 B too much" in capsys.readouterr().err
 
 
 def test_a_joint_plan_is_written_in_full_form(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.json"
     wanted = ("plan", "--profile", profile, "--devices", "5", "--joint", "--minibatch", "12")
-    assert run(*wanted, "--capacity", "25*3,22*2", "--speeds", "1*3,0.5*2", "-o", str(file), "--json") == 0
+    assert run(*wanted, "--capacity", "25B*3,22B*2", "--speeds", "1*3,0.5*2", "-o", str(file), "--json") == 0
     printed = json.loads(capsys.readouterr().out)
     plan = read_plan(file)
     assert plan.to_json() == printed["plan"]
@@ -64,7 +64,22 @@ def test_a_joint_plan_is_written_in_full_form(profile: str, tmp_path: Path, caps
     shown = capsys.readouterr()
     assert "5 pipelines" in shown.out
     assert "train.accumulation_blocks=12" in shown.err
-    assert run(*wanted, "--capacity", "9") == 3
+    assert run(*wanted, "--capacity", "9B") == 3
+
+
+def test_planner_joint_of_a_profile_is_joint(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Help and pages name the planners joint and auto; for a profile joint was "unknown planner"."""
+    wanted = ("plan", "--profile", profile, "--devices", "5", "--minibatch", "12", "--json")
+    answers = []
+    for more in (("--joint",), ("--planner", "joint"), ("--planner", "auto")):
+        assert run(*wanted, *more) == 0
+        answers.append(json.loads(capsys.readouterr().out))
+    joint, named, auto = answers
+    told = joint["plan"] | {"search_seconds": None}
+    assert named | {"search_seconds": None} == told
+    assert told["search_space"] == f"pipelines of at most {joint['max_stages']} stages on 5 devices"
+    assert auto["step_seconds"] <= named["step_seconds"]
+    assert run(*wanted, "--planner", "joint", "--capacity", "9B") == 3
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from matplotlib.image import imread
 
+from tests.planning.test_layerwise import profile_on
 from varuna_capslog import cli
 from varuna_capslog.planners import EVERY_PLANNER, LAYERWISE, PLANNERS, WHOLE_RUN
+from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.conditions import UPDATE_RATE
 from varuna_capslog.profiles.record import LayerProfile, Profile, read_profile, write_profile
 
@@ -163,6 +165,22 @@ def test_compare_has_a_row_for_every_planner_and_says_why_one_cannot(
         assert row["step_seconds"] >= rows["throughput"]["step_seconds"] * (1 - 1e-9)
 
 
+def test_the_row_of_a_planner_is_what_plan_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The row of budget had a peak of 94.2 MiB where plan by budget had 53.2, since compare bound another schedule."""
+    path = tmp_path / "profile.json"
+    write_profile(path, profile_on("cuda"))
+    config = tmp_path / "run.yaml"
+    config.write_text("workload: a:b\ntrain: {minibatch_size: 8, microbatch_size: 1}\npipeline: {planner: exact}\n")
+    for where in ((), (config,)):
+        wanted = (*where, "--profile", path, "--devices", 2, "--json")
+        assert run("compare", *wanted, "--planners", "budget,dawnpiper,exact,pipedream") == 0
+        for row in printed(capsys):
+            assert run("plan", *wanted, "--planner", row["planner"], "--minibatch", 8) == 0
+            told = Plan.from_json(printed(capsys))
+            peak = told.peak_bytes or max(one.bytes or 0 for one in told.ranks)
+            assert (row["peak_bytes"], row["step_seconds"]) == (peak, pytest.approx(told.step_seconds)), row["planner"]
+
+
 def test_compare_asks_mcap_bo_only_by_name_and_says_which_planner_it_asks(
     profile: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,6 +250,7 @@ def test_a_trace_is_replayed(
         (["simulate"], "give a CONFIG file, or --profile FILE with --plan FILE"),
         (["simulate", "--profile", "P"], "needs --plan FILE, or --trace FILE"),
         (["simulate", "--profile", "P", "--plan", "/no/plan"], "/no/plan cannot be read"),
+        (["simulate", "--profile", "O", "--plan", "L"], "a plan of the model six, the profile is of other"),
         (["simulate", "--profile", "P", "--plan", "L", "--bandwidth", "1G"], "1GiB (1024)"),
         (["simulate", "--profile", "P", "--plan", "L", "--latency", "soon"], "latency is 'soon'"),
         (["simulate", "--profile", "P", "--plan", "L", "--schedule", "1f1"], "did you mean '1f1b'?"),
@@ -252,7 +271,9 @@ def test_mistakes_end_in_one_sentence_and_status_2(
 ) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text(TRACE)
-    files = {"P": profile, "L": plan, "T": trace}
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(json.loads(profile.read_text()) | {"model": "other"}))
+    files = {"P": profile, "O": other, "L": plan, "T": trace}
     assert run(*[files.get(argument, argument) for argument in arguments]) == 2
     assert expected in sentence(capsys)
 

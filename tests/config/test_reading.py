@@ -92,6 +92,26 @@ def test_text_that_looks_like_something_else_survives_a_dump(tmp_path, text):
     assert load_config(path).model == {"key": text, text: 1}
 
 
+@pytest.mark.parametrize("key", ["recompute", "stage_inputs"])
+def test_a_key_that_says_auto_means_what_leaving_it_out_means(tmp_path, key):
+    """The contract's defaults of both keys were refused; a value, also the one that auto stands for, still decides who
+    plans. Few bytes of capacity survive a dump.
+    """
+    auto = load_config(write(tmp_path, f"pipeline: {{{key}: auto, capacity: 9B, host_capacity: 2kB}}\n"))
+    plain = load_config(write(tmp_path, "pipeline: {capacity: 9B, host_capacity: 2kB}\n"))
+    assert auto == plain
+    assert (auto.pipeline.planner, auto.pipeline.planner_is_default) == ("budget", True)
+    value = getattr(auto.pipeline, key)
+    bound = load_config(write(tmp_path, f"pipeline: {{{key}: {str(value).lower()}}}\n"))
+    assert bound.pipeline.planner == "exact"
+    assert load_config(write(tmp_path, f"pipeline: {{{key}: auto}}\n"), [f"pipeline.{key}={value}"]).pipeline == (
+        bound.pipeline
+    )
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(auto))
+    assert load_config(path).model_dump() == auto.model_dump()
+
+
 def test_sections_whose_lines_are_commented_out_are_empty(tmp_path):
     config = load_config(write(tmp_path, "train:\n#  epochs: 3\nmodel:\nelastic:\n"))
     assert (config.train.epochs, config.elastic) == (1, Elastic())
@@ -109,6 +129,9 @@ def test_what_only_a_run_with_changing_members_needs_is_asked_of_no_other(tmp_pa
         ("train: {epoch: 3}", "train.epoch is not a known key; did you mean train.epochs?"),
         ("trian: {epochs: 3}", "trian is not a known key; did you mean train?"),
         ("minibatch_size: 4", "minibatch_size is not a known key; did you mean train.minibatch_size?"),
+        ("pipeline: {device: 2}", "pipeline.device is not a known key; did you mean pipeline.devices or device?"),
+        ("pipeline: {capacity: 16}", "pipeline.capacity is 16, without a unit; write 16GiB or 16MiB, or 16B for bytes"),
+        ("pipeline: {host_capacity: '64'}", "pipeline.host_capacity is 64, without a unit; write 64GiB"),
         ("train: {capacity: 1GiB}", "train.capacity is not a known key; did you mean pipeline.capacity?"),
         ("zzz: 1", "zzz is not a known key; known keys: workload, model, data, train"),
         (
@@ -285,11 +308,11 @@ def test_a_workload_is_module_and_function(tmp_path, workload):
 
 def test_capacity_has_units_and_one_entry_per_device(tmp_path):
     def capacity(text):
-        return load_config(write(tmp_path, ""), [f"pipeline.capacity={text}"]).pipeline.capacity
+        return load_config(write(tmp_path, "pipeline: {devices: 3}"), [f"pipeline.capacity={text}"]).pipeline.capacity
 
     assert capacity("16GiB") == 16 * GIB
-    assert capacity("16GiB,8GiB") == [16 * GIB, 8 * GIB]
-    assert capacity("[16GiB, 1000]") == [16 * GIB, 1000]
+    assert capacity("16GiB*2,8GiB") == [16 * GIB, 16 * GIB, 8 * GIB]
+    assert capacity("[16GiB, 1000B, 2000000]") == [16 * GIB, 1000, 2_000_000]
     assert capacity("null") is None
 
 

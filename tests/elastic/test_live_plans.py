@@ -246,7 +246,7 @@ def test_four_devices_become_one_by_kills_and_four_again_without_waiting(
     cradle: Cradle, truth: Truth, tmp_path: Path
 ) -> None:
     """What the last one runs was searched ahead, by a member that may be dead, and travels in the record."""
-    pipeline = {"cuts": None, "planner": "budget", "schedule": "auto", "capacity": BUDGET}
+    pipeline = {"cuts": None, "planner": "budget", "schedule": "auto", "capacity": f"{BUDGET}B"}
     config = config_of(tmp_path, 4, pipeline=pipeline, profile={"source": "estimated"})
     # the computation at which each is killed; the step under way is made again by the others
     begun = {"m0": 3, "m1": 5, "m2": 7, "m3": 10}
@@ -289,7 +289,7 @@ def test_planner_auto_chooses_anew_at_a_kill_and_the_record_carries_it(
     cradle: Cradle, truth: Truth, tmp_path: Path
 ) -> None:
     """Three members, two after a kill, three again: the same bits, by plans that no other member has searched."""
-    pipeline = {"cuts": None, "planner": "auto", "schedule": "auto", "capacity": AUTO}
+    pipeline = {"cuts": None, "planner": "auto", "schedule": "auto", "capacity": f"{AUTO}B"}
     config = config_of(tmp_path, 3, pipeline=pipeline, profile={"source": "estimated"})
     waits = [Fault(who, "compute", "wait", at, who) for who, at in (("m0", 4), ("m1", 9))]
     live = Live(cradle, config, faults=waits)
@@ -353,7 +353,7 @@ def test_a_step_that_finds_too_little_memory_is_made_again_with_less_and_a_third
     """A member has less memory than planned once in step 2, and three times in a row in step 4; the plans that follow
     need less there. The same command goes on from what was on disk.
     """
-    pipeline = {"cuts": None, "planner": "budget", "schedule": "1f1b", "capacity": 122_000}
+    pipeline = {"cuts": None, "planner": "budget", "schedule": "1f1b", "capacity": "122kB"}
     alone = {"redundancy": 0}
     config = config_of(tmp_path, 2, pipeline=pipeline, profile={"source": "estimated"}, elastic=alone)
     starve = [Fault("m1", "action 1", "starve", at, "500") for at in (3, 6, 7, 8)]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.units import with_unit
 from varuna_capslog.config.reading import Config, section
 from varuna_capslog.membership.protection import with_reserves
 from varuna_capslog.plans.parts import PlanStage, Units
@@ -32,6 +33,7 @@ def chain(states: list[int], with_parameters: bool = True) -> Profile:
 
 
 def planned(profile: Profile, elastic: dict[str, Any] | None = None, workload: str = "a:b", **pipeline: Any) -> Plan:
+    pipeline |= {"capacity": with_unit(pipeline["capacity"])} if "capacity" in pipeline else {}
     values = {
         "workload": workload,
         "pipeline": {"memory": "additive", **pipeline},

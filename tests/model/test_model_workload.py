@@ -299,7 +299,7 @@ def test_bad_models_get_one_sentence(model: dict[str, Any], reason: str) -> None
 def test_flags_stand_for_a_config() -> None:
     values = config_values(f"{HERE}:scorer", SPECS, ["head"], devices=3)
     config = section(Config, values, "")
-    assert (config.train.microbatch_size, config.train.minibatch_size, config.pipeline.devices) == (2, 6, 3)
+    assert (config.train.microbatch_size, config.train.minibatch_size, config.pipeline.devices) == (2, 24, 3)
     assert len(workload(config).build_chain()) == 2
 
 

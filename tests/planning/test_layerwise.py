@@ -122,15 +122,20 @@ def test_what_does_not_fit_names_the_rank_and_what_it_lacks(name: str) -> None:
     assert found.shortfall is not None
     assert found.shortfall.bytes == (found.peak_bytes or 0) - 1000
     assert len(found.notes) == 1
-    assert found.notes[0].startswith("nothing fits: rank")
-    assert "since layer 6 (layer6) alone needs 69.38 KiB; with " in found.notes[0]
-    size = found.notes[0].split("; with ")[1].split(" on every device")[0]
+    assert found.notes[0].startswith("does not fit: rank")
+    # two ways to count bytes, each with its name: it said that nothing fits, and beside it with what this plan does
+    way, why = "with planner exact under schedule varuna", "since layer 6 (layer6) alone needs 69.38 KiB there"
+    assert f"; {way} no number of devices would do, {why}; with " in found.notes[0]
+    size = found.notes[0].split("; with ")[-1].split(" on every device")[0]
     assert size == format_bytes(found.peak_bytes or 0)
     again = plan(profile_on("cuda"), 3, name, capacity=80_000, run=RUN)
     if again.fits is False and again.shortfall is not None:
         enough = again.shortfall.devices_that_fit
         assert enough is not None
-        assert f"; {enough} device(s) of 78.12 KiB would do with planner exact; with " in again.notes[0]
+        assert (
+            f"; {enough} device(s) of 78.12 KiB would do with planner exact under schedule varuna; with "
+            in again.notes[0]
+        )
         assert plan(profile_on("cuda"), enough, "exact", capacity=80_000, run=RunShape(8, "varuna")).fits
 
 
@@ -186,7 +191,7 @@ def test_the_command_writes_a_plan_that_is_read_again(
     write_profile(tmp_path / "profile.json", profile)
     most = plan(profile, 3, "exact", run=RUN).peak_bytes or 0
     words = ["plan", "--profile", str(tmp_path / "profile.json"), "--devices", "3", "--planner", name]
-    words += ["--capacity", str(most // 2), "--host-bandwidth", "100kB/s", "--minibatch", "8"]
+    words += ["--capacity", f"{most // 2}B", "--host-bandwidth", "100kB/s", "--minibatch", "8"]
     assert cli._run([*words, "-o", str(tmp_path / "plan.json")]) == 0
     said, written = capsys.readouterr().out, read_plan(tmp_path / "plan.json")
     table = said[said.index("what becomes of the layers") :].splitlines()
@@ -201,9 +206,9 @@ def test_the_command_writes_a_plan_that_is_read_again(
     assert kinds(written)
     assert written.step_seconds is not None
     assert written.num_microbatches == 8
-    words[words.index("--capacity") + 1] = "1000"
+    words[words.index("--capacity") + 1] = "1000B"
     assert cli._run(words) == 3
-    assert "nothing fits: rank" in capsys.readouterr().err
+    assert "does not fit: rank" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("schedule", ["auto", "1f1b", "interleaved"])

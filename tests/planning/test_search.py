@@ -52,6 +52,32 @@ def test_does_not_fit_is_an_answer() -> None:
     assert "stage 1 needs 8 B of 7 B" in plan.notes[0]
 
 
+@pytest.mark.parametrize("planner", ["varuna", "gpipe-size", "capslog", "exact", "mcap-bf"])
+def test_the_devices_that_would_do_are_those_of_the_planner_that_was_asked(planner: str) -> None:
+    """A plan that did not fit told how many devices would do with another planner, and the next call answered with
+    another number.
+    """
+    sizes, seen = [9, 4, 1, 1, 1, 5, 1, 9], set()
+    layers = [
+        LayerProfile(f"l{i}", size, size if i else None, static_bytes=0, saved_bytes=size)
+        for i, size in enumerate(sizes)
+    ]
+    chain, names = Profile(tuple(layers)), set()
+    for capacity in range(9, 24):
+        plan = search.plan(chain, 2, planner, capacity=capacity)
+        if plan.shortfall is None or plan.shortfall.devices_that_fit is None:
+            continue
+        enough = plan.shortfall.devices_that_fit
+        how, _, named = plan.notes[0].rpartition(" ")
+        assert how.endswith(f"; {enough} device(s) of {capacity} B would do with planner")
+        fits = [search.plan(chain, count, named, capacity=capacity).fits for count in range(1, enough + 1)]
+        assert fits == [False] * (enough - 1) + [True]
+        seen.add(enough)
+        names.add(named)
+    assert len(seen) > 1
+    assert names == {"exact" if planner == "mcap-bf" else planner}, "mcap-bf would search long"
+
+
 def test_no_number_of_devices_would_do() -> None:
     plan = search.plan(profile_of([4, 9, 4], [0, 9, 4]), 3, capacity=8)
     assert plan.shortfall is not None

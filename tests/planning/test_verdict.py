@@ -32,6 +32,9 @@ def test_what_is_needed_is_the_peak_and_its_headroom() -> None:
     )
     assert found.sentence(None).startswith("nothing fits: stage 2 needs 36 B of 30 B, 6 B too much (30 B and")
     assert "and no number of devices of 20 B, the smallest here, would do, since" in found.sentence(None)
+    assert "; with planner p no number of devices of 20 B, the smallest here, would" in found.sentence(
+        None, way="planner p"
+    )
     alike = judge([1, 40], [30, 30], TENTH)
     assert alike is not None
     assert "and no number of devices would do, since" in alike.sentence(None)

@@ -81,7 +81,7 @@ def runs() -> list[tuple[str, str, RunShape]]:
 
 @pytest.mark.parametrize("part", [name for name in FED if name != "format"])
 def test_what_the_reader_accepts_can_be_planned_and_played(part: str) -> None:
-    """Any other exception than CapslogError fails the test."""
+    """Any other exception than CapslogError fails the test. Each profile is planned by a third of the planners."""
     planned = refused = 0
     done: set[str] = set()
     places = [path for path in each_place({part: FED[part]}) if path[1:2] not in [(2,), (3,), (4,)] or part == "layers"]
@@ -99,7 +99,7 @@ def test_what_the_reader_accepts_can_be_planned_and_played(part: str) -> None:
             # 1e308 seconds are a number, but not twice as many.
             warnings.simplefilter("ignore", RuntimeWarning)
             for (planner, memory, run), capacity in zip(
-                runs(), itertools.cycle((None, 1000, [2000, 900])), strict=False
+                runs()[len(done) % 3 :: 3], itertools.cycle((None, 1000, [2000, 900])), strict=False
             ):
                 try:
                     simulate_plan(profile, plan(profile, 2, planner, memory, capacity, run)).to_json()
@@ -108,4 +108,4 @@ def test_what_the_reader_accepts_can_be_planned_and_played(part: str) -> None:
                 else:
                     planned += 1
     assert refused > 10
-    assert planned > 10
+    assert planned > 3

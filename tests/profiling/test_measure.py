@@ -218,8 +218,7 @@ def test_what_is_free_is_a_number_of_this_machine() -> None:
     assert 0 < admission.free_bytes(torch.device("cpu")) <= total
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(("number", "threads"), [(signal.SIGINT, 2), (signal.SIGKILL, 1)])
 def test_no_process_outlives_an_interrupted_profile(tmp_path: Path, number: signal.Signals, threads: int) -> None:
     """With one thread its workers are forks of itself, with more those of a server."""
     script = tmp_path / "script.py"

@@ -155,7 +155,7 @@ def test_the_rehearsal_has_the_last_word_on_what_fits(monkeypatch: pytest.Monkey
     profile = Profile(layers, source="estimated", conditions={"headroom": {"fixed_bytes": 10, "fragmentation": 1.1}})
     values = {
         "workload": "tests.engine.workload:workload",
-        "pipeline": {"devices": 2, "capacity": [130, 130], "memory": "additive"},
+        "pipeline": {"devices": 2, "capacity": ["130B", "130B"], "memory": "additive"},
     }
     config = section(Config, values, "")
     asked: list[tuple[int, ...]] = []

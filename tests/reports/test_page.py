@@ -21,6 +21,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.plans.parts import PlanRank, PlanStage, Units
 from varuna_capslog.plans.plan import Plan, write_plan
 from varuna_capslog.profiles.record import Profile, SharedParameter, TensorRecord, read_profile, write_profile
+from varuna_capslog.reports import markup
 from varuna_capslog.reports.page import write_report
 from varuna_capslog.reports.wording import UNKNOWN, duration
 from varuna_capslog.schedules import StageGraph, StageSeconds, schedule_of, simulate
@@ -392,6 +393,16 @@ def test_a_shared_parameter_counts_once(small: Path) -> None:
     assert Page(write_report(small)).facts("summary-table")["Parameters"].startswith(f"{unshared - 2000:,} (")
 
 
+def test_the_conditions_of_a_profile_are_a_short_text(small: Path) -> None:
+    """The row "Profile" of the quickstart's report showed the histogram of all input sizes, over many screens."""
+    sizes = {"largest": {"images": [2, 3, 64, 64]}, "histogram": [[{"images": [2, 3, n, n]}, n] for n in range(999)]}
+    conditions = {"dtype": "torch.float32", "sizes": sizes, "limits": ["long " * 99], "device_name": "x" * 5000}
+    write_profile(small / "profile.json", Profile(make_profile(6).layers, conditions=conditions | {"data_digest": "d"}))
+    said = Page(write_report(small)).facts("summary-table")["Profile"]
+    assert said.startswith("dtype torch.float32, sizes largest images [2, 3, 64, 64], histogram of 999, limits of 1, ")
+    assert (len(said) < 300, "digest" in said) == (True, False)
+
+
 def test_scores_of_another_task(small: Path) -> None:
     rows = [{"step": step, "scores": {"accuracy": value, "loss": 1 - value}} for step, value in ((1, 0.5), (2, 0.25))]
     (small / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -519,3 +530,9 @@ def test_each_generation_shows_its_own_plan_and_peaks(changed: Path, monkeypatch
 def test_a_run_without_changes_has_no_such_section(whole: tuple[Path, Plan, Page]) -> None:
     assert "changes" not in whole[2].texts
     assert "Changes" not in whole[2].texts["summary"]
+
+
+def test_what_a_page_shows_of_a_run_cannot_drive_a_terminal() -> None:
+    """A member called ESC]0;… stood in the page as it is; whoever prints the page's source has it run."""
+    assert markup.paragraph("\x1b[31m\u202e<b>") == r"<p>\x1b[31m\u202e&lt;b&gt;</p>"
+    assert markup.preformatted("a\nb") == "<pre>a\nb</pre>"

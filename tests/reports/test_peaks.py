@@ -13,6 +13,7 @@ from tests.reports.page_reader import Page
 from tests.reports.runs import write_run
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config
+from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile, read_profile, write_profile
 from varuna_capslog.reports.page import write_report
 from varuna_capslog.reports.peaks import size_text
@@ -28,12 +29,12 @@ class Rehearsals:
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], dict[str, list[int]]]] = []
 
-    def __call__(self, config: Config, cuts: Sequence[int], shapes: Mapping[str, Sequence[int]]) -> list[int]:
-        self.asked.append((list(cuts), {name: list(sizes) for name, sizes in shapes.items()}))
+    def __call__(self, config: Config, plan: Plan, shapes: Mapping[str, Sequence[int]]) -> list[int]:
+        self.asked.append((list(plan.cut_list), {name: list(sizes) for name, sizes in shapes.items()}))
         return [3 * GIB, 5 * GIB]
 
 
-def impossible(config: Config, cuts: Sequence[int], shapes: Mapping[str, Sequence[int]]) -> list[int]:
+def impossible(config: Config, plan: Plan, shapes: Mapping[str, Sequence[int]]) -> list[int]:
     raise CapslogError("the data are not here")
 
 

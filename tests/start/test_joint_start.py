@@ -60,7 +60,7 @@ def test_an_elastic_run_that_fits_without_its_snapshots_only_ends_with_3(
     words = command(tmp_path, "run", *JOINT, "pipeline.devices=2", one_block, "pipeline.capacity=1MiB")
     config = load_config(Path(words[1]), words[2:])
     least = plan_run(config, profile_run(config, show=False)).peak_bytes
-    words[-1] = f"pipeline.capacity={least}"
+    words[-1] = f"pipeline.capacity={least}B"
     config = load_config(Path(words[1]), words[2:])
     assert plan_run(config, profile_run(config, show=False)).fits is True
     assert cli._run([*words, "elastic.enabled=true"]) == 3

@@ -25,6 +25,7 @@ from varuna_capslog.start import prepare as prepare_module
 from varuna_capslog.start.given_plan import with_given_plan
 from varuna_capslog.start.member_worker import capacity_of
 from varuna_capslog.start.prepare import prepare_run, profile_run
+from varuna_capslog.training.manifest import FORMAT
 
 SHORT: dict[str, Any] = {"format": "varuna-capslog/plan/2", "num_layers": 11, "cuts": [0, 5]}
 
@@ -88,10 +89,11 @@ def test_a_run_is_not_continued_with_renamed_categories(tmp_path: Path, monkeypa
     Image.new("RGB", (40, 30)).save(tmp_path / "img" / "2.png")
     facts = load_workload(config).data_facts()
     manifest = tmp_path / "run" / "checkpoints" / "step-00000002" / "manifest.json"
-    files.write_json(manifest, {"data": {**facts, "category 1": "bee"}})
+    about = {"format": FORMAT, "step": 2, "layers": {}, "shared": {}}
+    files.write_json(manifest, {**about, "data": {**facts, "category 1": "bee"}})
     with pytest.raises(CapslogError, match=r"step-00000002 was written .* category 1 was 'bee', and now it is 'ant'"):
         prepare_run(config, show=False)
-    files.write_json(manifest, {"data": facts})
+    files.write_json(manifest, {**about, "data": facts})
     prepare_run(config, show=False)
 
 
@@ -131,7 +133,7 @@ def test_split_backwards_are_folded_and_rehearsed(tmp_path: Path) -> None:
     assert (plan.fits, plan.cuts) == (True, free.cuts)
     assert plan.peak_bytes == pytest.approx(free.peak_bytes, rel=0.03)
     with pytest.raises(DoesNotFit, match=r"stage \d needs .*, \d+ B too much"):
-        planned(tmp_path, schedule="zb-h1", recompute=False, capacity=plan.peak_bytes - 1)
+        planned(tmp_path, schedule="zb-h1", recompute=False, capacity=f"{(plan.peak_bytes or 0) - 1}B")
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "kfkb"])

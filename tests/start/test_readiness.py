@@ -89,9 +89,7 @@ def test_every_fault_is_told_and_the_exit_status_says_which_kind(
     (tmp_path / "own.yaml").write_text(json.dumps(OWN))
     (tmp_path / "file").write_text("")
     assert cli._run(["check", "own.yaml", "pipeline.capacity=1KiB"]) == 3
-    assert "plan: does not fit: nothing fits: rank" in capsys.readouterr().out.replace(
-        "does not fit: does not", "does not"
-    )
+    assert "plan: does not fit: rank" in capsys.readouterr().out.replace("does not fit: does not", "does not")
     assert cli._run(["check", "own.yaml", "data.arguments={count: 4}", "init_from=no.pt", "run_dir=file/run"]) == 2
     printed = capsys.readouterr()
     stops = [line for line in printed.out.splitlines() if "stops the run: " in line]

@@ -54,7 +54,7 @@ def plan_decoding(
     gpu = None if device is None else gpu_of(parse_device(device))
     room = None if gpu is None else gpu.memory_bytes
     if capacity is not None:
-        room = units.parse_bytes(capacity, "capacity")
+        room = units.parse_memory(capacity, "capacity")
     if gpu is None:
         return choose_shard(shape, batch, length, degree, link, DecodingDevice(room))
     # tensor cores multiply 16-bit numbers twice as fast as TF32

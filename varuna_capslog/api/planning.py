@@ -12,7 +12,9 @@ from varuna_capslog.api.estimating import Estimate, estimated
 from varuna_capslog.api.pictures import Picture, drawn
 from varuna_capslog.base import fields, units
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.gpus import gpu_of
 from varuna_capslog.base.tables import Table
+from varuna_capslog.config.defaults import MICROBATCHES_PER_DEVICE
 from varuna_capslog.plans.plan import Plan, write_plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.reports.tables import plan_table
@@ -122,11 +124,11 @@ def plan(
             without a sample. Planning from a profile takes milliseconds and imports no torch.
         devices: how many stages.
         capacity: memory of each device: `"16GiB"`, a number of bytes, or a list with one for each device. Default: no
-            limit, or what a kind of GPU named by `device` has.
+            limit, or what a kind of GPU named by `device`, here or in `capslog.estimate`, has.
         planner: default `budget`, the shortest step that fits, where it can plan the run, else `exact`, the smallest
             peak; others stand in docs/planners.md.
         device: what the costs are for; see `capslog.estimate`.
-        minibatch_size: samples of one step; default: one microbatch (the sample's batch) for each device.
+        minibatch_size: samples of one step; default: four microbatches (each the sample's batch) for each device.
         settings: further keys of a config, such as `{"pipeline.schedule": "1f1b"}`.
 
     Returns:
@@ -135,14 +137,18 @@ def plan(
     Raises:
         CapslogError: more devices than layers, an unknown planner, and what `capslog.estimate` raises.
     """
+    capacity = _with_units(capacity)
     if isinstance(model, Profile):
         given = {"sample": sample, "device": device, "settings": settings}
         if said := [name for name, value in given.items() if value is not None]:
             raise CapslogError(f"{said[0]} goes with a model; a profile is of one model and device, so leave it out")
         from varuna_capslog.start.of_profile import plan_of_profile
 
-        limit = None if capacity is None else _bytes(capacity)
-        found = plan_of_profile(model, devices, planner, None, limit, minibatch_size)
+        kind = gpu_of(f"cuda:{model.conditions.get('gpu')}")
+        limit = _bytes(capacity) if capacity is not None else None if kind is None else kind.memory_bytes
+        devices = fields.whole(devices, "devices", minimum=1)
+        samples = model.conditions.get("microbatch_size", 1) * devices * MICROBATCHES_PER_DEVICE
+        found = plan_of_profile(model, devices, planner, None, limit, minibatch_size or samples)
         return ModelPlan(**vars(found), profile=model)
     from varuna_capslog.start.prepare import estimate_memo, plan_run
 
@@ -160,7 +166,16 @@ def plan(
     return ModelPlan(**vars(plan_run(config, costs, memo=memo)), profile=costs)
 
 
+def _with_units(capacity: int | str | Sequence[int | str] | None) -> int | str | list[int | str] | None:
+    """The capacity, its whole numbers as texts with a unit: in Python a number is one of bytes, however small."""
+    if capacity is None or isinstance(capacity, str):
+        return capacity
+    if isinstance(capacity, int):
+        return units.with_unit(capacity)
+    return [size if isinstance(size, str) else units.with_unit(size) or 0 for size in capacity]
+
+
 def _bytes(capacity: int | str | Sequence[int | str]) -> int | list[int]:
     if isinstance(capacity, Sequence) and not isinstance(capacity, str):
-        return [units.parse_bytes(size, f"capacity[{number}]") for number, size in enumerate(capacity)]
+        return [units.parse_memory(size, f"capacity[{number}]") for number, size in enumerate(capacity)]
     return units.parse_capacity(capacity)

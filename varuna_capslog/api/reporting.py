@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
     from varuna_capslog.model.chain import Chain
     from varuna_capslog.model.workload import Workload
+    from varuna_capslog.plans.plan import Plan
     from varuna_capslog.reports.run import RunRecord
 
-__all__ = ["draw_predictions", "write_run_report"]
+__all__ = ["draw_predictions", "peaks_of_stages", "write_run_report"]
 
 _NUM_SAMPLES = 8
 
@@ -46,13 +47,22 @@ def write_run_report(config: Config, refusal: str | None = None) -> tuple[Path, 
     except CapslogError as error:
         problem = f"no sample predictions: {error}"  # a page without pictures is better than none
     run = read_run(config.run_dir)
-    return write_report(run, _rehearse if refusal is None else None), problem, run
+    return write_report(run, peaks_of_stages if refusal is None else None), problem, run
 
 
-def _rehearse(config: Config, cuts: Sequence[int], shapes: Mapping[str, Sequence[int]]) -> list[int]:
-    from varuna_capslog.profiling.rehearsal import rehearse_config
+def peaks_of_stages(config: Config, plan: Plan, shapes: Mapping[str, Sequence[int]]) -> list[int]:
+    """Peak bytes of every stage of a run's plan for inputs of these shapes, by a rehearsal of every rank.
 
-    return rehearse_config(config, cuts, shapes)
+    The plan has the last word on what the config leaves to its planner, such as the schedule.
+
+    Raises:
+        CapslogError: as `profiling/rehearsal.rehearse_plan`.
+    """
+    from varuna_capslog.profiling.rehearsal import rehearse_plan
+    from varuna_capslog.start.choices import with_choices_of
+
+    peaks = rehearse_plan(with_choices_of(config, plan), plan, shapes)
+    return [peaks[rank] for rank in plan.placement()]
 
 
 def draw_predictions(config: Config, images: Sequence[Path], out: Path) -> list[Path]:

@@ -17,11 +17,16 @@ __all__ = [
     "format_bytes",
     "parse_bytes",
     "parse_capacity",
+    "parse_memory",
     "parse_numbers",
     "parse_rate",
     "parse_seconds",
     "unit_of",
+    "with_unit",
 ]
+
+_LEAST_BARE = 1 << 20
+"""Bytes from which on a capacity may stand without its unit: less, such as 16, is one whose unit was forgotten."""
 
 _UNITS = {
     "": 1,
@@ -62,15 +67,31 @@ def parse_bytes(value: str | int | float, name: str = "byte count") -> int:
     return count
 
 
-def parse_capacity(value: str | int | float) -> int | list[int]:
+def parse_memory(value: str | int | float, name: str) -> int:
+    """Return the bytes of a device's or a host's memory as `parse_bytes` does; below 1 MiB it needs its unit.
+
+    Raises CapslogError.
+    """
+    count = parse_bytes(value, name)
+    if count < _LEAST_BARE and not str(value).strip().lower().endswith("b"):
+        raise CapslogError(f"{name} is {value}, without a unit; write {value}GiB or {value}MiB, or {value}B for bytes")
+    return count
+
+
+def with_unit(count: int | None) -> int | str | None:
+    """Return a number of bytes in a form that `parse_memory` reads back."""
+    return f"{count}B" if count is not None and 0 < count < _LEAST_BARE else count
+
+
+def parse_capacity(value: str | int | float, name: str = "capacity") -> int | list[int]:
     """Return the capacity of every device (one size) or of each device in turn (sizes separated by commas), in bytes.
 
     `16GiB*3,24GiB` stands for three devices of 16 GiB and one of 24.
     """
     if isinstance(value, str) and ("," in value or "*" in value):
-        parts = enumerate(_repeated(value, "capacity"))
-        return [parse_bytes(part, f"capacity of device {device}") for device, part in parts]
-    return parse_bytes(value, "capacity")
+        parts = enumerate(_repeated(value, name))
+        return [parse_memory(part, f"{name} of device {device}") for device, part in parts]
+    return parse_memory(value, name)
 
 
 def parse_numbers(value: str, name: str) -> list[float]:

@@ -29,6 +29,7 @@ class CheckFlags:
     config: shared.ConfigFile
     overrides: shared.Overrides = None
     as_json: shared.AsJson = False
+    trust: shared.Trust = False
 
 
 @shared.options_of(CheckFlags)
@@ -56,7 +57,7 @@ def _findings(given: CheckFlags) -> Iterator[RunFinding]:
     configs: list[Config] = []
 
     def load() -> tuple[RunFinding, ...]:
-        configs.append(shared.load(given.config, given.overrides))
+        configs.append(shared.load(given.config, given.overrides, trust=given.trust))
         return ()
 
     yield from (dataclasses.replace(finding, part="config") for finding in findings_of(load))

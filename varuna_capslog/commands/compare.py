@@ -41,7 +41,9 @@ class CompareFlags:
         str | None, option("Memory of each device: 16GiB, or one size per device.", "CONFIG's, or no limit")
     ] = None
     node_devices: shared.NodeDevices = None
-    schedule: Annotated[str | None, option("Such as 1f1b; see pipeline.schedule.", "CONFIG's, or varuna")] = None
+    schedule: Annotated[
+        str | None, option("Such as 1f1b; see pipeline.schedule.", "CONFIG's, or as plan chooses it")
+    ] = None
     microbatches: Annotated[int | None, option("Of one pipeline and step.", "CONFIG's, or 4 per device", min=1)] = None
     bandwidth: shared.Bandwidth = None
     latency: shared.Latency = "0s"
@@ -56,25 +58,31 @@ def compare(given: CompareFlags) -> None:
     """Ask every planner but mcap-bo: peak, margin to the capacity, simulated step time and search time of each."""
     from varuna_capslog.base import units
     from varuna_capslog.memory import AUTO
+    from varuna_capslog.planners import AUTOMATIC
     from varuna_capslog.planning.comparison import compare as ask
-    from varuna_capslog.schedules import DEFAULT_RUN, RunShape
+    from varuna_capslog.schedules import RunShape
+    from varuna_capslog.start.of_profile import run_of_profile
 
     if given.config is None and given.profile is None:
         raise CapslogError("nothing to compare for: give a CONFIG file or --profile FILE")
-    settings, run, limit = None, DEFAULT_RUN, None
+    settings, run, limit = None, None, None
     devices, memory = given.devices, given.memory
     if given.config is not None:
-        changes = [] if devices is None else [f"pipeline.devices={devices}"]
+        from varuna_capslog.start.default_planner import with_default_capacity
+
+        # planner auto leaves the schedule open that CONFIG leaves open, as `plan` does with each of the planners
+        changes = [f"pipeline.planner={AUTOMATIC}", *([] if devices is None else [f"pipeline.devices={devices}"])]
         settings = shared.load(given.config, given.overrides, *changes, *shared.SEARCHED, trust=given.trust)
-        pipeline = settings.pipeline
+        pipeline = with_default_capacity(settings).pipeline
         devices, limit, memory = pipeline.devices, pipeline.capacity, memory or pipeline.memory
         run = RunShape.of_config(settings).share(pipeline.replicas)
+    costs = shared.profile_of(given.profile, settings, show=not given.as_json)
+    run = run or run_of_profile(costs, memory or AUTO)
     limit = limit if given.capacity is None else units.parse_capacity(given.capacity)
     if given.schedule is not None:
         run = dataclasses.replace(run, schedule=given.schedule)
     if given.microbatches is not None:
         run = dataclasses.replace(run, num_microbatches=given.microbatches, num_blocks=1)
-    costs = shared.profile_of(given.profile, settings, show=not given.as_json)
     if devices is None:
         raise CapslogError("--profile without a CONFIG needs --devices N, the number of devices to plan for")
     names = None if given.planners is None else [name.strip() for name in given.planners.split(",")]

@@ -154,7 +154,7 @@ def config_of_model(flags: ModelFlags, pipeline: dict[str, int | str], minibatch
 
     Args:
         pipeline: keys of its `pipeline` section, the devices among them.
-        minibatch: samples of a step; None: one microbatch for each device.
+        minibatch: samples of a step; None: as `start/ordinary.ordinary_config`.
 
     Raises:
         CapslogError: a flag that cannot be read, and what `ModelSection` refuses.

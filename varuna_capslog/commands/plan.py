@@ -76,9 +76,7 @@ class PlanFlags(InferenceFlags, ModelFlags):
     node_devices: shared.NodeDevices = None
     minibatch: Annotated[
         int | None,
-        option(
-            "Samples of one step, where time counts.", "CONFIG's; 4 microbatches per device, with --model one", min=1
-        ),
+        option("Samples of one step, where time counts.", "CONFIG's; else 4 microbatches per device", min=1),
     ] = None
     search_seconds: Annotated[
         float | None,
@@ -130,15 +128,24 @@ def plan(given: PlanFlags) -> None:
         return
     if given.config is not None and given.model is not None:
         raise CapslogError("both a CONFIG and --model are given; plan for one of them")
+    if given.profile and given.model is not None:
+        raise CapslogError("both --profile and --model (or --hf) are given, but a profile is of one model; choose one")
     if given.pareto and given.joint:
         raise CapslogError(
             "--pareto is a front of cuts for one pipeline, --joint one plan of many; ask for one of them"
         )
+    if given.planner == "joint" and given.pareto:
+        raise CapslogError("--pareto is a front of one pipeline, planner joint makes several; choose another planner")
+    if given.planner not in (None, "joint") and given.joint:
+        raise CapslogError(f"--joint is planner joint, but --planner {given.planner} names another; give one of them")
+    _check_numerics(given)
     if not given.joint and (given.speeds is not None or given.blocks is not None):
         raise CapslogError("--speeds and --blocks belong to --joint")
     if given.maximize is not None:
         _check_maximize(given, given.maximize)
         given = dataclasses.replace(given, estimate=True)
+    if given.search_seconds is not None and (given.pareto or given.joint):
+        raise CapslogError("--search-seconds ends the search for one plan; leave it out of --pareto and --joint")
     if given.search_seconds is not None and given.search_seconds <= 0:
         raise CapslogError(f"--search-seconds is {given.search_seconds:g}; give a number above 0, or leave it out")
     names = ("devices", "planner", "memory", "capacity", "search_seconds", "node_devices")
@@ -160,17 +167,14 @@ def plan(given: PlanFlags) -> None:
     elif given.devices is None:
         raise CapslogError("--profile without a CONFIG needs --devices N, the number of devices to plan for")
     if given.numerics is not None:
-        if settings is None or given.profile:
-            raise CapslogError(
-                "--numerics lets budget choose variants by runs of its own; give a CONFIG or --model alone"
-            )
-        numerics = fields.choice(given.numerics, "--numerics", ("same", "close", "loose"))
-        settings = settings.model_copy(update={"numerics": numerics})
+        if settings is None or settings.pipeline.planner != defaults.FASTEST:
+            raise CapslogError(f"--numerics lets planner {defaults.FASTEST} choose variants; name no other planner")
+        settings = settings.model_copy(update={"numerics": given.numerics})
     if given.maximize is not None:
         assert settings is not None, "refused without a CONFIG and --model"
         _maximize(settings, given, given.maximize)
         return
-    with announced(None if given.model is None or given.profile else settings):
+    with announced(None if given.model is None else settings):
         settings, request = _request(settings, given)
     if given.pareto or given.joint:
         request = dataclasses.replace(request, run=request.run.settled())
@@ -222,6 +226,18 @@ def _plan_one(request: PlanRequest, config: Config | None, given: PlanFlags) -> 
         raise DoesNotFit("; ".join(found.notes))
     for note in found.notes:
         shared.say(f"note: {note}", err=True)
+
+
+def _check_numerics(given: PlanFlags) -> None:
+    """Refuses --numerics where nothing chooses variants."""
+    if given.numerics is None:
+        return
+    fields.choice(given.numerics, "--numerics", ("same", "close", "loose"))
+    if given.profile or given.pareto or given.joint or given.maximize or (given.config or given.model) is None:
+        raise CapslogError(
+            "--numerics lets planner budget choose the variants of one plan, by runs of its own; give a CONFIG or "
+            "--model, without --profile, --pareto, --joint and --maximize"
+        )
 
 
 def _check_maximize(given: PlanFlags, what: str) -> None:

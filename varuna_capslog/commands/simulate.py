@@ -180,6 +180,11 @@ def _plan(settings: Config | None, costs: Profile, plan: Path | None) -> Plan:
 
         given = read_plan(plan)
         given.check_trains(str(plan))
+        if None not in (given.model, costs.model) and given.model != costs.model:
+            raise CapslogError(
+                f"{plan} is a plan of the model {given.model}, the profile is of {costs.model}; give the profile that "
+                "the plan was made of"
+            )
         return given
     assert settings is not None
     from varuna_capslog.start.prepare import plan_run
@@ -253,7 +258,7 @@ def _replay_trace(
     from varuna_capslog.planning.replanning import Replanner
     from varuna_capslog.planning.trace_replay import Pauses, Prices, most_nodes, read_trace, replay
 
-    capacity = None if given.capacity is None else units.parse_bytes(given.capacity, "capacity")
+    capacity = None if given.capacity is None else units.parse_memory(given.capacity, "capacity")
     duration = None if given.duration is None else units.parse_seconds(given.duration)
     names = ("planned-pause", "crash-pause", "restart-pause", "notice")
     pauses = Pauses(*(units.parse_seconds(getattr(given, name.replace("-", "_")), name) for name in names))

@@ -157,6 +157,11 @@ def _of_workers(settings: Config, workers: int, flags: str, path: Path, override
             f"{flags} is given, but pipeline.plan={pipeline.plan} runs on {settings.world_size} ranks; make the two "
             "agree, or leave --nproc out"
         )
+    if any(override.partition("=")[0].strip() == "pipeline.devices" for override in overrides or ()):
+        raise CapslogError(
+            f"{flags} is given, but pipeline.devices={pipeline.devices} makes {settings.world_size} workers; give one "
+            "of the two, or make them agree"
+        )
     if workers % pipeline.replicas:
         raise CapslogError(
             f"{flags} is not divisible by pipeline.replicas={pipeline.replicas}; replicas have equally many workers"

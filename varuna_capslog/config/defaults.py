@@ -8,6 +8,7 @@ __all__ = [
     "ALL",
     "FASTEST",
     "MEMORY",
+    "MICROBATCHES_PER_DEVICE",
     "OWN_MICROBATCH",
     "OWN_MINIBATCH",
     "OWN_TRAIN",
@@ -29,6 +30,8 @@ MEMORY: Final = "auto"
 """`pipeline.memory`."""
 SCHEDULE: Final = "auto"
 """`pipeline.schedule`."""
+MICROBATCHES_PER_DEVICE: Final = 4
+"""Microbatches of a step for each device of a pipeline, where no config says how many samples a step has."""
 STAGES_PER_RANK: Final = 2
 """`pipeline.stages_per_rank` under schedule interleaved."""
 

@@ -33,6 +33,8 @@ _MOST_NODES = 20_000
 """Keys and values of a config, with what aliases stand for: 403 bytes of aliases of aliases took 3 GiB."""
 _MOST_PARTS = 20
 """Of an override's key; the longest of a config have six."""
+_ALIKE, _ALMOST = 0.6, 0.9
+"""Of two names, by difflib's ratio: what is suggested for a misspelt key, and beside a key of that very name."""
 _KINDS: dict[str, type[yaml.Node]] = dict.fromkeys(("str", "int", "float", "bool", "null", "merge"), yaml.ScalarNode)
 _KINDS |= {"seq": yaml.SequenceNode, "map": yaml.MappingNode}
 _PREFIX = "tag:yaml.org,2002:"
@@ -334,13 +336,16 @@ def _unknown(model: type[BaseModel], location: list[str], where: str) -> str:
         if inner is None:
             break
         parent = inner
-    # A right name in the wrong section is as common as a misspelt one.
+    # A right name in the wrong section is as common as a misspelt one, and may be both: pipeline.device.
     everywhere = dict(_all_keys(model, ()))
     here = {key: (*parents, key) for key in parent.model_fields}
-    match = name if name in everywhere else _nearest(name, here) or _nearest(name, everywhere)
+    near = _nearest(name, here, _ALMOST if name in everywhere else _ALIKE)
+    matches = [here[near]] if near is not None else []
+    other = name if name in everywhere else _nearest(name, everywhere) if near is None else None
+    matches += [everywhere[other]] if other is not None else []
     hint = f"known keys: {', '.join(parent.model_fields)}"
-    if match is not None:
-        hint = f"did you mean {_join(where, (everywhere | here)[match])}?"
+    if matches:
+        hint = f"did you mean {' or '.join(_join(where, match) for match in matches)}?"
     return f"{_join(where, location)} is not a known key; {hint}"
 
 
@@ -360,8 +365,8 @@ def _all_keys(model: type[BaseModel], prefix: tuple[str, ...]) -> Iterable[tuple
             yield from _all_keys(inner, (*prefix, name))
 
 
-def _nearest(name: str, known: Iterable[str]) -> str | None:
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+def _nearest(name: str, known: Iterable[str], cutoff: float = _ALIKE) -> str | None:
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return matches[0] if matches else None
 
 

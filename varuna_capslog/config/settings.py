@@ -10,11 +10,20 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, ValidationInfo, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PrivateAttr,
+    ValidationInfo,
+    field_serializer,
+    model_validator,
+)
 
 from varuna_capslog.base import fields, units
 from varuna_capslog.base.gpus import gpu_of, parse_device, parse_device_type
 from varuna_capslog.config import defaults
+from varuna_capslog.config.elastic import Elastic
 from varuna_capslog.config.section import Section
 from varuna_capslog.config.train import Train
 
@@ -24,8 +33,8 @@ __all__ = ["Config", "Elastic", "Pipeline", "Profiling", "Section", "Train"]
 def _capacity(value: Any) -> Any:
     """`16GiB`, `16GiB,8GiB`, `[16GiB, 8GiB]` or a number, as bytes; null stays null."""
     if isinstance(value, list):
-        return [units.parse_bytes(entry, f"pipeline.capacity[{device}]") for device, entry in enumerate(value)]
-    return None if value is None else units.parse_capacity(value)
+        return [units.parse_memory(entry, f"pipeline.capacity[{device}]") for device, entry in enumerate(value)]
+    return None if value is None else units.parse_capacity(value, "pipeline.capacity")
 
 
 def _transport(value: str) -> str:
@@ -36,7 +45,7 @@ def _transport(value: str) -> str:
 
 def _bytes(value: Any, info: ValidationInfo) -> Any:
     """`16GiB` or a number, as bytes; null stays null."""
-    return None if value is None else units.parse_bytes(value, f"pipeline.{info.field_name}")
+    return None if value is None else units.parse_memory(value, f"pipeline.{info.field_name}")
 
 
 def _rate(value: Any, info: ValidationInfo) -> Any:
@@ -100,10 +109,11 @@ class Pipeline(Section):
     """Microbatches that the schedule kfkb takes at a time."""
 
     recompute: bool = True
-    """Whether a stage keeps only its inputs and runs its forward again before each backward."""
+    """Whether a stage keeps only its inputs and runs its forward again before each backward; auto is as if the key were
+    left out."""
 
     stage_inputs: Literal["host", "device"] = "host"
-    """Where the inputs kept for recomputation wait: host memory, or the device."""
+    """Where the inputs kept for recomputation wait, host memory or the device; auto is as if the key were left out."""
 
     capacity: Annotated[int | list[int] | None, BeforeValidator(_capacity)] = None
     """Memory of each device: a size such as 16GiB, a list with one per device, or null: that of the GPU whose kind
@@ -145,6 +155,19 @@ class Pipeline(Section):
     """Steps between comparisons of the parameters that several ranks hold; 0 means never."""
 
     _is_default: bool = PrivateAttr(default=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _left_open(cls, values: Any) -> Any:
+        """A key that says auto is no key that is given: whether one is decides who plans."""
+        if isinstance(values, dict):
+            open_keys = {"recompute", "stage_inputs"}
+            return {key: value for key, value in values.items() if not (key in open_keys and value == "auto")}
+        return values
+
+    @field_serializer("capacity", "host_capacity", when_used="json")
+    def _with_units(self, value: Any) -> Any:
+        return [units.with_unit(size) for size in value] if isinstance(value, list) else units.with_unit(value)
 
     @property
     def planner_is_default(self) -> bool:
@@ -223,55 +246,6 @@ class Profiling(Section):
                 "profile.source=measured; set profile.source=estimated, or profile.device=cuda to measure the GPU here"
             )
         return self
-
-
-class Elastic(Section):
-    """How a run goes on when devices leave or join while it trains."""
-
-    enabled: bool = False
-    """Whether the run may change its members while it trains; otherwise the loss of a worker ends it."""
-
-    redundancy: int = Field(1, ge=0)
-    """Simultaneous losses of hosts that are survived without going back to a checkpoint. The state of each
-    layer is on redundancy + 1 hosts, or on as many workers if there are too few hosts; 0 keeps no copies."""
-
-    protection: Literal["sync", "async"] = "sync"
-    """sync: copies make each step together with their owners, and a loss costs at most the step under way. async:
-    copies follow in the background, and a loss costs at most two steps."""
-
-    hang_seconds: float = Field(10.0, gt=0)
-    """How long a worker may take to notice a fault that others have seen, before it is ended and counts as lost. A
-    worker notices between two messages, so this must exceed the longest forward or backward of a microbatch."""
-
-    stopped_seconds: float = Field(1.0, gt=0)
-    """How long a worker's process may stand still (stopped by a signal or a debugger) before it counts as lost."""
-
-    lease_seconds: float = Field(3.0, gt=0)
-    """How long a host may be silent before the others count all its workers as lost. It sends a
-    sign four times as often."""
-
-    patience_seconds: float = Field(1.0, gt=0)
-    """How long a change waits for missing workers before it goes on without them. It waits three times
-    as long for lost layers before the run goes back to a checkpoint, unless all workers that had them are known to have
-    ended. Losses should usually be noticed sooner than this."""
-
-    replace_lost: bool = False
-    """Whether a host starts a new worker on the device of a lost one."""
-
-    shadows: bool = True
-    """Whether a planned change is prepared by copying layers while training goes on; otherwise the step waits."""
-
-    small_motion: Literal["auto", "always", "never"] = "auto"
-    """How a run goes on after a loss. never: new cuts at once, and the next step waits for the layers and copies that
-    move. always: those that hold copies of the lost layers train them, hardly anything moves, and new cuts and the
-    lacking copies follow beside the training. auto: whichever is expected to lose less time. Needs shadows."""
-
-    rebalance: bool = False
-    """Whether a worker that turns out slower than its plan, for whatever reason, is given fewer layers while the run
-    trains. The planner must weigh time."""
-
-    min_devices: int = Field(1, gt=0)
-    """With fewer devices than this the run waits, all state kept, until more have joined."""
 
 
 class Config(Section):

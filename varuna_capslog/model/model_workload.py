@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.functions import call_function
+from varuna_capslog.config.defaults import MICROBATCHES_PER_DEVICE
 from varuna_capslog.config.reading import Config, section
 from varuna_capslog.config.settings import Section
 from varuna_capslog.model.capture import FixedSize, Kept, OneOf, Varying
@@ -91,8 +92,8 @@ def config_values(
     """The config that `--model`, `--input`, `--cut-points` and `--model-arg` stand for, as plain values for
     `config.section(Config, ...)`.
 
-    The microbatch size is the batch size of the first input spec (1 without specs); a minibatch holds one microbatch
-    for each device.
+    The microbatch size is the batch size of the first input spec (1 without specs); a minibatch holds
+    `defaults.MICROBATCHES_PER_DEVICE` microbatches for each device.
 
     Raises:
         CapslogError: an input spec that cannot be read.
@@ -106,7 +107,7 @@ def config_values(
             "inputs": list(inputs),
             "cut_points": None if cut_points is None else list(cut_points),
         },
-        "train": {"microbatch_size": size, "minibatch_size": size * devices},
+        "train": {"microbatch_size": size, "minibatch_size": size * devices * MICROBATCHES_PER_DEVICE},
         "pipeline": {"devices": devices},
     }
 

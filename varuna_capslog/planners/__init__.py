@@ -95,8 +95,8 @@ JOINT = "joint"
 AUTOMATIC = defaults.ALL
 """Asks the others (`planning/automatic`) and takes the fastest plan that fits."""
 
-DEFAULT_MICROBATCHES_PER_STAGE = 4
-"""What `throughput` plans for where the number of microbatches is not known."""
+DEFAULT_MICROBATCHES_PER_STAGE = defaults.MICROBATCHES_PER_DEVICE
+"""What is planned for where the number of microbatches is not known."""
 
 
 def with_microbatches(run: RunShape, devices: int) -> RunShape:

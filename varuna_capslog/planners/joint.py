@@ -325,7 +325,8 @@ class _FleetSearch:
         idle = tuple(sorted(number for pool in pools for number in pool))
         bound = None if bound_seconds is None else min(bound_seconds, fleet.step_seconds)
         plan = self._plan(pipelines, time.perf_counter() - begun)
-        plan = replace(plan, step_seconds=fleet.step_seconds, bound_seconds=bound)
+        space = f"pipelines of at most {self.max_stages} stages on {len(self.devices)} devices"
+        plan = replace(plan, step_seconds=fleet.step_seconds, bound_seconds=bound, search_space=space)
         return JointPlan(plan, tuple(pipelines), fleet.step_seconds, bound, self.max_stages, idle, self.blocks)
 
     def _plan(self, pipelines: Sequence[JointPipeline], search_seconds: float) -> Plan:

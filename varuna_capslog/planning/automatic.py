@@ -13,16 +13,14 @@ from dataclasses import dataclass, field
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners import BUDGET, EVERY_PLANNER, JOINT, MADPIPE, with_microbatches
-from varuna_capslog.planners.joint import Device
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.comparison import BY_NAME_ONLY
 from varuna_capslog.planning.layerwise import budget_plan, check_memory, judged_whole
 from varuna_capslog.planning.placed.graphs import asked_for_stages
 from varuna_capslog.planning.playing import SAME, even_share_seconds, with_step_seconds
 from varuna_capslog.planning.ranks import folded
-from varuna_capslog.planning.search import joint_plan
 from varuna_capslog.planning.search import plan as search
-from varuna_capslog.planning.verdict import capacities_of_devices
+from varuna_capslog.planning.search import plan_of_equals
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
@@ -112,11 +110,7 @@ def _answer(
         )
     if name != JOINT:
         return folded(profile, search(profile, devices, name, memory, capacity, run, link), memory, run.settled())
-    limits = capacities_of_devices(capacity, devices)
-    machines = [Device(size) for size in limits] if limits else [Device()] * devices
-    samples = run.microbatches * profile.conditions.get("microbatch_size", 1)
-    blocks = run.num_blocks if run.num_blocks > 1 else None
-    return joint_plan(profile, machines, samples, blocks, run.settled(), memory, link).plan
+    return plan_of_equals(profile, devices, memory, capacity, run, link)
 
 
 @dataclass

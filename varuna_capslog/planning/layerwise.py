@@ -251,7 +251,8 @@ def saying_what_fits(profile: Profile, plan: Plan, run: RunShape) -> Plan:
     enough, count = fewest_devices(costs, headroom.usable(least)), profile.num_layers
     alone = [headroom.device(costs.stage_bytes(layer, layer + 1, layer, count)) for layer in range(count)]
     largest = max(range(count), key=lambda layer: alone[layer])
-    why = f"layer {largest} ({profile.layers[largest].name}) alone needs {format_bytes(alone[largest])}"
-    sentence = verdict.sentence(enough, why if alone[largest] > least else None)
+    why = f"layer {largest} ({profile.layers[largest].name}) alone needs {format_bytes(alone[largest])} there"
+    # another planner's numbers, by a closed form: this one would have to search for every number of devices
+    sentence = verdict.sentence(enough, why if alone[largest] > least else None, "planner exact under schedule varuna")
     note = f"{sentence}; with {format_bytes(max(verdict.needed))} on every device this plan fits"
     return dataclasses.replace(plan, notes=(note,), shortfall=verdict.shortfall(enough))

@@ -19,7 +19,7 @@ from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.memory.inflight import RANKS
 from varuna_capslog.planners import EVERY_PLANNER, LAYERWISE, WHOLE_RUN, find_cuts
 from varuna_capslog.planners.exact import fewest_devices
-from varuna_capslog.planners.joint import JointPlan, NoFleet, best_fleet
+from varuna_capslog.planners.joint import Device, JointPlan, NoFleet, best_fleet
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.layerwise import judged_layerwise_plan
 from varuna_capslog.planning.placed import judged_placed_plan
@@ -31,9 +31,14 @@ from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import DEFAULT_RUN, RunShape
 
-__all__ = ["joint_plan", "plan"]
+__all__ = ["joint_plan", "plan", "plan_of_equals"]
 
 P = ParamSpec("P")
+
+_SEARCH_LONG = ("mcap-bf", "mcap-bo", "throughput")
+"""Planners that are not asked again for the number of devices that would do."""
+_MORE_DEVICES = 8
+"""Than `exact` needs, at most, for which a planner is asked."""
 
 
 def plan(
@@ -61,7 +66,7 @@ def plan(
     cuts: the first layer of each stage, to predict a given cut list; `planner` is not asked then.
 
     A plan that does not fit is an answer too: fits is False and `shortfall` names the stage that lacks most and the
-    smallest number of devices (of the smallest capacity given, cut by `exact`) that would do.
+    smallest number of devices (of the smallest capacity given) that would do, with the planner that its note names.
 
     Raises CapslogError for more devices than layers, unknown names, capacities or cuts that do not match the devices,
     and a memory model that the profile cannot feed.
@@ -95,8 +100,9 @@ def plan(
         verdict = judge(stage_bytes, capacities, Headroom.of(profile))
         fits = verdict is None or verdict.fits
         if verdict is not None and not fits:
-            enough = fewest_devices(costs, min(usable or [0]))
-            shortfall, notes = verdict.shortfall(enough), [verdict.sentence(enough)]
+            asked = "exact" if cuts is not None else planner
+            enough, way = _enough_devices(asked, profile, memory, costs, run, min(usable or [0]), link)
+            shortfall, notes = verdict.shortfall(enough), [verdict.sentence(enough, way=way)]
     return Plan.of_cuts(
         profile.num_layers,
         chosen,
@@ -116,6 +122,23 @@ def plan(
         search_seconds=search_seconds,
         notes=tuple(notes),
     )
+
+
+def _enough_devices(
+    planner: str, profile: Profile, memory: str, costs: StageCosts, run: RunShape, usable: int, link: Link | None
+) -> tuple[int | None, str | None]:
+    """How few devices, each with so many usable bytes, would do, and with which planner: the one that was asked, unless
+    it searches long or needs many more than `exact`. None where no cut list fits.
+    """
+    least = fewest_devices(costs, usable)
+    if least is None:
+        return None, None
+    for name in [one for one in dict.fromkeys((planner, "exact")) if one not in _SEARCH_LONG]:
+        for count in range(least, min(profile.num_layers, least + _MORE_DEVICES) + 1):
+            cuts = find_cuts(name, profile, costs, run, count, [usable] * count, link)
+            if max(_bytes_of_stages(profile, memory, costs, run, cuts)) <= usable:
+                return count, f"planner {name}"
+    return least, "planner exact"
 
 
 def _bytes_of_stages(
@@ -146,6 +169,25 @@ def _or_smallest_peak(find: Callable[P, JointPlan | NoFleet]) -> Callable[P, Joi
 
 joint_plan = _or_smallest_peak(best_fleet)
 """Pipelines of any length for any devices; the arguments are those of `planners.joint.best_fleet`."""
+
+
+def plan_of_equals(
+    profile: Profile,
+    devices: int,
+    memory: str,
+    capacity: int | Sequence[int] | None,
+    run: RunShape,
+    link: Link | None = None,
+) -> Plan:
+    """The plan of `joint` for devices of one speed; one accumulation block in `run` leaves their number to the search.
+
+    The other arguments are as in `plan`, but for the number of microbatches, which is known.
+    """
+    limits = capacities_of_devices(capacity, devices)
+    machines = [Device(size) for size in limits] if limits else [Device()] * devices
+    samples = run.microbatches * profile.conditions.get("microbatch_size", 1)
+    blocks = run.num_blocks if run.num_blocks > 1 else None
+    return joint_plan(profile, machines, samples, blocks, run.settled(), memory, link).plan
 
 
 def _smallest_peak(found: NoFleet) -> Plan:

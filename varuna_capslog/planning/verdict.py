@@ -126,17 +126,22 @@ class MemoryVerdict:
             return Shortfall(None, self.lacking, devices_that_fit, rank=self.worst)
         return Shortfall(self.worst, self.lacking, devices_that_fit)
 
-    def sentence(self, devices_that_fit: int | None, why: str | None = None) -> str:
+    def sentence(self, devices_that_fit: int | None, why: str | None = None, way: str | None = None) -> str:
         """What is missing and what would do, for a plan that does not fit.
 
-        why: no number of devices would do; default: a stage has a layer.
+        why: no number of devices would do; default: a stage has a layer. way: by whose plans that many devices would,
+            or none; default: those of any planner that cuts alone.
         """
         if devices_that_fit is None:
             why, alike = f"since {why or 'each stage holds at least one layer'}", len(set(self.capacities)) == 1
             which = "" if alike else f" of {format_bytes(min(self.capacities))}, the smallest here,"
+            if way is not None:
+                return f"does not fit: {self.lack}; with {way} no number of devices{which} would do, {why}"
             return f"nothing fits: {self.lack}, and no number of devices{which} would do, {why}"
         size = format_bytes(min(self.capacities))
-        return f"does not fit: {self.lack}; {devices_that_fit} device(s) of {size} would do with planner exact"
+        return (
+            f"does not fit: {self.lack}; {devices_that_fit} device(s) of {size} would do with {way or 'planner exact'}"
+        )
 
 
 def judge(peaks: Sequence[int] | None, capacities: Sequence[int] | None, headroom: Headroom) -> MemoryVerdict | None:

@@ -288,7 +288,7 @@ class Shortfall:
     """Why a plan does not fit: what lacks most bytes, their number, and how many devices would be enough.
 
     stage (short form) or rank (full form): what lacks them.
-    devices_that_fit: None where no number of devices up to one per layer would.
+    devices_that_fit: with the planner that the plan's note names; None where no number up to one per layer would.
     """
 
     stage: int | None = None

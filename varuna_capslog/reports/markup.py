@@ -6,8 +6,10 @@ page must read the same from a zipped folder ten years on.
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping, Sequence
-from html import escape
+
+from varuna_capslog.base.tables import printable
 
 __all__ = [
     "Markup",
@@ -28,6 +30,11 @@ __all__ = [
 
 class Markup(str):
     """Text that is HTML already; any other text is escaped where it enters the page."""
+
+
+def escape(text: str) -> str:
+    """The text as HTML; what would drive a terminal that shows the page, or hide in it, stands there as an escape."""
+    return html.escape("\n".join(map(printable, text.split("\n"))))
 
 
 def page(title: str, subtitle: str, sections: Sequence[Markup]) -> Markup:

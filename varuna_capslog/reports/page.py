@@ -42,7 +42,7 @@ def write_report(run: RunRecord | Path, rehearse: Rehearsal | None = None) -> Pa
 
     Args:
         run: as it was read, or its folder.
-        rehearse: predicts the peaks of a cut list for given input shapes (`rehearsal.rehearse_config`), for a run whose
+        rehearse: predicts the peaks of a plan for given input shapes (`reporting.peaks_of_stages`), for a run whose
             peaks were measured at other sizes than the plan's predictions hold for; None: these are not compared then.
 
     Raises:

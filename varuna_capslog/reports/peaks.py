@@ -25,8 +25,8 @@ __all__ = ["Rehearsal", "peak_parts", "size_text"]
 
 _PICTURE = "stage-memory.png"
 
-Rehearsal = Callable[[Config, Sequence[int], Mapping[str, Sequence[int]]], list[int]]
-"""(config, cuts, input shapes) -> peak bytes by stage; raises CapslogError where it cannot tell."""
+Rehearsal = Callable[[Config, Plan, Mapping[str, Sequence[int]]], list[int]]
+"""(config, plan, input shapes) -> peak bytes by stage; raises CapslogError where it cannot tell."""
 
 
 def peak_parts(run: RunRecord, folder: Path, rehearse: Rehearsal | None) -> list[Markup]:
@@ -147,7 +147,7 @@ def _peaks_at_measured_sizes(
     found: dict[str, list[int]] = {}
     for shapes in others:
         text = size_text(shapes)
-        found[text] = found.get(text) or rehearse(run.config, run.plan.cut_list, shapes)
+        found[text] = found.get(text) or rehearse(run.config, run.plan, shapes)
     return [
         predicted[stage] if shapes in (None, largest) else found[size_text(shapes)][stage]
         for stage, shapes in enumerate(measured.inputs)

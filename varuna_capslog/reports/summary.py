@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 
 from varuna_capslog.base.units import format_bytes
@@ -24,9 +25,11 @@ __all__ = ["stage_parts", "summary_parts"]
 _PARAMETER_WIDTH = {"float64": 8, "float32": 4, "bfloat16": 4, "float16": 4}
 """Bytes of one parameter by the profile's dtype; 16 bits mean autocast, which leaves parameters in float32."""
 _MOST_NAMES = 40
+"""Names of layers per stage that the table lists in full; of more it lists the first and the last."""
+_MOST_CHARACTERS = 80
+"""Of one condition of the profile; of a longer list, such as the histogram of input sizes, its length is said."""
 _MUCH_WAITING = 0.1
 """Share of the time in steps from which on the page says what may help."""
-"""Names of layers per stage that the table lists in full; of more it lists the first and the last."""
 
 
 def summary_parts(run: RunRecord) -> list[Markup]:
@@ -161,15 +164,24 @@ def _versions(run: RunRecord) -> dict[str, str]:
     rows: dict[str, str] = {}
     if run.profile is not None and run.profile.conditions:
         source = f"{run.profile.source}: " if run.profile.source else ""
-        # digests serve programs only
-        conditions = {key: value for key, value in run.profile.conditions.items() if not key.endswith("digest")}
-        rows["Profile"] = source + plain(conditions)
+        rows["Profile"] = source + ", ".join(_conditions(run.profile.conditions))
     try:
         torch = f", torch {metadata.version('torch')}"
     except metadata.PackageNotFoundError:
         torch = ""
     rows["Report made with"] = f"varuna-capslog {__version__}, Python {platform.python_version()}{torch}"
     return rows
+
+
+def _conditions(conditions: Mapping[str, object]) -> Iterator[str]:
+    """What a profile holds for, a short text for each condition; digests and long lists serve programs only."""
+    for key, entry in conditions.items():
+        if key.endswith("digest"):
+            continue
+        text = ", ".join(_conditions(entry)) if isinstance(entry, dict) else plain(entry)
+        if not isinstance(entry, dict) and len(text) > _MOST_CHARACTERS:
+            text = f"of {len(entry):,}" if isinstance(entry, (list, tuple)) else f"{text[:_MOST_CHARACTERS]}…"
+        yield f"{key} {text}"
 
 
 def _listed(names: list[str]) -> Markup:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from varuna_capslog.base import units
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.own_data import fill_own_train
 from varuna_capslog.config.reading import load_config, section
@@ -93,7 +94,7 @@ def with_given_plan(config: Config, say: Callable[[str], object] = lambda line: 
     limits = [one.capacity_bytes for one in plan.ranks]
     if pipeline["capacity"] is None and any(limits):
         if all(limits):
-            given["capacity"] = limits
+            given["capacity"] = [units.with_unit(limit) for limit in limits]
         elif config.elastic.enabled:
             raise CapslogError(
                 f"{path}: ranks[{limits.index(None)}].capacity_bytes is not given, but that of other ranks is, and the "
@@ -110,8 +111,8 @@ def with_given_plan(config: Config, say: Callable[[str], object] = lambda line: 
             f"{path}: units.blocks is {blocks}, but train.accumulation_blocks={train['accumulation_blocks']}; make the "
             "two agree, or set train.accumulation_blocks to null"
         )
-    units = {"per_step": config.num_microbatches, "samples": config.train.microbatch_size}
-    for name, ours in units.items():
+    sizes = {"per_step": config.num_microbatches, "samples": config.train.microbatch_size}
+    for name, ours in sizes.items():
         known = getattr(plan.units, name)
         if known not in (None, ours):
             raise CapslogError(

@@ -8,14 +8,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config import defaults
 from varuna_capslog.memory.inference import is_for_inference
+from varuna_capslog.planners import AUTOMATIC, EVERY_PLANNER, JOINT, with_microbatches
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.automatic import automatic_plan
 from varuna_capslog.planning.layerwise import judged_layerwise_plan
 from varuna_capslog.planning.playing import with_step_seconds
 from varuna_capslog.planning.search import plan as search
+from varuna_capslog.planning.search import plan_of_equals
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import SCHEDULES, RunShape
@@ -64,16 +67,22 @@ def plan_of_profile(
     Raises:
         CapslogError: as `planning.search.plan`; a minibatch that is no whole number of microbatches.
     """
-    memory = memory or defaults.MEMORY
-    count = None if minibatch is None else microbatches_of(profile, minibatch)
-    run = dataclasses.replace(run_of_profile(profile, memory), num_microbatches=count)
+    memory, planner = memory or defaults.MEMORY, planner or defaults.PLANNER
+    fields.refuse_unknown([planner], [*EVERY_PLANNER, JOINT, AUTOMATIC, defaults.PLANNER], "planner")
+    devices = fields.whole(devices, "devices", minimum=1)
+    run = run_of_profile(profile, memory)
+    if minibatch is not None:
+        size, count = profile.conditions.get("microbatch_size"), microbatches_of(profile, minibatch)
+        run = dataclasses.replace(run, num_microbatches=count, microbatch_size=size)
     notes: tuple[str, ...] = ()
-    if planner is None or planner == defaults.PLANNER:
+    if planner == defaults.PLANNER:
         planner = default_planner(profile, memory)
         if planner == defaults.SMALLEST and not is_for_inference(profile) and memory == defaults.MEMORY:
             notes = (_WITHOUT_TIME,)
-    if planner == defaults.ALL:
+    if planner == AUTOMATIC:
         found = automatic_plan(profile, devices, memory, capacity, run, link, limit_seconds)
+    elif planner == JOINT:
+        found = plan_of_equals(profile, devices, memory, capacity, with_microbatches(run, devices), link)
     elif planner == defaults.FASTEST:
         found = judged_layerwise_plan(profile, devices, planner, memory, capacity, run, link, limit_seconds)
     else:

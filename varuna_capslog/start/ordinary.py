@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.defaults import MICROBATCHES_PER_DEVICE
 from varuna_capslog.config.reading import assign, section
 from varuna_capslog.config.settings import Config
 
@@ -45,7 +46,8 @@ def ordinary_config(
 
     Args:
         pipeline: keys of its `pipeline` section, the devices among them.
-        minibatch: samples of a step; None: one microbatch, which is the sample's batch, for each device.
+        minibatch: samples of a step; None: `defaults.MICROBATCHES_PER_DEVICE` microbatches, each the
+            sample's batch, for each device.
         device: cpu, cuda, or cuda:KIND; None: the accelerator of this machine, or its CPU where it has none.
         settings: further keys of the config, such as {"train.precision": "bfloat16"}; they come last.
 
@@ -68,7 +70,7 @@ def ordinary_config(
         from varuna_capslog.model.given_model import workload_of_model
 
         workload, size = workload_of_model(name, sample, model.cut_points)
-        train = {"microbatch_size": size, "minibatch_size": size * devices}
+        train = {"microbatch_size": size, "minibatch_size": size * devices * MICROBATCHES_PER_DEVICE}
         values = {"workload": f"{type(name).__module__}:{type(name).__name__}", "train": train}
     if minibatch is not None:
         values["train"]["minibatch_size"] = minibatch

@@ -50,7 +50,7 @@ def test_a_terminal_that_closes_is_leave_now_unless_nohup_spares_the_run() -> No
     before = signal.getsignal(signal.SIGHUP)
     for spared in (False, True):
         inbox = Inbox()
-        signal.signal(signal.SIGHUP, signal.SIG_IGN if spared else before)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if spared else signal.SIG_DFL)
         listener = signals.SignalListener(signals.signal_meanings({"SLURM_JOB_ID": "7"} if spared else {}))
         listener.start(inbox)
         try:

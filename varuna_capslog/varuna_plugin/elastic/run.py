@@ -175,7 +175,7 @@ def _take_part(
     member = current_script()
     if member is None:
         raise CapslogError("run_elastic found CAPSLOG_MEMBER, but no worker of a run runs this script; unset it")
-    limit = units.parse_bytes(capacity, "capacity") if isinstance(capacity, str) else capacity or 0
+    limit = units.parse_memory(capacity, "capacity") if isinstance(capacity, str) else capacity or 0
     if profile is not None and not isinstance(profile, Profile):
         profile = read_profile(profile)
     job = dataclasses.replace(job, profile=profile, capacity=limit)
