@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from varuna_capslog.memory.composition import observed
+from varuna_capslog.memory.composition import lasting, observed
 from varuna_capslog.memory.costs import Bytes
 from varuna_capslog.memory.cut_bytes import CutBytes
 from varuna_capslog.memory.inflight import check_halves, one_in_flight
@@ -143,6 +143,8 @@ class RangeBytes(CutBytes):
         held = static - self.gradients
         together = self._part(pair, "gradient_bytes") if self.told else self.gradients[:-1] + self.gradients[1:]
         self._resident = _Sums.of(held, _column(pair, "static_bytes") - together)
+        # in the peaks of rows that tell no actions
+        self._lasting = [(lasting(rows) * self.told).tolist() for rows in (single, pair)]
         actions = ("forward_bytes", "bare_bytes", "backward_bytes", "first_backward_bytes")
         self._single = {name: self._beside(single, name) for name in actions}
         self._pair = {name: self._beside(pair, name) - self._saved.alone[:-1] for name in actions}
@@ -355,7 +357,8 @@ class RangeBytes(CutBytes):
         return found if self._alone is None else max(0, found - self._alone.gone(max(first, end - 2), end))
 
     def resident(self, layers: Collection[int], away: Collection[int] = ()) -> int:
-        """What a rank of these layers always holds: parameters, moments, buffers (and gradients, see `gradients`).
+        """What a rank of these layers always holds: parameters, moments, buffers (and gradients, see `gradients`), and
+        once what libraries of its device keep.
 
         away: those whose moments wait in the host tier, or are another rank's.
         """
@@ -369,6 +372,8 @@ class RangeBytes(CutBytes):
             apart = sum(after - before > 1 for before, after in pairwise(uses))
             trained = all(self.gradients[layer] >= one.bytes for layer in uses)
             total -= int(apart * one.bytes * (1 + sum(kept_copies(self._profile.conditions)) if trained else 1))
+        (single, pair), both = self._lasting, [layer - 1 for layer in layers if layer - 1 in layers]
+        total += max([*(single[layer] for layer in layers), *(pair[layer] for layer in both)], default=0)
         return total - sum(self.moments.of(layers, layers if self.moments_wait else away).values())
 
     def update(self, layers: Collection[int], away: Collection[int] = (), elsewhere: Collection[int] = ()) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -102,11 +102,12 @@ class ActionWeights:
         self._gradient_bytes = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
         self._moment_bytes = storage_bytes(one for one in self._engine.optimizer.resident() if leaves(one))
 
-    def result(self, update_bytes: int, meter: StageMeter) -> ActionBytes:
+    def result(self, update_bytes: int, meter: StageMeter, lasting_bytes: int | None) -> ActionBytes:
         """What each action takes.
 
-        update_bytes: the most after the last action, beside what is static.
+        update_bytes: the most after the last action, beside what is static and what lasts.
         meter: has seen what the stage's forwards save.
+        lasting_bytes: as in `ActionBytes`.
         """
         graph = meter.saved_bytes if self._graph_bytes is None else self._graph_bytes
         shared = 0 if self._separate_bytes is None else graph + self._output_bytes - self._separate_bytes
@@ -124,6 +125,7 @@ class ActionWeights:
             moved_bytes=meter.moved_bytes,
             staying_bytes=max(0, graph - meter.entered_bytes),
             moment_bytes=self._moment_bytes,
+            lasting_bytes=lasting_bytes,
         )
 
 
@@ -199,13 +201,23 @@ class HalfWeights:
 class ActionProbe(PeakProbe):
     """A `PeakProbe` that also gives the window of every action inside it.
 
+    held: a list.
+
+    Attributes:
+        lasting_bytes: what lay on the device beside `held` when the probe was made, as `ActionBytes` has it; None on
+            the CPU, where it is no part of the peak.
+
     Attributes, set when the block has ended:
         windows: in the order of their begins.
         end_bytes: the most after the last window.
     """
 
-    def __init__(self, device: torch.device, held: Iterable[Tensor] = ()) -> None:
+    def __init__(self, device: torch.device, held: Sequence[Tensor] = ()) -> None:
         super().__init__(device, held)
+        self.lasting_bytes: int | None = None
+        if device.type != "cpu":
+            there = storage_bytes(one for one in held if one.device.type == device.type)
+            self.lasting_bytes = max(0, accelerator.allocated_bytes(device) - there)
         self._highest = 0
         self.windows: list[Window] = []
         self.end_bytes = 0

@@ -108,7 +108,7 @@ def run_hollow(
     """
     count = enough_microbatches(conditions, quirks)
     with torch.random.fork_rng(devices=[]), mode, quirks.dispatch(), conditions.recipe.uncompiled():
-        pipeline, meter = TrimmedPipeline.of(chain, run, conditions, True, count), _Meter(speed)
+        pipeline, meter = TrimmedPipeline.of(chain, run, conditions, True, count), _Meter(speed, quirks)
         peak_bytes, events = trimmed_step(pipeline, run, conditions, loss, quirks, recipes, meter)
         if meter.refused:
             raise CapslogError(f"the loss refuses fake values ({meter.refused}); make it finite on any outputs")
@@ -277,8 +277,8 @@ class StepMeter(Observer):
 class _Meter(StepMeter):
     """Counts what the first microbatch saves, its work and that of the update, and what is there before the update."""
 
-    def __init__(self, speed: Speed) -> None:
-        self._speed = speed
+    def __init__(self, speed: Speed, quirks: Quirks) -> None:
+        self._speed, self._quirks = speed, quirks
         self._engine: PipelineEngine | None = None
         self._own: Collection[int] = ()
         self._stage = StageMeter(_CPU, list)
@@ -308,7 +308,9 @@ class _Meter(StepMeter):
     def end(self) -> None:
         self._followed.observer = None
         assert self._weights is not None
-        self.actions = self._weights.result(self._followed.lately_bytes - self.static_bytes, self._stage)
+        lasting_bytes = sum(self._quirks.lasting) if self._quirks.has("cublas workspace") else None
+        update_bytes = self._followed.lately_bytes - self.static_bytes
+        self.actions = self._weights.result(update_bytes, self._stage, lasting_bytes)
 
     def working(self, kind: str, stage: Stage, context: MicrobatchContext) -> AbstractContextManager[None]:
         reading = self._reading(kind, stage, context) if context.index == 0 else contextlib.nullcontext()

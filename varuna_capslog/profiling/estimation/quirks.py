@@ -33,7 +33,7 @@ __all__ = [
     "Quirks",
 ]
 
-QUIRKS_VERSION = 13
+QUIRKS_VERSION = 14
 """Raised whenever an entry, or what an estimate tells, changes; a condition of every estimated profile."""
 
 _aten = torch.ops.aten
