@@ -63,10 +63,11 @@ class ActionWeights:
     """Collects the windows of one stage's actions in a step after the first.
 
     engine: its options list the actions, and its layers hold the gradients.
+    block_bytes: of the allocator that the windows are of.
     """
 
-    def __init__(self, engine: PipelineEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: PipelineEngine, block_bytes: int = 1) -> None:
+        self._engine, self._block_bytes = engine, block_bytes
         self._rows = engine.options.actions or ()
         self._most = dict.fromkeys(("forward", "bare", "backward", "first_backward"), 0)
         self._gradient_bytes = self._moment_bytes = self._statistics_bytes = self._output_bytes = 0
@@ -97,9 +98,8 @@ class ActionWeights:
     def count_gradients(self) -> None:
         """Between backward and update, when all gradients are there: these, and the optimizer's moments."""
         parameters = [one for layer in self._engine.layers for one in layer.parameters.values()]
-        storages = [one.grad.untyped_storage() for one in parameters if one.grad is not None]
-        # by identity: fake tensors have no address
-        self._gradient_bytes = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+        gradients = (one.grad for one in parameters if one.grad is not None)
+        self._gradient_bytes = storage_bytes(gradients, self._block_bytes)
         self._moment_bytes = storage_bytes(one for one in self._engine.optimizer.resident() if leaves(one))
 
     def result(self, update_bytes: int, meter: StageMeter, lasting_bytes: int | None) -> ActionBytes:

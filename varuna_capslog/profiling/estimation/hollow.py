@@ -172,14 +172,14 @@ def fake_step(
         meter: the engine's observer.
 
     Returns:
-        The peak of requested bytes, and the step's events for `allocator.replay`: what is there before it comes first.
+        The peak in whole blocks, and the step's events for `allocator.replay`: what is there before it comes first.
 
     Raises:
         CapslogError: a layer or the loss cannot run on fake tensors.
     """
     _begin_optimizer(engine, quirks)
     held = resident_tensors(engine.layers, engine.optimizer)
-    followed = Lifetimes(quirks.temporary, held, recipes, on_host=not quirks.has("host staging"))
+    followed = Lifetimes(quirks.temporary, held, recipes, not quirks.has("host staging"), quirks.block_bytes)
     if meter is not None:
         meter.begin(engine, storages_of(held), followed)
     del held
@@ -296,11 +296,12 @@ class _Meter(StepMeter):
     def begin(self, engine: PipelineEngine, own: Collection[int], followed: Lifetimes) -> None:
         super().begin(engine, own, followed)
         self._engine, self._own = engine, own
-        self._weights = ActionWeights(engine)
+        self._weights = ActionWeights(engine, self._quirks.block_bytes)
 
     def count_static(self) -> None:
         assert self._engine is not None
-        self.static_bytes = storage_bytes(resident_tensors(self._engine.layers, self._engine.optimizer))
+        resident = resident_tensors(self._engine.layers, self._engine.optimizer)
+        self.static_bytes = storage_bytes(resident, self._quirks.block_bytes)
         assert self._weights is not None
         self._weights.count_gradients()
         self._followed.observer = functools.partial(self._speed.count, self.work["U"])
@@ -326,7 +327,8 @@ class _Meter(StepMeter):
         with super().working(kind, stage, context), reading:
             yield
         window = Window(before, followed.lately_bytes, followed.live_bytes)
-        weights.add(kind, stage, context, window, storage_bytes(stage.statistics(context.index)))
+        statistics = storage_bytes(stage.statistics(context.index), self._quirks.block_bytes)
+        weights.add(kind, stage, context, window, statistics)
         followed.lately_bytes = followed.live_bytes
 
     @contextlib.contextmanager

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.gpus import GPUS, Gpu
-from varuna_capslog.profiling.estimation.allocator import Event
+from varuna_capslog.profiling.estimation.allocator import Event, rounded
 from varuna_capslog.profiling.estimation.cuda_kernels import CUDA_KERNELS
 from varuna_capslog.profiling.estimation.kernels import KERNELS
 
@@ -231,6 +231,11 @@ class Quirks:
     def taken_before(self) -> list[Event]:
         """The workspaces that were met, as events that come before those of a step (`allocator.replay`)."""
         return [(-place, size) for place, size in enumerate(self.lasting)]
+
+    @property
+    def block_bytes(self) -> int:
+        """What the allocator rounds each request up to."""
+        return rounded(1) if self.has("caching allocator") else 1
 
     def has(self, name: str) -> bool:
         """Whether an entry of `QUIRKS` is one of this device."""
