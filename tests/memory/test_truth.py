@@ -219,7 +219,7 @@ def test_a_gpu_updates_all_parameters_together_which_is_in_the_fold(away: tuple[
     (found,) = fold(profile, stages, units, rows, run)
     most = max(size for _, size in rehearsed.course)  # without the libraries' workspaces
     needed = found.peak_bytes - lasting(profile.observations).max()
-    assert -0.001 <= needed / most - 1 <= 0.15
+    assert -0.002 <= needed / most - 1 <= 0.15
     assert away or needed == pytest.approx(most, rel=0.001)
     assert away or found.peak_bytes == pytest.approx(rehearsed.peak_bytes, rel=0.001)
 

@@ -71,8 +71,8 @@ def problem(number: int) -> tuple[Config, Profile, Memo]:
 
 @pytest.mark.parametrize("number", range(20))
 def test_a_profile_file_and_its_model_fit_the_same_devices(number: int) -> None:
-    """At a capacity just above the fold's peak a plan of `cuda:h100-80gb` fitted by the file, and lacked 57.5 MiB by the
-    model: the fold left out the workspaces of cuBLAS, which the rehearsal counts.
+    """At a capacity just above the fold's peak a plan for `cuda:h100-80gb` fitted by the file and lacked 57.5 MiB by
+    the model: the fold left out the workspaces of cuBLAS, which the rehearsal counts.
     """
     config, profile, memo = problem(number)
     devices, headroom = config.pipeline.devices, Headroom.of(profile)
