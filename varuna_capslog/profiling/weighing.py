@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -216,6 +217,7 @@ class ActionProbe(PeakProbe):
         super().__init__(device, held)
         self.lasting_bytes: int | None = None
         if device.type != "cpu":
+            gc.collect()  # layers of an earlier run, which would count in this one's peak
             there = storage_bytes(one for one in held if one.device.type == device.type)
             self.lasting_bytes = max(0, accelerator.allocated_bytes(device) - there)
         self._highest = 0

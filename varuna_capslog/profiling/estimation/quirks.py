@@ -320,15 +320,16 @@ def _fused_attention(prefers_cudnn: bool) -> Callable[..., Tensor]:
         allowed = torch.backends.cuda  # by `torch.nn.attention.sdpa_kernel`
         half = query.dtype in (torch.float16, torch.bfloat16)
         wants = any(tensor.requires_grad for tensor in (query, key, value)) and torch.is_grad_enabled()
-        if prefers_cudnn and half and allowed.cudnn_sdp_enabled() and _cudnn_attends(query, key):
+        fused = query.dim() == 4  # no fused kernel takes other tensors (check_tensor_shapes, sdp_utils_cpp.h)
+        if fused and prefers_cudnn and half and allowed.cudnn_sdp_enabled() and _cudnn_attends(query, key):
             return _aten._scaled_dot_product_cudnn_attention(
                 query, key, value, attn_mask, wants, dropout_p, is_causal, False, scale=scale
             )[0]
-        if allowed.flash_sdp_enabled() and attn_mask is None and half:
+        if fused and allowed.flash_sdp_enabled() and attn_mask is None and half:
             return _aten._scaled_dot_product_flash_attention(
                 query, key, value, dropout_p, is_causal, False, scale=scale
             )[0]
-        if not allowed.mem_efficient_sdp_enabled():
+        if not fused or not allowed.mem_efficient_sdp_enabled():
             return _aten._scaled_dot_product_attention_math(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale
             )[0]
