@@ -143,8 +143,6 @@ class RangeBytes(CutBytes):
         held = static - self.gradients
         together = self._part(pair, "gradient_bytes") if self.told else self.gradients[:-1] + self.gradients[1:]
         self._resident = _Sums.of(held, _column(pair, "static_bytes") - together)
-        # in the peaks of rows that tell no actions
-        self._lasting = [(lasting(rows) * self.told).tolist() for rows in (single, pair)]
         actions = ("forward_bytes", "bare_bytes", "backward_bytes", "first_backward_bytes")
         self._single = {name: self._beside(single, name) for name in actions}
         self._pair = {name: self._beside(pair, name) - self._saved.alone[:-1] for name in actions}
@@ -372,7 +370,9 @@ class RangeBytes(CutBytes):
             apart = sum(after - before > 1 for before, after in pairwise(uses))
             trained = all(self.gradients[layer] >= one.bytes for layer in uses)
             total -= int(apart * one.bytes * (1 + sum(kept_copies(self._profile.conditions)) if trained else 1))
-        (single, pair), both = self._lasting, [layer - 1 for layer in layers if layer - 1 in layers]
+        # where rows tell no actions, it is in their peaks
+        kept = self.once(("lasting",), lambda: [(lasting(rows) * self.told).tolist() for rows in self._rows])
+        (single, pair), both = kept, [layer - 1 for layer in layers if layer - 1 in layers]
         total += max([*(single[layer] for layer in layers), *(pair[layer] for layer in both)], default=0)
         return total - sum(self.moments.of(layers, layers if self.moments_wait else away).values())
 
