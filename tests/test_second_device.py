@@ -257,5 +257,7 @@ def test_a_command_measures_and_trains_on_the_accelerator_that_is_there(tmp_path
     profile = read_profile(tmp_path / "run" / "profile.json")
     told = [profile.conditions[key] for key in ("device", "device_name", "peak_source")]
     assert told == ["apart", "a second device on the CPU", "apart allocator"]
+    # this device has no libraries that keep workspaces
+    assert {row.action_bytes and row.action_bytes.lasting_bytes for row in profile.observations} == {0}
     peaks = {row["step"]: row.get("peak_source") for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")}
     assert peaks == {1: None, 2: "apart allocator"}

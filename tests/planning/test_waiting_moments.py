@@ -31,7 +31,9 @@ def profile() -> Profile:
     """Without what a GPU needs beside the stages, which is much more than these."""
     found = estimate_workload(Wide(), RunConditions(microbatch_size=2, device="cuda"))
     kept = {name: value for name, value in found.conditions.items() if name != "headroom"}
-    return dataclasses.replace(found, conditions=kept)
+    actions = (dataclasses.replace(row.action_bytes, lasting_bytes=None) for row in found.observations)
+    rows = (dataclasses.replace(row, action_bytes=one) for row, one in zip(found.observations, actions, strict=True))
+    return dataclasses.replace(found, conditions=kept, observations=tuple(rows))
 
 
 def planned(profile: Profile, devices: int, capacity: int, tier: HostMemory | None = None) -> Plan:

@@ -153,7 +153,8 @@ def test_other_types_meet_the_real_allocator(types: dict[str, Any], shape: dict[
     moments = (2 if "recipe" in types else 4) * 2 * trained
     assert stage.static_bytes == pytest.approx(master_or_weight + 4 * trained + moments, abs=64)
     on_cuda = StageEstimator(workload, dataclasses.replace(conditions, device="cuda")).stage(0, size)
-    assert on_cuda.static_bytes == row.static_bytes
+    # of parameters, buffers, gradients and moments, the smaller ones take a block of 512 bytes each
+    assert 0 < on_cuda.static_bytes - row.static_bytes < 512 * 6 * len(estimator.chain.named_tensors())
     # the plan's own way to a rehearsal knows the types
     how = {name: getattr(conditions, name) for name in ("recompute", "precision", "weights", "recipe")}
     options = EngineOptions(4, "1f1b", num_blocks=conditions.blocks, clip_norm=1.0, **how)

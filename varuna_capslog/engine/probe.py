@@ -215,9 +215,9 @@ def resident_tensors(layers: Sequence[EngineLayer], optimizer: StageOptimizer) -
     return [*tensors, *optimizer.resident()]
 
 
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages behind `tensors`."""
-    return sum(storages_of(tensors).values())
+def storage_bytes(tensors: Iterable[Tensor], block_bytes: int = 1) -> int:
+    """Bytes of the distinct storages behind `tensors`, each in whole blocks of an allocator."""
+    return sum(-(-size // block_bytes) * block_bytes for size in storages_of(tensors).values())
 
 
 def storages_of(tensors: Iterable[Tensor]) -> dict[int, int]:

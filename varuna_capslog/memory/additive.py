@@ -2,6 +2,9 @@
 
     M_p(l, m) = M_i(l) + sum of M_a(k) for k = l+1 .. m        (CAPSlog, Sec. III-B2)
 
+Where the profile says what libraries of the device keep (`ActionBytes.lasting_bytes`), that counts once: it is taken
+from the peaks of which M_i and M_a are made, and every stage has the most of its layers.
+
 It holds for stages that keep one live graph, wherever they stand in the pipeline and however many microbatches there
 are; `gap` says when that is not so.
 """
@@ -16,7 +19,8 @@ from typing import ClassVar
 import numpy as np
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.memory.costs import Bytes, StageCosts, only_ranges
+from varuna_capslog.memory.composition import lasting, lasting_of_ranges, observed
+from varuna_capslog.memory.costs import Bytes, RangeCosts, StageCosts, only_ranges, raised
 from varuna_capslog.memory.inflight import model_of
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
@@ -64,9 +68,15 @@ class AdditiveCosts(StageCosts):
         return only_ranges(np.array(self.head, dtype=np.int64)[:, None] + np.array([0, *self.running], dtype=np.int64))
 
 
-def stage_costs(profile: Profile, run: RunShape) -> AdditiveCosts:
+def stage_costs(profile: Profile, run: RunShape) -> AdditiveCosts | RangeCosts:
     """Return the costs of every stage of the profiled chain; the run does not change them."""
-    return AdditiveCosts.of_statistics(profile.column("isolated_bytes"), profile.column("added_bytes"))
+    isolated, added = profile.column("isolated_bytes"), profile.column("added_bytes")
+    if not lasting(profile.observations).any():
+        return AdditiveCosts.of_statistics(isolated, added)
+    single, pair = map(lasting, observed(profile, "additive", "recompute"))
+    alone = [size - kept for size, kept in zip(isolated, single, strict=True)]
+    more = [size - rise for size, rise in zip(added[1:], (pair - single[:-1]).tolist(), strict=True)]
+    return raised(AdditiveCosts.of_statistics(alone, [None, *more]), lasting_of_ranges(single, pair))
 
 
 def gap(model: str, run: RunShape) -> str | None:

@@ -7,14 +7,17 @@ layer needs while it works.
 for the stage of layers l .. m-1, from the same 2L-1 runs as M_i and M_a. With P, static and saved of a run written with
 the run's layers:
 
-    static(l, m) = static[l] + sum over k = l+1 .. m-1 of  static[k-1, k] - static[k-1]
+    static(l, m) = static[l] + sum over k = l+1 .. m-1 of  static[k-1, k] - static[k-1]   + lasting(l, m)
     saved(l, k)  = saved[l]  + sum over j = l+1 .. k-1 of  saved[j-1, j] - saved[j-1]
-    T(l)         = P[l] - static[l]
-    T(k | k-1)   = P[k-1, k] - static[k-1, k] - saved[k-1]
+    T(l)         = P[l] - static[l] - lasting[l]
+    T(k | k-1)   = P[k-1, k] - static[k-1, k] - saved[k-1] - lasting[k-1, k]
+    lasting(l, m) = the most of lasting[l], lasting[k-1, k] and lasting[k]
 
 The increments come from pairs because a layer saves other bytes beside a neighbour than alone: a frozen layer that
 another frozen one follows in the same stage saves nothing. M_i + sum M_a, in these terms T(l) + sum of max(0, saved +
 T - T of the layer before), adds up maxima that never occur at the same time; this model takes the largest of them.
+
+What libraries keep (`ActionBytes.lasting_bytes`, 0 where rows do not say it) is there once, whichever layer is at work.
 
 Like the additive model it holds for one live graph. `inflight` adds the bytes of several graphs or inputs.
 """
@@ -32,7 +35,7 @@ from varuna_capslog.profiles.record import Observation, Profile
 from varuna_capslog.profiles.runs import stage_runs
 from varuna_capslog.schedules import RunShape
 
-__all__ = ["Composition", "compose", "lacking", "observed", "stage_costs"]
+__all__ = ["Composition", "compose", "lacking", "lasting", "lasting_of_ranges", "observed", "stage_costs"]
 
 _PARTS = ("static_bytes", "saved_bytes")
 
@@ -41,7 +44,7 @@ _PARTS = ("static_bytes", "saved_bytes")
 class Composition:
     """The bytes of every range of layers with one microbatch in flight. All [L, L + 1] in bytes, 0 where end <= first.
 
-    static: parameters, gradients, optimizer state.
+    static: parameters, gradients, optimizer state, and what libraries keep.
     saved: what a forward keeps for its backward, the range's inputs included.
     transient: the peak less `static`, so the one live graph is in it.
     """
@@ -61,18 +64,36 @@ def compose(single: Sequence[Observation], pair: Sequence[Observation]) -> Compo
         raise CapslogError(
             "the observed peaks sum to more than 1 EiB, beyond what a search can add up; check their unit, bytes"
         )
+    kept, pair_kept = lasting(single), lasting(pair)
     peak, static, saved = _columns(single)
     pair_peak, pair_static, pair_saved = _columns(pair)
     held = _sums(saved, pair_saved - saved[:-1])
     size = len(single)
     # Column k + 1 is of layer k at work: saved(l, k) + T(k | k-1) right of the diagonal, T(l) on it.
     at_work = np.zeros((size, size + 1), dtype=np.int64)
-    at_work[:, 2:] = held[:, 1:-1] + (pair_peak - pair_static - saved[:-1])
+    at_work[:, 2:] = held[:, 1:-1] + (pair_peak - pair_kept - pair_static - saved[:-1])
     at_work[np.tri(size, size + 1, 1, dtype=np.bool_)] = 0
-    np.fill_diagonal(at_work[:, 1:], peak - static)
+    np.fill_diagonal(at_work[:, 1:], peak - kept - static)
     return Composition(
-        static=_sums(static, pair_static - static[:-1]), saved=held, transient=np.maximum.accumulate(at_work, axis=1)
+        static=_sums(static, pair_static - static[:-1]) + lasting_of_ranges(kept, pair_kept),
+        saved=held,
+        transient=np.maximum.accumulate(at_work, axis=1),
     )
+
+
+def lasting(rows: Sequence[Observation]) -> Bytes:
+    """What libraries of the device keep after each run, a part of its peak; 0 where it is not known."""
+    sizes = [0 if row.action_bytes is None else row.action_bytes.lasting_bytes or 0 for row in rows]
+    return np.array(sizes, dtype=np.int64)
+
+
+def lasting_of_ranges(single: Bytes, pair: Bytes) -> Bytes:
+    """The same of every range of layers, [L, L + 1]: once, the most that any of its runs has left."""
+    size = len(single)
+    found = np.zeros((size, size + 1), dtype=np.int64)
+    found[:, 1:] = np.triu(np.broadcast_to(np.append(0, np.maximum(pair, single[1:])), (size, size)), 1)
+    np.fill_diagonal(found[:, 1:], single)
+    return np.maximum.accumulate(found, axis=1)
 
 
 def observed(

@@ -185,7 +185,7 @@ def _split(row: Observation) -> Observation:
     """The row as if its run had split its backward; its own peak counts where it is higher."""
     actions = row.action_bytes
     assert actions is not None
-    held, static = row.weight_bytes or 0, row.static_bytes or 0
+    held, static = row.weight_bytes or 0, (row.static_bytes or 0) + (actions.lasting_bytes or 0)
     graph = (row.saved_bytes or 0) + (row.boundary_out_bytes or 0)
     first, later = actions.first_weight_half_bytes or 0, actions.weight_half_bytes or 0
     halves = graph + (actions.input_half_bytes or 0), held + max(later, first - actions.gradient_bytes)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from varuna_capslog.memory.composition import observed
+from varuna_capslog.memory.composition import lasting, observed
 from varuna_capslog.memory.costs import Bytes
 from varuna_capslog.memory.cut_bytes import CutBytes
 from varuna_capslog.memory.inflight import check_halves, one_in_flight
@@ -355,7 +355,8 @@ class RangeBytes(CutBytes):
         return found if self._alone is None else max(0, found - self._alone.gone(max(first, end - 2), end))
 
     def resident(self, layers: Collection[int], away: Collection[int] = ()) -> int:
-        """What a rank of these layers always holds: parameters, moments, buffers (and gradients, see `gradients`).
+        """What a rank of these layers always holds: parameters, moments, buffers (and gradients, see `gradients`), and
+        once what libraries of its device keep.
 
         away: those whose moments wait in the host tier, or are another rank's.
         """
@@ -369,6 +370,10 @@ class RangeBytes(CutBytes):
             apart = sum(after - before > 1 for before, after in pairwise(uses))
             trained = all(self.gradients[layer] >= one.bytes for layer in uses)
             total -= int(apart * one.bytes * (1 + sum(kept_copies(self._profile.conditions)) if trained else 1))
+        # where rows tell no actions, it is in their peaks
+        kept = self.once(("lasting",), lambda: [(lasting(rows) * self.told).tolist() for rows in self._rows])
+        (single, pair), both = kept, [layer - 1 for layer in layers if layer - 1 in layers]
+        total += max([*(single[layer] for layer in layers), *(pair[layer] for layer in both)], default=0)
         return total - sum(self.moments.of(layers, layers if self.moments_wait else away).values())
 
     def update(self, layers: Collection[int], away: Collection[int] = (), elsewhere: Collection[int] = ()) -> int:

@@ -15,7 +15,7 @@ __all__ = ["HALVES", "LATER", "LEAST_MOMENT_BYTES", "ActionBytes"]
 
 HALVES = ("input_half_bytes", "weight_half_bytes", "first_weight_half_bytes", "noted_bytes", "noted_seed_bytes")
 """What a profile says of backwards in two halves."""
-LATER = (*HALVES, "moment_bytes")
+LATER = (*HALVES, "moment_bytes", "lasting_bytes")
 """Left out of a file where it is not known."""
 
 LEAST_MOMENT_BYTES = 512
@@ -50,6 +50,9 @@ class ActionBytes:
     noted_seed_bytes: the part of these with which the backward began: gradients of the outputs.
     moment_bytes: the optimizer's moments, a part of static_bytes: those tensors of LEAST_MOMENT_BYTES or more, which
         may wait in the host tier. None: not known.
+    lasting_bytes: what is there from the first step on beside static_bytes and is no tensor of the stage, such as the
+        workspaces of cuBLAS; a part of the row's peak_bytes. A rank has it once, whatever stages and calls it has, and
+        the most of its layers counts. None: nothing is known of it.
     """
 
     forward_bytes: int
@@ -69,6 +72,7 @@ class ActionBytes:
     noted_bytes: int | None = None
     noted_seed_bytes: int | None = None
     moment_bytes: int | None = None
+    lasting_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for one in dataclasses.fields(self):

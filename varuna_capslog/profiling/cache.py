@@ -65,7 +65,8 @@ def load(conditions: Mapping[str, Any]) -> Profile | None:
     if _lasting(profile.conditions) != dict(conditions):
         _log.warning("the cached profile %s holds other conditions and is measured again", path)
         return None
-    if any(row.action_bytes is not None and row.action_bytes.moment_bytes is None for row in profile.observations):
+    told = ((row.device, row.action_bytes) for row in profile.observations if row.action_bytes is not None)
+    if any(one.moment_bytes is None or (device != "cpu" and one.lasting_bytes is None) for device, one in told):
         return None  # an earlier version's, which did not tell them
     return profile
 

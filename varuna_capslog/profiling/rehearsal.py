@@ -45,8 +45,8 @@ class RankRehearsal:
     """One rank's step.
 
     peak_bytes: as its device's allocator counts.
-    course: (instruction, the most bytes requested from its begin to the next one's), in the order of its program; the
-        last entry, "end", is the exchange of gradients, the vote and the update.
+    course: (instruction, the most bytes, in whole blocks, from its begin to the next one's), in the order of its
+        program; the last entry, "end", is the exchange of gradients, the vote and the update.
     """
 
     peak_bytes: int

@@ -338,7 +338,8 @@ def observe(
             train_step(engine, step, minibatch, load)
     seconds = (statistics.median(meter.seconds["forward"]), statistics.median(meter.seconds["backward"]))
     bytes_ = (probe.peak_bytes, meter.static_bytes, meter.saved_bytes)
-    actions = weights.result(probe.end_bytes - meter.static_bytes, meter)
+    update_bytes = probe.end_bytes - meter.static_bytes - (probe.lasting_bytes or 0)
+    actions = weights.result(update_bytes, meter, probe.lasting_bytes)
     row = conditions.row((run.first, run.end), (run.specs[0], run.specs[-1]), bytes_, seconds, actions)
     return replace(row, variant=text_of(run.variants), compile_seconds=engine.compile_seconds or None)
 

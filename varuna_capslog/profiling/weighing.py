@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator
+import gc
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -63,10 +64,11 @@ class ActionWeights:
     """Collects the windows of one stage's actions in a step after the first.
 
     engine: its options list the actions, and its layers hold the gradients.
+    block_bytes: of the allocator that the windows are of.
     """
 
-    def __init__(self, engine: PipelineEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: PipelineEngine, block_bytes: int = 1) -> None:
+        self._engine, self._block_bytes = engine, block_bytes
         self._rows = engine.options.actions or ()
         self._most = dict.fromkeys(("forward", "bare", "backward", "first_backward"), 0)
         self._gradient_bytes = self._moment_bytes = self._statistics_bytes = self._output_bytes = 0
@@ -97,16 +99,16 @@ class ActionWeights:
     def count_gradients(self) -> None:
         """Between backward and update, when all gradients are there: these, and the optimizer's moments."""
         parameters = [one for layer in self._engine.layers for one in layer.parameters.values()]
-        storages = [one.grad.untyped_storage() for one in parameters if one.grad is not None]
-        # by identity: fake tensors have no address
-        self._gradient_bytes = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+        gradients = (one.grad for one in parameters if one.grad is not None)
+        self._gradient_bytes = storage_bytes(gradients, self._block_bytes)
         self._moment_bytes = storage_bytes(one for one in self._engine.optimizer.resident() if leaves(one))
 
-    def result(self, update_bytes: int, meter: StageMeter) -> ActionBytes:
+    def result(self, update_bytes: int, meter: StageMeter, lasting_bytes: int | None) -> ActionBytes:
         """What each action takes.
 
-        update_bytes: the most after the last action, beside what is static.
+        update_bytes: the most after the last action, beside what is static and what lasts.
         meter: has seen what the stage's forwards save.
+        lasting_bytes: as in `ActionBytes`.
         """
         graph = meter.saved_bytes if self._graph_bytes is None else self._graph_bytes
         shared = 0 if self._separate_bytes is None else graph + self._output_bytes - self._separate_bytes
@@ -124,6 +126,7 @@ class ActionWeights:
             moved_bytes=meter.moved_bytes,
             staying_bytes=max(0, graph - meter.entered_bytes),
             moment_bytes=self._moment_bytes,
+            lasting_bytes=lasting_bytes,
         )
 
 
@@ -199,13 +202,24 @@ class HalfWeights:
 class ActionProbe(PeakProbe):
     """A `PeakProbe` that also gives the window of every action inside it.
 
+    held: a list.
+
+    Attributes:
+        lasting_bytes: what lay on the device beside `held` when the probe was made, as `ActionBytes` has it; None on
+            the CPU, where it is no part of the peak.
+
     Attributes, set when the block has ended:
         windows: in the order of their begins.
         end_bytes: the most after the last window.
     """
 
-    def __init__(self, device: torch.device, held: Iterable[Tensor] = ()) -> None:
+    def __init__(self, device: torch.device, held: Sequence[Tensor] = ()) -> None:
         super().__init__(device, held)
+        self.lasting_bytes: int | None = None
+        if device.type != "cpu":
+            gc.collect()  # layers of an earlier run, which would count in this one's peak
+            there = storage_bytes(one for one in held if one.device.type == device.type)
+            self.lasting_bytes = max(0, accelerator.allocated_bytes(device) - there)
         self._highest = 0
         self.windows: list[Window] = []
         self.end_bytes = 0

@@ -81,6 +81,10 @@ def fused_attention() -> None:
         with sdpa_kernel(backends):
             assert taken in peak("cuda", functools.partial(F.scaled_dot_product_attention, q, q, q))[1]
     half = q.detach().bfloat16().requires_grad_()
+    # without a dimension of heads, which was taken for one that a fused kernel has, and refused
+    for alone in (q[0], half[0]):
+        out = functools.partial(F.scaled_dot_product_attention, alone, alone, alone)
+        assert "_safe_softmax" in peak("cuda", lambda out=out: out().sum().backward())[1]
     _, seen = peak("cuda", lambda: F.scaled_dot_product_attention(half, half, half).sum().backward())
     assert "_scaled_dot_product_flash_attention_backward" in seen
     # two query heads to each key

@@ -108,7 +108,7 @@ def run_hollow(
     """
     count = enough_microbatches(conditions, quirks)
     with torch.random.fork_rng(devices=[]), mode, quirks.dispatch(), conditions.recipe.uncompiled():
-        pipeline, meter = TrimmedPipeline.of(chain, run, conditions, True, count), _Meter(speed)
+        pipeline, meter = TrimmedPipeline.of(chain, run, conditions, True, count), _Meter(speed, quirks)
         peak_bytes, events = trimmed_step(pipeline, run, conditions, loss, quirks, recipes, meter)
         if meter.refused:
             raise CapslogError(f"the loss refuses fake values ({meter.refused}); make it finite on any outputs")
@@ -172,14 +172,14 @@ def fake_step(
         meter: the engine's observer.
 
     Returns:
-        The peak of requested bytes, and the step's events for `allocator.replay`: what is there before it comes first.
+        The peak in whole blocks, and the step's events for `allocator.replay`: what is there before it comes first.
 
     Raises:
         CapslogError: a layer or the loss cannot run on fake tensors.
     """
     _begin_optimizer(engine, quirks)
     held = resident_tensors(engine.layers, engine.optimizer)
-    followed = Lifetimes(quirks.temporary, held, recipes, on_host=not quirks.has("host staging"))
+    followed = Lifetimes(quirks.temporary, held, recipes, not quirks.has("host staging"), quirks.block_bytes)
     if meter is not None:
         meter.begin(engine, storages_of(held), followed)
     del held
@@ -277,8 +277,8 @@ class StepMeter(Observer):
 class _Meter(StepMeter):
     """Counts what the first microbatch saves, its work and that of the update, and what is there before the update."""
 
-    def __init__(self, speed: Speed) -> None:
-        self._speed = speed
+    def __init__(self, speed: Speed, quirks: Quirks) -> None:
+        self._speed, self._quirks = speed, quirks
         self._engine: PipelineEngine | None = None
         self._own: Collection[int] = ()
         self._stage = StageMeter(_CPU, list)
@@ -296,11 +296,12 @@ class _Meter(StepMeter):
     def begin(self, engine: PipelineEngine, own: Collection[int], followed: Lifetimes) -> None:
         super().begin(engine, own, followed)
         self._engine, self._own = engine, own
-        self._weights = ActionWeights(engine)
+        self._weights = ActionWeights(engine, self._quirks.block_bytes)
 
     def count_static(self) -> None:
         assert self._engine is not None
-        self.static_bytes = storage_bytes(resident_tensors(self._engine.layers, self._engine.optimizer))
+        resident = resident_tensors(self._engine.layers, self._engine.optimizer)
+        self.static_bytes = storage_bytes(resident, self._quirks.block_bytes)
         assert self._weights is not None
         self._weights.count_gradients()
         self._followed.observer = functools.partial(self._speed.count, self.work["U"])
@@ -308,7 +309,9 @@ class _Meter(StepMeter):
     def end(self) -> None:
         self._followed.observer = None
         assert self._weights is not None
-        self.actions = self._weights.result(self._followed.lately_bytes - self.static_bytes, self._stage)
+        lasting_bytes = sum(self._quirks.lasting) if self._quirks.has("cublas workspace") else None
+        update_bytes = self._followed.lately_bytes - self.static_bytes
+        self.actions = self._weights.result(update_bytes, self._stage, lasting_bytes)
 
     def working(self, kind: str, stage: Stage, context: MicrobatchContext) -> AbstractContextManager[None]:
         reading = self._reading(kind, stage, context) if context.index == 0 else contextlib.nullcontext()
@@ -324,7 +327,8 @@ class _Meter(StepMeter):
         with super().working(kind, stage, context), reading:
             yield
         window = Window(before, followed.lately_bytes, followed.live_bytes)
-        weights.add(kind, stage, context, window, storage_bytes(stage.statistics(context.index)))
+        statistics = storage_bytes(stage.statistics(context.index), self._quirks.block_bytes)
+        weights.add(kind, stage, context, window, statistics)
         followed.lately_bytes = followed.live_bytes
 
     @contextlib.contextmanager

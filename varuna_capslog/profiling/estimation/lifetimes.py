@@ -21,6 +21,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from varuna_capslog.model.hollow import a_number
+from varuna_capslog.profiling.estimation.allocator import round_up
 
 __all__ = ["Lifetimes", "Recipes", "Temporary"]
 
@@ -51,10 +52,11 @@ class Lifetimes(TorchDispatchMode):
         held: tensors that are there at the beginning.
         recipes: shared by runs that do alike; None: its own.
         on_host: the device that is followed is the host, which holds actual tensors too (`with_actual_tensors`).
+        block_bytes: what its allocator rounds each request up to.
 
     Attributes:
         events: (key, bytes) of an allocation and (key, 0) of its release, in order; `allocator.replay` reads them.
-        live_bytes, peak_bytes: at present, and the most so far.
+        live_bytes, peak_bytes: at present, and the most so far, in whole blocks.
         lately_bytes: the most since it was last set to `live_bytes`.
         observer: is shown every operator with its arguments, keywords and result; or None.
     """
@@ -65,11 +67,12 @@ class Lifetimes(TorchDispatchMode):
         held: Iterable[Tensor] = (),
         recipes: Recipes | None = None,
         on_host: bool = False,
+        block_bytes: int = 1,
     ) -> None:
         super().__init__()
         self._recipes = recipes or Recipes()
         self._temporary = temporary
-        self._on_host = on_host
+        self._on_host, self._block_bytes = on_host, block_bytes
         self._followed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._made_by: dict[int, int] = {}
         self._keys = 0
@@ -105,14 +108,14 @@ class Lifetimes(TorchDispatchMode):
             return None
         self._keys += 1
         self.events.append((self._keys, num_bytes))
-        self.live_bytes += num_bytes
+        self.live_bytes += round_up(num_bytes, self._block_bytes)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         self.lately_bytes = max(self.lately_bytes, self.live_bytes)
         return self._keys
 
     def _released(self, key: int, num_bytes: int) -> None:
         self.events.append((key, 0))
-        self.live_bytes -= num_bytes
+        self.live_bytes -= round_up(num_bytes, self._block_bytes)
 
     def _follow(self, tensor: Tensor, node: int) -> None:
         storage = tensor.untyped_storage()

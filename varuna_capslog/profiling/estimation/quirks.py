@@ -17,7 +17,7 @@ from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.gpus import GPUS, Gpu
-from varuna_capslog.profiling.estimation.allocator import Event
+from varuna_capslog.profiling.estimation.allocator import Event, rounded
 from varuna_capslog.profiling.estimation.cuda_kernels import CUDA_KERNELS
 from varuna_capslog.profiling.estimation.kernels import KERNELS
 
@@ -33,7 +33,7 @@ __all__ = [
     "Quirks",
 ]
 
-QUIRKS_VERSION = 13
+QUIRKS_VERSION = 14
 """Raised whenever an entry, or what an estimate tells, changes; a condition of every estimated profile."""
 
 _aten = torch.ops.aten
@@ -232,6 +232,11 @@ class Quirks:
         """The workspaces that were met, as events that come before those of a step (`allocator.replay`)."""
         return [(-place, size) for place, size in enumerate(self.lasting)]
 
+    @property
+    def block_bytes(self) -> int:
+        """What the allocator rounds each request up to."""
+        return rounded(1) if self.has("caching allocator") else 1
+
     def has(self, name: str) -> bool:
         """Whether an entry of `QUIRKS` is one of this device."""
         return self.device in QUIRKS[name].devices
@@ -315,15 +320,16 @@ def _fused_attention(prefers_cudnn: bool) -> Callable[..., Tensor]:
         allowed = torch.backends.cuda  # by `torch.nn.attention.sdpa_kernel`
         half = query.dtype in (torch.float16, torch.bfloat16)
         wants = any(tensor.requires_grad for tensor in (query, key, value)) and torch.is_grad_enabled()
-        if prefers_cudnn and half and allowed.cudnn_sdp_enabled() and _cudnn_attends(query, key):
+        fused = query.dim() == 4  # no fused kernel takes other tensors (check_tensor_shapes, sdp_utils_cpp.h)
+        if fused and prefers_cudnn and half and allowed.cudnn_sdp_enabled() and _cudnn_attends(query, key):
             return _aten._scaled_dot_product_cudnn_attention(
                 query, key, value, attn_mask, wants, dropout_p, is_causal, False, scale=scale
             )[0]
-        if allowed.flash_sdp_enabled() and attn_mask is None and half:
+        if fused and allowed.flash_sdp_enabled() and attn_mask is None and half:
             return _aten._scaled_dot_product_flash_attention(
                 query, key, value, dropout_p, is_causal, False, scale=scale
             )[0]
-        if not allowed.mem_efficient_sdp_enabled():
+        if not fused or not allowed.mem_efficient_sdp_enabled():
             return _aten._scaled_dot_product_attention_math(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale
             )[0]

@@ -1,0 +1,92 @@
+"""What libraries of a device keep, such as cuBLAS's workspaces: once per rank, in every count of bytes.
+
+The closed forms counted it where the layer at work had it, or once more for every layer that has it behind one that has
+not; the fold and the planners of memory intervals left it out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterable
+
+from tests.memory import chains, machine
+from varuna_capslog.memory import MEMORY_MODELS
+from varuna_capslog.memory.fold import fold
+from varuna_capslog.memory.inflight import RANKS
+from varuna_capslog.memory.range_bytes import RangeBytes
+from varuna_capslog.planners.intervals.choice import stage_bytes
+from varuna_capslog.plans.parts import PlanStage, Units, scheduled
+from varuna_capslog.plans.rules import stage_graph
+from varuna_capslog.profiles.action_bytes import ActionBytes
+from varuna_capslog.profiles.record import Profile, layers_of_runs
+from varuna_capslog.schedules import RunShape
+
+NOTHING = ActionBytes(0, 0, 0, 0, 0, 0)
+
+
+def with_lasting(profile: Profile, sizes: list[int]) -> Profile:
+    """The profile of runs that leave so much, by layer, and a pair what the larger of both does."""
+    rows = []
+    for row in profile.observations:
+        kept = max(sizes[slice(*row.layers)])
+        actions = dataclasses.replace(row.action_bytes or NOTHING, lasting_bytes=kept)
+        rows.append(dataclasses.replace(row, peak_bytes=row.peak_bytes + kept, action_bytes=actions))
+    layers = layers_of_runs([layer.name for layer in profile.layers], rows)
+    return dataclasses.replace(profile, layers=layers, observations=tuple(rows))
+
+
+def ranges(size: int) -> Iterable[tuple[int, int]]:
+    return ((first, end) for first in range(size) for end in range(first + 1, size + 1))
+
+
+def test_the_closed_forms_count_it_once_for_a_stage() -> None:
+    draw = random.Random("lasting")
+    for _ in range(20):
+        size = draw.randrange(1, 8)
+        sizes = [draw.choice([0, 40, 1000]) for _ in range(size)]
+        plain = chains.profile_of(*chains.random_chain(draw, size))
+        for model in ("additive", "composition", "1f1b"):
+            costs, run = MEMORY_MODELS[model].stage_costs, RunShape(4, "1f1b")
+            before, after = (costs(one, run) for one in (plain, with_lasting(plain, sizes)))
+            for first, end in ranges(size):
+                more = after.stage_bytes(first, end, 0, 2) - before.stage_bytes(first, end, 0, 2)
+                assert more == max(sizes[first:end]), (model, sizes, first, end)
+
+
+def test_the_fold_and_the_choice_of_intervals_count_it_once_for_a_rank() -> None:
+    """A rank of two stages has it once; the choice of intervals knows one stage."""
+    draw = random.Random("ranks")
+    for _ in range(20):
+        sizes = [draw.choice([0, 40, 1000]) for _ in range(6)]
+        plain = machine.profile_of(machine.Model.random(draw, 6, True), "cuda")
+        stages = [PlanStage(((0, 2),), (0,)), PlanStage(((2, 4),), (1,)), PlanStage(((4, 6),), (0,))]
+        units, run = Units(4, 1, 1), RunShape(4, "1f1b", False)
+        rows = scheduled("1f1b", stages, stage_graph(stages, units), run)
+        before, after = (fold(one, stages, units, rows, run) for one in (plain, with_lasting(plain, sizes)))
+        more = [two.peak_bytes - one.peak_bytes for one, two in zip(before, after, strict=True)]
+        assert more == [max(*sizes[:2], *sizes[4:]), max(sizes[2:4])]
+        bytes_of, bytes_with = (RangeBytes(one, RANKS, False) for one in (plain, with_lasting(plain, sizes)))
+        for first, end in ranges(6):
+            rise = stage_bytes(bytes_with, first, end, (), 2) - stage_bytes(bytes_of, first, end, (), 2)
+            assert rise == max(sizes[first:end])
+
+
+def test_a_profile_of_peaks_alone_is_as_before() -> None:
+    """M_i and M_a of the paper hold it already, and so do the peaks of rows that tell no actions."""
+    plain = chains.profile_of(*chains.random_chain(random.Random(5), 5))
+    sums = MEMORY_MODELS["additive"].stage_costs(plain, RunShape())
+    for first, end in ranges(5):
+        added = sum(layer.added_bytes or 0 for layer in plain.layers[first + 1 : end])
+        assert sums.stage_bytes(first, end) == plain.layers[first].isolated_bytes + added
+    told = with_lasting(plain, [7] * 5)
+    silent = tuple(dataclasses.replace(row, action_bytes=None) for row in told.observations[:1])
+    mixed = dataclasses.replace(told, observations=(*silent, *told.observations[1:]))
+    assert RangeBytes(mixed, RANKS, True).resident([0]) == plain.observations[0].static_bytes
+
+
+def test_a_profile_file_says_it_where_it_is_known() -> None:
+    plain = machine.profile_of(machine.Model.random(random.Random(1), 3, True), "cuda")
+    assert "lasting_bytes" not in str(plain.to_json())
+    told = with_lasting(plain, [8, 0, 8])
+    assert Profile.from_json(told.to_json()) == told
