@@ -78,7 +78,7 @@ def test_every_answer_about_one_plan_is_the_same_verdict(capsys: pytest.CaptureF
         (row,) = compare(profile, 2, names=["exact"], capacity=capacity)
         assert row.margin_bytes == min(verdict.margins)
         print_plan(found, profile)
-        assert f"{capacity - 25} B" in capsys.readouterr().out
+        assert f" {capacity - 25:.2f} " in capsys.readouterr().out
         if not found.fits:
             assert found.shortfall == verdict.shortfall(4)
             assert verdict.need in found.notes[0]
