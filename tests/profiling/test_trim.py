@@ -101,7 +101,10 @@ def test_what_each_action_takes_is_what_an_estimate_says(megabytes: dict[tuple[i
         estimated = vars(estimator.stage(*layers).actions) | {name: getattr(halves, name) for name in HALVES}
         measured = vars(row.action_bytes)
         for name, size in measured.items():
-            assert size == pytest.approx(estimated[name], rel=0.01, abs=4096), (layers, name)
+            if size is None:  # what libraries keep, on a CPU
+                assert estimated[name] is None, name
+            else:
+                assert size == pytest.approx(estimated[name], rel=0.01, abs=4096), (layers, name)
         assert row.weight_bytes == pytest.approx(halves.held_bytes, rel=0.01, abs=4096), layers
         assert row.input_seconds > 0  # type: ignore[operator]
         assert row.weight_seconds > 0  # type: ignore[operator]
