@@ -40,6 +40,13 @@ def test_what_was_stored_is_found_under_its_conditions_only(own_cache: Path) -> 
     assert len(list(own_cache.iterdir())) == 2
 
 
+def test_what_a_profile_tells_of_its_model_is_no_condition_of_the_cache() -> None:
+    """Models whose last layer holds several modules, or that are one layer, were measured at every start."""
+    told = profile(last_layer=["encoder.ln", "heads"], kept_whole=["its Python code branches on a tensor"])
+    cache.store(told)
+    assert cache.load(CONDITIONS) == told
+
+
 @pytest.mark.parametrize("damage", ["", "{", '{"format": "varuna-capslog/profile/1"}', "other"])
 def test_a_damaged_file_is_noted_ignored_and_replaced(
     own_cache: Path, caplog: pytest.LogCaptureFixture, damage: str
