@@ -15,7 +15,6 @@ import typer
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.extras import needed
-from varuna_capslog.base.failures import shortage
 from varuna_capslog.base.output import lasting_output
 from varuna_capslog.base.tables import log_to
 from varuna_capslog.base.version import __version__
@@ -113,6 +112,8 @@ def _status_of(arguments: list[str]) -> int:
             return 2
         if debug:
             raise
+        from varuna_capslog.base.failures import shortage  # not at the start of every command
+
         defect = f"unexpected {type(error).__name__}: {error}; this is a defect: CAPSLOG_DEBUG=1 shows where"
         _say(str(shortage(error) or defect))
         return 1

@@ -17,7 +17,6 @@ from varuna_capslog.base import fields, files
 from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError, DoesNotFit, findings_of, settle
 from varuna_capslog.config.reading import Config, dump_config, load_config
-from varuna_capslog.membership.protection import state_bytes
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import AUTOMATIC, BUDGET, JOINT
 from varuna_capslog.planners.seconds import Link
@@ -95,8 +94,7 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
     given = given_plan(config)
     if given is not None and profile is not None:
         _check_digest(given, profile, config)
-    kept = None if profile is None else state_bytes(profile)
-    about = None if kept is None else sum(kept[0])
+    about = _checkpoint_bytes(profile)
     # a disk may be cleared while the run trains, and a full one costs it no step
     said += [one.text for one in findings_of(lambda: disk_findings(config, about)) if one.kind != "fact"]
     why = "; ".join(plan.notes)
@@ -115,6 +113,16 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
         raise DoesNotFit(why or "no plan fits the given capacity; add devices or capacity")
     files.append_jsonl(config.run_dir / "events.jsonl", {"kind": "launch", "time": begun})
     return plan
+
+
+def _checkpoint_bytes(profile: Profile | None) -> int | None:
+    """About what a checkpoint takes; None where no profile says it."""
+    if profile is None:
+        return None
+    from varuna_capslog.membership.protection import state_bytes  # imports what only elastic runs need besides
+
+    kept = state_bytes(profile)
+    return None if kept is None else sum(kept[0])
 
 
 def settled_plan(config: Config, show: bool, say: Callable[[str], object]) -> tuple[Config, Profile | None, Plan]:
