@@ -90,11 +90,12 @@ def test_every_fault_is_told_and_the_exit_status_says_which_kind(
     (tmp_path / "file").write_text("")
     assert cli._run(["check", "own.yaml", "pipeline.capacity=1KiB"]) == 3
     assert "plan: does not fit: rank" in capsys.readouterr().out.replace("does not fit: does not", "does not")
-    assert cli._run(["check", "own.yaml", "data.arguments={count: 4}", "init_from=no.pt", "run_dir=file/run"]) == 2
+    assert cli._run(["check", "own.yaml", "data.arguments={count: 4}", "init_from=no.pt", r'run_dir="file/\e[2J"']) == 2
     printed = capsys.readouterr()
     stops = [line for line in printed.out.splitlines() if "stops the run: " in line]
     assert [line.partition(":")[0] for line in stops] == ["data", "checkpoint", "disk"]
     assert "the training data has 4 samples, fewer than train.minibatch_size=8; lower it" in stops[0]
+    assert r"run_dir=file/\x1b[2J: " in stops[2], "a name from a file cleared the reader's terminal"
     assert printed.err.splitlines()[-1].startswith("capslog: 3 of these would stop the run")
     assert cli._run(["check", "own.yaml", "train.optimizer=adamwx", "pipeline.planner=exakt"]) == 2
     assert "'adamw'?\nconfig: stops the run: " in capsys.readouterr().out.replace("'exact'?", "'adamw'?")

@@ -41,7 +41,7 @@ def check(given: CheckFlags) -> None:
             findings.append(finding)
             if not given.as_json:
                 text = finding.text.removeprefix(_BEFORE[finding.kind])
-                typer.echo(f"{finding.part}: {_BEFORE[finding.kind]}{' '.join(text.split())}")
+                shared.say(f"{finding.part}: {_BEFORE[finding.kind]}{' '.join(text.split())}")
     if given.as_json:
         shared.print_json([{name: getattr(one, name) for name in ("part", "kind", "text")} for one in findings])
     kinds = [finding.kind for finding in findings]
@@ -50,7 +50,7 @@ def check(given: CheckFlags) -> None:
         shared.tell(f"{against} of these would stop the run or teach it wrong things; mend them and check again")
         raise typer.Exit(2 if "stops" in kinds else 3)
     if not given.as_json:
-        typer.echo("nothing stops this run")
+        shared.say("nothing stops this run")
 
 
 def _findings(given: CheckFlags) -> Iterator[RunFinding]:

@@ -84,12 +84,7 @@ def check_run(
             yield from (RunFinding(line, part=part) for line in warned)
             warned.clear()
 
-        told: set[str] = set()
-        for part in parts:
-            for finding in findings(part):
-                if finding.text not in told:
-                    told.add(finding.text)
-                    yield finding
+        yield from findings_of(*(partial(findings, part) for part in parts))
 
 
 class _Check:
