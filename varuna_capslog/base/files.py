@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import itertools
 import json
 import logging
@@ -27,6 +28,7 @@ from varuna_capslog.base.units import format_bytes
 __all__ = [
     "append_jsonl",
     "cache_home",
+    "digest_of",
     "expanded",
     "is_full",
     "last_lines",
@@ -176,6 +178,15 @@ def _opened(path: str | os.PathLike[str]) -> BinaryIO:
             raise CapslogError(f"{path} is a pipe or a device, and no file; give another path")
         os.set_blocking(file.fileno(), True)
     return file
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file. Raises OSError."""
+    with open(path, "rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str:

@@ -8,7 +8,6 @@ file's owner nor its mode counts as a proof. The Python API and workers, which a
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import hmac
 import json
 import os
@@ -189,19 +188,9 @@ def _written_mark(path: Path) -> tuple[str, dict[str, Any]] | None:
 
 def _mark(key: bytes, run_dir: Path, config: Config, modules: Mapping[str, Any]) -> str:
     """Raises OSError."""
-    digests = [_digest(path) for path in (run_dir / "config.yaml", *map(Path, _pickles(config)))]
+    paths = (run_dir / "config.yaml", *map(Path, _pickles(config)))
+    digests = [files.digest_of(path) if path.is_file() else None for path in paths]
     return hmac.new(key, json.dumps([digests, modules], sort_keys=True).encode(), "sha256").hexdigest()
-
-
-def _digest(path: Path) -> str | None:
-    """Of what a file holds; None where it is no file."""
-    if not path.is_file():
-        return None
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while part := file.read(1 << 20):
-            digest.update(part)
-    return digest.hexdigest()
 
 
 def _key(create: bool = False) -> bytes | None:
@@ -233,7 +222,6 @@ def _key(create: bool = False) -> bytes | None:
 
 
 def _sentence(path: Path, code: Sequence[str], doubt: str) -> str:
-    shown = [name if name.isprintable() else ascii(name) for name in code[:5]]
     more = f" and {len(code) - 5} more" if len(code) > 5 else ""
-    what = f"{path} is code and would run {', '.join(shown)}{more}"
+    what = f"{path} is code and would run {', '.join(code[:5])}{more}"
     return f"{what}, but {doubt}; read that code, then give --trust to have it run"

@@ -7,7 +7,6 @@ beside its place and renamed when everything is on disk: a crash or a full disk 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import shutil
 import tempfile
@@ -28,7 +27,6 @@ from varuna_capslog.training.manifest import REMEDY, REMOVE_BEST, read_best, rea
 
 __all__ = [
     "Checkpoint",
-    "digest_of",
     "entry_of",
     "latest_checkpoint",
     "open_checkpoint",
@@ -117,7 +115,7 @@ def read_file(path: Path, advice: str, digest: str | None = None, mapped: bool =
         CapslogError: the file is missing or damaged.
     """
     try:
-        if digest is not None and digest_of(path) != digest:
+        if digest is not None and files.digest_of(path) != digest:
             raise CapslogError(f"{path}: damaged (its digest differs from the manifest's); {advice}")
     except OSError as error:
         raise CapslogError(f"{path}: cannot be read ({error.strerror or error}); {advice}") from error
@@ -165,16 +163,7 @@ def _save(file: BinaryIO, state: Mapping[str, Any]) -> None:
 
 def entry_of(path: Path) -> dict[str, Any]:
     """A file's size and digest, as a manifest names them."""
-    return {"bytes": path.stat().st_size, "digest": digest_of(path)}
-
-
-def digest_of(path: Path) -> str:
-    """SHA-256 of a file."""
-    with open(path, "rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+    return {"bytes": path.stat().st_size, "digest": files.digest_of(path)}
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

@@ -19,7 +19,7 @@ from varuna_capslog.base import fields, files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.member.held_state import take_newest, write_boundaries
 from varuna_capslog.membership.generation import Generation, Stamp
-from varuna_capslog.training.checkpoint import digest_of, read_file, write_whole
+from varuna_capslog.training.checkpoint import read_file, write_whole
 from varuna_capslog.training.layer_state import LayerState, flatten
 
 __all__ = [
@@ -136,7 +136,7 @@ class Reader:
         """A file's content, checked against the manifest where there is one."""
         if self.check and self.manifest is not None:
             entry = self.manifest["files"].get(path.name)
-            if entry is None or not path.is_file() or digest_of(path) != entry["digest"]:
+            if entry is None or not path.is_file() or files.digest_of(path) != entry["digest"]:
                 raise CapslogError(f"{path}: damaged (not what the manifest says); load an older checkpoint")
         return read_file(path, "load an older checkpoint")
 
