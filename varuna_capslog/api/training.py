@@ -16,6 +16,7 @@ from varuna_capslog.api.reporting import write_run_report
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.tables import Table, printable
 from varuna_capslog.config.reading import Config, assign, load_config, section
+from varuna_capslog.config.section import FUNCTION
 from varuna_capslog.start.checked_variants import with_checked_variants
 from varuna_capslog.start.given_plan import fill_defaults, with_given_plan
 
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from varuna_capslog.reports.run import RunRecord
 
 __all__ = ["TrainedRun", "train"]
-
-_FUNCTION = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ def train(
 def _config(run: Any, settings: dict[str, Any], say: Callable[[str], None]) -> Config:
     if callable(run) and not isinstance(run, type):
         run = function_name(run)
-    if isinstance(run, str) and _FUNCTION.match(run) and not Path(run).exists():
+    if isinstance(run, str) and re.match(f"^{FUNCTION}$", run) and not Path(run).exists():
         run = {"workload": run}
     if isinstance(run, (str, Path)):
         changes = [f"{key}={json.dumps(value, default=str)}" for key, value in settings.items()]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-__all__ = ["Section"]
+__all__ = ["FUNCTION", "Section"]
+
+FUNCTION = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
+"""The pattern of `package.module:function`."""
 
 
 class Section(BaseModel):

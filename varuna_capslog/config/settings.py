@@ -24,7 +24,7 @@ from varuna_capslog.base import fields, units
 from varuna_capslog.base.gpus import gpu_of, parse_device, parse_device_type
 from varuna_capslog.config import defaults
 from varuna_capslog.config.elastic import Elastic
-from varuna_capslog.config.section import Section
+from varuna_capslog.config.section import FUNCTION, Section
 from varuna_capslog.config.train import Train
 
 __all__ = ["Config", "Elastic", "Pipeline", "Profiling", "Section", "Train"]
@@ -38,7 +38,7 @@ def _capacity(value: Any) -> Any:
 
 
 def _transport(value: str) -> str:
-    if value not in ("gloo", "nccl") and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
+    if value not in ("gloo", "nccl") and not re.fullmatch(FUNCTION, value):
         raise ValueError(f"{value!r} is none of gloo, nccl, or a function of the form package.module:name")
     return value
 
@@ -251,7 +251,7 @@ class Profiling(Section):
 class Config(Section):
     """All keys of one run; `run_dir/config.yaml` holds the resolved form."""
 
-    workload: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    workload: str = Field(pattern=f"^{FUNCTION}$")
     """`package.module:function`; the function takes this config and returns a Workload."""
 
     model: dict[str, Any] = Field(default_factory=dict)

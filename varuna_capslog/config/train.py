@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from varuna_capslog.config.section import Section
+from varuna_capslog.config.section import FUNCTION, Section
 
 __all__ = ["ParameterGroup", "Train"]
 
@@ -62,7 +62,7 @@ class Train(Section):
     """Groups of microbatches whose gradients are summed before the groups are added; null means pipeline.replicas.
     Runs with equal blocks give equal sums, whatever the number of replicas."""
 
-    optimizer: str = Field("adamw", pattern=r"^([A-Za-z]\w*|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")
+    optimizer: str = Field("adamw", pattern=rf"^([A-Za-z]\w*|{FUNCTION})$")
     """adamw, or the name of any class in torch.optim (sgd, adam, adafactor, ...), or package.module:Class of one with
     the same interface. It must treat each parameter by itself."""
 
@@ -153,7 +153,7 @@ class Train(Section):
     log_every: int = Field(1, gt=0)
     """Steps between refreshes of the terminal and the loggers; metrics.jsonl gets every step."""
 
-    loggers: list[Annotated[str, Field(pattern=r"^(tensorboard|wandb|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")]] = Field(
+    loggers: list[Annotated[str, Field(pattern=f"^(tensorboard|wandb|{FUNCTION})$")]] = Field(
         default_factory=lambda: ["tensorboard"]
     )
     """Where the numbers go besides metrics.jsonl: tensorboard (left out where it is not installed), wandb (offline

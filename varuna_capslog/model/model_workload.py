@@ -26,7 +26,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.functions import call_function
 from varuna_capslog.config.defaults import MICROBATCHES_PER_DEVICE
 from varuna_capslog.config.reading import Config, section
-from varuna_capslog.config.settings import Section
+from varuna_capslog.config.section import FUNCTION, Section
 from varuna_capslog.model.capture import FixedSize, Kept, OneOf, Varying
 from varuna_capslog.model.capture.leaves import input_tensors
 from varuna_capslog.model.capture.runtime import runs_its_children
@@ -54,7 +54,7 @@ _BUCKETS = 4
 class ModelSection(Section):
     """The config's `model` section for `workload: varuna_capslog.model_workload:workload`."""
 
-    factory: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    factory: str = Field(pattern=f"^{FUNCTION}$")
     """`package.module:function`; the function takes `arguments` and returns an nn.Module, a Chain, or a pair of an
     nn.Module and its example inputs (a dict or a tuple)."""
 

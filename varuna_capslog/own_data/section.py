@@ -7,12 +7,11 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from varuna_capslog.config.settings import Section
+from varuna_capslog.config.section import FUNCTION, Section
 
 __all__ = ["DataSection"]
 
-_FUNCTION = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
-_Function = Annotated[str, Field(pattern=_FUNCTION)]
+_Function = Annotated[str, Field(pattern=f"^{FUNCTION}$")]
 
 
 class DataSection(Section):
@@ -37,12 +36,12 @@ class DataSection(Section):
     """Keys of the batch that the model takes (one that its forward does not name is taken by its place); where a batch
     is a tuple, names of its first entries. null means all keys that forward names, or all entries but the last."""
 
-    loss: str | None = Field(None, pattern=r"^(cross_entropy|chunked_cross_entropy|mse|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")
+    loss: str | None = Field(None, pattern=f"^(cross_entropy|chunked_cross_entropy|mse|{FUNCTION})$")
     """cross_entropy, chunked_cross_entropy (half its memory, other rounding), mse, or a function f(outputs, batch) that
     returns the mean loss of a microbatch, or a mapping of parts with that as its entry "loss"; null means the output
     `loss` of the model itself."""
 
-    metric: str | None = Field(None, pattern=r"^(accuracy|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")
+    metric: str | None = Field(None, pattern=f"^(accuracy|{FUNCTION})$")
     """accuracy, or a function f(outputs, batch) that returns scores by name; evaluations give their means."""
 
     sample: _Function | None = None
