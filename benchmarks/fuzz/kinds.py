@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from PIL import Image
@@ -36,6 +37,7 @@ __all__ = ["KINDS", "Damage", "Defect", "Kind", "train_original"]
 Damage = Callable[[bytes, str], bytes]
 """Gives the content of a file, of a form that `mutations.damaged` names, another one."""
 
+Record = TypeVar("Record")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -106,18 +108,24 @@ def _prepare_plan(original: Path, folder: Path, dice: random.Random, damage: Dam
 
 
 def _use_plan(folder: Path) -> None:
-    path = folder / "plan.json"
-    plan = read_plan(path)
-    write_plan(folder / "again.json", plan)
-    if read_plan(folder / "again.json") != plan:
-        raise Defect("the plan that was read is another one when it is written and read again")
-    profile = str(folder / "profile.json")
-    for arguments in (
-        ("simulate", "--profile", profile, "--plan", str(path)),
-        ("export", str(path), "--profile", profile, "--to", (folder / "form").read_text()),
-    ):
-        with contextlib.suppress(CapslogError):
-            _command(*arguments)
+    path, profile = folder / "plan.json", str(folder / "profile.json")
+    _read_again(path, read_plan, write_plan)
+    _try("simulate", "--profile", profile, "--plan", str(path))
+    _try("export", str(path), "--profile", profile, "--to", (folder / "form").read_text())
+
+
+def _read_again(path: Path, read: Callable[[Path], Record], write: Callable[[Path, Record], None]) -> None:
+    """Reads a file. Raises Defect where that is another one once it was written and read again."""
+    record, again = read(path), path.with_name("again.json")
+    write(again, record)
+    if read(again) != record:
+        raise Defect(f"the {path.stem} that was read is another one when it is written and read again")
+
+
+def _try(*arguments: str) -> None:
+    """Runs a command, which may refuse."""
+    with contextlib.suppress(CapslogError):
+        _command(*arguments)
 
 
 def _prepare_profile(original: Path, folder: Path, dice: random.Random, damage: Damage) -> None:
@@ -128,17 +136,9 @@ def _prepare_profile(original: Path, folder: Path, dice: random.Random, damage: 
 
 def _use_profile(folder: Path) -> None:
     path = folder / "profile.json"
-    profile = read_profile(path)
-    write_profile(folder / "again.json", profile)
-    if read_profile(folder / "again.json") != profile:
-        raise Defect("the profile that was read is another one when it is written and read again")
-    planner = (folder / "planner").read_text()
-    for arguments in (
-        ("plan", "--profile", str(path), "--devices", "2", "--planner", planner),
-        ("simulate", "--profile", str(path), "--plan", str(folder / "plan.json")),
-    ):
-        with contextlib.suppress(CapslogError):
-            _command(*arguments)
+    _read_again(path, read_profile, write_profile)
+    _try("plan", "--profile", str(path), "--devices", "2", "--planner", (folder / "planner").read_text())
+    _try("simulate", "--profile", str(path), "--plan", str(folder / "plan.json"))
 
 
 def _prepare_config(original: Path, folder: Path, dice: random.Random, damage: Damage) -> None:
