@@ -249,7 +249,7 @@ def test_a_key_that_others_may_know_marks_nothing(fault: str, tmp_path: Path, st
         state.write_text("short")
     else:
         state.unlink()
-        state.mkdir()
+        state.mkdir(0o700)
     told = refusal(folder)
     assert str(state) in str(told)
     assert fault == "short" or "is a link, another user's, or readable by others" in str(told)
