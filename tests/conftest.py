@@ -33,6 +33,7 @@ LONGEST = (
     "test_torchrun.py",
     "profiling/test_estimate.py",
     "test_faults.py",
+    "test_fuzz.py",
     "profiling/test_rehearsal.py",
     "commands/test_chaos.py",
     "rig/search/test_explore.py",
