@@ -1,21 +1,27 @@
-"""The config that an ordinary model stands for, with which `capslog plan --model` and `capslog.plan` plan.
+"""The config that an ordinary model stands for, or a profile alone, with which commands and `capslog.plan` plan.
 
-Its costs are estimated, unless they are to be measured here. Where no capacity is given and the plan is for the GPU of
-this machine, that GPU's memory is the capacity; a kind of GPU (`cuda:a100-80gb`) brings its own.
+The costs of a model are estimated, unless they are to be measured here. Where no capacity is given and the plan is for
+the GPU of this machine, that GPU's memory is the capacity; a kind of GPU (`cuda:a100-80gb`) brings its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.gpus import gpu_of
 from varuna_capslog.config.defaults import MICROBATCHES_PER_DEVICE
 from varuna_capslog.config.reading import assign, section
 from varuna_capslog.config.settings import Config
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules import RunShape
 
-__all__ = ["OrdinaryModel", "ordinary_config"]
+__all__ = ["WITHOUT_MODEL", "OrdinaryModel", "config_of_profile", "ordinary_config", "without_model"]
+
+WITHOUT_MODEL = f"{__name__}:without_model"
+"""The workload of a config that stands for a profile alone."""
 
 
 @dataclass(frozen=True)
@@ -94,3 +100,45 @@ def ordinary_config(
             "the name of a function that builds it, as 'package.module:function'"
         )
     return config.with_workload(workload)
+
+
+def config_of_profile(
+    profile: Profile,
+    pipeline: Mapping[str, Any],
+    minibatch: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Config:
+    """The config of a run of which only the profile is known; sizes of microbatches, device and precision are its own.
+
+    Args:
+        pipeline: keys of its `pipeline` section, the devices among them; default of the capacity: the memory of the
+            kind of GPU that the profile is of, else no limit.
+        minibatch: samples of a step; None: `defaults.MICROBATCHES_PER_DEVICE` microbatches for each device.
+        settings: further keys of the config, such as {"train.accumulation_blocks": 2}; they come last.
+
+    Raises:
+        CapslogError: a key or value that cannot be, and a minibatch that is no multiple of the profile's microbatches.
+    """
+    conditions = profile.conditions
+    size, gpu = conditions.get("microbatch_size", 1), gpu_of(f"cuda:{conditions.get('gpu')}")
+    train = {"microbatch_size": size, "minibatch_size": size * int(pipeline["devices"]) * MICROBATCHES_PER_DEVICE}
+    values: dict[str, Any] = {"workload": WITHOUT_MODEL, "train": train, "pipeline": dict(pipeline)}
+    for key, value in (settings or {}).items():
+        assign(values, key, value, f"settings {key!r}")
+    if minibatch is not None:
+        if minibatch % size:
+            raise CapslogError(
+                f"a minibatch of {minibatch} samples is not a multiple of the microbatch size {size} of the profile"
+            )
+        values["train"]["minibatch_size"] = minibatch
+    if gpu is not None and values["pipeline"].get("capacity") is None:
+        values["pipeline"]["capacity"] = gpu.memory_bytes
+    config = section(Config, values, "")
+    run, keys = RunShape.of_conditions(conditions), config.pipeline.model_fields_set
+    taken = {name: getattr(run, name) for name in ("recompute", "stage_inputs") if name not in keys}
+    return config.model_copy(update={"pipeline": config.pipeline.model_copy(update=taken)})
+
+
+def without_model(config: Config) -> NoReturn:
+    """Raises CapslogError: a profile alone trains nothing."""
+    raise CapslogError("a profile has no model to run; name a CONFIG file or --model")
