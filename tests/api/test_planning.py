@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import varuna_capslog as capslog
+from tests.planning import asking
 from varuna_capslog import cli
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.gpus import gpu_of
-from varuna_capslog.planning import search
 from varuna_capslog.profiles.record import LayerProfile, Profile
 
 NET = """
@@ -107,7 +107,7 @@ def test_a_plan_of_an_estimate_has_the_smallest_peak_of_all_cuts(nets) -> None:
     costs = capslog.estimate(nets.Net(), "x=float32[4,8]", device="cpu")
     found = capslog.plan(costs, devices=3, planner="exact")
     every = ((0, *inner) for inner in combinations(range(1, costs.num_layers), 2))
-    peaks = {cuts: search.plan(costs, 3, cuts=cuts).peak_bytes for cuts in every}
+    peaks = {cuts: asking.plan(costs, 3, cuts=cuts).peak_bytes for cuts in every}
     assert found.peak_bytes == min(peaks.values()) == peaks[found.cuts]
 
 

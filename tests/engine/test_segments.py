@@ -17,6 +17,7 @@ from tests.engine.compare import merged
 from tests.engine.layouts import Cuts, random_layout, rectangle, with_intervals
 from tests.engine.pool import WorkerPool
 from tests.memory.machine import Model, profile_of
+from tests.planning.asking import plan
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.host.tier import TierOptions
 from varuna_capslog.engine.layout import Layout
@@ -27,7 +28,6 @@ from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.search import plan
 from varuna_capslog.plans.parts import MemoryInterval
 from varuna_capslog.schedules import RunShape
 

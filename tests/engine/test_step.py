@@ -15,13 +15,13 @@ from tests.engine.compare import differences, gradient_error, merged
 from tests.engine.layouts import Cuts, layout_for, random_layout, rectangle
 from tests.engine.pool import WorkerPool
 from tests.memory.machine import Model, profile_of
+from tests.planning.asking import plan
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine, Ready
 from varuna_capslog.engine.step import Verdict
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.search import plan
 from varuna_capslog.schedules import RunShape
 
 # 0 stem (frozen) | 1 conv1 | 2 pool (no parameters) | 3 conv2 | 4 sequence (no parameters) | 5, 6 encoders | 7

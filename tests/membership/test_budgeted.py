@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.planners.test_budget import timed
+from tests.planning.asking import judged_layerwise_plan
 from varuna_capslog.config.settings import Elastic
 from varuna_capslog.membership.budgeted import Budgeted, neighbours
 from varuna_capslog.membership.candidates import Candidates
@@ -18,7 +19,6 @@ from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.redundancy import reserves
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.layerwise import judged_layerwise_plan
 from varuna_capslog.planning.playing import with_step_seconds
 from varuna_capslog.planning.ranks import fold_plan
 from varuna_capslog.planning.verdict import HostMemory

@@ -17,9 +17,8 @@ from varuna_capslog.membership.generation import MemberLayout
 from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.planners import JOINT
-from varuna_capslog.planners.joint import Device, JointPlan
+from varuna_capslog.planners.joint import Device, JointPlan, best_fleet
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.search import joint_plan
 from varuna_capslog.plans.pipelines import pipelines_of
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import LayerProfile, Profile
@@ -78,14 +77,13 @@ def test_it_is_the_plan_that_a_start_with_these_devices_would_have() -> None:
         blocks = dice.choice([1, 2, 4])
         placer = placer_of(profile, 8, blocks)
         capacities = [dice.choice([0, 60, 90]) for _ in range(dice.randint(1, 7))]
-        expected = joint_plan(
+        expected = best_fleet(
             profile, [Device(size or None) for size in capacities], 8, blocks, RunShape(8), "additive"
         )
         found = placer(seats_of(capacities))
-        if expected.step_seconds is None:
+        if not isinstance(expected, JointPlan):
             assert isinstance(found, str) or plan_of(found).planner is None
             continue
-        assert isinstance(expected, JointPlan)
         assert plan_of(found).stages == expected.plan.stages
 
 

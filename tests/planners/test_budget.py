@@ -12,13 +12,13 @@ import pytest
 
 from tests.memory.machine import Model, profile_of
 from tests.planners.intervals.stages import UNIT, all_choices
+from tests.planning.asking import plan
 from varuna_capslog.memory import AUTO, resolve
 from varuna_capslog.memory.inflight import RANKS
 from varuna_capslog.planners.budget import BudgetSearch, budget_stages, kept_cuts
 from varuna_capslog.planners.budget import _in_flight as in_flight_of
 from varuna_capslog.planners.layerwise import Intervals, Layerwise
 from varuna_capslog.planners.seconds import Link, step_player
-from varuna_capslog.planning.search import plan
 from varuna_capslog.planning.simulation import simulate_plan
 from varuna_capslog.plans.parts import PlanStage, Units
 from varuna_capslog.plans.plan import Plan

@@ -7,23 +7,32 @@ import functools
 import itertools
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.planners.timed import chain, cut_lists, simulated
+from tests.planning import asking
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.fleet import compose, least_seconds
 from varuna_capslog.planners.joint import Device, JointPlan, best_fleet, best_fleet_of_run
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planners.seconds import Link as Blocking
-from varuna_capslog.planning import search
-from varuna_capslog.planning.search import joint_plan
+from varuna_capslog.planning.problem import Problem
+from varuna_capslog.planning.solve import solve
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.schedules import RunShape
 
 LINKS = (None, Link(100.0, 0.01), Link(None, 0.2), Blocking(100.0, 0.01, copy_bandwidth=60.0))
+
+
+def fleet_of(*arguments: Any, **options: Any) -> JointPlan:
+    """A fleet that fits; the arguments are those of `best_fleet`."""
+    fleet = best_fleet(*arguments, **options)
+    assert isinstance(fleet, JointPlan)
+    return fleet
 
 
 def equal_layers(count: int, size: int = 10, seconds: float = 1.0, microbatch_size: int = 1) -> Profile:
@@ -127,7 +136,7 @@ def test_no_fleet_is_more_than_one_percent_faster_and_none_beats_the_bound() -> 
         blocks = rng.choice([1, 2, 3])
         microbatches = blocks * rng.choice([1, 2])
         schedule, link = rng.choice(["varuna", "1f1b"]), rng.choice(LINKS)
-        found = joint_plan(profile, devices, microbatches, blocks, RunShape(schedule=schedule), link=link)
+        found = fleet_of(profile, devices, microbatches, blocks, RunShape(schedule=schedule), link=link)
         best = best_by_trying_all(profile, devices, microbatches, blocks, schedule, link)
         if found.step_seconds is None:
             assert best == float("inf")
@@ -151,7 +160,7 @@ def test_both_orders_of_two_devices_are_tried() -> None:
     for _ in range(60):
         profile = chain(rng, 5)
         devices = [Device(50, 1.0), Device(50, 0.5)]
-        found = joint_plan(profile, devices, 3, 1)
+        found = fleet_of(profile, devices, 3, 1)
         assert found.step_seconds == pytest.approx(
             best_by_trying_all(profile, devices, 3, 1, "varuna", None), rel=0.005
         )
@@ -160,7 +169,7 @@ def test_both_orders_of_two_devices_are_tried() -> None:
 def test_seven_is_three_and_four() -> None:
     """Twelve layers of which five fit a device, seven devices: neither 7 nor 3 + 3 is as fast as 3 + 4."""
     profile = equal_layers(12)
-    found = joint_plan(profile, [Device(50)] * 7, 14)
+    found = fleet_of(profile, [Device(50)] * 7, 14)
     check(profile, [Device(50)] * 7, found, 14)
     assert sorted(len(one.devices) for one in found.pipelines) == [3, 4]
     assert found.idle == ()
@@ -171,18 +180,18 @@ def test_seven_is_three_and_four() -> None:
 @pytest.mark.parametrize("number", range(2, 14))
 def test_any_number_of_devices_is_used_whole(number: int) -> None:
     profile = equal_layers(12)
-    found = joint_plan(profile, [Device(80)] * number, 24)
+    found = fleet_of(profile, [Device(80)] * number, 24)
     check(profile, [Device(80)] * number, found, 24)
     assert found.idle == ()
-    fewer = joint_plan(profile, [Device(80)] * (number - 1), 24)
+    fewer = fleet_of(profile, [Device(80)] * (number - 1), 24)
     assert found.step_seconds is not None
     assert fewer.step_seconds is None or found.step_seconds <= fewer.step_seconds * 1.005
 
 
 def test_a_slow_device_gets_fewer_layers_or_microbatches() -> None:
-    found = joint_plan(equal_layers(8, size=1), [Device(100, 1.0), Device(100, 0.25)], 10)
+    found = fleet_of(equal_layers(8, size=1), [Device(100, 1.0), Device(100, 0.25)], 10)
     assert {one.devices: one.blocks for one in found.pipelines} == {(0,): 8, (1,): 2}
-    one_pipeline = joint_plan(equal_layers(8, size=1), [Device(7, 1.0), Device(7, 0.25)], 10)
+    one_pipeline = fleet_of(equal_layers(8, size=1), [Device(7, 1.0), Device(7, 0.25)], 10)
     (pipeline,) = one_pipeline.pipelines
     layers = np.diff([*pipeline.cuts, 8])
     slow = pipeline.devices.index(1)
@@ -195,7 +204,7 @@ def test_a_larger_memory_takes_the_stage_that_needs_it() -> None:
         for i, size in enumerate([5, 5, 40])
     ]
     devices = [Device(40), Device(10)]
-    (pipeline,) = joint_plan(Profile(tuple(layers)), devices, 4).pipelines
+    (pipeline,) = fleet_of(Profile(tuple(layers)), devices, 4).pipelines
     assert pipeline.devices == (1, 0)
     assert pipeline.cuts == (0, 2)
 
@@ -204,41 +213,41 @@ def test_waiting_blocks_count_as_memory() -> None:
     """A pipeline among others keeps the gradients of each of its blocks until the exchange."""
     rows = [LayerProfile("a", 10, parameter_bytes=3, forward_seconds=1.0, backward_seconds=1.0)]
     profile = Profile(tuple(rows))
-    two = joint_plan(profile, [Device(13)] * 2, 4)
+    two = fleet_of(profile, [Device(13)] * 2, 4)
     assert [one.blocks for one in two.pipelines] == [2, 2]
     assert two.plan.peak_bytes == 13
     # the runs of such a profile had the gradients of a second block, which were counted again
     profiled = Profile(tuple(rows), conditions={"accumulation_blocks": 4})
-    assert joint_plan(profiled, [Device(13)] * 2, 4).plan.peak_bytes == 10
-    single = joint_plan(profile, [Device(12)] * 2, 4)
+    assert fleet_of(profiled, [Device(13)] * 2, 4).plan.peak_bytes == 10
+    single = fleet_of(profile, [Device(12)] * 2, 4)
     assert (single.blocks, [one.blocks for one in single.pipelines]) == (2, [1, 1])
-    refused = joint_plan(profile, [Device(12)] * 2, 4, blocks=4)
-    assert refused.plan.fits is False
-    assert refused.plan.shortfall is not None
-    assert refused.plan.shortfall.bytes == 1
-    assert "until all 4 accumulation blocks are added" in refused.plan.notes[0]
+    refused = solve(Problem.of(profile, 2, 12, RunShape(4, num_blocks=4)), "joint")
+    assert refused.fits is False
+    assert refused.shortfall is not None
+    assert refused.shortfall.bytes == 1
+    assert "until all 4 accumulation blocks are added" in refused.notes[0]
 
 
 def test_the_best_microbatch_size_is_chosen() -> None:
     """Size 2 takes less than twice as long as size 1, but does not fit the small device."""
     small, large = equal_layers(4, 10, 1.0, 1), equal_layers(4, 25, 1.5, 2)
-    assert joint_plan([small, large], [Device(200)] * 2, 8).plan.microbatch_size == 2
-    assert joint_plan([small, large], [Device(40)] * 2, 8).plan.microbatch_size == 1
+    assert fleet_of([small, large], [Device(200)] * 2, 8).plan.microbatch_size == 2
+    assert fleet_of([small, large], [Device(40)] * 2, 8).plan.microbatch_size == 1
 
 
 def test_does_not_fit_names_the_shortfall() -> None:
-    found = joint_plan(equal_layers(4), [Device(9)] * 6, 8)
-    assert (found.step_seconds, found.bound_seconds, found.pipelines) == (None, None, ())
-    assert found.plan.fits is False
-    assert found.plan.shortfall is not None
-    assert found.plan.shortfall.bytes == 1
-    assert "no number of devices would do" in found.plan.notes[0]
+    plan = solve(Problem.of(equal_layers(4), 6, 9, RunShape(8)), "joint")
+    assert (plan.planner, plan.bound_seconds, plan.num_ranks) == ("joint", None, 4)
+    assert plan.fits is False
+    assert plan.shortfall is not None
+    assert plan.shortfall.bytes == 1
+    assert "no number of devices would do" in plan.notes[0]
 
 
 def test_many_kinds_of_devices_are_taken_for_fewer() -> None:
     rng = random.Random(2)
     devices = [Device(rng.randint(60, 100), rng.uniform(0.5, 1)) for _ in range(14)]
-    found = joint_plan(equal_layers(12), devices, 16)
+    found = fleet_of(equal_layers(12), devices, 16)
     check(equal_layers(12), devices, found, 16)
     assert found.bound_seconds is None, "weaker kinds were planned for, so it would be no bound"
     assert found.idle == ()
@@ -247,7 +256,7 @@ def test_many_kinds_of_devices_are_taken_for_fewer() -> None:
 def test_a_large_fleet_of_two_kinds() -> None:
     profile = equal_layers(12)
     devices = [Device(40), Device(60, 0.6)] * 64
-    found = joint_plan(profile, devices, 256, 64)
+    found = fleet_of(profile, devices, 256, 64)
     check(profile, devices, found, 64)
     assert found.step_seconds is not None
     assert found.bound_seconds is not None
@@ -288,16 +297,16 @@ def test_a_large_fleet_is_close_to_its_relaxation() -> None:
 def test_mistakes_are_named(change: dict[str, object], message: str) -> None:
     arguments: dict[str, object] = {"profiles": equal_layers(4), "devices": [Device()], "minibatch_size": 8}
     with pytest.raises(CapslogError, match=message):
-        joint_plan(**{**arguments, **change})  # type: ignore[arg-type]
+        fleet_of(**{**arguments, **change})  # type: ignore[arg-type]
     with pytest.raises(CapslogError, match="speed is 0"):
         Device(speed=0)
 
 
 def test_one_device_is_a_plan_of_one_stage() -> None:
-    found = joint_plan(equal_layers(4), [Device(40)], 8)
+    found = fleet_of(equal_layers(4), [Device(40)], 8)
     (pipeline,) = found.pipelines
     assert (pipeline.cuts, pipeline.blocks, found.step_seconds) == ((0,), 8, 4 * 3.0 * 8)
-    assert search.plan(equal_layers(4), 1, capacity=40).fits
+    assert asking.plan(equal_layers(4), 1, capacity=40).fits
 
 
 def test_what_lies_beside_training_counts_against_the_capacities_and_is_no_part_of_the_plans_bytes() -> None:

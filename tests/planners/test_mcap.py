@@ -11,13 +11,13 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.planners.instances import exhaustive, instances, peaks, statistics
+from tests.planning import asking
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.additive import AdditiveCosts
 from varuna_capslog.memory.costs import full_matrix, peaks_of
 from varuna_capslog.planners import mcap
 from varuna_capslog.planners.exact import exact_cuts
 from varuna_capslog.planners.mcap import count_cut_lists, mcap_bf_cuts, mcap_bo_cuts
-from varuna_capslog.planning import search
 from varuna_capslog.profiles.record import LayerProfile, Profile
 
 
@@ -132,7 +132,7 @@ def test_without_the_extra_one_sentence_says_what_to_install(monkeypatch: pytest
 def test_does_not_fit_is_an_answer_here_too() -> None:
     layers = tuple(LayerProfile(f"l{i}", 4, 4 if i else None) for i in range(3))
     for name in ("mcap-bf", "capslog-tb"):
-        plan = search.plan(Profile(layers=layers), 2, name, capacity=7)
+        plan = asking.plan(Profile(layers=layers), 2, name, capacity=7)
         assert plan.fits is False
         assert plan.shortfall is not None
         assert (plan.shortfall.bytes, plan.shortfall.devices_that_fit) == (1, 3)

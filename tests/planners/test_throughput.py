@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from tests.planners.timed import Positional, chain, cut_lists, seconds_of, simulated
+from tests.planning import asking
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.additive import AdditiveCosts
 from varuna_capslog.planners.seconds import LayerSeconds, Link, step_player
 from varuna_capslog.planners.throughput import Fastest, fastest_cuts, pareto_front
-from varuna_capslog.planning import search
 from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.schedules import SCHEDULES, RunShape
 
@@ -112,19 +112,19 @@ def uneven() -> Profile:
 
 def test_time_and_memory_pull_the_cut_to_different_sides() -> None:
     profile = uneven()
-    assert search.plan(profile, 2, "exact", run=RunShape(8)).cuts == (0, 4)
-    fast = search.plan(profile, 2, "throughput", run=RunShape(8))
+    assert asking.plan(profile, 2, "exact", run=RunShape(8)).cuts == (0, 4)
+    fast = asking.plan(profile, 2, "throughput", run=RunShape(8))
     assert fast.cuts == (0, 1)
     assert fast.peak_bytes == 41
     assert fast.planner == "throughput"
-    assert search.plan(profile, 2, "throughput", run=RunShape(8), capacity=40).cuts == (0, 2)
-    assert search.plan(profile, 2, "throughput", run=RunShape(8), capacity=22).cuts == (0, 4)
+    assert asking.plan(profile, 2, "throughput", run=RunShape(8), capacity=40).cuts == (0, 2)
+    assert asking.plan(profile, 2, "throughput", run=RunShape(8), capacity=22).cuts == (0, 4)
 
 
 def test_does_not_fit_is_answered_with_the_smallest_peak_and_the_shortfall() -> None:
-    plan = search.plan(uneven(), 2, "throughput", run=RunShape(8), capacity=20)
+    plan = asking.plan(uneven(), 2, "throughput", run=RunShape(8), capacity=20)
     assert plan.fits is False
-    assert plan.cuts == search.plan(uneven(), 2, "exact").cuts
+    assert plan.cuts == asking.plan(uneven(), 2, "exact").cuts
     assert plan.shortfall is not None
     assert plan.shortfall.bytes == 2
 
@@ -135,8 +135,8 @@ def test_a_slow_link_moves_the_cut_to_where_little_crosses() -> None:
         for i, crossing in enumerate([1, 100, 100, 100, 1])
     ]
     profile = Profile(tuple(layers))
-    assert search.plan(profile, 2, "throughput", run=RunShape(4)).cuts in ((0, 2), (0, 3))
-    assert search.plan(profile, 2, "throughput", run=RunShape(4), link=Link(5.0)).cuts == (0, 1)
+    assert asking.plan(profile, 2, "throughput", run=RunShape(4)).cuts in ((0, 2), (0, 3))
+    assert asking.plan(profile, 2, "throughput", run=RunShape(4), link=Link(5.0)).cuts == (0, 1)
 
 
 def test_equally_fast_lists_are_told_apart_by_their_peak() -> None:
@@ -160,9 +160,9 @@ def test_more_microbatches_make_an_even_split_worth_more() -> None:
 def test_what_the_profile_lacks_is_named() -> None:
     bare = Profile((LayerProfile("a", 1), LayerProfile("b", 1, 1)))
     with pytest.raises(CapslogError, match=r"no forward_seconds for layers\[0\] \(a\)"):
-        search.plan(bare, 2, "throughput")
+        asking.plan(bare, 2, "throughput")
     with pytest.raises(CapslogError, match="no boundary_bytes"):
-        search.plan(uneven(), 2, "throughput", link=Link(1e9))
+        asking.plan(uneven(), 2, "throughput", link=Link(1e9))
     with pytest.raises(CapslogError, match="bandwidth is 0"):
         Link(0)
 

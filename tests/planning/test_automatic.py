@@ -8,6 +8,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from varuna_capslog.planning.automatic import ASKED, automatic_plan
 
 from tests.memory.machine import Model, profile_of
 from tests.planning.placed.test_replicated import profile_of_graph, towers
@@ -15,7 +16,6 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners import EVERY_PLANNER, JOINT
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning import automatic
-from varuna_capslog.planning.automatic import ASKED, automatic_plan
 from varuna_capslog.planning.comparison import compare
 from varuna_capslog.planning.ranks import fold_plan
 from varuna_capslog.planning.simulation import simulate_plan

@@ -10,13 +10,12 @@ from dataclasses import replace
 import pytest
 
 from tests.planners.test_budget import all_cuts, choices, timed
+from tests.planning.asking import judged_layerwise_plan, layerwise_plan, plan
 from varuna_capslog.planners.budget import BudgetSearch
 from varuna_capslog.planners.layerwise import Intervals, Layerwise
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.fastest import SCHEDULES_TRIED
-from varuna_capslog.planning.layerwise import judged_layerwise_plan, layerwise_plan
 from varuna_capslog.planning.ranks import fold_plan
-from varuna_capslog.planning.search import plan
 from varuna_capslog.planning.simulation import simulate_plan
 from varuna_capslog.plans.parts import INTERVAL_KINDS, PlanStage, Units
 from varuna_capslog.plans.plan import Plan
@@ -99,7 +98,7 @@ def test_the_bound_does_not_count_a_block_of_gradients_that_may_not_be_there(see
         best = min(step for step, peak in everything if peak <= capacity)
         chain = Layerwise.of_profile(profile, run, 2, [capacity] * 2)
         assert BudgetSearch(chain).bound_seconds(chain) <= best * (1 + 1e-9)
-        found = judged_layerwise_plan(profile, 2, "budget", "auto", capacity, run)
+        found = layerwise_plan(profile, 2, "budget", capacity, run)
         assert found.step_seconds == pytest.approx(best, rel=1e-9)
 
 

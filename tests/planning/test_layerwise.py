@@ -11,6 +11,7 @@ import pytest
 
 from tests.memory.machine import Model, profile_of
 from tests.planners.test_budget import timed
+from tests.planning.asking import layerwise_plan, plan
 from varuna_capslog import cli
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
@@ -18,9 +19,9 @@ from varuna_capslog.planners import LAYERWISE
 from varuna_capslog.planners.layerwise import Layerwise
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.comparison import compare
-from varuna_capslog.planning.layerwise import layerwise_plan, least_seconds
+from varuna_capslog.planning.layerwise import least_seconds
+from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.ranks import fold_plan
-from varuna_capslog.planning.search import plan
 from varuna_capslog.planning.verdict import HostMemory
 from varuna_capslog.plans.parts import MemoryInterval
 from varuna_capslog.plans.plan import Plan, read_plan
@@ -91,7 +92,7 @@ def test_a_stage_of_the_search_has_the_bytes_of_its_rank(name: str) -> None:
             )
             for first, end in stages
         ]
-        whole = plan(profile, 3, name, run=run)
+        whole = layerwise_plan(profile, 3, name, None, run)
         whole = dataclasses.replace(
             whole,
             stages=tuple(
@@ -163,7 +164,7 @@ def test_given_cuts_are_predicted_without_asking_the_planner() -> None:
 def test_one_device_and_an_unknown_number_of_microbatches() -> None:
     profile = profile_on("cuda")
     found = plan(profile, 1, "vpipe", run=RunShape(None, "gpipe", False))
-    assert (found.cuts, found.num_microbatches, found.fits) == ((0,), None, True)
+    assert (found.cuts, found.num_microbatches, found.fits) == ((0,), 4, True), "four for each device"
     assert found.peak_bytes == plan(profile, 1, "vpipe", run=RunShape(4, "gpipe", False)).peak_bytes
 
 
@@ -172,7 +173,7 @@ def test_compare_has_a_row_with_bytes_margin_and_seconds_for_each() -> None:
     most = plan(profile, 3, "exact", run=RUN).peak_bytes
     assert most is not None
     link = Link(host_bandwidth=1e6)
-    rows = compare(profile, 3, names=[*NAMES, "exact"], run=RUN, capacity=most * 3 // 4, link=link)
+    rows = compare(Problem.of(profile, 3, most * 3 // 4, RUN, link), [*NAMES, "exact"])
     for row in rows[:-1]:
         assert row.plan is not None
         assert row.plan.fits
@@ -191,7 +192,7 @@ def test_the_command_writes_a_plan_that_is_read_again(
     write_profile(tmp_path / "profile.json", profile)
     most = plan(profile, 3, "exact", run=RUN).peak_bytes or 0
     words = ["plan", "--profile", str(tmp_path / "profile.json"), "--devices", "3", "--planner", name]
-    words += ["--capacity", f"{most // 2}B", "--host-bandwidth", "100kB/s", "--minibatch", "8"]
+    words += ["--capacity", f"{most // 2}B", "pipeline.host_bandwidth=100kB/s", "--minibatch", "8"]
     assert cli._run([*words, "-o", str(tmp_path / "plan.json")]) == 0
     said, written = capsys.readouterr().out, read_plan(tmp_path / "plan.json")
     table = said[said.index("what becomes of the layers") :].splitlines()
@@ -220,7 +221,7 @@ def test_no_plan_of_budget_has_fewer_seconds_than_the_least(schedule: str) -> No
     draw, near = random.Random(schedule), 0
     for link in (None, Link(bandwidth=1e6)):
         profile, run = timed(draw, 6), RunShape(8, schedule, microbatch_size=1, num_blocks=1)
-        least = least_seconds(profile, 3, run, link)
+        least = least_seconds(Problem.of(profile, 3, None, run, link))
         found = layerwise_plan(profile, 3, "budget", None, run, link)
         assert found.step_seconds is not None
         assert least <= found.step_seconds * (1 + 1e-9)

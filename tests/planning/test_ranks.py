@@ -9,13 +9,13 @@ import pytest
 
 from tests.memory.chains import SHORT
 from tests.memory.machine import Model, profile_of
+from tests.planning.asking import plan as search
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.memory import resolve
 from varuna_capslog.memory.fold import fold
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planning.ranks import fold_plan, judged, with_rank_bytes, within_tier
-from varuna_capslog.planning.search import plan as search
 from varuna_capslog.planning.simulation import simulate_plan
 from varuna_capslog.planning.verdict import HostMemory
 from varuna_capslog.plans.parts import MemoryInterval, PlanRank, PlanStage, Shortfall, Units

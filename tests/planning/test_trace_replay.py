@@ -209,7 +209,7 @@ def test_a_number_asked_before_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> 
     first, too_few = plan(2), plan(1)
     assert first is not None
     assert too_few is None
-    monkeypatch.setattr("varuna_capslog.planning.replanning.plan", None)
+    monkeypatch.setattr("varuna_capslog.planning.replanning.solve", None)
     again = plan(2)
     assert again is not None
     assert replace(again, search_seconds=first.search_seconds) == first

@@ -13,10 +13,10 @@ import pytest
 from tests.memory.machine import Model, profile_of
 from tests.planners.intervals.stages import UNIT
 from tests.planners.test_budget import all_cuts, choices, step_of
+from tests.planning.asking import judged_layerwise_plan
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.layerwise import Layerwise
 from varuna_capslog.planning import variant_search
-from varuna_capslog.planning.layerwise import judged_layerwise_plan
 from varuna_capslog.planning.variant_search import choose_variants
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Observation, Profile, layers_of_runs

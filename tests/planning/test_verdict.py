@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from tests.planning.asking import plan
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planning.comparison import compare
-from varuna_capslog.planning.search import plan
+from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.verdict import MemoryVerdict, capacities_of_devices, judge, judge_plan, rehearsed
 from varuna_capslog.plans.parts import MemoryInterval, PlanStage, Shortfall, Units
 from varuna_capslog.plans.plan import Plan
@@ -75,7 +76,7 @@ def test_every_answer_about_one_plan_is_the_same_verdict(capsys: pytest.CaptureF
         assert verdict is not None
         assert verdict.margins == [capacity - 25, capacity - 25]
         assert found.fits is verdict.fits is (capacity == 25)
-        (row,) = compare(profile, 2, names=["exact"], capacity=capacity)
+        (row,) = compare(Problem.of(profile, 2, capacity), ["exact"])
         assert row.margin_bytes == min(verdict.margins)
         print_plan(found, profile)
         assert f" {capacity - 25:.2f} " in capsys.readouterr().out

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from tests.memory.test_truth import Wide
+from tests.planning.asking import layerwise_plan
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.layerwise import layerwise_plan
 from varuna_capslog.planning.playing import with_step_seconds
 from varuna_capslog.planning.ranks import fold_plan, judged
 from varuna_capslog.planning.verdict import HostMemory

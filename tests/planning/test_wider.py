@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from tests.planners.test_budget import timed
+from tests.planning.asking import judged_layerwise_plan
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.layerwise import judged_layerwise_plan
 from varuna_capslog.planning.ranks import fold_plan
 from varuna_capslog.planning.simulation import simulate_plan
 from varuna_capslog.plans.plan import Plan

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from tests.planning.asking import plan
 from tests.values import OF_ANY_TYPE, changed, each_place
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import AUTO, MEMORY_MODELS
 from varuna_capslog.planners import PLANNER_NAMES
-from varuna_capslog.planning.search import plan
 from varuna_capslog.planning.simulation import simulate_plan
 from varuna_capslog.profiles.conditions import UPDATE_RATE
 from varuna_capslog.profiles.record import Profile

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine.workload import TinyWorkload
+from tests.planning.asking import plan
 from tests.profiling.test_trim import Tiny
 from tests.profiling.workloads import Equal, Megabytes
 from varuna_capslog.base.errors import CapslogError
@@ -25,7 +26,6 @@ from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.workload import Workload
-from varuna_capslog.planning.search import plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiling import estimate
 from varuna_capslog.profiling.conditions import RunConditions

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor, nn
+from varuna_capslog.planning.inference import plan_inference
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.probe import PeakProbe
 from varuna_capslog.model.inference_model import InferenceModel
 from varuna_capslog.model.model_workload import ModelSection
-from varuna_capslog.planning.inference import plan_inference
 from varuna_capslog.profiles.conditions import CACHE_BYTES
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiling.inference import Served, estimate_inference

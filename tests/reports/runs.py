@@ -14,8 +14,8 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
+from tests.planning import asking
 from varuna_capslog.config.reading import Config, dump_config
-from varuna_capslog.planning import search
 from varuna_capslog.plans.plan import Plan, write_plan
 from varuna_capslog.profiles.record import LayerProfile, Profile, write_profile
 from varuna_capslog.schedules import RunShape
@@ -107,7 +107,7 @@ def write_run(
     (folder / "config.yaml").write_text(dump_config(config))
     profile = make_profile(num_layers, times)
     write_profile(folder / "profile.json", profile)
-    plan = search.plan(
+    plan = asking.plan(
         profile,
         stages,
         planner="exact",

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from varuna_capslog.start.of_profile import plan_of_profile
 
 from tests.planning.test_layerwise import profile_on
 from varuna_capslog.base.machine_memory import granted_bytes
@@ -17,7 +18,6 @@ from varuna_capslog.start.default_planner import (
     with_default_capacity,
     with_planner_for,
 )
-from varuna_capslog.start.of_profile import plan_of_profile
 
 PROFILE = profile_on("cuda")
 

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from varuna_capslog.start.layerwise_start import configured_link
 
 from tests.start.test_given_plan import command
 from varuna_capslog.base.errors import CapslogError
@@ -13,7 +14,6 @@ from varuna_capslog.config.reading import Config, load_config
 from varuna_capslog.planners import LAYERWISE
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.profiling.rehearsal import rehearse_plan
-from varuna_capslog.start.layerwise_start import configured_link
 from varuna_capslog.start.prepare import plan_run, prepare_run, profile_run
 
 SETTINGS = ("pipeline.devices=2", "profile.source=estimated", "pipeline.schedule=gpipe", "pipeline.recompute=false")

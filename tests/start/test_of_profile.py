@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from varuna_capslog.start.of_profile import plan_of_profile
 
 from varuna_capslog.api.estimating import estimated
 from varuna_capslog.config.reading import Config
@@ -18,7 +19,6 @@ from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiling.estimate import Memo
 from varuna_capslog.profiling.rehearsal import rehearse_plan
-from varuna_capslog.start.of_profile import plan_of_profile
 from varuna_capslog.start.ordinary import OrdinaryModel, ordinary_config
 from varuna_capslog.start.prepare import plan_run
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from tests.planning.asking import plan as search
 from tests.start.test_given_plan import REPLICATED_MIDDLE, config_of
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
@@ -17,7 +18,6 @@ from varuna_capslog.config.reading import Config
 from varuna_capslog.membership.protection import state_bytes
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.model.workload import load_workload
-from varuna_capslog.planning.search import plan as search
 from varuna_capslog.plans.parts import Shortfall
 from varuna_capslog.plans.plan import Plan, latest_plan
 from varuna_capslog.schedules import RunShape

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import varuna_capslog.varuna_plugin as plugin
+from tests.planning import asking
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
-from varuna_capslog.planning import search
 from varuna_capslog.plans.plan import Plan, write_plan
 from varuna_capslog.profiles.record import LayerProfile, Profile, write_profile
 from varuna_capslog.varuna_plugin import options
@@ -92,7 +92,7 @@ def test_cuts_are_searched_for_as_many_stages_as_varuna_has(tmp_path: Path) -> N
             assert max(sum(LAYERS[a:b]) for a, b in itertools.pairwise((*cuts, 7))) == best
     # another planner, other cuts: equally many layers
     plugin.configure(profile=profile, planner="varuna")
-    assert options.current().cuts_for(7, 3) == search.plan(profile, 3, planner="varuna").cuts != cuts
+    assert options.current().cuts_for(7, 3) == asking.plan(profile, 3, planner="varuna").cuts != cuts
 
 
 def test_what_does_not_fit_is_said_before_anything_is_built() -> None:

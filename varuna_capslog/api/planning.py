@@ -12,13 +12,11 @@ from varuna_capslog.api.estimating import Estimate, estimated
 from varuna_capslog.api.pictures import Picture, drawn
 from varuna_capslog.base import fields, units
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.gpus import gpu_of
 from varuna_capslog.base.tables import Table
-from varuna_capslog.config.defaults import MICROBATCHES_PER_DEVICE
 from varuna_capslog.plans.plan import Plan, write_plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.reports.tables import plan_table
-from varuna_capslog.start.ordinary import OrdinaryModel, ordinary_config
+from varuna_capslog.start.ordinary import OrdinaryModel, config_of_profile, ordinary_config
 
 if TYPE_CHECKING:
     import os
@@ -137,33 +135,20 @@ def plan(
     Raises:
         CapslogError: more devices than layers, an unknown planner, and what `capslog.estimate` raises.
     """
-    capacity = _with_units(capacity)
-    if isinstance(model, Profile):
-        given = {"sample": sample, "device": device, "settings": settings}
-        if said := [name for name, value in given.items() if value is not None]:
-            raise CapslogError(f"{said[0]} goes with a model; a profile is of one model and device, so leave it out")
-        from varuna_capslog.start.of_profile import plan_of_profile
-
-        kind = gpu_of(f"cuda:{model.conditions.get('gpu')}")
-        limit = _bytes(capacity) if capacity is not None else None if kind is None else kind.memory_bytes
-        devices = fields.whole(devices, "devices", minimum=1)
-        samples = model.conditions.get("microbatch_size", 1) * devices * MICROBATCHES_PER_DEVICE
-        found = plan_of_profile(model, devices, planner, None, limit, minibatch_size or samples)
-        return ModelPlan(**vars(found), profile=model)
     from varuna_capslog.start.prepare import estimate_memo, plan_run
 
-    devices = fields.whole(devices, "devices", minimum=1)
-    pipeline = {"devices": devices, "planner": planner, "capacity": capacity}
-    config = ordinary_config(
-        OrdinaryModel(model, sample),
-        {name: value for name, value in pipeline.items() if value is not None},
-        minibatch_size,
-        device,
-        settings=settings,
-    )
+    keys = {"devices": fields.whole(devices, "devices", 1), "planner": planner, "capacity": _with_units(capacity)}
+    pipeline = {name: value for name, value in keys.items() if value is not None}
+    if isinstance(model, Profile):
+        given = {"sample": sample, "device": device}
+        if said := [name for name, value in given.items() if value is not None]:
+            raise CapslogError(f"{said[0]} goes with a model; a profile is of one model and device, so leave it out")
+        config = config_of_profile(model, pipeline, minibatch_size, settings)
+        return ModelPlan(**vars(plan_run(config, model)), profile=model)
+    config = ordinary_config(OrdinaryModel(model, sample), pipeline, minibatch_size, device, settings=settings)
     memo = estimate_memo(config)
     costs: Estimate = estimated(config, memo)
-    return ModelPlan(**vars(plan_run(config, costs, memo=memo)), profile=costs)
+    return ModelPlan(**vars(plan_run(config, costs, memo)), profile=costs)
 
 
 def _with_units(capacity: int | str | Sequence[int | str] | None) -> int | str | list[int | str] | None:
@@ -173,9 +158,3 @@ def _with_units(capacity: int | str | Sequence[int | str] | None) -> int | str |
     if isinstance(capacity, int):
         return units.with_unit(capacity)
     return [size if isinstance(size, str) else units.with_unit(size) or 0 for size in capacity]
-
-
-def _bytes(capacity: int | str | Sequence[int | str]) -> int | list[int]:
-    if isinstance(capacity, Sequence) and not isinstance(capacity, str):
-        return [units.parse_memory(size, f"capacity[{number}]") for number, size in enumerate(capacity)]
-    return units.parse_capacity(capacity)

@@ -149,9 +149,10 @@ def simulate(given: SimulateFlags) -> None:
 
     if played.planner == MADPIPE:
         from varuna_capslog.planning.placed.periodic import two_versions_note
+        from varuna_capslog.planning.problem import Problem
 
         limits = played.capacities_of(range(played.num_ranks))
-        if (said := two_versions_note(costs, played.num_ranks, limits, link)) is not None:
+        if (said := two_versions_note(Problem.of(costs, played.num_ranks, limits, link=link))) is not None:
             shared.say(f"note: {said}", err=True)
     if given.output is not None:
         shared.say(

@@ -120,6 +120,10 @@ class Pipeline(Section):
     profile.device names, else with planner budget what the device has (of a CPU's memory an equal part for every rank),
     else no limit."""
 
+    speeds: list[Annotated[float, Field(gt=0, le=1)]] | None = None
+    """Speed of each device of a pipeline beside that of the profile's device, the fastest, above 0 and at most 1; null:
+    all are as fast."""
+
     host_tier: str = "memory"
     """Where a plan's memory intervals offload to: memory (the host's, pinned for CUDA), or a folder for files that are
     mapped into memory. On a CPU only a folder spares memory, best one on a fast disk of this machine."""
@@ -208,6 +212,11 @@ class Pipeline(Section):
             raise ValueError(
                 f"pipeline.node_devices={self.node_devices} does not divide pipeline.devices={self.devices}; all nodes "
                 "must have the same number of devices"
+            )
+        if self.speeds is not None and len(self.speeds) != self.devices:
+            raise ValueError(
+                f"pipeline.speeds lists {len(self.speeds)} number(s) for pipeline.devices={self.devices}; give one per "
+                "device"
             )
         if isinstance(self.capacity, list) and len(self.capacity) != self.devices:
             raise ValueError(
@@ -333,7 +342,8 @@ class Config(Section):
                     f"pipeline.replicas={replicas} does not divide the {microbatches} microbatches of a step "
                     "(train.minibatch_size / train.microbatch_size); change one of the three"
                 )
-            self.train.accumulation_blocks = blocks = replicas
+            blocks = replicas
+            self.train.leave_blocks_open(blocks)
         if microbatches % blocks or blocks % replicas:
             raise ValueError(
                 f"train.accumulation_blocks={blocks} must divide the {microbatches} microbatches of a step and be a "
@@ -344,10 +354,12 @@ class Config(Section):
     @model_validator(mode="after")
     def _settle_planner(self) -> Config:
         pipeline = self.pipeline
+        if pipeline.planner == defaults.ALL:
+            pipeline.planner = defaults.FASTEST
         if pipeline.planner == defaults.PLANNER:
             pipeline.settle_planner(self._default_planner())
         given = pipeline.cuts is not None or pipeline.plan is not None
-        if pipeline.schedule == "auto" and (pipeline.planner not in (defaults.FASTEST, defaults.ALL) or given):
+        if pipeline.schedule == "auto" and (pipeline.planner != defaults.FASTEST or given):
             pipeline.schedule = "varuna"
         return self
 

@@ -6,7 +6,7 @@ import math
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, field_serializer, model_validator
 
 from varuna_capslog.config.section import FUNCTION, Section
 
@@ -59,8 +59,9 @@ class Train(Section):
     """Fixes the initial weights, the order of the samples, augmentation and dropout."""
 
     accumulation_blocks: int | None = Field(None, gt=0)
-    """Groups of microbatches whose gradients are summed before the groups are added; null means pipeline.replicas.
-    Runs with equal blocks give equal sums, whatever the number of replicas."""
+    """Groups of microbatches whose gradients are summed before the groups are added; null: planner budget, joint or one
+    that gives stages replicas chooses them at the start, else pipeline.replicas. Runs with equal blocks give equal
+    sums, whatever the number of replicas."""
 
     optimizer: str = Field("adamw", pattern=rf"^([A-Za-z]\w*|{FUNCTION})$")
     """adamw, or the name of any class in torch.optim (sgd, adam, adafactor, ...), or package.module:Class of one with
@@ -161,6 +162,27 @@ class Train(Section):
 
     threads: int = Field(1, gt=0)
     """CPU threads of each worker. One thread makes sums repeat bit for bit."""
+
+    _blocks_open: bool = PrivateAttr(default=False)
+
+    @field_serializer("accumulation_blocks", when_used="json")
+    def _open_blocks(self, blocks: int | None) -> int | None:
+        return None if self._blocks_open else blocks
+
+    @property
+    def blocks_are_open(self) -> bool:
+        """Whether a planner may choose the accumulation blocks."""
+        return self._blocks_open
+
+    def leave_blocks_open(self, blocks: int) -> None:
+        """Sets the number that counts until a planner has chosen one."""
+        self.accumulation_blocks, self._blocks_open = blocks, True
+
+    def with_blocks(self, blocks: int) -> Train:
+        """The same keys with a number of accumulation blocks that stays."""
+        train = self.model_copy(update={"accumulation_blocks": blocks})
+        train._blocks_open = False
+        return train
 
     @property
     def types(self) -> str:

@@ -7,7 +7,6 @@ rank keeps for others, lie beside training and count against its device. Pure; n
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -15,20 +14,20 @@ from typing import Any
 from varuna_capslog.membership.candidates import Candidates
 from varuna_capslog.membership.recovery import Seat, speeds_of
 from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.planners import AUTOMATIC, BUDGET
+from varuna_capslog.planners import BUDGET
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.layerwise import least_seconds
-from varuna_capslog.planning.placed.equal_pipelines import equal_pipelines_plan
-from varuna_capslog.planning.placed.graphs import faster_plan
+from varuna_capslog.planning.placed.graphs import GRAPH_SCHEDULES
 from varuna_capslog.planning.playing import even_share_seconds, with_step_seconds
+from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.ranks import judged, with_stage_bytes
+from varuna_capslog.planning.solve import solve
 from varuna_capslog.planning.verdict import HostMemory
 from varuna_capslog.plans.parts import PlanRank
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.beside import with_beside
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
-from varuna_capslog.schedules.shape import AUTO_SCHEDULE
 
 __all__ = ["Budgeted", "neighbours"]
 
@@ -43,14 +42,9 @@ class Budgeted:
         profile: with seconds.
         run: the whole step; its schedule may be left open.
         beside: bytes on the device beside training, per layer that a rank owns.
-        tier, link: as in `equal_pipelines_plan`.
+        tier, link: see `Problem`.
         limit_seconds: when to end a search; None: when all is searched.
-
-    Attributes:
-        graphs: a single pipeline may have branches and replicas of single stages instead.
     """
-
-    graphs = False
 
     def __init__(
         self,
@@ -61,7 +55,7 @@ class Budgeted:
         link: Link | None = None,
         limit_seconds: float | None = None,
     ) -> None:
-        self._profile, self._run, self._tier, self._link = profile, run, tier, link
+        self._profile, self._run, self._tier, self._link = profile, run, tier or HostMemory(), link or Link()
         self._held, self._limit_seconds = with_beside(profile, beside), limit_seconds
         self._known: dict[tuple[int, tuple[int, ...], tuple[int, ...], tuple[float, ...]], Plan] = {}
         self._new: list[Any] = []
@@ -73,12 +67,10 @@ class Budgeted:
     ) -> Budgeted | None:
         """None where the run's planner is another one, or the profile does not tell seconds and bytes of the run."""
         profile, beside = candidates.profile, candidates.beside
-        ours = candidates.planner in (BUDGET, AUTOMATIC) and candidates.described and candidates.timed
+        ours = candidates.planner == BUDGET and candidates.described and candidates.timed
         if not ours or profile is None:
             return None
-        found = cls(profile, run, beside or [0] * profile.num_layers, tier, link, limit_seconds)
-        found.graphs = candidates.planner == AUTOMATIC
-        return found
+        return cls(profile, run, beside or [0] * profile.num_layers, tier, link, limit_seconds)
 
     def plan(self, seats: Sequence[Seat], copies: Sequence[int] = (), replicas: int = 1) -> Plan:
         """The plan of so many equal pipelines for the devices of these seats, by rank; where none fits, the one that
@@ -107,11 +99,11 @@ class Budgeted:
     def least_seconds(self, devices: int, replicas: int) -> float:
         """No plan of so many equal pipelines on these devices has a shorter step, whatever their memory."""
         key = min(devices // replicas, self._profile.num_layers), replicas
-        if self.graphs and replicas == 1:
+        if replicas == 1 and self._run.schedule in GRAPH_SCHEDULES:
             return even_share_seconds(self._profile, self._run.microbatches, key[0])
         if key not in self._least:
             share = self._run if replicas == 1 else self._run.share(replicas)
-            self._least[key] = least_seconds(self._profile, key[0], share, self._link)
+            self._least[key] = least_seconds(Problem.of(self._profile, key[0], None, share, self._link))
         return self._least[key]
 
     def prepare(self, devices: int) -> None:
@@ -155,22 +147,28 @@ class Budgeted:
             limits = [max(1, headroom.device(size)) for size in left]
         of_rank = zip_longest(limits, speeds[: len(own)])
         devices = [PlanRank(capacity_bytes=size, speed=speed) for size, speed in of_rank]
-        held, limit = self._held, self._limit_seconds
-        begun = time.perf_counter()
-        found = equal_pipelines_plan(held, replicas, devices, self._run, self._link, self._tier, limit)
-        if self.graphs and replicas == 1 and not speeds and self._run.schedule == AUTO_SCHEDULE:
-            usable = [size for size in limits if size is not None] or None
-            until = None if limit is None else begun + limit
-            found = faster_plan(held, found, len(own), usable, self._run, self._link, until, "run")
-        run = dataclasses.replace(self._run, schedule=found.schedule or self._run.schedule)
-        verdict = judged(self._held, found, run, tier=self._tier)
+        problem = Problem(
+            self._held,
+            tuple(devices),
+            self._run,
+            pipelines=replicas,
+            link=self._link,
+            tier=self._tier,
+            members_change=True,
+            search_seconds=self._limit_seconds,
+        )
+        verdict = solve(problem, BUDGET)
+        run = dataclasses.replace(self._run, schedule=verdict.schedule or self._run.schedule)
         bare = dataclasses.replace(
-            found,
+            verdict,
             ranks=tuple(
                 dataclasses.replace(one, capacity_bytes=size or None)
-                for one, size in zip(found.ranks, own, strict=True)
+                for one, size in zip(verdict.ranks, own, strict=True)
             ),
             profile_digest=profile.digest,
+            fits=None,
+            shortfall=None,
+            notes=(),
         )
         plan = judged(profile, bare, run, tier=self._tier)
         if not verdict.fits:

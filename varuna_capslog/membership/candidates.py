@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import AUTO, MEMORY_MODELS, NEVER, StageCosts, resolve
 from varuna_capslog.memory.costs import RangeCosts, raised
 from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.planners import AUTOMATIC, BUDGET, JOINT, PLANNER_NAMES, PLANNERS
+from varuna_capslog.planners import BUDGET, JOINT, PLANNERS
 from varuna_capslog.planners.exact import exact_cuts, fewest_devices
 from varuna_capslog.planners.pipelines import waiting_blocks
 from varuna_capslog.planners.seconds import LayerSeconds, Link, step_player
 from varuna_capslog.planners.throughput import fastest_cuts
+from varuna_capslog.planning.registry import NOT_ASKED_ANEW, planner_named
 from varuna_capslog.planning.simulation import UPDATE_RATE
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
@@ -33,10 +33,7 @@ Floats = NDArray[np.float64]
 Speeds = tuple[float, ...] | None
 """Of the device of each stage beside the fastest, at most 1; None: all are alike."""
 
-_SLOW = ("mcap-bf", "mcap-bo")
-"""Planners that take seconds or more; `exact` finds what the first of them finds."""
-
-BY_TIME = ("throughput", BUDGET, JOINT, AUTOMATIC)
+BY_TIME = ("throughput", BUDGET, JOINT)
 """Planners that look at seconds, and at capacities."""
 
 _NARROW = 32
@@ -84,7 +81,7 @@ class Candidates:
         profile: of the chain; None: `layer_bytes` are the layers' weights, and neither bytes nor seconds are predicted.
         layer_bytes: state of each layer.
         run: the whole step, over all replicas, which divide its blocks.
-        planner, memory: as in `search.plan`; with `joint`, `budget` and `auto` equal pipelines are cut as `throughput`
+        planner, memory: see `Problem`; with `joint` and `budget` equal pipelines are cut as `throughput`
             does.
         beside: bytes on the device beside training, per layer that a rank owns; default none.
         link: between ranks, in a pipeline and across; by default transfers take no time.
@@ -108,12 +105,8 @@ class Candidates:
 
     def __post_init__(self) -> None:
         self.num_layers = len(self.layer_bytes)
-        fields.refuse_unknown([self.planner], [*PLANNER_NAMES, BUDGET, JOINT, AUTOMATIC], "planner")
-        if self.planner in _SLOW:
-            raise CapslogError(
-                f"planner {self.planner!r} weighs cut lists one by one, which takes too long while a run stands still; "
-                "set pipeline.planner to exact"
-            )
+        if not planner_named(self.planner).elastic:
+            raise CapslogError(f"planner {self.planner!r} {NOT_ASKED_ANEW}")
         if self.planner == JOINT and self.max_replicas is not None:
             raise CapslogError(
                 f"planner 'joint' shares devices out among pipelines, but at most {self.max_replicas} can run here; "

@@ -1,6 +1,6 @@
 """Joint plans for the members of a run: pipelines of any length for any number of devices, none idle where it helps.
 
-Asked at every change where `pipeline.planner` is `joint` or `auto`; equal pipelines stand in where there is no such
+Asked at every change where `pipeline.planner` is `joint` or `budget`; equal pipelines stand in where there is no such
 plan. Pure; no torch.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 
 from varuna_capslog.membership.candidates import Candidates
-from varuna_capslog.planners import AUTOMATIC, JOINT
+from varuna_capslog.planners import BUDGET, JOINT
 from varuna_capslog.planners.joint import Device, JointPlan, best_fleet_of_run
 from varuna_capslog.plans.plan import Plan
 
@@ -30,7 +30,7 @@ class Fleets:
     @classmethod
     def of(cls, candidates: Candidates) -> Fleets | None:
         """None where the run's planner is another one, or the profile does not tell seconds and bytes of the run."""
-        found = candidates.planner in (AUTOMATIC, JOINT) and candidates.described and candidates.timed
+        found = candidates.planner in (BUDGET, JOINT) and candidates.described and candidates.timed
         return cls(candidates) if found else None
 
     def _plan(self, kinds: tuple[tuple[int, float], ...]) -> Plan | None:

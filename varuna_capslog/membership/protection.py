@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.config.settings import Config
@@ -15,13 +16,12 @@ from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.redundancy import Reserve, reserves
 from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.planners import AUTOMATIC
 from varuna_capslog.planning.verdict import MemoryVerdict, capacities_of_devices, judge_ranks
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.conditions import kept_copies
 from varuna_capslog.profiles.record import Profile
 
-__all__ = ["budget_with_reserves", "describe_reserves", "state_bytes", "with_reserves"]
+__all__ = ["RunProtection", "describe_reserves", "state_bytes"]
 
 
 def state_bytes(profile: Profile) -> tuple[list[int], list[int]] | None:
@@ -55,42 +55,49 @@ def describe_reserves(found: Mapping[Member, Reserve]) -> str:
     )
 
 
-def budget_with_reserves(config: Config, profile: Profile) -> Plan | None:
-    """Before a run: the plan of planner `budget` for the config's pipelines on equal hosts, in which protection has
-    room; None where nothing limits it, or what protection takes is not known. With planner `auto` the plan that a
-    member would propose for these hosts, also where nothing limits it.
-
-    Raises CapslogError as `Placer`.
-    """
-    limits, sizes = capacities_of_devices(config.pipeline.capacity, config.pipeline.devices), state_bytes(profile)
-    proposed = config.pipeline.planner == AUTOMATIC
-    if sizes is None or (limits is None and not proposed):
-        return None
-    limits = limits or [0] * config.pipeline.devices
-    placer = Placer.of_config(config, profile, *sizes, edges=profile.known_edges or ())
-    every = limits * config.pipeline.replicas
-    seats = [Seat(f"rank {rank}", f"host {rank}", size) for rank, size in enumerate(every)]
-    if placer.budgeted is None:
-        return None
-    found = placer.propose(seats) if proposed else None
-    return found or placer.budget_plan(seats, config.pipeline.replicas)
-
-
-def with_reserves(config: Config, profile: Profile, plan: Plan, find: Callable[..., Plan]) -> tuple[Plan, list[int]]:
-    """Before a run: a plan of any form with what protection takes in its notes, and the bytes of each stage's snapshot.
-
-    Snapshots and copies lie on the device beside training, so a plan that fits without them may not fit with them.
-    Every rank is taken to be on a host of its own. Where a capacity is given that the plan keeps to without snapshots
-    and not with them, one pipeline is cut anew with them, unless the config fixes the cuts; where that does not help it
-    does not fit. Copies that find no room are said, not refused: the run trains without that protection.
-
-    Args:
-        plan: with the bytes of its ranks. One of the short form stands in the config's replicas.
-        find: `search.plan` for this run, without capacity and cuts.
+@dataclass(frozen=True)
+class RunProtection:
+    """What protects a run before it begins, its hosts taken to be equal; a `planning.solve.Protection`.
 
     Raises:
         CapslogError: as `Placer`: what a run that changes its members cannot be planned with.
     """
+
+    config: Config
+    profile: Profile
+
+    def plan(self) -> Plan | None:
+        """The plan of planner `budget` that a member would propose for these devices, in which protection has room;
+        None where what protection takes is not known.
+        """
+        pipeline, sizes = self.config.pipeline, state_bytes(self.profile)
+        if sizes is None:
+            return None
+        placer = Placer.of_config(self.config, self.profile, *sizes, edges=self.profile.known_edges or ())
+        if placer.budgeted is None:
+            return None
+        limits = capacities_of_devices(pipeline.capacity, pipeline.devices) or [0] * pipeline.devices
+        every = enumerate(limits * pipeline.replicas)
+        seats = [Seat(f"rank {rank}", f"host {rank}", size) for rank, size in every]
+        return placer.propose(seats) or placer.budget_plan(seats, pipeline.replicas)
+
+    def reserve(self, plan: Plan, find: Callable[..., Plan]) -> tuple[Plan, list[int]]:
+        """A plan of any form with what protection takes in its notes, and the bytes of each stage's snapshot.
+
+        Snapshots and copies lie on the device beside training, so a plan that fits without them may not fit with them.
+        Every rank is taken to be on a host of its own. Where a capacity is given that the plan keeps to without
+        snapshots and not with them, one pipeline is cut anew with them, unless the config fixes the cuts; where that
+        does not help it does not fit. Copies that find no room are said, not refused: the run trains without that
+        protection.
+
+        Args:
+            plan: with the bytes of its ranks. One of the short form stands in the config's replicas.
+            find: see `planning.solve.Protection`.
+        """
+        return _with_reserves(self.config, self.profile, plan, find)
+
+
+def _with_reserves(config: Config, profile: Profile, plan: Plan, find: Callable[..., Plan]) -> tuple[Plan, list[int]]:
     pipeline, replicas = config.pipeline, config.pipeline.replicas
     sizes = state_bytes(profile)
     if sizes is None:

@@ -27,11 +27,9 @@ from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 
 __all__ = [
-    "AUTOMATIC",
     "BALANCED",
     "BUDGET",
     "DEFAULT_MICROBATCHES_PER_STAGE",
-    "EVERY_PLANNER",
     "JOINT",
     "LAYERWISE",
     "MADPIPE",
@@ -86,14 +84,8 @@ MADPIPE = "madpipe"
 WHOLE_RUN = (*REPLICATED, MADPIPE)
 """Planners whose plans keep everything, and have blocks and lists of actions of their own choice."""
 
-EVERY_PLANNER = (*PLANNER_NAMES, *BALANCED, *LAYERWISE, *WHOLE_RUN)
-"""Every planner but `JOINT` and `AUTOMATIC`."""
-
 JOINT = "joint"
 """The planner that chooses pipelines of different length together (`joint`); the others plan one pipeline."""
-
-AUTOMATIC = defaults.ALL
-"""Asks the others (`planning/automatic`) and takes the fastest plan that fits."""
 
 DEFAULT_MICROBATCHES_PER_STAGE = defaults.MICROBATCHES_PER_DEVICE
 """What is planned for where the number of microbatches is not known."""

@@ -348,7 +348,8 @@ class _FleetSearch:
         ranks = []
         for number, device in enumerate(self.devices):
             known = of_rank.get(number, (None, None))
-            ranks.append(PlanRank(known[0], seconds=known[1], capacity_bytes=device.capacity))
+            speed = device.speed if device.speed < 1 else None
+            ranks.append(PlanRank(known[0], None, known[1], device.capacity, speed))
         return Plan(
             num_layers,
             tuple(stages),

@@ -23,11 +23,11 @@ from varuna_capslog.planners import find_cuts
 from varuna_capslog.planners.budget import BudgetSearch, kept_bound, kept_cuts
 from varuna_capslog.planners.intervals import EXACT_LAYERS
 from varuna_capslog.planners.layerwise import Intervals, Layerwise, StageChoice
-from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.nearby import Cheapest, improved, weighings
 from varuna_capslog.planning.playing import SAME, even_share_seconds, with_step_seconds
+from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.ranks import Known, judged
-from varuna_capslog.planning.verdict import HostMemory, predictable
+from varuna_capslog.planning.verdict import predictable
 from varuna_capslog.planning.wider import LOOPED, STARRED, WIDER, limited, looped
 from varuna_capslog.plans.parts import MemoryInterval
 from varuna_capslog.plans.plan import Plan
@@ -48,15 +48,7 @@ PlanOf = Callable[[Sequence[StageChoice], RunShape], Plan]
 """Stages and a run -> their plan, not judged."""
 
 
-def fastest_plan(
-    profile: Profile,
-    chain: Layerwise,
-    plan_of: PlanOf,
-    schedules: Sequence[str],
-    link: Link | None = None,
-    tier: HostMemory | None = None,
-    limit_seconds: float | None = None,
-) -> Plan:
+def fastest_plan(problem: Problem, chain: Layerwise, plan_of: PlanOf, schedules: Sequence[str]) -> Plan:
     """The plan with the shortest simulated step of those that fit, of equal ones that of the smallest peak; where none
     was found that fits, the one that lacks least.
 
@@ -68,11 +60,12 @@ def fastest_plan(
             cuts of `throughput` and `exact` alone.
         schedules: to choose from; those that the profile does not know enough for are left out if there are others.
             Those of `wider.WIDER` are no part of the search space: some plans of them are weighed beside it.
-        limit_seconds: when to end the search. It is looked at between its parts, and some plan is always weighed.
+
+    The end of the search (`search_seconds`) is looked at between its parts, and some plan is always weighed.
 
     Raises CapslogError where the profile does not tell the halves of split backwards, which the schedule has.
     """
-    search = _Candidates(profile, chain, plan_of, schedules, link, tier, limit_seconds)
+    search = _Candidates(problem, chain, plan_of, schedules)
     all_fit = search.weigh_kept()
     search.weigh_cuts()
     if not all_fit:
@@ -128,24 +121,16 @@ class _Candidates:
     bound: seconds below which no plan of the search space is, without the update. chains: by schedule.
     """
 
-    def __init__(
-        self,
-        profile: Profile,
-        chain: Layerwise,
-        plan_of: PlanOf,
-        schedules: Sequence[str],
-        link: Link | None,
-        tier: HostMemory | None,
-        limit_seconds: float | None,
-    ) -> None:
+    def __init__(self, problem: Problem, chain: Layerwise, plan_of: PlanOf, schedules: Sequence[str]) -> None:
         assert chain.question is not None, "made by Layerwise.of_profile"
-        self.profile, self.chain, self.plan_of, self.link, self.tier = profile, chain, plan_of, link, tier
+        profile, self.chain, self.plan_of = problem.profile, chain, plan_of
+        self.profile, self.link, self.tier = profile, problem.link, problem.tier
         self.run, self.seconds = chain.question.run, chain.question.seconds
         self.schedules = schedules
         self.chains = {name: chain.under(name) for name in schedules if name not in WIDER} or {
             "1f1b": chain.under("1f1b")
         }
-        self.end = None if limit_seconds is None else time.perf_counter() + limit_seconds
+        self.end = problem.search_seconds and time.perf_counter() + problem.search_seconds
         self.best: _Weighed | None = None
         self._asked: _Weighed | None = None
         """The best of those under a schedule that is asked for."""

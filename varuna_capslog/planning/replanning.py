@@ -12,14 +12,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.memory import AUTO
-from varuna_capslog.planners import JOINT, PLANNER_NAMES
-from varuna_capslog.planners.joint import Device
+from varuna_capslog.planners import JOINT
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.search import joint_plan, plan
-from varuna_capslog.planning.simulation import simulate_plan
+from varuna_capslog.planning.problem import Problem
+from varuna_capslog.planning.registry import REGISTRY, planner_named
+from varuna_capslog.planning.solve import solve
 from varuna_capslog.planning.trace_replay import Deployment
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
@@ -30,11 +28,12 @@ from varuna_capslog.schedules import DEFAULT_RUN, RunShape
 class Replanner:
     """Number of devices -> `Deployment`, None where nothing fits.
 
-    planner: `joint`, or one of PLANNER_NAMES for one pipeline of as many devices as there are layers, at most.
+    planner: one that elastic runs may ask; other planners than `joint` plan one pipeline of as many devices as there
+        are layers, at most.
     minibatch_size: samples of a step, whatever the number of devices; a multiple of the profile's microbatch size.
     capacity: bytes of every device; None: no limit.
     run: its schedule, recompute and stage_inputs are read.
-    blocks: accumulation blocks, for `joint`; None: every microbatch is one.
+    blocks: accumulation blocks; None: the planner chooses.
     """
 
     profile: Profile
@@ -47,7 +46,9 @@ class Replanner:
     _known: dict[int, Deployment | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        fields.refuse_unknown([self.planner], [JOINT, *PLANNER_NAMES], "planner")
+        if not planner_named(self.planner).elastic:
+            names = ", ".join(name for name, planner in REGISTRY.items() if planner.elastic)
+            raise CapslogError(f"planner {self.planner} is not asked anew after a membership change; choose {names}")
         size = self.microbatch_size
         if self.minibatch_size < size or self.minibatch_size % size:
             raise CapslogError(
@@ -67,39 +68,25 @@ class Replanner:
         if devices in self._known:
             known = self._known[devices]
             return None if known is None else replace(known, search_seconds=time.perf_counter() - begun)
-        found = self._joint(devices) if self.planner == JOINT else self._single(devices)
-        if found is not None and found.samples_per_second == float("inf"):
-            raise CapslogError("a step takes no time: all seconds of the profile are 0; profile again")
-        self._known[devices] = found
-        return found
-
-    def _joint(self, devices: int) -> Deployment | None:
-        alike = [Device(self.capacity)] * devices
-        answer = joint_plan(self.profile, alike, self.minibatch_size, self.blocks, self.run, link=self.link)
-        if answer.step_seconds is None:
-            # no fleet was found; the one pipeline that is answered instead may fit all the same
-            return self._played(answer.plan)
-        stages = [len(one.cuts) for one in answer.pipelines]
-        return self._deployment(answer.plan, answer.step_seconds, devices - len(answer.idle), stages)
-
-    def _single(self, devices: int) -> Deployment | None:
-        stages = min(devices, self.profile.num_layers)
-        run = replace(self.run, num_microbatches=self.minibatch_size // self.microbatch_size)
-        return self._played(plan(self.profile, stages, self.planner, AUTO, self.capacity, run, self.link))
-
-    def _played(self, found: Plan) -> Deployment | None:
-        """The deployment of one pipeline; None where it does not fit."""
-        if found.fits is False:
-            return None
-        count = self.minibatch_size // self.microbatch_size
-        step = simulate_plan(
-            self.profile, found, num_microbatches=count, recompute=self.run.recompute, run=self.run, link=self.link
+        width = devices if self.planner == JOINT else min(devices, self.profile.num_layers)
+        run = replace(
+            self.run, num_microbatches=self.minibatch_size // self.microbatch_size, num_blocks=self.blocks or 1
         )
-        return self._deployment(found, step.step_seconds, len(found.stages), [len(found.stages)])
+        problem = Problem.of(self.profile, width, self.capacity, run, self.link)
+        problem = replace(problem, blocks_open=self.blocks is None)
+        self._known[devices] = deployment = self._deployment(solve(problem, self.planner))
+        return deployment
 
-    def _deployment(self, found: Plan, step_seconds: float, used: int, stages: Sequence[int]) -> Deployment:
-        rate = self.minibatch_size / step_seconds if step_seconds > 0 else float("inf")
-        return Deployment(rate, used, found.search_seconds or 0.0, _describe(stages))
+    def _deployment(self, plan: Plan) -> Deployment | None:
+        """None where the plan does not fit."""
+        if plan.fits is False:
+            return None
+        if plan.step_seconds is None:
+            raise CapslogError("the profile has not the seconds of its layers; profile again")
+        if plan.step_seconds == 0:
+            raise CapslogError("a step takes no time: all seconds of the profile are 0; profile again")
+        rate, ranks = self.minibatch_size / plan.step_seconds, {stage.rank for stage in plan.stages}
+        return Deployment(rate, len(ranks), plan.search_seconds or 0.0, _describe([len(path) for path in plan.paths()]))
 
 
 def _describe(stages: Sequence[int]) -> str:

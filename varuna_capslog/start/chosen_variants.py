@@ -14,16 +14,14 @@ from typing import TYPE_CHECKING
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.config.settings import Config
 from varuna_capslog.planners import BUDGET
-from varuna_capslog.planning.layerwise import budget_plan, check_memory, judged_whole, layerwise_plan
+from varuna_capslog.planning.problem import Problem
+from varuna_capslog.planning.solve import solve
 from varuna_capslog.planning.variant_search import VariantChoice, choose_variants
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.variants import alternatives_of, compile_seconds
-from varuna_capslog.schedules import RunShape
 from varuna_capslog.start.default_planner import with_defaults
-from varuna_capslog.start.layerwise_start import asks_layerwise, configured_link
 
 if TYPE_CHECKING:
-    from varuna_capslog.planners.seconds import Link
     from varuna_capslog.profiles.record import Profile
     from varuna_capslog.profiling.estimate import Memo
 
@@ -50,11 +48,12 @@ def may_choose(config: Config) -> bool:
     planner than budget.
     """
     pipeline = config.pipeline
-    return not config.variants and config.numerics != "same" and pipeline.planner == BUDGET and asks_layerwise(config)
+    chooses = pipeline.planner == BUDGET and pipeline.cuts is None and pipeline.plan is None
+    return chooses and not config.variants and config.numerics != "same"
 
 
 def with_chosen_variants(
-    config: Config, profile: Profile, memo: Memo | None, link: Link | None = None, say: Callable[[str], object] = print
+    config: Config, profile: Profile, memo: Memo | None, say: Callable[[str], object] = print
 ) -> Config:
     """The config with the variants of the fastest plan that fits; the same config where it names some itself, allows
     none, or has another planner than budget.
@@ -80,7 +79,7 @@ def with_chosen_variants(
     workload, refused = load_workload(config), dict[int, list[str]]()
     full = profile if memo is None else _estimated(config, profile, memo, say)
     while alternatives_of(full):
-        found = _searched(decided, full, link)
+        found = _searched(decided, full)
         checks = check_variants(
             plain_chain(workload), found.chosen, workload.profile_inputs(config.train.microbatch_size)
         )
@@ -122,21 +121,13 @@ def _without(profile: Profile, refused: Mapping[int, Sequence[str]]) -> Profile:
     return dataclasses.replace(profile, observations=tuple(rows))
 
 
-def _searched(config: Config, profile: Profile, link: Link | None) -> VariantChoice:
-    pipeline, run = config.pipeline, RunShape.of_config(config).share(config.pipeline.replicas)
+def _searched(config: Config, profile: Profile) -> VariantChoice:
+    problem = Problem.of_config(config, profile)
 
-    alone = pipeline.replicas == 1 and not config.elastic.enabled
-    limit, where = pipeline.search_seconds, configured_link(config, link)
-    check_memory(BUDGET, pipeline.memory)
+    def plan_of(changed: Profile) -> Plan:
+        return solve(dataclasses.replace(problem, profile=changed), BUDGET, weighs_others=False)
 
-    def plan_of(one: Profile) -> Plan:
-        if alone:
-            found = budget_plan(one, pipeline.devices, pipeline.capacity, run, where, None, limit)
-        else:
-            found = layerwise_plan(one, pipeline.devices, BUDGET, pipeline.capacity, run, where, None, limit)
-        return judged_whole(one, found, pipeline.devices, run)
-
-    return choose_variants(profile, pipeline.devices, run.microbatches, plan_of)
+    return choose_variants(profile, problem.width, problem.share.microbatches, plan_of)
 
 
 def _sentence(config: Config, profile: Profile, found: VariantChoice) -> str:

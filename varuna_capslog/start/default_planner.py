@@ -15,6 +15,7 @@ from varuna_capslog.memory.inference import is_for_inference
 from varuna_capslog.memory.inflight import RANKS
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import DEFAULT_RUN, RunShape
+from varuna_capslog.start.ordinary import WITHOUT_MODEL
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
@@ -48,14 +49,14 @@ def with_planner_for(config: Config, profile: Profile) -> Config:
 
 
 def with_default_capacity(config: Config) -> Config:
-    """The config with the memory of this machine's devices, where planner `budget` or `auto` has none to keep to.
+    """The config with the memory of this machine's devices, where planner `budget` has none to keep to.
 
     That is all of an accelerator's, and on a CPU an equal part of the machine's, or of its container's, for every rank.
     The same config where there is a capacity, and for devices that are not here.
     """
     pipeline, device = config.pipeline, config.profile.device or config.device
     given = pipeline.capacity is not None or pipeline.cuts is not None or pipeline.plan is not None
-    if given or pipeline.planner not in (defaults.FASTEST, defaults.ALL):
+    if given or pipeline.planner != defaults.FASTEST or config.workload == WITHOUT_MODEL:
         return config
     sizes = [] if device == "cpu" else _bytes_here(device)
     if not sizes and device not in ("auto", "cpu"):

@@ -17,7 +17,7 @@ from varuna_capslog.base.units import format_bytes
 from varuna_capslog.config.settings import Config
 from varuna_capslog.elastic.network import check_gloo_interfaces
 from varuna_capslog.memory import AUTO, MEMORY_MODELS
-from varuna_capslog.planners import AUTOMATIC, EVERY_PLANNER, JOINT
+from varuna_capslog.planning.registry import planner_named
 from varuna_capslog.start import ENGINES
 from varuna_capslog.training.constants import check_samples
 
@@ -32,7 +32,7 @@ def check_names(config: Config) -> None:
     a network interface; needs no torch.
     """
     check_gloo_interfaces(os.environ)
-    fields.refuse_unknown([config.pipeline.planner], [*EVERY_PLANNER, JOINT, AUTOMATIC], "planner")
+    planner_named(config.pipeline.planner)
     fields.refuse_unknown([config.pipeline.memory], [AUTO, *MEMORY_MODELS], "memory model")
     ENGINES[config.engine].check()
 

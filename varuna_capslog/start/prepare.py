@@ -7,30 +7,24 @@ is refused here.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from varuna_capslog.base import fields, files
 from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError, DoesNotFit, findings_of, settle
+from varuna_capslog.config import defaults
 from varuna_capslog.config.reading import Config, dump_config, load_config
-from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.planners import AUTOMATIC, BUDGET, JOINT
-from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.layerwise import saying_what_fits
-from varuna_capslog.planning.limits import with_limits
-from varuna_capslog.planning.playing import with_step_seconds
-from varuna_capslog.planning.ranks import judged, with_stage_bytes, within_tier
-from varuna_capslog.planning.search import plan as search
-from varuna_capslog.planning.verdict import HostMemory, capacities_of_devices, rehearsed
+from varuna_capslog.planners import BUDGET, JOINT
+from varuna_capslog.planning.problem import Problem
+from varuna_capslog.planning.registry import planner_named
+from varuna_capslog.planning.solve import solve
 from varuna_capslog.plans.parts import PlanRank, Units, grains_of, scheduled
 from varuna_capslog.plans.pipelines import stages_of_pipelines
 from varuna_capslog.plans.plan import Plan, latest_plan, plan_path, read_plan, write_plan
 from varuna_capslog.plans.rules import check_actions
-from varuna_capslog.profiles.conditions import why_few
 from varuna_capslog.profiles.record import write_profile
 from varuna_capslog.profiles.variants import under
 from varuna_capslog.schedules import RunShape
@@ -39,27 +33,19 @@ from varuna_capslog.start.choices import with_choices_of
 from varuna_capslog.start.default_planner import with_defaults
 from varuna_capslog.start.first_checks import check_names, check_optimizer, data_findings, disk_findings
 from varuna_capslog.start.given_plan import given_plan
-from varuna_capslog.start.layerwise_start import (
-    asks_layerwise,
-    check_layerwise,
-    configured_link,
-    plan_layerwise,
-)
 from varuna_capslog.start.named_code import mark_run
-from varuna_capslog.start.replicated_start import (
-    asks_automatic,
-    asks_replicated,
-    check_automatic,
-    check_replicated,
-    plan_automatic,
-    plan_replicated,
-)
+from varuna_capslog.start.ordinary import WITHOUT_MODEL
 from varuna_capslog.training.constants import check_folder
 
 if TYPE_CHECKING:
     from varuna_capslog.model.chain import Chain
     from varuna_capslog.profiles.record import Profile
     from varuna_capslog.profiling.estimate import Memo
+
+_WITHOUT_TIME = (
+    "planned for the smallest peak by planner exact, since the profile has not the seconds and runs of its layers; "
+    "profile again with capslog profile for the shortest step that fits"
+)
 
 __all__ = [
     "estimate_memo",
@@ -131,11 +117,32 @@ def settled_plan(config: Config, show: bool, say: Callable[[str], object]) -> tu
 
     say: told what is chosen, and what it gains.
     """
+    config = _with_kept_blocks(config)
     given, memo, profile = _checked_plan(config), estimate_memo(config), None
     if needs_profile(config, given):
         config, profile = profile_and_variants(config, show, memo, say=say)
     config = with_defaults(config, profile)
-    return config, profile, naming_variants(config, _plan(config, profile, given, memo=memo))
+    plan = naming_variants(config, _plan(config, profile, given, memo))
+    if config.train.blocks_are_open and not plan.short and plan.units.blocks not in (None, config.num_blocks):
+        say(f"{plan.units.blocks} accumulation blocks are chosen, a constant of the run (train.accumulation_blocks)")
+    return config, profile, plan
+
+
+def _kept_config(config: Config) -> Config | None:
+    """The config of the run that this one goes on with; None where it begins anew."""
+    before = config.run_dir / "config.yaml"
+    if config.resume == "never" or not before.exists():
+        return None
+    trained = any((config.run_dir / "checkpoints").glob("step-*")) or (config.run_dir / "held").exists()
+    return load_config(before) if trained else None
+
+
+def _with_kept_blocks(config: Config) -> Config:
+    """The config with the accumulation blocks that its run has had from its first step."""
+    kept = _kept_config(config) if config.train.blocks_are_open else None
+    if kept is None or kept.num_microbatches != config.num_microbatches:
+        return config
+    return config.model_copy(update={"train": config.train.with_blocks(kept.num_blocks)})
 
 
 def estimate_memo(config: Config) -> Memo | None:
@@ -174,7 +181,6 @@ def profile_and_variants(
     config: Config,
     show: bool,
     memo: Memo | None,
-    link: Link | None = None,
     say: Callable[[str], object] = lambda line: None,
 ) -> tuple[Config, Profile]:
     """`profile_run`; where a planner is to choose variants, the config that names them, and the profile of that one.
@@ -185,100 +191,60 @@ def profile_and_variants(
     """
     from varuna_capslog.start.chosen_variants import may_choose, say_what_is_not_estimated, with_chosen_variants
 
-    before = config.run_dir / "config.yaml"
-    if config.resume != "never" and before.exists() and any((config.run_dir / "checkpoints").glob("step-*")):
-        kept = load_config(before)
-        if kept.numerics == config.numerics and not config.variants:
-            config = config.model_copy(update={"variants": kept.variants})
-            return config, profile_run(config, show, memo)
+    kept = _kept_config(config)
+    if kept is not None and kept.numerics == config.numerics and not config.variants:
+        config = config.model_copy(update={"variants": kept.variants})
+        return config, profile_run(config, show, memo)
     say_what_is_not_estimated(config, say)
     measured = config.numerics if memo is None and may_choose(config) else None
     profile = profile_run(config, show, memo, measured)
-    chosen = with_chosen_variants(config, profile, memo, link, say)
+    chosen = with_chosen_variants(config, profile, memo, say)
     if chosen.variants != config.variants:
         return chosen, profile_run(chosen, show, memo)
     return config, profile if measured is None else under(profile, {})
 
 
-def plan_run(config: Config, profile: Profile | None, link: Link | None = None, memo: Memo | None = None) -> Plan:
-    """The configured planner's plan for a profile, or the plan that `pipeline.cuts` gives.
+def plan_run(config: Config, profile: Profile | None, memo: Memo | None = None) -> Plan:
+    """The plan of a config: that of its planner for the profile, or the given cuts or plan, judged by the profile.
 
-    Without a profile (given cuts need none) nothing is predicted and the chain is built to check the cuts. `link` is
-    for planners that need seconds. A given plan is judged by the profile, where there is one, and so are given cuts of
-    several stages per device. `memo` is that of the estimate, where the profile is one.
+    Without a profile (given cuts need none) nothing is predicted and the chain is built to check the cuts. `memo` is
+    that of the estimate, where the profile is one.
     """
-    config = with_defaults(config, profile)
-    return naming_variants(config, _plan(config, profile, _checked_plan(config), link, memo))
+    settled = with_defaults(config, profile)
+    plan = naming_variants(settled, _plan(settled, profile, _checked_plan(settled), memo))
+    before, after = config.pipeline, settled.pipeline
+    if before.planner_is_default and before.planner == defaults.FASTEST != after.planner:
+        plan = dataclasses.replace(plan, notes=(*plan.notes, _WITHOUT_TIME))
+    return plan
 
 
-def _plan(
-    config: Config, profile: Profile | None, given: Plan | None, link: Link | None = None, memo: Memo | None = None
-) -> Plan:
+def _plan(config: Config, profile: Profile | None, given: Plan | None, memo: Memo | None = None) -> Plan:
     """`plan_run`; given: the plan that `pipeline.plan` names, read and checked."""
-    pipeline, link = config.pipeline, configured_link(config, link)
     if profile is None:
-        return given or _of_cuts(config, None, link)
-    cuts, capacity = pipeline.cuts, pipeline.capacity
-    if given is not None and given.short:
-        cuts, capacity = list(given.cut_list), given.capacities_of(given.placement())
-    run = RunShape.of_config(config).share(pipeline.replicas)
-    find = functools.partial(
-        search,
-        profile,
-        pipeline.devices,
-        planner=_planner_of_one(config),
-        memory=pipeline.memory,
-        run=run,
-        link=link,
-        cuts=cuts,
-    )
-    if given is not None and not given.short:
-        plan = _judged(given, config, profile, memo)
-    elif asks_layerwise(config):
-        plan = plan_layerwise(config, profile, link, lambda one, own: _judged(one, own, profile, memo))
-        plan = saying_what_fits(profile, with_stage_bytes(plan), run)
-    elif given is None and (pipeline.rounds > 1 or run.limits_by_plan):
-        plan = _of_cuts(config, profile, link)
-        if run.limits_by_plan:
-            plan = with_limits(profile, plan, RunShape.of_config(config), link)
-        plan = _judged(plan, config, profile, memo)
-    elif asks_automatic(config):
-        plan, config = plan_automatic(config, profile, link, lambda one, own: _judged(one, own, profile, memo))
-    elif asks_replicated(config):
-        plan = plan_replicated(config, profile, link)
-        plan = _judged(plan, with_choices_of(config, plan), profile, memo)
-    elif pipeline.planner == JOINT and cuts is None:
-        from varuna_capslog.start.joint_start import plan_devices
-
-        plan = plan_devices(config, profile, link)
-        if not plan.short and (confirmed := _judged(plan, config, profile, memo)).fits is not None:
-            plan = confirmed  # else the search's own memory model has the last word
-    else:
-        plan = find(capacity=capacity)
-    snapshots = [0] * len(plan.stages)
+        return given or _of_cuts(config)
+    protection = None
     if config.elastic.enabled:
-        from varuna_capslog.membership.protection import with_reserves
+        from varuna_capslog.membership.protection import RunProtection
 
         if config.elastic.rebalance and not profile.timed:
             profile.column("forward_seconds")  # names the layer
             profile.column("backward_seconds")
-        plan, snapshots = with_reserves(config, profile, plan, find)
-    if plan.short and plan.fits and capacity is not None and profile.source == "estimated":
-        from varuna_capslog.profiling.rehearsal import rehearse_config
+        protection = RunProtection(config, profile)
 
-        plan = rehearsed(plan, rehearse_config(config, plan.cut_list, memo=memo), snapshots, Headroom.of(profile), find)
-    if plan.short:
-        plan = within_tier(profile, plan, run, HostMemory.of_config(config))
+    def rehearsal(plan: Plan) -> Sequence[int]:
+        from varuna_capslog.profiling.rehearsal import rehearse_config, rehearse_plan
+
+        chosen = with_choices_of(config, plan)
+        if plan.short:
+            return rehearse_config(chosen, plan.cut_list, memo=memo)
+        return rehearse_plan(chosen, plan, memo=memo)
+
+    problem = Problem.of_config(config, profile, given)
+    confirm = None if config.workload == WITHOUT_MODEL else rehearsal
+    plan = solve(problem, config.pipeline.planner, confirm, protection)
     if given is not None and given.short:
         return plan if plan.fits is False else dataclasses.replace(given, notes=plan.notes)
-    if plan.step_seconds is not None:
-        return plan
-    return with_step_seconds(profile, plan, run if plan.short else RunShape.of_config(config), link)
-
-
-def _planner_of_one(config: Config) -> str:
-    """Who cuts one pipeline; joint plans are of several, and auto is no planner by itself."""
-    return "exact" if config.pipeline.planner in (JOINT, AUTOMATIC) else config.pipeline.planner
+    return plan
 
 
 def needs_profile(config: Config, given: Plan | None) -> bool:
@@ -287,7 +253,7 @@ def needs_profile(config: Config, given: Plan | None) -> bool:
     if given is not None:
         limited = any(one.capacity_bytes is not None for one in given.ranks)
         limited |= pipeline.host_capacity is not None and any(stage.offloads for stage in given.stages)
-        return limited or (config.elastic.enabled and pipeline.planner in ("throughput", BUDGET, JOINT, AUTOMATIC))
+        return limited or (config.elastic.enabled and pipeline.planner in ("throughput", BUDGET, JOINT))
     return pipeline.cuts is None or pipeline.capacity is not None or RunShape.of_config(config).limits_by_plan
 
 
@@ -301,9 +267,7 @@ def _checked_plan(config: Config) -> Plan | None:
     from varuna_capslog.engine.holders.updates import check_shared_updates
     from varuna_capslog.engine.layout import layout_of
 
-    check_layerwise(config)
-    check_replicated(config)
-    check_automatic(config)
+    planner_named(config.pipeline.planner).check(config)
     plan = given_plan(config)
     if plan is None:
         return None
@@ -368,61 +332,28 @@ def _chain(config: Config) -> Chain:
     return load_workload(config).chosen_chain()
 
 
-def _judged(plan: Plan, config: Config, profile: Profile, memo: Memo | None) -> Plan:
-    """A plan of any ranks with the bytes of each, and whether they fit."""
-
-    def rehearsal() -> list[int]:
-        from varuna_capslog.profiling.rehearsal import rehearse_plan
-
-        return rehearse_plan(config, plan, memo=memo)
-
-    return judged(profile, plan, RunShape.of_config(config), rehearsal, HostMemory.of_config(config))
-
-
-def _of_cuts(config: Config, profile: Profile | None, link: Link | None) -> Plan:
-    """The plan of the config's cuts, or of those that the planner finds for as many stages, without predictions.
-
-    Stages go round the devices, several times where there are more of them.
-    """
+def _of_cuts(config: Config) -> Plan:
+    """The plan of the config's cuts without predictions; stages go round the devices where there are more of them."""
     pipeline, train, devices = config.pipeline, config.train, config.pipeline.devices
-    stages, planner = devices * pipeline.rounds, None
-    if pipeline.cuts is not None or profile is None:
-        chain, cuts = _chain(config), pipeline.cuts or [0]
-        chain.check_cuts(cuts)
-        num_layers, model = len(chain), chain.name
-    else:
-        if stages > profile.num_layers:
-            raise CapslogError(
-                f"{devices} devices with {pipeline.rounds} stages each, but only {profile.num_layers} layers; every "
-                f"stage holds at least one layer, so set pipeline.stages_per_rank or pipeline.devices lower"
-                f"{why_few(profile.conditions)}"
-            )
-        run = RunShape.of_config(config).share(pipeline.replicas)
-        planner = _planner_of_one(config)
-        found = search(profile, stages, planner, pipeline.memory, run=run, link=link)
-        cuts, num_layers, model = list(found.cut_list), profile.num_layers, profile.model or ""
-    if profile is None and len(cuts) <= devices:
+    chain, cuts = _chain(config), pipeline.cuts or [0]
+    chain.check_cuts(cuts)
+    if len(cuts) <= devices:
         return Plan.of_cuts(
-            num_layers,
+            len(chain),
             cuts,
-            model=model,
+            model=chain.name,
             schedule=pipeline.schedule,
             num_microbatches=config.num_microbatches // pipeline.replicas,
             microbatch_size=train.microbatch_size,
         )
     placement = [number % devices for number in range(len(cuts))]
     return Plan(
-        num_layers,
-        stages_of_pipelines(num_layers, cuts, pipeline.replicas, config.num_blocks, placement),
+        len(chain),
+        stages_of_pipelines(len(chain), cuts, pipeline.replicas, config.num_blocks, placement),
         Units(config.num_microbatches, train.microbatch_size, config.num_blocks),
         pipeline.schedule,
-        ranks=tuple(
-            PlanRank(capacity_bytes=limit)
-            for limit in (capacities_of_devices(pipeline.capacity, devices) or []) * pipeline.replicas
-        ),
-        model=model,
-        planner=planner,
-        profile_digest=None if profile is None else profile.digest,
+        ranks=(PlanRank(),) * config.world_size,
+        model=chain.name,
     )
 
 

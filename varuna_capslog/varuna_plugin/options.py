@@ -18,7 +18,8 @@ from varuna_capslog import planners
 from varuna_capslog.base import fields, units
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.memory import AUTO, MEMORY_MODELS
-from varuna_capslog.planning.search import plan as search_plan
+from varuna_capslog.planning.problem import Problem
+from varuna_capslog.planning.solve import solve
 from varuna_capslog.plans.plan import Plan, read_plan
 from varuna_capslog.profiles.record import Profile, read_profile
 from varuna_capslog.varuna_plugin.plan_fields import cuts_of
@@ -92,7 +93,7 @@ class Search:
                 f"devices={self.devices}, but Varuna was started with {num_stages} stages; start with another "
                 "--nstages, or leave devices out"
             )
-        plan = search_plan(self.profile, num_stages, planner=self.planner, memory=self.memory, capacity=self.capacity)
+        plan = solve(Problem.of(self.profile, num_stages, self.capacity, memory=self.memory), self.planner)
         if plan.fits is False:
             raise DoesNotFit("; ".join(plan.notes))
         if plan.fits is None and self.capacity is not None:

@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 
 from tests.planners.test_budget import all_cuts, choices, timed
+from tests.planning.asking import equal_pipelines_plan
 from tests.planning.placed.test_shared_moments import profile_with_moments
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.placed import equal_pipelines
-from varuna_capslog.planning.placed.equal_pipelines import equal_pipelines_plan
 from varuna_capslog.planning.playing import with_step_seconds
 from varuna_capslog.planning.ranks import fold_plan, judged
 from varuna_capslog.planning.stage_seconds import moment_bytes

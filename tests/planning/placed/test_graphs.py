@@ -9,12 +9,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from tests.memory.machine import Model, profile_of
+from tests.planning.asking import layerwise_plan, plan
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.layerwise import budget_plan, layerwise_plan
 from varuna_capslog.planning.placed.graphs import faster_plan
+from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.ranks import fold_plan
-from varuna_capslog.planning.search import plan
 from varuna_capslog.planning.simulation import simulate_plan
+from varuna_capslog.planning.solve import solve
+from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile, TensorRecord
 from varuna_capslog.schedules import RunShape
 
@@ -49,7 +51,7 @@ def test_what_is_taken_fits_is_faster_than_a_line_and_never_slower_than_planners
         dice = random.Random(seed)
         profile = drawn(dice, edges)
         link = Link(10 ** dice.uniform(5, 6.5) if priced else None)
-        first = budget_plan(profile, devices, None, RUN, link)
+        first = plan(profile, devices, "budget", run=RUN, link=link)
         free = max(one.peak_bytes for one in fold_plan(profile, first, RUN))
         for part in (None, 0.95, 0.8):
             capacity = None if part is None else int(part * free)
@@ -78,36 +80,39 @@ def test_what_is_taken_fits_is_faster_than_a_line_and_never_slower_than_planners
     assert {treated for *_, treated in forms} == {True, False}
 
 
-def test_replicas_need_the_price_of_messages_and_several_blocks_and_members_that_stay() -> None:
+def free_plan(profile: Profile, devices: int, run: RunShape, link: Link | None = None) -> Plan:
+    """The plan of planner `budget` itself, whose blocks are open where the run has one."""
+    return plan(profile, devices, "budget", run=run, link=link)
+
+
+def test_replicas_share_blocks_that_are_open_or_several() -> None:
     profile, link = drawn(random.Random(1), LINE), Link(1e7)
-    free = budget_plan(profile, 3, None, RUN, link)
-    assert (free.units.blocks, free.actions is not None) == (8, True)
-    unpriced = budget_plan(profile, 3, None, RUN)
-    assert unpriced.units.blocks == 1
-    assert all(stage.blocks is None for stage in unpriced.stages)
-    assert budget_plan(profile, 3, None, RUN, None, None, None, "any").units.blocks == 8
+    for price in (link, None):
+        free = free_plan(profile, 3, RUN, price)
+        assert (free.units.blocks, free.actions is not None) == (8, True)
     given = dataclasses.replace(RUN, num_blocks=4)
-    assert budget_plan(profile, 3, None, given, link).units.blocks == 4
-    assert budget_plan(profile, 3, None, given, None, None, None, "run").units.blocks == 4
-    assert budget_plan(profile, 3, None, RUN, link, None, None, "run").units.blocks == 1
-    chosen = dataclasses.replace(RUN, schedule="1f1b")
-    assert budget_plan(profile, 3, None, chosen, link).units.blocks == 1
-    unknown = budget_plan(profile, 3, None, dataclasses.replace(RUN, num_microbatches=None), link)
-    assert unknown.units.per_step is None
-    assert unknown.actions is None
+    assert free_plan(profile, 3, given, link).units.blocks == 4
+    fixed = dataclasses.replace(Problem.of(profile, 3, None, RUN, link), blocks_open=False, members_change=True)
+    assert solve(fixed, "budget").units.blocks == 1
+    several = dataclasses.replace(fixed, run=given)
+    assert solve(several, "budget").units.blocks == 4
+    one_way = dataclasses.replace(RUN, schedule="1f1b")
+    assert free_plan(profile, 3, one_way, link).units.blocks == 8, "their lists are those of 1f1b"
+    assert free_plan(profile, 3, dataclasses.replace(RUN, schedule="gpipe"), link).units.blocks == 1
+    unknown = free_plan(profile, 3, dataclasses.replace(RUN, num_microbatches=None), link)
+    assert (unknown.units.per_step, unknown.actions is not None) == (12, True)
 
 
 def test_branches_keep_the_blocks_of_the_run_and_lines_are_left_as_they_are() -> None:
-    """Without the price of messages: stages of branches have no replicas, whatever the blocks."""
     profile, given = drawn(random.Random(0), TOWERS), dataclasses.replace(RUN, num_blocks=2)
     free = layerwise_plan(profile, 3, "budget", None, given)
     capacity = int(0.8 * max(one.peak_bytes for one in fold_plan(profile, free, given)))
-    found = budget_plan(profile, 3, capacity, given)
-    assert (found.routes, found.units.blocks, found.actions) == ("direct", 2, None)
-    profile = drawn(random.Random(5), LINE)
-    line = layerwise_plan(profile, 4, "budget", None, given)
-    assert faster_plan(profile, line, 4, None, given) is line
-    priced = Link(1e7)
+    found = plan(profile, 3, "budget", capacity=capacity, run=given)
+    assert (found.routes, found.units.blocks) == ("direct", 2)
+    profile, priced = drawn(random.Random(5), LINE), Link(1e7)
     line = layerwise_plan(profile, 4, "budget", None, given, priced)
-    assert faster_plan(profile, line, 4, None, given, priced) is not line
-    assert faster_plan(profile, line, 4, None, given, priced, time.perf_counter()) is line, "there is no time left"
+    problem = Problem.of(profile, 4, None, given, priced)
+    assert faster_plan(problem, line) is not line
+    assert faster_plan(problem, line, time.perf_counter()) is line, "there is no time left"
+    one_block = dataclasses.replace(problem, run=RUN, blocks_open=False)
+    assert faster_plan(one_block, line) is line, "a line of layers, and nothing to share"

@@ -15,6 +15,7 @@ from varuna_capslog.planners.replicas import ReplicatedStage
 from varuna_capslog.planning.nearby import _every_list
 from varuna_capslog.planning.placed.intervals import PlacedIntervals
 from varuna_capslog.planning.placed.replicated import frame_of, plan_of_stages, with_lists
+from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.ranks import judged
 from varuna_capslog.plans.parts import MemoryInterval, PlanStage
 from varuna_capslog.plans.plan import Plan
@@ -32,8 +33,8 @@ STAGES = {
 def kept(profile: Profile, name: str, capacity: int | None) -> Plan:
     rows, replicas, blocks = STAGES[name]
     devices = sum(replicas)
-    limits = None if capacity is None else [capacity] * devices
-    frame = frame_of(profile, SHAPE, limits, devices, "budget", "relay" if name == "replicas" else "direct")
+    problem = Problem.of(profile, devices, capacity, SHAPE)
+    frame = frame_of(problem, SHAPE, "budget", "relay" if name == "replicas" else "direct")
     stages = [ReplicatedStage(layers, count) for layers, count in zip(rows, replicas, strict=True)]
     return plan_of_stages(frame, stages, blocks, profile.known_edges)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.memory.machine import Model, profile_of
+from tests.planning.asking import plan
 from varuna_capslog import cli
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.madpipe.costs import ChainCosts
@@ -17,8 +18,8 @@ from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.comparison import compare
 from varuna_capslog.planning.placed import periodic
 from varuna_capslog.planning.placed.periodic import two_versions_note
+from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.ranks import fold_plan
-from varuna_capslog.planning.search import plan
 from varuna_capslog.planning.simulation import simulate_plan
 from varuna_capslog.plans.plan import Plan, read_plan
 from varuna_capslog.profiles.record import Profile, write_profile
@@ -117,16 +118,16 @@ def test_more_layers_than_are_searched_go_together() -> None:
 
 def test_what_2bw_would_take_is_said_beside_the_plan_and_never_planned(capsys: pytest.CaptureFixture[str]) -> None:
     row = compare(UNEVEN, 3, names=["madpipe"], run=RUN, link=LINK)[0]
-    said = two_versions_note(UNEVEN, 3, None, LINK)
+    said = two_versions_note(Problem.of(UNEVEN, 3, None, link=LINK))
     assert row.reason == said
     assert said is not None
     assert "(2BW) and without a flush, MadPipe has a period of 5 s per microbatch; no plan trains so" in said
     assert row.plan is not None
     assert not row.plan.notes
     assert None not in (row.step_seconds, row.bubble_fraction, row.search_seconds, row.proven)
-    assert "finds nothing that fits" in (two_versions_note(UNEVEN, 3, 1000, LINK) or "")
+    assert "finds nothing that fits" in (two_versions_note(Problem.of(UNEVEN, 3, 1000, link=LINK)) or "")
     bare = [dataclasses.replace(one, parameter_bytes=None) for one in UNEVEN.layers]
-    assert two_versions_note(dataclasses.replace(UNEVEN, layers=tuple(bare)), 3, 10**9, LINK) is None
+    assert two_versions_note(Problem.of(dataclasses.replace(UNEVEN, layers=tuple(bare)), 3, 10**9, link=LINK)) is None
 
 
 def test_the_commands_write_and_play_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,13 +11,13 @@ import pytest
 
 from tests.memory.machine import Model, profile_of
 from tests.planners.replicas.graphs import draw_tree
+from tests.planning.asking import plan
 from varuna_capslog import cli
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.replicas.costs import ReplicatedStage
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.placed.replicated import plan_of_stages
 from varuna_capslog.planning.ranks import fold_plan
-from varuna_capslog.planning.search import plan
 from varuna_capslog.planning.simulation import simulate_plan
 from varuna_capslog.plans.parts import PlanStage, Units
 from varuna_capslog.plans.plan import Plan

@@ -8,10 +8,10 @@ import random
 import pytest
 
 from tests.memory.machine import Model, profile_of
+from tests.planning.asking import plan
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.placed.shared_moments import with_shared_moments
 from varuna_capslog.planning.ranks import fold_plan
-from varuna_capslog.planning.search import plan
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Observation, Profile, SharedParameter
 from varuna_capslog.schedules import RunShape

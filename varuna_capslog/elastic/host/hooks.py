@@ -91,7 +91,7 @@ def outlook(devices: int, run_dir: Path | str) -> str:
 def _limits(devices: int, run_dir: Path) -> Iterator[str]:
     """The limits that the run's config and model set; none for a script, which has neither."""
     from varuna_capslog.config.reading import load_config
-    from varuna_capslog.planners import AUTOMATIC, JOINT
+    from varuna_capslog.planners import BUDGET, JOINT
     from varuna_capslog.plans.plan import latest_plan
 
     planned = latest_plan(run_dir)
@@ -101,7 +101,7 @@ def _limits(devices: int, run_dir: Path) -> Iterator[str]:
     if devices < config.elastic.min_devices:
         yield f"elastic.min_devices is {config.elastic.min_devices}: the run will wait with fewer"
     most = config.num_blocks * layers
-    if config.pipeline.planner in (AUTOMATIC, JOINT):  # pipelines of any length: none is idle for want of an even share
+    if config.pipeline.planner in (BUDGET, JOINT):  # pipelines of any length: none is idle for want of an even share
         if most < devices:
             yield f"{layers} layers in {config.num_blocks} blocks: at most {most} devices train, the others keep copies"
         return

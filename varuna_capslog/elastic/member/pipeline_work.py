@@ -43,7 +43,8 @@ from varuna_capslog.membership.small_motion import Loss, SmallMotion, Weighed
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Workload
-from varuna_capslog.planning.search import plan as planned
+from varuna_capslog.planning.problem import Problem
+from varuna_capslog.planning.solve import solve
 from varuna_capslog.plans.pipelines import pipelines_of
 from varuna_capslog.plans.plan import Plan, latest_plan, plan_path, write_plan
 from varuna_capslog.profiles.record import Profile
@@ -106,13 +107,8 @@ class PipelineRun:
                 model=self.plan.model,
                 schedule=pipeline.schedule,
             )
-        return planned(
-            self.profile,
-            len(cuts),
-            memory=pipeline.memory,
-            run=dataclasses.replace(RunShape.of_config(self.config), num_microbatches=count, num_blocks=1),
-            cuts=cuts,
-        )
+        run = dataclasses.replace(RunShape.of_config(self.config), num_microbatches=count, num_blocks=1)
+        return solve(Problem.of(self.profile, len(cuts), run=run, memory=pipeline.memory, cuts=cuts), pipeline.planner)
 
     def keep_plan(self, number: int) -> None:
         """Writes the plan before for a generation that waits or has no members: a run that goes on later counts its

@@ -1,8 +1,7 @@
 """Planner `budget` for several equal pipelines, which share the accumulation blocks of a step: one plan for all.
 
 `planning/layerwise` searches one pipeline; beside what it holds alone, each of several keeps the gradients of all its
-blocks until they are exchanged. `start/layerwise_start` asks for the config's replicas, `membership/budgeted` for what
-the devices could be after a change.
+blocks until they are exchanged. `membership/budgeted` asks as well, for what the devices could be after a change.
 """
 
 from __future__ import annotations
@@ -15,13 +14,12 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import BUDGET
 from varuna_capslog.planners.pipelines import waiting_blocks
-from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.layerwise import layerwise_plan
 from varuna_capslog.planning.placed.shared_moments import with_shared_moments
 from varuna_capslog.planning.playing import SAME, with_step_seconds
+from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.ranks import judged
 from varuna_capslog.planning.stage_seconds import moment_bytes
-from varuna_capslog.planning.verdict import HostMemory
 from varuna_capslog.plans.parts import PlanRank, PlanStage, Units
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.beside import with_beside
@@ -34,80 +32,69 @@ _ROUNDS = 4
 """Searches, each with less memory than the one before, until the pipelines fit together."""
 
 
-def equal_pipelines_plan(
-    profile: Profile,
-    replicas: int,
-    devices: Sequence[PlanRank],
-    run: RunShape,
-    link: Link | None = None,
-    tier: HostMemory | None = None,
-    limit_seconds: float | None = None,
-    may_share: bool = False,
-) -> Plan:
-    """The plan of planner `budget` for so many equal pipelines, not judged yet.
+def equal_pipelines_plan(problem: Problem) -> Plan:
+    """The plan of planner `budget` for the equal pipelines of the problem, not judged yet.
 
-    Args:
-        replicas: divides the accumulation blocks of the run.
-        devices: capacity and speed of each, pipeline after pipeline. A stage keeps to the smallest of its devices and
-            is as fast as the slowest.
-        run: the whole step, its number of microbatches known where there are several pipelines.
-        link, tier, limit_seconds: as in `layerwise_plan`.
-        may_share: where nothing fits otherwise, the pipelines share the optimizer's moments of every layer, if that
-            helps. For runs whose members do not change.
+    A stage keeps to the smallest of its devices and is as fast as the slowest. Where nothing fits otherwise, the
+    pipelines share the optimizer's moments of every layer, if that helps and the members do not change.
 
-    Raises CapslogError as `layerwise_plan`, and for accumulation blocks that cannot be shared evenly.
+    Raises:
+        CapslogError: as `layerwise_plan`; accumulation blocks that cannot be shared evenly.
     """
-    search = _EqualPipelines(profile, replicas, devices, run, link, tier, limit_seconds)
+    search, several = _EqualPipelines(problem), problem.pipelines > 1
     plan = search.plan(False)
-    if not may_share or plan.step_seconds is not None or replicas == 1 or not any(moment_bytes(profile).values()):
+    may_share = several and not problem.members_change and any(moment_bytes(problem.profile).values())
+    if not may_share or plan.step_seconds is not None:
         return plan
     shared = search.plan(True)
     return plan if shared.step_seconds is None else shared
 
 
 class _EqualPipelines:
-    """The search; the arguments are those of `equal_pipelines_plan`."""
+    """The search."""
 
-    def __init__(
-        self,
-        profile: Profile,
-        replicas: int,
-        devices: Sequence[PlanRank],
-        run: RunShape,
-        link: Link | None,
-        tier: HostMemory | None,
-        limit_seconds: float | None,
-    ) -> None:
+    def __init__(self, problem: Problem) -> None:
+        replicas, run = problem.pipelines, problem.run
         if run.num_blocks % replicas:
             raise CapslogError(
                 f"{replicas} pipelines cannot share {run.num_blocks} accumulation block(s) evenly; set "
                 "train.accumulation_blocks to a multiple of them"
             )
-        self._profile, self._replicas, self._run, self._link, self._tier = profile, replicas, run, link, tier
-        self._ranks, self._width = tuple(devices), len(devices) // replicas
-        self._devices: int | list[float] = self._width
-        if any(one.speed is not None for one in devices):
-            speeds = [1.0 if one.speed is None else one.speed for one in devices]
-            self._devices = [min(speeds[at :: self._width]) for at in range(self._width)]
-        self._until = None if limit_seconds is None else time.perf_counter() + limit_seconds
+        self._problem, self._replicas, self._width, self._run = problem, replicas, problem.width, run
+        self._smallest = _by_stage(problem.devices, self._width)
+        speeds = [1.0 if device.speed is None else device.speed for device in problem.devices]
+        slowest = [min(speeds[at :: self._width]) for at in range(self._width)]
+        self._slowest = None if set(slowest) == {1.0} else slowest
+        limit = problem.search_seconds
+        self._until = None if limit is None else time.perf_counter() + limit
 
     def plan(self, shares: bool) -> Plan:
         """The plan; its step is None where nothing fits.
 
         shares: each pipeline keeps an equal part of the moments, as far as layers can be given out so.
         """
-        begun, profile, replicas, run = time.perf_counter(), self._profile, self._replicas, self._run
-        share = run if replicas == 1 else run.share(replicas)
+        begun, problem, replicas, run = time.perf_counter(), self._problem, self._replicas, self._run
+        profile, share = problem.profile, problem.share
         beside = _waiting_bytes(profile, run, share)
         if shares:
             own = moment_bytes(profile)
             beside = [more - (own.get(at) or 0) * (replicas - 1) // replicas for at, more in enumerate(beside)]
-        held, smallest = with_beside(profile, beside), _by_stage(self._ranks, self._width)
-        limits = [size for size in smallest if size is not None]
+        held = with_beside(profile, beside)
+        limits = [size for size in self._smallest if size is not None]
         usable: list[int] | None = limits if len(limits) == self._width else None
         for _ in range(_ROUNDS):
             left = None if self._until is None else max(0.0, self._until - time.perf_counter())
-            found = layerwise_plan(held, self._devices, BUDGET, usable, share, self._link, self._tier, left)
+            one = Problem.of(
+                held,
+                self._width,
+                usable,
+                share,
+                problem.link,
+                speeds=self._slowest,
+                tier=problem.tier,
+                search_seconds=left,
+            )
+            found = layerwise_plan(one, BUDGET)
             if shares and any(stage.moments for stage in found.stages):  # which wait in the host tier
                 found = dataclasses.replace(found, step_seconds=None)
             plan = self._together(found)
@@ -115,7 +102,7 @@ class _EqualPipelines:
                 plan = with_shared_moments(profile, plan) or plan
             if replicas == 1 or usable is None or found.step_seconds is None:
                 break
-            lack = lacking(judged(profile, plan, run, tier=self._tier), smallest, Headroom.of(profile))
+            lack = lacking(judged(profile, plan, run, tier=problem.tier), self._smallest, Headroom.of(profile))
             if not any(lack):
                 break
             usable = [max(1, size - more) for size, more in zip(usable, lack, strict=True)]
@@ -125,7 +112,7 @@ class _EqualPipelines:
 
     def _with_step(self, plan: Plan, found: Plan, shares: bool) -> Plan:
         """The plan with its own step, and with the bound of one pipeline, below which no other one is."""
-        plan = with_step_seconds(self._profile, plan, self._run, self._link)
+        plan = with_step_seconds(self._problem.profile, plan, self._run, self._problem.link)
         if shares:
             note = "replicas share the optimizer's moments (stages[].moments), which do not fit otherwise"
             plan = dataclasses.replace(plan, notes=(*plan.notes, note))
@@ -148,8 +135,8 @@ class _EqualPipelines:
             one,
             stages=tuple(at(stage, replica) for replica in range(replicas) for stage in one.stages),
             units=Units(run.num_microbatches, run.microbatch_size, one.units.blocks and run.num_blocks),
-            ranks=self._ranks,
-            profile_digest=self._profile.digest,
+            ranks=self._problem.devices,
+            profile_digest=self._problem.profile.digest,
         )
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.planners import MADPIPE, with_microbatches
+from varuna_capslog.planners import MADPIPE
 from varuna_capslog.planners.madpipe import (
     CLOSE,
     WEIGHED,
@@ -25,14 +25,12 @@ from varuna_capslog.planners.madpipe import (
     shortest_pattern,
     weighed_allocations,
 )
-from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.playing import with_step_seconds
+from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.ranks import judged
-from varuna_capslog.planning.verdict import capacities_of_devices, check_devices, usable_bytes
-from varuna_capslog.plans.parts import PlanRank, PlanStage, Units
+from varuna_capslog.planning.verdict import check_devices
+from varuna_capslog.plans.parts import PlanStage, Units
 from varuna_capslog.plans.plan import Plan
-from varuna_capslog.profiles.record import Profile
-from varuna_capslog.schedules import RunShape
 
 __all__ = ["periodic_plan", "two_versions_note"]
 
@@ -49,32 +47,24 @@ _MORE = 1.5
 """As many times more may a rank hold by the chain's sums, while the fold finds that it fits."""
 
 
-def periodic_plan(
-    profile: Profile,
-    devices: int,
-    capacity: int | Sequence[int] | None,
-    run: RunShape,
-    link: Link | None = None,
-) -> Plan:
+def periodic_plan(problem: Problem) -> Plan:
     """MadPipe's plan, not judged yet.
 
-    Args:
-        capacity: bytes of every device, or one number per device, of which the smallest counts; None: no limit.
-        run: of the whole step. Whatever its schedule and recomputation, the lists are the pattern's, and everything is
-            kept. Where its number of microbatches is not known, `DEFAULT_MICROBATCHES_PER_STAGE` per device.
+    The smallest capacity counts for every device. Whatever the schedule and recomputation of the run, the lists are the
+    pattern's, and everything is kept.
 
-    Raises CapslogError for more devices than layers, and naming the seconds or bytes that the profile lacks.
+    Raises:
+        CapslogError: more devices than layers; seconds or bytes that the profile lacks, which are named.
     """
+    profile, devices, usable = problem.profile, problem.width, problem.usable
     check_devices(devices, profile)
     begun = time.perf_counter()
-    usable = usable_bytes(profile, capacity, devices)
-    shape = dataclasses.replace(with_microbatches(run, devices), schedule="1f1b", recompute=False)
-    costs = ChainCosts.of_profile(profile, devices, None if usable is None else min(usable), link)
+    costs = ChainCosts.of_profile(profile, devices, None if usable is None else min(usable), problem.link)
     costs, bounds = costs.merged(MOST_LAYERS)
     unlimited = dataclasses.replace(costs, usable=None)
     free = best_allocation(unlimited, "least" if devices > 1 else "none")
     assert free is not None, "without a limit some stages always fit"
-    search = _Periodic(profile, shape, link, capacities_of_devices(capacity, devices), bounds, free.period)
+    search = _Periodic(problem, bounds, free.period)
     weighed, tried = weighed_allocations(costs), set[object]()
     for counting in WEIGHED if devices > 1 else ("none",):
         allocation = weighed.get(counting)
@@ -84,22 +74,16 @@ def periodic_plan(
     if search.best is None:  # the plan says what it lacks
         search.weigh(unlimited, "none", best_allocation(unlimited, "none"))
     assert search.best is not None, "without a limit some stages always fit"
-    found = search.best[1]
-    if run.num_microbatches is None:
-        note = f"the microbatches of a step are not known: {shape.microbatches} are planned for"
-        found = dataclasses.replace(found, notes=(*found.notes, note))
-    return dataclasses.replace(found, search_seconds=time.perf_counter() - begun)
+    return dataclasses.replace(search.best[1], search_seconds=time.perf_counter() - begun)
 
 
-def two_versions_note(
-    profile: Profile, devices: int, capacity: int | Sequence[int] | None, link: Link | None = None
-) -> str | None:
+def two_versions_note(problem: Problem) -> str | None:
     """What MadPipe promises as printed, for a reader who compares: the period without filling and draining, with two
     versions of the weights (PipeDream-2BW). None where the profile does not know enough. No plan is made of it.
     """
-    usable = usable_bytes(profile, capacity, devices)
+    least = None if problem.usable is None else min(problem.usable)
     try:
-        costs = ChainCosts.of_profile(profile, devices, None if usable is None else min(usable), link, True)
+        costs = ChainCosts.of_profile(problem.profile, problem.width, least, problem.link, True)
     except CapslogError:
         return None
     pattern = shortest_pattern(costs.merged(MOST_LAYERS)[0])
@@ -118,18 +102,11 @@ class _Periodic:
     free: the shortest period of any stages without a limit.
     """
 
-    def __init__(
-        self,
-        profile: Profile,
-        run: RunShape,
-        link: Link | None,
-        limits: Sequence[int] | None,
-        bounds: Sequence[int],
-        free: float,
-    ) -> None:
-        self.profile, self.run, self.link, self.limits, self.bounds = profile, run, link, limits, bounds
+    def __init__(self, problem: Problem, bounds: Sequence[int], free: float) -> None:
+        self.profile, self.link, self.ranks = problem.profile, problem.link, problem.devices
+        self.run = dataclasses.replace(problem.run, schedule="1f1b", recompute=False)
+        self.limited, self.bounds, self.free = problem.capacities is not None, bounds, free
         self.best: tuple[tuple[float, float], Plan] | None = None
-        self.free = free
         self.ends = time.perf_counter() + _SEARCH_SECONDS
 
     @property
@@ -161,7 +138,7 @@ class _Periodic:
     def _add(self, allocation: Allocation, pattern: Pattern) -> float:
         """Keep the plan if it is the best; the bytes that it lacks."""
         plan, lack = self._plan(allocation, pattern), 0.0
-        if self.limits is not None and self.profile.observations:  # without them the fold has no bytes
+        if self.limited and self.profile.observations:  # without them the fold has no bytes
             verdict = judged(self.profile, plan, self.run)
             lack = float(verdict.shortfall.bytes) if verdict.shortfall is not None else float(verdict.fits is False)
         played = with_step_seconds(self.profile, plan, self.run, self.link)
@@ -178,14 +155,13 @@ class _Periodic:
             PlanStage(((self.bounds[one.first], self.bounds[one.end]),), (one.rank,), in_flight=limit)
             for one, limit in zip(allocation.stages, most, strict=True)
         )
-        ranks = [PlanRank(capacity_bytes=size) for size in self.limits or ()] or [PlanRank()] * len(actions)
         return Plan(
             profile.num_layers,
             stages,
             Units(run.microbatches, run.microbatch_size, run.num_blocks),
             run.schedule,
-            ranks=tuple(ranks),
-            actions=(*actions, *[()] * (len(ranks) - len(actions))),
+            ranks=self.ranks,
+            actions=(*actions, *[()] * (len(self.ranks) - len(actions))),
             planner=MADPIPE,
             model=profile.model,
             profile_digest=profile.digest,

@@ -13,8 +13,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from varuna_capslog.base import fields
-from varuna_capslog.planners import with_microbatches
 from varuna_capslog.planners.replicas import (
     COMPARES_PEAKS,
     NEEDS_TENSORS,
@@ -27,8 +25,8 @@ from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.placed.intervals import PlacedIntervals
 from varuna_capslog.planning.placed.shared_moments import with_shared_moments
 from varuna_capslog.planning.playing import SAME, even_share_seconds, with_step_seconds
+from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.ranks import Known, judged
-from varuna_capslog.planning.verdict import capacities_of_devices, usable_bytes
 from varuna_capslog.plans.parts import PlanRank, PlanStage, Units, ranges_of
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
@@ -38,51 +36,35 @@ from varuna_capslog.schedules.in_flight import table_3_2
 __all__ = ["StagesPlayed", "frame_of", "plan_of_stages", "replicated_plan", "stage_limits", "with_lists"]
 
 
-def replicated_plan(
-    profile: Profile,
-    devices: int,
-    planner: str,
-    capacity: int | Sequence[int] | None,
-    run: RunShape,
-    link: Link | None = None,
-    blocks: int | None = None,
-) -> Plan:
+def replicated_plan(problem: Problem, planner: str) -> Plan:
     """The plan of a planner of `REPLICATED`, not judged yet.
 
-    Args:
-        capacity: bytes of every device, or one number per device, of which the planners take the smallest; None: no
-            limit.
-        run: of the whole step. Whatever its schedule and recomputation, these planners plan 1f1b and keep everything.
-            Where its number of microbatches is not known, `DEFAULT_MICROBATCHES_PER_STAGE` per device are planned for.
-        blocks: accumulation blocks that the step must have; None: as many as the replicas need.
+    The planners take the smallest capacity for that of every device. Whatever the schedule and recomputation of the
+    run, they plan 1f1b and keep everything.
 
-    Raises CapslogError naming the seconds, bytes or tensors that the profile lacks, and for graphs that a
-    planner cannot search.
+    Raises:
+        CapslogError: seconds, bytes or tensors that the profile lacks, which are named; a graph that the planner cannot
+            search.
     """
-    devices = fields.whole(devices, "devices", minimum=1)
+    profile, devices, usable = problem.profile, problem.width, problem.usable
     if planner in NEEDS_TENSORS:
         check_tensors(profile, planner)
-    begun = time.perf_counter()
-    limits, usable = capacities_of_devices(capacity, devices), usable_bytes(profile, capacity, devices)
-    shape = dataclasses.replace(with_microbatches(run, devices), schedule="1f1b")
+    begun, by_peak = time.perf_counter(), planner in COMPARES_PEAKS
+    shape = dataclasses.replace(problem.run, schedule="1f1b")
     least = None if usable is None else min(usable)
-    costs = GraphCosts.of_profile(profile, devices, shape.microbatches, least, blocks, link, planner in COMPARES_PEAKS)
+    costs = GraphCosts.of_profile(profile, devices, shape.microbatches, least, problem.blocks, problem.link, by_peak)
     answers = REPLICATED[planner](costs)
     if not answers:  # the plan says what it lacks
         unlimited = dataclasses.replace(costs, usable=None)
         answers = REPLICATED[planner](unlimited)[:1]
     line = profile.edges == [(layer, layer + 1) for layer in range(profile.num_layers - 1)]
     routes = "relay" if line or planner not in NEEDS_TENSORS else "direct"
-    search = StagesPlayed(profile, shape, link, frame_of(profile, shape, limits, devices, planner, routes), costs)
-    if planner in COMPARES_PEAKS and not profile.observations:
+    search = StagesPlayed(profile, shape, problem.link, frame_of(problem, shape, planner, routes), costs)
+    if by_peak and not profile.observations:
         answers = answers[:1]
     for stages in sorted(answers, key=search.bound):
         search.weigh(stages)
-    found = search.answer()
-    if run.num_microbatches is None:
-        note = f"the microbatches of a step are not known: {shape.microbatches} are planned for"
-        found = dataclasses.replace(found, notes=(*found.notes, note))
-    return dataclasses.replace(found, search_seconds=time.perf_counter() - begun)
+    return dataclasses.replace(search.answer(), search_seconds=time.perf_counter() - begun)
 
 
 @dataclass(frozen=True)
@@ -100,17 +82,16 @@ class PlayedPlan:
         return own < (other.lack, other.peak, other.step)
 
 
-def frame_of(
-    profile: Profile, run: RunShape, limits: Sequence[int] | None, devices: int, planner: str, routes: str
-) -> Plan:
-    """A plan in whose place stages come; limits: bytes of each device, None: no limit."""
+def frame_of(problem: Problem, run: RunShape, planner: str, routes: str) -> Plan:
+    """A plan in whose place stages come."""
+    profile = problem.profile
     return Plan(
         profile.num_layers,
         (PlanStage(((0, profile.num_layers),), (0,)),),
         Units(run.microbatches, run.microbatch_size, 1),
         run.schedule,
         routes=routes,
-        ranks=tuple(PlanRank(capacity_bytes=size) for size in limits) if limits else (PlanRank(),) * devices,
+        ranks=problem.devices,
         planner=planner,
         model=profile.model,
         profile_digest=profile.digest,

@@ -1,4 +1,4 @@
-"""`search.plan`: one interface, what it predicts, and what it answers where nothing fits."""
+"""Plans of cuts: one interface, what it predicts, and what it answers where nothing fits."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.planning import asking
 from varuna_capslog import planners
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.planning import search
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import LayerProfile, Observation, Profile, layers_of_runs
 from varuna_capslog.schedules import RunShape
@@ -27,7 +27,7 @@ COUNTEREXAMPLE = profile_of([5, 5, 10], [0, 1, 2])
 
 
 def test_short_form_of_a_plan_without_capacity() -> None:
-    plan = search.plan(COUNTEREXAMPLE, 2, run=RunShape(4, microbatch_size=1))
+    plan = asking.plan(COUNTEREXAMPLE, 2, run=RunShape(4, microbatch_size=1))
     assert plan.cuts == (0, 1)
     assert plan.stage_bytes == (5, 7)
     assert (plan.peak_bytes, plan.capacity_bytes, plan.fits, plan.shortfall) == (7, None, True, None)
@@ -40,11 +40,11 @@ def test_short_form_of_a_plan_without_capacity() -> None:
 
 @pytest.mark.parametrize(("planner", "peak"), [("exact", 7), ("capslog", 10), ("varuna", 7)])
 def test_every_planner_behind_one_interface(planner: str, peak: int) -> None:
-    assert search.plan(COUNTEREXAMPLE, 2, planner).peak_bytes == peak
+    assert asking.plan(COUNTEREXAMPLE, 2, planner).peak_bytes == peak
 
 
 def test_does_not_fit_is_an_answer() -> None:
-    plan = search.plan(profile_of([4, 4, 4], [0, 4, 4]), 2, capacity=7)
+    plan = asking.plan(profile_of([4, 4, 4], [0, 4, 4]), 2, capacity=7)
     assert plan.fits is False
     assert plan.peak_bytes == 8
     assert plan.shortfall is not None
@@ -64,13 +64,13 @@ def test_the_devices_that_would_do_are_those_of_the_planner_that_was_asked(plann
     ]
     chain, names = Profile(tuple(layers)), set()
     for capacity in range(9, 24):
-        plan = search.plan(chain, 2, planner, capacity=capacity)
+        plan = asking.plan(chain, 2, planner, capacity=capacity)
         if plan.shortfall is None or plan.shortfall.devices_that_fit is None:
             continue
         enough = plan.shortfall.devices_that_fit
         how, _, named = plan.notes[0].rpartition(" ")
         assert how.endswith(f"; {enough} device(s) of {capacity} B would do with planner")
-        fits = [search.plan(chain, count, named, capacity=capacity).fits for count in range(1, enough + 1)]
+        fits = [asking.plan(chain, count, named, capacity=capacity).fits for count in range(1, enough + 1)]
         assert fits == [False] * (enough - 1) + [True]
         seen.add(enough)
         names.add(named)
@@ -79,24 +79,24 @@ def test_the_devices_that_would_do_are_those_of_the_planner_that_was_asked(plann
 
 
 def test_no_number_of_devices_would_do() -> None:
-    plan = search.plan(profile_of([4, 9, 4], [0, 9, 4]), 3, capacity=8)
+    plan = asking.plan(profile_of([4, 9, 4], [0, 9, 4]), 3, capacity=8)
     assert plan.shortfall is not None
     assert plan.shortfall.devices_that_fit is None
 
 
 def test_capacity_is_judged_per_device() -> None:
     uneven = profile_of([6, 2, 2], [0, 3, 2])
-    assert search.plan(uneven, 2, capacity=[6, 4]).fits is True
-    plan = search.plan(uneven, 2, capacity=[4, 6])
+    assert asking.plan(uneven, 2, capacity=[6, 4]).fits is True
+    plan = asking.plan(uneven, 2, capacity=[4, 6])
     assert plan.fits is False
     assert plan.capacity_bytes == (4, 6)
-    assert search.plan(uneven, 2, capacity=6e0).capacity_bytes == 6  # type: ignore[arg-type]
+    assert asking.plan(uneven, 2, capacity=6e0).capacity_bytes == 6  # type: ignore[arg-type]
     assert plan.shortfall is not None
     assert (plan.shortfall.stage, plan.shortfall.bytes) == (0, 2)
     # The smallest peak, 9 on each device, does not fit; 12 and 6 do.
     layers = profile_of([6, 6, 6, 6], [0, 3, 3, 3])
-    assert search.plan(layers, 2).cuts == (0, 2)
-    plan = search.plan(layers, 2, capacity=[12, 6])
+    assert asking.plan(layers, 2).cuts == (0, 2)
+    plan = asking.plan(layers, 2, capacity=[12, 6])
     assert plan.cuts == (0, 3)
     assert plan.fits is True
 
@@ -111,14 +111,14 @@ def test_capacity_is_judged_per_device() -> None:
 )
 @pytest.mark.parametrize("capacity", [None, 5])
 def test_no_number_without_a_memory_model(options: dict[str, Any], needed: str, capacity: int | None) -> None:
-    plan = search.plan(COUNTEREXAMPLE, 2, capacity=capacity, run=RunShape(**options))
+    plan = asking.plan(COUNTEREXAMPLE, 2, capacity=capacity, run=RunShape(**options))
     assert plan.cuts == (0, 1)
     assert (plan.fits, plan.peak_bytes, plan.stage_bytes, plan.shortfall) == (None, None, None, None)
     assert needed in plan.notes[0]
 
 
 def test_a_profile_of_another_microbatch_size_gives_no_number() -> None:
-    plan = search.plan(profile_of([5, 5], [0, 1], microbatch_size=1), 2, run=RunShape(microbatch_size=2))
+    plan = asking.plan(profile_of([5, 5], [0, 1], microbatch_size=1), 2, run=RunShape(microbatch_size=2))
     assert plan.peak_bytes is None
     assert "microbatch_size 1, not 2" in plan.notes[0]
 
@@ -136,7 +136,7 @@ def test_a_profile_of_another_microbatch_size_gives_no_number() -> None:
 )
 def test_mistakes_are_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(CapslogError) as error:
-        search.plan(COUNTEREXAMPLE, **arguments)
+        asking.plan(COUNTEREXAMPLE, **arguments)
     assert message in str(error.value)
 
 
@@ -149,21 +149,21 @@ def test_an_impossible_run_is_refused() -> None:
 
 def test_numbers_beyond_the_search_are_refused() -> None:
     with pytest.raises(CapslogError, match="1 EiB"):
-        search.plan(profile_of([1 << 60, 1], [0, 1]), 2)
+        asking.plan(profile_of([1 << 60, 1], [0, 1]), 2)
 
 
 def test_planning_imports_no_torch(tmp_path: Path) -> None:
     program = """
 import sys
 from varuna_capslog import planners
-from varuna_capslog.planning import search
+from tests.planning import asking
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiles.runs import stage_runs
 from varuna_capslog.plans.plan import read_plan, write_plan
 rows = [{"name": "a", "isolated_bytes": 3, "added_bytes": None}, {"name": "b", "isolated_bytes": 4, "added_bytes": 1}]
 profile = Profile.from_json({"format": "varuna-capslog/profile/1", "layers": rows})
 for name in planners.PLANNERS:
-    write_plan("plan.json", search.plan(profile, 2, name, capacity=9))
+    write_plan("plan.json", asking.plan(profile, 2, name, capacity=9))
     read_plan("plan.json")
 loaded = [name for name in sys.modules if name.split(".")[0] in ("torch", "torchvision")]
 assert not loaded, loaded
@@ -196,7 +196,7 @@ def observed_profile(headroom: dict[str, Any] | None = None, source: str | None 
     ],
 )
 def test_the_default_model_is_the_schedules_own(options: Any, model: str, stage_bytes: tuple[int, ...]) -> None:
-    plan = search.plan(observed_profile(), 2, **options)
+    plan = asking.plan(observed_profile(), 2, **options)
     assert (plan.memory_model, plan.stage_bytes, plan.fits) == (model, stage_bytes, True)
     assert plan.notes == ()
 
@@ -204,23 +204,23 @@ def test_the_default_model_is_the_schedules_own(options: Any, model: str, stage_
 @pytest.mark.parametrize("planner", ["varuna", "capslog", "capslog-tb", "mcap-bf", "exact"])
 def test_every_planner_plans_for_every_model(planner: str) -> None:
     for schedule in ("varuna", "1f1b", "gpipe"):
-        plan = search.plan(observed_profile(), 2, planner, run=RunShape(2, schedule, False))
+        plan = asking.plan(observed_profile(), 2, planner, run=RunShape(2, schedule, False))
         assert plan.peak_bytes is not None
-        assert plan.peak_bytes >= (search.plan(observed_profile(), 2, run=RunShape(2, schedule, False)).peak_bytes or 0)
+        assert plan.peak_bytes >= (asking.plan(observed_profile(), 2, run=RunShape(2, schedule, False)).peak_bytes or 0)
 
 
 def test_shortfall_of_a_schedules_model() -> None:
     """Two stages of 5 and 14 bytes; on three devices the first one holds three graphs of 2: 7, 9, 9."""
     run = RunShape(4, "1f1b", False)
-    plan = search.plan(observed_profile(), 2, capacity=13, run=run)
+    plan = asking.plan(observed_profile(), 2, capacity=13, run=run)
     assert plan.shortfall is not None
     assert (plan.shortfall.stage, plan.shortfall.bytes, plan.shortfall.devices_that_fit) == (1, 1, 3)
-    assert search.plan(observed_profile(), 3, capacity=13, run=run).stage_bytes == (7, 9, 9)
-    assert search.plan(observed_profile(), 3, capacity=13, run=run).fits is True
+    assert asking.plan(observed_profile(), 3, capacity=13, run=run).stage_bytes == (7, 9, 9)
+    assert asking.plan(observed_profile(), 3, capacity=13, run=run).fits is True
 
 
 def test_given_cuts_are_predicted_and_judged() -> None:
-    plan = search.plan(observed_profile(), 2, cuts=[0, 1], capacity=13)
+    plan = asking.plan(observed_profile(), 2, cuts=[0, 1], capacity=13)
     assert (plan.planner, plan.cuts, plan.stage_bytes, plan.fits) == (None, (0, 1), (3, 14), False)
     assert plan.shortfall is not None
     assert (plan.shortfall.stage, plan.shortfall.devices_that_fit) == (1, 2)
@@ -233,26 +233,26 @@ def test_given_cuts_are_predicted_and_judged() -> None:
         ([0, 3], "no stage can begin at 3, the last layer is 2"),
     ):
         with pytest.raises(CapslogError, match=message):
-            search.plan(observed_profile(), 2, cuts=cuts)
+            asking.plan(observed_profile(), 2, cuts=cuts)
 
 
 def test_what_is_reserved_is_compared_with_the_capacity() -> None:
     """Stages of 8 and 9 bytes reserve 1.5 times as much and 100 bytes: 112 and ceil(13.5) + 100 = 114."""
     profile = observed_profile({"fixed_bytes": 100, "fragmentation": 1.5})
-    assert search.plan(profile, 2, capacity=114).fits is True
-    plan = search.plan(profile, 2, capacity=113)
+    assert asking.plan(profile, 2, capacity=114).fits is True
+    plan = asking.plan(profile, 2, capacity=113)
     assert (plan.fits, plan.stage_bytes) == (False, (8, 9))
     assert plan.shortfall is not None
     assert (plan.shortfall.stage, plan.shortfall.bytes, plan.shortfall.devices_that_fit) == (1, 1, None)
     assert "stage 1 needs 114 B of 113 B, 1 B too much (9 B and its headroom)" in plan.notes[0]
-    assert search.plan(profile, 2, capacity=50).fits is False
+    assert asking.plan(profile, 2, capacity=50).fits is False
     for headroom, message in [
         ({"fragmentation": 0.9}, "fragmentation is 0.9"),
         ({"fixed_bytes": -1}, "fixed_bytes is -1"),
         ({"fixd_bytes": 1}, "did you mean 'fixed_bytes'"),
     ]:
         with pytest.raises(CapslogError, match=message):
-            search.plan(observed_profile(headroom), 2)
+            asking.plan(observed_profile(headroom), 2)
 
 
 def _path() -> dict[str, str]:

@@ -1,0 +1,87 @@
+"""Questions to `solve` and to single searches, as tests ask them: one pipeline, by position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from varuna_capslog.memory import AUTO
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning import layerwise
+from varuna_capslog.planning.placed import equal_pipelines
+from varuna_capslog.planning.problem import Problem
+from varuna_capslog.planning.solve import solve
+from varuna_capslog.planning.verdict import HostMemory
+from varuna_capslog.plans.parts import PlanRank
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules import DEFAULT_RUN, RunShape
+
+__all__ = ["equal_pipelines_plan", "judged_layerwise_plan", "layerwise_plan", "plan"]
+
+Capacity = int | Sequence[int] | None
+
+
+def plan(
+    profile: Profile,
+    devices: int,
+    planner: str = "exact",
+    memory: str = AUTO,
+    capacity: Capacity = None,
+    run: RunShape = DEFAULT_RUN,
+    link: Link | None = None,
+    cuts: Sequence[int] | None = None,
+) -> Plan:
+    """The plan of a planner itself, without those of others that `budget` weighs beside it."""
+    problem = Problem.of(profile, devices, capacity, run, link, memory=memory, cuts=cuts)
+    return solve(problem, planner, weighs_others=False)
+
+
+def layerwise_plan(
+    profile: Profile,
+    devices: int | Sequence[float],
+    planner: str,
+    capacity: Capacity,
+    run: RunShape,
+    link: Link | None = None,
+    tier: HostMemory | None = None,
+    limit_seconds: float | None = None,
+) -> Plan:
+    """devices: how many, or the speed of each."""
+    speeds = None if isinstance(devices, int) else devices
+    count = devices if isinstance(devices, int) else len(devices)
+    problem = Problem.of(profile, count, capacity, run, link, speeds=speeds, tier=tier, search_seconds=limit_seconds)
+    return layerwise.layerwise_plan(problem, planner)
+
+
+def equal_pipelines_plan(
+    profile: Profile,
+    pipelines: int,
+    devices: Sequence[PlanRank],
+    run: RunShape,
+    link: Link | None = None,
+    may_share: bool = False,
+) -> Plan:
+    """Not judged. may_share: the members do not change, so that moments may be shared."""
+    problem = Problem(
+        profile, tuple(devices), run, pipelines=pipelines, link=link or Link(), members_change=not may_share
+    )
+    return equal_pipelines.equal_pipelines_plan(problem)
+
+
+def judged_layerwise_plan(
+    profile: Profile,
+    devices: int,
+    planner: str,
+    memory: str,
+    capacity: Capacity,
+    run: RunShape,
+    link: Link | None = None,
+    limit_seconds: float | None = None,
+) -> Plan:
+    """One line of stages with intervals, judged and played."""
+    fixed = replace(
+        Problem.of(profile, devices, capacity, run, link, memory=memory, search_seconds=limit_seconds),
+        blocks_open=False,
+    )
+    return solve(fixed, planner, weighs_others=False)

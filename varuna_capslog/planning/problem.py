@@ -1,0 +1,181 @@
+"""The question that every door asks: where to cut a model, and does that fit? `solve` answers it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from varuna_capslog.base import fields
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.memory import AUTO
+from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.planners import with_microbatches
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.verdict import HostMemory, capacities_of_devices
+from varuna_capslog.plans.parts import PlanRank
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules import DEFAULT_RUN, RunShape
+
+if TYPE_CHECKING:
+    from varuna_capslog.config.settings import Config
+
+__all__ = ["Problem"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """All that decides where a model is cut, and whether that fits.
+
+    Attributes:
+        profile: what each layer costs; of training or of inference.
+        devices: memory and speed of every device, pipeline after pipeline; capacities are given for all or none.
+        run: the whole step over all pipelines, its number of microbatches known. Its schedule may be left open
+            (`AUTO_SCHEDULE`).
+        blocks_open: a planner may choose how many accumulation blocks a step has; else `run.num_blocks`.
+        pipelines: equal pipelines that share the step.
+        stages_per_rank: stages of one pipeline on each device, which they go round.
+        memory: name of the memory model, or "auto".
+        link: between two devices, and to their host tiers.
+        tier: the host tiers.
+        cuts: the first layer of each stage, where they are given.
+        plan: the plan to be judged, where one is given.
+        beside: bytes on the device beside training, per layer that a rank holds, such as snapshots; empty: none.
+        members_change: devices leave and join while the run trains, so that blocks are fixed and replicas keep whole
+            states.
+        search_seconds: when a long search ends with the best plan so far; None: when all is searched.
+    """
+
+    profile: Profile
+    devices: tuple[PlanRank, ...]
+    run: RunShape
+    blocks_open: bool = False
+    pipelines: int = 1
+    stages_per_rank: int = 1
+    memory: str = AUTO
+    link: Link = field(default_factory=Link)
+    tier: HostMemory = field(default_factory=HostMemory)
+    cuts: tuple[int, ...] | None = None
+    plan: Plan | None = None
+    beside: tuple[int, ...] = ()
+    members_change: bool = False
+    search_seconds: float | None = None
+
+    @classmethod
+    def of(
+        cls,
+        profile: Profile,
+        devices: int,
+        capacity: int | Sequence[int] | None = None,
+        run: RunShape = DEFAULT_RUN,
+        link: Link | None = None,
+        *,
+        speeds: Sequence[float] | None = None,
+        memory: str = AUTO,
+        cuts: Sequence[int] | None = None,
+        tier: HostMemory | None = None,
+        search_seconds: float | None = None,
+    ) -> Problem:
+        """The problem of one pipeline for devices that no other one uses.
+
+        Args:
+            capacity: bytes of every device, or one number each; None: no limit.
+            run: where its number of microbatches is not known, `DEFAULT_MICROBATCHES_PER_STAGE` per device; one
+                accumulation block leaves their number open.
+            link: default: transfers and copies take no time.
+            speeds: of each device beside the fastest, above 0 and at most 1; None: all 1.
+
+        Raises:
+            CapslogError: no device; capacities or speeds of another number of devices.
+        """
+        devices = fields.whole(devices, "devices", minimum=1)
+        ranks = _ranks(devices, capacity, speeds)
+        shape = with_microbatches(run, devices)
+        link, tier = link or Link(), tier or HostMemory()
+        given = None if cuts is None else tuple(cuts)
+        return cls(
+            profile, ranks, shape, run.num_blocks == 1, 1, 1, memory, link, tier, given, search_seconds=search_seconds
+        )
+
+    @classmethod
+    def of_config(cls, config: Config, profile: Profile, plan: Plan | None = None) -> Problem:
+        """The problem of a run.
+
+        Args:
+            plan: the one that `pipeline.plan` names.
+        """
+        pipeline, train = config.pipeline, config.train
+        cuts, capacity = pipeline.cuts, pipeline.capacity
+        if plan is not None and plan.short:
+            cuts, capacity, plan = list(plan.cut_list), plan.capacities_of(plan.placement()), None
+        open_blocks = train.blocks_are_open and pipeline.replicas == 1 and not config.elastic.enabled
+        return cls(
+            profile,
+            _ranks(pipeline.devices, capacity, pipeline.speeds) * pipeline.replicas,
+            RunShape.of_config(config),
+            open_blocks,
+            pipeline.replicas,
+            pipeline.rounds,
+            pipeline.memory,
+            Link.of_config(config),
+            HostMemory.of_config(config),
+            None if cuts is None else tuple(cuts),
+            plan,
+            members_change=config.elastic.enabled,
+            search_seconds=pipeline.search_seconds,
+        )
+
+    @property
+    def width(self) -> int:
+        """Devices of one pipeline."""
+        return len(self.devices) // self.pipelines
+
+    @property
+    def capacities(self) -> list[int] | None:
+        """Bytes of each device of the first pipeline; None: no limit."""
+        sizes = [device.capacity_bytes for device in self.devices[: self.width]]
+        return None if None in sizes else [size for size in sizes if size is not None]
+
+    @property
+    def usable(self) -> list[int] | None:
+        """What each device of the first pipeline has beside the profile's headroom; None: no limit."""
+        headroom = Headroom.of(self.profile)
+        return None if self.capacities is None else [headroom.usable(size) for size in self.capacities]
+
+    @property
+    def speeds(self) -> tuple[float, ...] | None:
+        """Of the devices of the first pipeline; None where all are as fast as the profile's."""
+        speeds = tuple(1.0 if device.speed is None else device.speed for device in self.devices[: self.width])
+        return None if set(speeds) == {1.0} else speeds
+
+    @property
+    def share(self) -> RunShape:
+        """The part of the step of one pipeline."""
+        return self.run if self.pipelines == 1 else self.run.share(self.pipelines)
+
+    @property
+    def blocks(self) -> int | None:
+        """The accumulation blocks that a step has; None: a planner chooses them."""
+        return None if self.blocks_open else self.run.num_blocks
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the stages are given, so that no planner chooses them."""
+        return self.cuts is not None or self.plan is not None
+
+    def with_capacity(self, capacity: int | Sequence[int] | None) -> Problem:
+        """The same problem for devices of so many bytes, of one number for all or one for each of a pipeline."""
+        sizes: Sequence[int | None] = capacities_of_devices(capacity, self.width) or [None] * self.width
+        pairs = zip(self.devices, [*sizes] * self.pipelines, strict=True)
+        ranks = (dataclasses.replace(device, capacity_bytes=size) for device, size in pairs)
+        return dataclasses.replace(self, devices=tuple(ranks))
+
+
+def _ranks(devices: int, capacity: int | Sequence[int] | None, speeds: Sequence[float] | None) -> tuple[PlanRank, ...]:
+    sizes: Sequence[int | None] = capacities_of_devices(capacity, devices) or [None] * devices
+    if speeds is not None and len(speeds) != devices:
+        raise CapslogError(f"{len(speeds)} speeds for {devices} devices; give one for each")
+    factors = [None] * devices if speeds is None else list(speeds)
+    return tuple(PlanRank(capacity_bytes=size, speed=factor) for size, factor in zip(sizes, factors, strict=True))

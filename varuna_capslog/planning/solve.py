@@ -1,0 +1,236 @@
+"""The one way from a `Problem` to its plan: a planner answers, its plan is judged and played, and says what lacks.
+
+Every door asks here: `capslog plan`, `front`, `largest` and `compare`, `capslog.plan` and `fit`, the start of a run,
+and its members after a change. Nothing here imports torch; a rehearsal, which needs it, is passed in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.memory.costs import NEVER
+from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.memory.inference import INFERENCE, is_for_inference
+from varuna_capslog.planners import BUDGET
+from varuna_capslog.planning.cuts import cut_plan, going_round
+from varuna_capslog.planning.layerwise import saying_what_fits
+from varuna_capslog.planning.placed.equal_pipelines import lacking
+from varuna_capslog.planning.playing import SAME, even_share_seconds, with_step_seconds
+from varuna_capslog.planning.problem import Problem
+from varuna_capslog.planning.ranks import folded, judged, with_stage_bytes, within_tier
+from varuna_capslog.planning.registry import REGISTRY, Planner, planner_named
+from varuna_capslog.planning.verdict import rehearsed
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.beside import with_beside
+from varuna_capslog.schedules.shape import AUTO_SCHEDULE
+
+__all__ = ["Protection", "Rehearsal", "solve"]
+
+Rehearsal = Callable[[Plan], Sequence[int]]
+"""From a plan to the peak of each rank, or of each stage of a plan of the short form, in bytes, found by playing the
+rank's own program."""
+
+_SEARCHES = 3
+"""Each for devices of less memory than the one before."""
+
+
+class Protection(Protocol):
+    """What protects a run whose members change, as `membership/protection` knows it."""
+
+    def plan(self) -> Plan | None:
+        """The plan that a member would propose for all devices, in which protection has room, not judged; None where
+        that is not known.
+        """
+
+    def reserve(self, plan: Plan, find: Callable[..., Plan]) -> tuple[Plan, list[int]]:
+        """The plan, judged with what lies beside training, and the bytes of each stage's snapshot.
+
+        Args:
+            find: cuts one pipeline anew, for another `capacity` or given `cuts`.
+        """
+
+
+def solve(
+    problem: Problem,
+    planner: str,
+    rehearsal: Rehearsal | None = None,
+    protection: Protection | None = None,
+    weighs_others: bool = True,
+) -> Plan:
+    """The plan of a planner, or the given one: its bytes, whether it fits, what lacks and what would do, and its step.
+
+    A plan that does not fit is an answer too. Planner `budget` weighs the answers of other planners beside its own, so
+    that none of those that it asks (`Planner.weighed_up_to`) has a faster plan that fits.
+
+    Args:
+        planner: a name of `REGISTRY`; not asked where cuts or a plan are given.
+        rehearsal: has the last word on whether ranks fit, where the profile is an estimate or the device a CPU.
+        protection: of a run whose members change.
+        weighs_others: as above; False for who solves many problems to compare them.
+
+    Raises:
+        CapslogError: an unknown planner, and a problem that it cannot answer.
+    """
+    if is_for_inference(problem.profile):
+        plan = cut_plan(dataclasses.replace(problem, memory=INFERENCE), "exact")
+        return dataclasses.replace(plan, purpose=INFERENCE, schedule=None)
+    begun, entry = time.perf_counter(), planner_named(planner)
+    if not problem.is_given:
+        entry.check_memory(problem.memory)
+    alone = problem.is_given or problem.members_change or problem.pipelines > 1
+    if planner != BUDGET or alone or not weighs_others:
+        return _answered(problem, entry, rehearsal, protection)
+    until = None if problem.search_seconds is None else begun + problem.search_seconds
+    return _fastest(problem, rehearsal, begun, until)
+
+
+def _answered(
+    problem: Problem, entry: Planner, rehearsal: Rehearsal | None, protection: Protection | None = None
+) -> Plan:
+    """The plan of one planner, or the given one, judged and played."""
+    profile, run = problem.profile, problem.run
+    alone = dataclasses.replace(problem, plan=None, members_change=False)
+
+    def find(capacity: int | Sequence[int] | None = None, cuts: Sequence[int] | None = None) -> Plan:
+        chosen = problem.cuts if cuts is None else tuple(cuts)
+        return cut_plan(dataclasses.replace(alone.with_capacity(capacity), cuts=chosen), entry.name)
+
+    rounds = problem.stages_per_rank > 1 or run.limits_by_plan
+    if problem.plan is not None:
+        plan = _judged(problem, problem.plan, rehearsal)
+    elif rounds and (problem.cuts is not None or entry.shape == "cuts"):
+        plan = _judged(problem, going_round(problem, entry.name), rehearsal)
+    elif problem.cuts is not None or entry.shape == "cuts":
+        plan = cut_plan(problem, entry.name)
+    elif entry.shape == "intervals":
+        plan = _with_room(problem, entry, rehearsal, protection)
+    else:
+        plan = dataclasses.replace(entry.answer(_beside(problem)), step_seconds=None)  # by the one player
+        if not plan.short and (verdict := _judged(problem, plan, rehearsal)).fits is not None:
+            plan = verdict  # else the planner's own memory model has the last word
+    snapshots = [0] * len(plan.stages)
+    if protection is not None:
+        plan, snapshots = protection.reserve(plan, find)
+    if plan.short:
+        if plan.fits and problem.capacities is not None and rehearsal is not None and profile.source == "estimated":
+            plan = rehearsed(plan, rehearsal(plan), snapshots, Headroom.of(profile), find)
+        else:
+            plan = folded(profile, plan, problem.memory, problem.share.settled())
+        plan = within_tier(profile, plan, problem.share.settled(), problem.tier)
+    if plan.step_seconds is not None:
+        return plan
+    return with_step_seconds(profile, plan, (problem.share if plan.short else run).settled(), problem.link)
+
+
+def _beside(problem: Problem) -> Problem:
+    """The problem as a search sees it: what lies beside training counts as the layers' own."""
+    if not problem.beside:
+        return problem
+    return dataclasses.replace(problem, profile=with_beside(problem.profile, problem.beside), beside=())
+
+
+def _judged(problem: Problem, plan: Plan, rehearsal: Rehearsal | None) -> Plan:
+    """A plan of the full form with the bytes of each rank and stage, whether they fit, and what would do."""
+    run = dataclasses.replace(problem.run, schedule=plan.schedule or problem.run.settled().schedule)
+    confirm = None if rehearsal is None else lambda: rehearsal(plan)
+    verdict = with_stage_bytes(judged(problem.profile, plan, run, confirm, problem.tier))
+    treats = problem.plan is None and plan.planner in REGISTRY and REGISTRY[plan.planner].shape == "intervals"
+    return saying_what_fits(problem.profile, verdict, run) if treats else verdict
+
+
+def _with_room(problem: Problem, entry: Planner, rehearsal: Rehearsal | None, protection: Protection | None) -> Plan:
+    """The plan of a planner that treats layers, judged.
+
+    Where the programs of its ranks need a little more than the search took them to, it is searched again for devices
+    that have so much less; the first plan is the answer where none of these fits.
+    """
+    limits, first, less = problem.capacities, None, problem
+    for _ in range(_SEARCHES):
+        answer = protection.plan() if protection is not None and entry.name == BUDGET else None
+        answer = answer or entry.answer(_beside(less))
+        searched = answer.step_seconds is not None
+        if limits is not None and less is not problem:
+            answer = dataclasses.replace(answer, ranks=problem.devices)
+        plan = _judged(problem, dataclasses.replace(answer, fits=None, shortfall=None), rehearsal)
+        first = first or plan
+        if plan.fits is not False:
+            return plan
+        lack = [] if limits is None else lacking(plan, limits, Headroom.of(problem.profile))
+        if not searched or not any(lack) or protection is not None:  # the search itself has found nothing that fits
+            break
+        sizes = less.capacities or []
+        less = less.with_capacity([max(1, size - more) for size, more in zip(sizes, lack, strict=True)])
+    assert first is not None
+    return first
+
+
+def _fastest(problem: Problem, rehearsal: Rehearsal | None, begun: float, until: float | None) -> Plan:
+    """The plan of planner `budget`, or the fastest of other planners that is better.
+
+    These are asked only while the plan is slower than the work of the step shared out evenly, and only where their
+    search is quick, which the size of the problem decides and no clock; `until` ends that.
+    """
+    refused, best = None, None
+    try:
+        best = _answered(problem, REGISTRY[BUDGET], rehearsal)
+    except CapslogError as error:
+        refused = error
+    profile, devices, line = problem.profile, problem.width, best
+    if refused is not None and not profile.timed:
+        raise refused
+    if best is not None and best.fits is None:
+        return best
+    speeds = problem.speeds or (1.0,) * devices
+    bound = even_share_seconds(profile, problem.run.microbatches, 1) / sum(speeds)
+    for entry in REGISTRY.values():
+        if profile.num_layers * devices > entry.weighed_up_to or (problem.speeds is not None and entry.name != "joint"):
+            continue
+        if until is not None and time.perf_counter() >= until:
+            break
+        if best is not None and best.fits and (best.step_seconds or 0.0) <= bound * (1 + SAME):
+            break
+        try:
+            plan = _answered(problem, entry, None)
+        except CapslogError:
+            continue
+        same_run = problem.run.schedule in (AUTO_SCHEDULE, plan.schedule)
+        if same_run and _beats(plan, best) and _beats(confirmed := _confirmed(problem, plan, rehearsal), best):
+            best = confirmed
+    if best is None:
+        assert refused is not None
+        raise refused
+    if best is line or not best.fits or best.step_seconds is None:
+        return best
+    note = f"of planner {best.planner}, which planner budget has weighed beside its own"
+    return dataclasses.replace(
+        best,
+        bound_seconds=min(bound, best.step_seconds),
+        proven=best.step_seconds <= bound * (1 + SAME),
+        search_space=f"any stages on {devices} devices",
+        search_seconds=time.perf_counter() - begun,
+        notes=(*best.notes, note),
+    )
+
+
+def _confirmed(problem: Problem, plan: Plan, rehearsal: Rehearsal | None) -> Plan:
+    """A plan that fits as far as is known, judged by the rehearsal of its ranks as well."""
+    if rehearsal is None or not plan.fits or problem.capacities is None:
+        return plan
+    if plan.short:
+        beside = [0] * len(plan.stages)
+        return rehearsed(plan, rehearsal(plan), beside, Headroom.of(problem.profile), lambda capacity: plan)
+    return _judged(problem, plan, rehearsal)
+
+
+def _beats(plan: Plan, best: Plan | None) -> bool:
+    """Whether a plan lacks less than the best so far, or as much and is faster."""
+    if best is None:
+        return True
+    lacks = [0 if one.fits else one.shortfall.bytes if one.shortfall is not None else NEVER for one in (plan, best)]
+    if lacks[0] != lacks[1] or plan.step_seconds is None or best.step_seconds is None:
+        return lacks[0] < lacks[1]
+    return plan.step_seconds * (1 + SAME) < best.step_seconds
