@@ -120,6 +120,10 @@ class Pipeline(Section):
     profile.device names, else with planner budget what the device has (of a CPU's memory an equal part for every rank),
     else no limit."""
 
+    speeds: list[Annotated[float, Field(gt=0, le=1)]] | None = None
+    """How fast each device is beside the fastest, which the costs are for: a list with one number per device, above 0
+    and at most 1; null: all are alike."""
+
     host_tier: str = "memory"
     """Where a plan's memory intervals offload to: memory (the host's, pinned for CUDA), or a folder for files that are
     mapped into memory. On a CPU only a folder spares memory, best one on a fast disk of this machine."""
@@ -213,6 +217,11 @@ class Pipeline(Section):
             raise ValueError(
                 f"pipeline.capacity lists {len(self.capacity)} size(s) for pipeline.devices={self.devices}; "
                 "give one size, or one per device"
+            )
+        if self.speeds is not None and len(self.speeds) != self.devices:
+            raise ValueError(
+                f"pipeline.speeds lists {len(self.speeds)} number(s) for pipeline.devices={self.devices}; give one per "
+                "device, or null"
             )
         return self
 
