@@ -46,6 +46,7 @@ from varuna_capslog.start.layerwise_start import (
     plan_layerwise,
 )
 from varuna_capslog.start.named_code import mark_run
+from varuna_capslog.start.ordinary import WITHOUT_MODEL
 from varuna_capslog.start.replicated_start import (
     asks_automatic,
     asks_replicated,
@@ -204,8 +205,8 @@ def plan_run(config: Config, profile: Profile | None, link: Link | None = None, 
     """The configured planner's plan for a profile, or the plan that `pipeline.cuts` gives.
 
     Without a profile (given cuts need none) nothing is predicted and the chain is built to check the cuts. `link` is
-    for planners that need seconds. A given plan is judged by the profile, where there is one, and so are given cuts of
-    several stages per device. `memo` is that of the estimate, where the profile is one.
+    for planners that need seconds. A profile judges a given plan, and given cuts of several stages per device. `memo`
+    is that of the estimate, where the profile is one.
     """
     config = with_defaults(config, profile)
     return naming_variants(config, _plan(config, profile, _checked_plan(config), link, memo))
@@ -263,7 +264,8 @@ def _plan(
             profile.column("forward_seconds")  # names the layer
             profile.column("backward_seconds")
         plan, snapshots = with_reserves(config, profile, plan, find)
-    if plan.short and plan.fits and capacity is not None and profile.source == "estimated":
+    rehearsable = profile.source == "estimated" and config.workload != WITHOUT_MODEL
+    if plan.short and plan.fits and capacity is not None and rehearsable:
         from varuna_capslog.profiling.rehearsal import rehearse_config
 
         plan = rehearsed(plan, rehearse_config(config, plan.cut_list, memo=memo), snapshots, Headroom.of(profile), find)
@@ -297,16 +299,16 @@ def _checked_plan(config: Config) -> Plan | None:
     Raises CapslogError for one of another model or of other ranks than the config has, and for one that the engine does
     not run; and where the config's planner does not go with the rest of the config.
     """
-    from varuna_capslog.engine.grains import check_grains
-    from varuna_capslog.engine.holders.updates import check_shared_updates
-    from varuna_capslog.engine.layout import layout_of
-
     check_layerwise(config)
     check_replicated(config)
     check_automatic(config)
     plan = given_plan(config)
     if plan is None:
         return None
+    from varuna_capslog.engine.grains import check_grains
+    from varuna_capslog.engine.holders.updates import check_shared_updates
+    from varuna_capslog.engine.layout import layout_of
+
     chain, where = _chain(config), f"pipeline.plan={config.pipeline.plan}"
     if plan.num_layers != len(chain):
         raise CapslogError(
@@ -376,7 +378,8 @@ def _judged(plan: Plan, config: Config, profile: Profile, memo: Memo | None) -> 
 
         return rehearse_plan(config, plan, memo=memo)
 
-    return judged(profile, plan, RunShape.of_config(config), rehearsal, HostMemory.of_config(config))
+    rehearse = None if config.workload == WITHOUT_MODEL else rehearsal
+    return judged(profile, plan, RunShape.of_config(config), rehearse, HostMemory.of_config(config))
 
 
 def _of_cuts(config: Config, profile: Profile | None, link: Link | None) -> Plan:
@@ -430,7 +433,6 @@ def _same(one: Plan, other: Plan) -> bool:
     # they differ whenever the model is profiled again
     ignored = ("search_seconds", "profile_digest", "stage_seconds", "step_seconds", "bound_seconds")
     left, right = one.to_json(), other.to_json()
-    # the short form and the full form have different keys
     return all(left.get(key) == right.get(key) for key in left.keys() | right.keys() if key not in ignored)
 
 
