@@ -100,7 +100,7 @@ class Pipeline(Section):
         defaults.SCHEDULE
     )
     """Order of forward and backward passes. auto: with planner budget the one of gpipe, 1f1b, 1f1b-star, zb-h1 and
-    varuna with the fastest plan (with --bandwidth, of interleaved too), else varuna."""
+    varuna with the fastest plan (with bandwidth or latency, of interleaved too), else varuna."""
 
     stages_per_rank: int | None = Field(None, gt=0, le=fields.MOST_LAYERS)
     """Stages of every rank, which the stages go round; null: 2 for the schedule interleaved, else 1."""

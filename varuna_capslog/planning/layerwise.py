@@ -191,7 +191,9 @@ def _with_waiting_moments(
     found = with_step_seconds(profile, with_room_used(profile, found, run, ranges), run, link)
     notes: tuple[str, ...] = ()
     if link is None or link.host_bandwidth is None:
-        notes = ("the copies of moments to the host tier and back are not counted in the step: no --host-bandwidth",)
+        notes = (
+            "the copies of moments to the host tier and back are not counted in the step: no pipeline.host_bandwidth",
+        )
     return dataclasses.replace(
         found,
         proven=False if found.proven else found.proven,
