@@ -23,7 +23,10 @@ from varuna_capslog.commands.chaos import chaos
 from varuna_capslog.commands.check import check
 from varuna_capslog.commands.compare import compare
 from varuna_capslog.commands.export import export
+from varuna_capslog.commands.former import former_option
+from varuna_capslog.commands.front import front
 from varuna_capslog.commands.init import init
+from varuna_capslog.commands.largest import largest
 from varuna_capslog.commands.plan import plan
 from varuna_capslog.commands.profile import profile
 from varuna_capslog.commands.results import evaluate, predict, report
@@ -43,7 +46,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 # in the order of `capslog --help`, which is that in which a new user needs them
-for _command in (init, profile, variants, plan, compare, simulate, export, check, train, host):
+for _command in (init, profile, variants, plan, front, largest, compare, simulate, export, check, train, host):
     app.command()(_command)
 # what follows FILE is its own
 app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(script)
@@ -108,7 +111,8 @@ def _status_of(arguments: list[str]) -> int:
         usage = getattr(error, "format_message", None)
         if usage is not None:  # an unknown option, a missing argument
             command = getattr(getattr(error, "ctx", None), "command_path", "capslog")
-            _say(f"{usage().rstrip('.')}; see {command} --help")
+            moved = former_option(getattr(error, "option_name", ""))
+            _say(moved or f"{usage().rstrip('.')}; see {command} --help")
             return 2
         if debug:
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.gpus import GPUS, gpu_of, parse_device
+from varuna_capslog.base.gpus import GPUS, NamedDevices, gpu_of, parse_device, parse_devices
 
 
 def test_a_device_names_a_kind_or_none() -> None:
@@ -58,3 +58,45 @@ def test_sheets_agree_with_themselves() -> None:
 def test_others_are_refused(text: str, reason: str) -> None:
     with pytest.raises(CapslogError, match=reason):
         parse_device(text)
+
+
+def test_devices_are_a_number_or_kinds() -> None:
+    assert parse_devices(4) == parse_devices(" 4 ") == NamedDevices(4)
+    assert NamedDevices(4).pipeline_keys == {"devices": 4}
+    assert NamedDevices(4).fastest is None
+    alike = parse_devices("2x a100-80gb")
+    assert alike.kinds == ("a100-80gb",) * 2
+    assert alike.pipeline_keys == {"devices": 2, "capacity": GPUS["a100-80gb"].memory_bytes}
+    for text in ("2x rtx4090, rtx3090", "2xRTX 4090,3090 geforce", "2 * cuda:rtx4090 , 1x 3090"):
+        assert parse_devices(text).kinds == ("rtx4090", "rtx4090", "rtx3090")
+
+
+def test_a_slower_kind_has_less_speed_beside_the_fastest() -> None:
+    """By hand: arithmetic 35.6 / 82.6 in float32 and 71 / 165.2 in 16 bits, memory 936 / 1008 GB/s."""
+    mixed = parse_devices("rtx3090, 2x rtx4090")
+    assert mixed.fastest == "rtx4090"
+    slower = ((35.6 / 82.6 * 71 / 165.2) ** 0.5 * 936 / 1008) ** 0.5
+    assert mixed.pipeline_keys["speeds"] == [pytest.approx(slower, abs=5e-4), 1.0, 1.0]
+    assert mixed.pipeline_keys["capacity"] == GPUS["rtx3090"].memory_bytes == GPUS["rtx4090"].memory_bytes
+    unlike = parse_devices("gb300, t4").pipeline_keys
+    assert unlike["capacity"] == [GPUS["gb300"].memory_bytes, GPUS["t4"].memory_bytes]
+    assert 0 < unlike["speeds"][1] < 0.1
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "-1", "2.5", "2x", "x", "2x, t4", "4, 2x t4", "0x t4", "100001", "60000x t4, 60000x t4", "t4,"]
+)
+def test_malformed_devices_are_refused_with_the_form(text: str) -> None:
+    with pytest.raises(
+        CapslogError, match=r"^--devices is .*; write a number from 1 to 100000, or kinds such as 2x a1"
+    ):
+        parse_devices(text, "--devices")
+
+
+def test_an_unknown_kind_of_a_list_names_the_nearest() -> None:
+    with pytest.raises(
+        CapslogError, match=r"^--devices: the kind of GPU 'rtx409' is not in the table; the nearest are rtx4"
+    ):
+        parse_devices("2x rtx409", "--devices")
+    with pytest.raises(CapslogError, match="choose a100-40gb or a100-80gb"):
+        parse_devices("2x a100")

@@ -43,7 +43,17 @@ def plan(*arguments: str) -> int:
 
 def test_from_a_folder_to_the_systems_that_serve(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
-    flags = ("--sequence", "32", "--batch", "6", "--microbatch", "2", "--dtype", "bfloat16", "--device", "cuda:t4")
+    flags = (
+        "--sequence",
+        "32",
+        "--batch",
+        "6",
+        "train.microbatch_size=2",
+        "--dtype",
+        "bfloat16",
+        "--device",
+        "cuda:t4",
+    )
     assert plan("--for", "inference", "--hf", "llama", "--devices", "2", *flags, "-o", "plan.json", "--json") == 0
     told = capsys.readouterr()
     value = json.loads(told.out)
@@ -84,17 +94,24 @@ REFUSED = {
     "a batch to train": ((*PLAIN, "--devices", "2", "--batch", "2"), "--batch goes with --for inference"),
     "no model": (("--for", "inference", "--devices", "2"), "but no model is given"),
     "a config": (("some.yaml", "--for", "inference", "--devices", "2"), "but a CONFIG describes a training"),
-    "no devices": (("--for", "inference", *PLAIN), "--for inference needs --devices N"),
+    "no devices": (("--for", "inference", *PLAIN), "--model needs --devices N"),
     "too many devices": (("--for", "inference", *PLAIN, "--devices", "4"), "4 devices but only 3 layers"),
-    "a front": (("--for", "inference", *PLAIN, "--devices", "2", "--pareto"), "--pareto belongs to plans of training"),
+    "samples of a step": (
+        ("--for", "inference", *PLAIN, "--devices", "2", "--minibatch", "4"),
+        "--minibatch belongs to plans of training",
+    ),
+    "a key of training": (
+        ("--for", "inference", *PLAIN, "--devices", "2", "pipeline.schedule=1f1b"),
+        "pipeline.schedule belongs to plans of training",
+    ),
     "another planner": (
         ("--for", "inference", *PLAIN, "--devices", "2", "--planner", "varuna"),
         "inference is planned by exact",
     ),
     "real runs": (("--for", "inference", *PLAIN, "--devices", "2", "--measure"), "estimates, and never measures"),
     "half a batch": (
-        ("--for", "inference", *PLAIN, "--devices", "2", "--batch", "3", "--microbatch", "2"),
-        "--microbatch 2 does not divide --batch 3",
+        ("--for", "inference", *PLAIN, "--devices", "2", "--batch", "3", "train.microbatch_size=2"),
+        "train.microbatch_size=2 does not divide --batch 3",
     ),
     "an unknown type": (
         ("--for", "inference", *PLAIN, "--devices", "2", "--dtype", "int8"),

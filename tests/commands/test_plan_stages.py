@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.test_plan_time import run
+from tests.commands.test_questions import run
 from tests.planners.test_budget import timed
 from varuna_capslog.plans.plan import read_plan
 from varuna_capslog.profiles.record import write_profile
 
-WANTED = ("--devices", "2", "--planner", "budget", "--minibatch", "6", "--host-bandwidth", "10MB/s")
+WANTED = ("--devices", "2", "--planner", "budget", "--minibatch", "6", "pipeline.host_bandwidth=10MB/s")
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def profile(tmp_path: Path) -> str:
 def test_budgets_from_all_treated_to_all_kept(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each point's plan is what `plan` finds within its budget, and one byte less takes a longer step."""
     picture, file = tmp_path / "front.png", tmp_path / "plan.json"
-    assert run("plan", "--profile", profile, *WANTED, "--pareto", "--json", "-o", str(picture)) == 0
+    assert run("front", "--profile", profile, *WANTED, "--json", "-o", str(picture)) == 0
     front = json.loads(capsys.readouterr().out)["front"]
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert len(front) >= 3
@@ -40,15 +40,15 @@ def test_budgets_from_all_treated_to_all_kept(profile: str, tmp_path: Path, caps
     arguments = ("plan", "--profile", profile, *WANTED, "--capacity", f"{point['budget_bytes']}B")
     assert run(*arguments, "-o", str(file)) == 0
     assert read_plan(file).step_seconds == pytest.approx(point["step_seconds"])
-    assert run("plan", "--profile", profile, *WANTED, "--capacity", f"{front[0]['budget_bytes'] - 1}B", "--pareto") == 3
+    assert run("front", "--profile", profile, *WANTED, "--capacity", f"{front[0]['budget_bytes'] - 1}B") == 3
     capsys.readouterr()
-    assert run("plan", "--profile", profile, *WANTED, "--pareto", "--capacity", "1GiB,2GiB") == 2
+    assert run("front", "--profile", profile, *WANTED, "--capacity", "1GiB,2GiB") == 2
     assert "one budget for every device" in capsys.readouterr().err
 
 
 def test_the_table_and_the_picture_of_a_plan(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "plan.png"
-    assert run("plan", "--profile", profile, *WANTED, "--pareto", "--json") == 0
+    assert run("front", "--profile", profile, *WANTED, "--json") == 0
     least = json.loads(capsys.readouterr().out)["front"][0]
     arguments = ("plan", "--profile", profile, *WANTED, "--capacity", f"{least['budget_bytes']}B", "-o", str(picture))
     assert run(*arguments) == 0

@@ -75,7 +75,7 @@ def test_a_step_is_played_drawn_and_traced(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     out = tmp_path / "out"
-    flags = ("--bandwidth", "1GiB/s", "--latency", "0.1ms", "--microbatches", 4)
+    flags = ("pipeline.bandwidth=1GiB/s", "pipeline.latency=0.1ms", "train.minibatch_size=8")
     assert run("simulate", "--profile", profile, "--plan", plan, *flags, "-o", out) == 0
     text = capsys.readouterr().out
     assert "varuna with recomputation, 4 microbatches" in text
@@ -92,7 +92,7 @@ def test_a_step_is_played_drawn_and_traced(
     assert value["link"] == {**link, "shared": False, "host_bandwidth": None, "copies_beside": None}
     (sent,) = [event for event in trace["traceEvents"] if event["name"] == "activation 0" and event["pid"] == 0]
     assert sent["args"] == {"from_stage": 0, "to_stage": 1, "microbatch": 0}
-    whole = ("--shared-links", "--host-bandwidth", "1GB/s", "--copies-beside", "--json")
+    whole = ("--shared-links", "pipeline.host_bandwidth=1GB/s", "--copies-beside", "--json")
     assert run("simulate", "--profile", profile, "--plan", plan, *flags, *whole) == 0
     shared = printed(capsys)
     assert shared["link"] == {**link, "shared": True, "host_bandwidth": 1e9, "copies_beside": True}
@@ -100,14 +100,14 @@ def test_a_step_is_played_drawn_and_traced(
 
 
 def test_flags_change_what_is_played(profile: Path, plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base = ("simulate", "--profile", profile, "--plan", plan, "--microbatches", 6, "--json")
+    base = ("simulate", "--profile", profile, "--plan", plan, "train.minibatch_size=12", "--json")
     seconds = {}
     for name, flags in {
         "plain": (),
-        "gpipe": ("--schedule", "gpipe", "--no-recompute"),
+        "gpipe": ("pipeline.schedule=gpipe", "pipeline.recompute=false"),
         "cores": ("--cores", 1),
-        "slow": ("--bandwidth", "10MiB/s"),
-        "copy": ("--bandwidth", "10MiB/s", "--copy-bandwidth", "10MiB/s"),
+        "slow": ("pipeline.bandwidth=10MiB/s",),
+        "copy": ("pipeline.bandwidth=10MiB/s", "--copy-bandwidth", "10MiB/s"),
     }.items():
         assert run(*base, *flags) == 0
         seconds[name] = printed(capsys)["step_seconds"]
@@ -251,19 +251,19 @@ def test_a_trace_is_replayed(
         (["simulate", "--profile", "P"], "needs --plan FILE, or --trace FILE"),
         (["simulate", "--profile", "P", "--plan", "/no/plan"], "/no/plan cannot be read"),
         (["simulate", "--profile", "O", "--plan", "L"], "a plan of the model six, the profile is of other"),
-        (["simulate", "--profile", "P", "--plan", "L", "--bandwidth", "1G"], "1GiB (1024)"),
-        (["simulate", "--profile", "P", "--plan", "L", "--latency", "soon"], "latency is 'soon'"),
-        (["simulate", "--profile", "P", "--plan", "L", "--schedule", "1f1"], "did you mean '1f1b'?"),
-        (["simulate", "--profile", "P", "--plan", "L", "--stage-inputs", "disk"], "stage_inputs is 'disk'"),
+        (["simulate", "--profile", "P", "--plan", "L", "pipeline.bandwidth=1G"], "1GiB (1024)"),
+        (["simulate", "--profile", "P", "--plan", "L", "pipeline.latency=soon"], "latency is 'soon'"),
+        (["simulate", "--profile", "P", "--plan", "L", "pipeline.schedule=1f1"], "pipeline.schedule is"),
+        (["simulate", "--profile", "P", "--plan", "L", "pipeline.stage_inputs=disk"], "stage_inputs is"),
         (["simulate", "--profile", "P", "--trace", "/no/trace"], "/no/trace cannot be read"),
         (["simulate", "--profile", "P", "--trace", "T", "--planner", "jiont", "--minibatch", "2"], "'joint'?"),
         (["simulate", "--profile", "P", "--trace", "T", "--minibatch", "3"], "a minibatch of 3 samples"),
         (["simulate", "--profile", "P", "--trace", "T", "--crash-pause", "-1s"], "crash-pause is '-1s'"),
-        (["compare"], "give a CONFIG file or --profile FILE"),
+        (["compare"], "give a CONFIG file, --profile FILE, --model"),
         (["compare", "--profile", "P"], "--devices N"),
         (["compare", "--profile", "P", "--devices", "7"], "7 devices but only 6 layers"),
         (["compare", "--profile", "P", "--devices", "2", "--planners", "exat"], "did you mean 'exact'?"),
-        (["compare", "--profile", "P", "--devices", "2", "--capacity", "1GiB,1GiB,1GiB"], "3 capacities for 2 devices"),
+        (["compare", "--profile", "P", "--devices", "2", "--capacity", "1GiB*3"], "pipeline.capacity lists 3 size(s)"),
     ],
 )
 def test_mistakes_end_in_one_sentence_and_status_2(

@@ -1,8 +1,8 @@
 """Kinds of GPUs that a plan may be for without one being here: what their makers' data sheets say.
 
 `profile.device: cuda:KIND` names one, and so do `--device` and Python's `device=`; `parse_device` reads them all.
-`Gpu.memory_bytes` is the capacity of a plan that says none; estimates take seconds and workspaces from the rest
-(`profiling.estimation`). Nothing here asks a device.
+`parse_devices` reads the devices of a plan, a number or kinds. `Gpu.memory_bytes` is the capacity of a plan that says
+none; estimates take seconds and workspaces from the rest (`profiling.estimation`). Nothing here asks a device.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass
+from typing import Any
 
+from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 
-__all__ = ["GPUS", "Gpu", "gpu_named", "gpu_of", "parse_device", "parse_device_type"]
+__all__ = ["GPUS", "Gpu", "NamedDevices", "gpu_named", "gpu_of", "parse_device", "parse_device_type", "parse_devices"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,16 @@ class Gpu:
     def memory_bytes(self) -> int:
         """The total memory in bytes."""
         return int(self.memory_gib * 2**30)
+
+    @property
+    def pace(self) -> float:
+        """How fast the kind is beside another one: the geometric mean of its rate of arithmetic and its memory's rate.
+
+        Products of matrices keep to the former, all else to the latter. The rate of arithmetic is the geometric mean of
+        float32's and 16-bit types', since a plan may be for either. It tells kinds apart by their data sheets alone;
+        measured ratios are better.
+        """
+        return float(((self.float32_flops * self.half_flops) ** 0.5 * self.bytes_per_second) ** 0.5)
 
     @property
     def hopper_or_later(self) -> bool:
@@ -152,6 +164,67 @@ def gpu_named(text: str) -> str:
     near = difflib.get_close_matches(plain, spelled, n=3, cutoff=0.0)
     nearest = ", ".join(spelled[word] for word in near)
     raise CapslogError(f"the kind of GPU {text!r} is not in the table; the nearest are {nearest}")
+
+
+@dataclass(frozen=True)
+class NamedDevices:
+    """The devices of a plan: how many, and of which kinds where they are known.
+
+    Attributes:
+        count: at least 1.
+        kinds: a name of `GPUS` for each device, in the order of the stages; empty: only the number is known.
+    """
+
+    count: int
+    kinds: tuple[str, ...] = ()
+
+    @property
+    def fastest(self) -> str | None:
+        """The kind that the costs are for; None where no kind is known."""
+        return max(self.kinds, key=lambda kind: GPUS[kind].pace, default=None)
+
+    @property
+    def pipeline_keys(self) -> dict[str, Any]:
+        """Keys of a config's section `pipeline`: `devices`; with kinds also `capacity` (bytes, one number where all
+        devices are alike) and, where some are slower, `speeds` (`Gpu.pace` beside the fastest kind's).
+        """
+        keys: dict[str, Any] = {"devices": self.count}
+        sizes = [GPUS[kind].memory_bytes for kind in self.kinds]
+        if sizes:
+            keys["capacity"] = sizes[0] if len(set(sizes)) == 1 else sizes
+        if self.fastest is not None:
+            most = GPUS[self.fastest].pace
+            speeds = [max(0.001, round(GPUS[kind].pace / most, 3)) for kind in self.kinds]
+            keys |= {"speeds": speeds} if min(speeds) < 1 else {}
+        return keys
+
+
+def parse_devices(devices: int | str, name: str = "devices") -> NamedDevices:
+    """The devices that a number (`4`) or a list of kinds (`2x a100-80gb, rtx4090`, as `gpu_named` reads them) says.
+
+    Args:
+        name: what the caller calls it; messages begin with it.
+
+    Raises:
+        CapslogError: it is neither, or the number is not one of 1 to `fields.MOST_RANKS`; an unknown kind (the nearest
+            are named).
+    """
+    rule = f"write a number from 1 to {fields.MOST_RANKS}, or kinds such as 2x a100-80gb or 2x rtx4090, rtx3090"
+    wrong = CapslogError(f"{name} is {devices!r}; {rule}")
+    text, kinds, count = str(devices).strip(), list[str](), 0
+    if re.fullmatch(r"[0-9]{1,6}", text):
+        count = int(text)
+    else:
+        for part in text.split(","):
+            match = re.fullmatch(r"(?:([0-9]{1,6})\s*[x*]\s*(?=\S))?(.*)", part.strip())
+            if match is None or (match[1] is None and not re.search("[a-wyz]", part.lower())):
+                raise wrong
+            number, kind = int(match[1] or 1), match[2]
+            kinds += [fields.within(name, lambda kind=kind: gpu_named(kind.removeprefix("cuda:")))] * number  # type: ignore[misc]
+            count += number if number else fields.MOST_RANKS + 1
+    if not 0 < count <= fields.MOST_RANKS:
+        raise wrong
+    return NamedDevices(count, tuple(kinds))
 
 
 def gpu_of(device: str) -> Gpu | None:

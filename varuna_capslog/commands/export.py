@@ -20,7 +20,7 @@ from varuna_capslog.commands.ordinary_model import (
     ModelInputs,
     config_of_model,
     overrides_of,
-    with_folder,
+    settled,
 )
 from varuna_capslog.commands.shared import option
 
@@ -152,7 +152,7 @@ def _model(given: ExportFlags) -> Config | None:
     if given.config is not None and (given.model is not None or given.folder is not None):
         other = "--model" if given.model is not None else "--hf"
         raise CapslogError(f"both --config and {other} are given; name the model in one way")
-    flags = with_folder(
+    flags = settled(
         ModelFlags(
             model=given.model,
             folder=given.folder,
@@ -163,7 +163,7 @@ def _model(given: ExportFlags) -> Config | None:
         )
     )
     if flags.model is not None:
-        return config_of_model(flags, {"devices": 1})
+        return config_of_model(flags, {"pipeline.devices": 1})
     overrides_of(flags)
     return None if given.config is None else shared.load(given.config, None, trust=given.trust)
 

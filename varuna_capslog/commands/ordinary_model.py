@@ -1,5 +1,5 @@
-"""The flags of `capslog plan` and `capslog profile` for an ordinary module, and how its costs are found: `--device`,
-`--estimate` and `--measure`.
+"""The eight options that name a model and its costs, which all commands on a model share, and the config that they
+stand for together with `key=value`.
 
 A model of `--model` is estimated, unless `--measure` asks for real runs; a CONFIG says itself what it wants. What was
 assumed is told in one line on standard error.
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.commands import shared
@@ -31,9 +31,10 @@ __all__ = [
     "ModelInputs",
     "announced",
     "config_of_model",
+    "keys_of",
     "overrides_of",
     "say_assumptions",
-    "with_folder",
+    "settled",
 ]
 
 _STEPS = 3
@@ -81,7 +82,7 @@ ModelCutPoints = Annotated[
 
 @dataclass(frozen=True)
 class ModelFlags:
-    """What `plan` and `profile` take."""
+    """The model, and how its costs are found."""
 
     config: shared.OptionalConfigFile = None
     overrides: shared.Overrides = None
@@ -116,20 +117,29 @@ class ModelFlags:
 Flags = TypeVar("Flags", bound=ModelFlags)
 
 
-def with_folder(flags: Flags) -> Flags:
-    """The flags, in which --hf stands as the --model that builds it.
+def settled(flags: Flags) -> Flags:
+    """The flags, in which --hf stands as the --model that builds it, and a first word KEY=VALUE is no CONFIG.
 
     Raises:
-        CapslogError: --model or a CONFIG is given too.
+        CapslogError: --model or a CONFIG is given beside --hf, or both of them.
     """
+    config, overrides = shared.words_of(flags.config, flags.overrides)
+    flags = replace(flags, config=config, overrides=overrides)
+    sources = {"a CONFIG": flags.config, "--model": flags.model, "--hf": flags.folder}
+    if len(names := [name for name, source in sources.items() if source is not None]) > 1:
+        raise CapslogError(f"both {' and '.join(names)} are given; name the model in one way")
     if flags.folder is None:
         return flags
-    if flags.model is not None or flags.config is not None:
-        other = "--model" if flags.model is not None else "a CONFIG"
-        raise CapslogError(f"both {other} and --hf are given; name the model in one way")
     from varuna_capslog.model.hugging_face import FACTORY
 
     return replace(flags, model=FACTORY)
+
+
+def keys_of(overrides: Sequence[str] | None) -> dict[str, Any]:
+    """The keys and values of texts KEY=VALUE."""
+    from varuna_capslog.config.reading import parse_override
+
+    return dict(map(parse_override, overrides or ()))
 
 
 def overrides_of(flags: ModelFlags) -> list[str]:
@@ -149,11 +159,11 @@ def overrides_of(flags: ModelFlags) -> list[str]:
     return changes + ([] if flags.device is None else [f"profile.device={flags.device}"])
 
 
-def config_of_model(flags: ModelFlags, pipeline: dict[str, int | str], minibatch: int | None = None) -> Config:
+def config_of_model(flags: ModelFlags, settings: Mapping[str, Any], minibatch: int | None = None) -> Config:
     """The config that the flags stand for.
 
     Args:
-        pipeline: keys of its `pipeline` section, the devices among them.
+        settings: keys of the config and their values, `pipeline.devices` among them; the flags count before them.
         minibatch: samples of a step; None: as `start/ordinary.ordinary_config`.
 
     Raises:
@@ -162,10 +172,13 @@ def config_of_model(flags: ModelFlags, pipeline: dict[str, int | str], minibatch
     from varuna_capslog.config.reading import assignments
     from varuna_capslog.start.ordinary import OrdinaryModel, ordinary_config
 
-    device, measured = flags.device, flags.estimate is False
+    keys = dict(settings)
+    device, source = keys.pop("profile.device", None), keys.pop("profile.source", "estimated")
+    device = flags.device or device
+    measured = source == "measured" if flags.estimate is None else not flags.estimate
+    pipeline = {key: keys.pop(f"pipeline.{key}") for key in ("devices", "capacity") if f"pipeline.{key}" in keys}
     names = None if flags.cut_points is None else [name.strip() for name in flags.cut_points.split(",")]
     arguments = assignments(flags.arguments or [], "--model-arg")
-    settings: dict[str, str] = {}
     if flags.sequence is not None and (flags.folder is None or flags.inputs):
         raise CapslogError(
             "--sequence is for the inputs that --hf makes itself; give sizes with --input, or leave it out"
@@ -173,11 +186,11 @@ def config_of_model(flags: ModelFlags, pipeline: dict[str, int | str], minibatch
     if flags.folder is not None:
         own = {"path": str(flags.folder), "sequence": flags.sequence, "example": not flags.inputs}
         arguments = {"dtype": "float32", **arguments, **own}
-        settings["model.name"] = str(flags.folder)
+        keys.setdefault("model.name", str(flags.folder))
     if measured and device is not None and device.startswith("cuda:"):
         raise CapslogError(f"--measure runs on the device that is here; --device {device} goes with --estimate")
     model = OrdinaryModel(flags.model, flags.inputs or [], names, arguments)
-    return ordinary_config(model, pipeline, minibatch, device, measured, settings)
+    return ordinary_config(model, pipeline, minibatch, device, measured, keys)
 
 
 @contextmanager

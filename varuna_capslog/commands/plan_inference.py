@@ -1,62 +1,25 @@
-"""`capslog plan --for inference`: where to cut a model that is served; its flags, and what does not go with them."""
+"""`capslog plan --for inference`: where to cut a model that is served, and what does not go with it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from varuna_capslog.base.errors import CapslogError, DoesNotFit
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.commands import shared
-from varuna_capslog.commands.ordinary_model import config_of_model
-from varuna_capslog.commands.shared import option
+from varuna_capslog.commands.ordinary_model import keys_of
+from varuna_capslog.commands.questions import question_of
 
 if TYPE_CHECKING:
     from varuna_capslog.commands.plan import PlanFlags
+    from varuna_capslog.config.settings import Config
+    from varuna_capslog.plans.plan import Plan
     from varuna_capslog.profiles.record import Profile
 
-__all__ = ["InferenceFlags", "check_purpose", "plan_for_inference"]
+__all__ = ["check_purpose", "plan_for_inference"]
 
-_PURPOSES = ("training", "inference")
-_OF_TRAINING = {
-    "profile": "--profile",
-    "memory": "--memory",
-    "minibatch": "--minibatch",
-    "bandwidth": "--bandwidth",
-    "host_bandwidth": "--host-bandwidth",
-    "pareto": "--pareto",
-    "joint": "--joint",
-    "speeds": "--speeds",
-    "blocks": "--blocks",
-    "maximize": "--maximize",
-}
-
-
-@dataclass(frozen=True)
-class InferenceFlags:
-    """What `plan` takes for models that are served."""
-
-    purpose: Annotated[
-        str,
-        option(
-            "What the plan is for: training, or inference, of --model or --hf.", "training", "--for", metavar="PURPOSE"
-        ),
-    ] = "training"
-    batch: Annotated[int | None, option("Inference: sequences that are served together.", "1", min=1)] = None
-    microbatch: Annotated[
-        int | None, option("Inference: sequences of one forward, which divide the batch.", "all", min=1)
-    ] = None
-    dtype: Annotated[
-        str | None,
-        option("Inference: of weights and caches: float32, bfloat16 or float16.", "the model's own"),
-    ] = None
-    cache: Annotated[
-        str | None,
-        option(
-            "Inference: what every layer that attends caches for one token, such as 4KiB; a Hugging Face model says it "
-            "itself.",
-            "nothing",
-        ),
-    ] = None
+_KEYS = ("pipeline.devices", "pipeline.capacity", "profile.device", "train.microbatch_size")
+"""Those that decide a plan for inference."""
 
 
 def check_purpose(given: PlanFlags) -> bool:
@@ -67,15 +30,18 @@ def check_purpose(given: PlanFlags) -> bool:
     """
     from varuna_capslog.base import fields
 
-    fields.refuse_unknown([given.purpose], _PURPOSES, "purpose of --for")
+    fields.refuse_unknown([given.purpose], ("training", "inference"), "purpose of --for")
     if given.purpose == "training":
-        for name in ("batch", "microbatch", "dtype", "cache"):
+        for name in ("batch", "dtype", "cache"):
             if getattr(given, name) is not None:
                 raise CapslogError(f"--{name} goes with --for inference")
         return False
-    for name, flag in _OF_TRAINING.items():
-        if getattr(given, name):
-            raise CapslogError(f"{flag} belongs to plans of training; leave it out with --for inference")
+    beside = {f"--{name}": getattr(given, name) for name in ("profile", "memory", "minibatch", "numerics")}
+    for name in [
+        *(name for name, value in beside.items() if value),
+        *sorted(set(keys_of(given.overrides)) - set(_KEYS)),
+    ]:
+        raise CapslogError(f"{name} belongs to plans of training; leave it out with --for inference")
     if given.planner not in (None, "exact"):
         raise CapslogError(f"--planner {given.planner} plans for training; inference is planned by exact, leave it out")
     if given.estimate is False:
@@ -83,29 +49,25 @@ def check_purpose(given: PlanFlags) -> bool:
     if given.model is None:
         what = "a CONFIG describes a training" if given.config is not None else "no model is given"
         raise CapslogError(f"--for inference plans for a model of --model or --hf, but {what}")
-    if given.devices is None:
-        raise CapslogError("--for inference needs --devices N, the number of devices to plan for")
     return True
 
 
-def plan_for_inference(given: PlanFlags) -> None:
-    """Prints and writes the plan; one line on standard error says what it assumes. Exit status 3 when nothing fits."""
+def plan_for_inference(given: PlanFlags) -> tuple[Plan, Config, Profile]:
+    """The plan, and what it was made of; one line on standard error says what it assumes."""
     from varuna_capslog.base import units
     from varuna_capslog.config.reading import section
     from varuna_capslog.model.inference_model import InferenceModel
     from varuna_capslog.model.model_workload import ModelSection
-    from varuna_capslog.planning.inference import plan_inference
-    from varuna_capslog.plans.plan import write_plan
+    from varuna_capslog.planning.problem import Problem
+    from varuna_capslog.planning.solve import solve
     from varuna_capslog.profiling.inference import Served, estimate_inference
 
-    assert given.devices is not None
     batch = given.batch or 1
-    size = given.microbatch or batch
+    config = question_of(replace(given, sequence=None), None, None)
+    devices = config.pipeline.devices
+    size = config.train.microbatch_size if "train.microbatch_size" in keys_of(given.overrides) else batch
     if batch % size:
-        raise CapslogError(f"--microbatch {size} does not divide --batch {batch}; choose a size that does")
-    pipeline: dict[str, Any] = {"devices": given.devices}
-    pipeline |= {} if given.capacity is None else {"capacity": given.capacity}
-    config = config_of_model(replace(given, sequence=None), pipeline)
+        raise CapslogError(f"train.microbatch_size={size} does not divide --batch {batch}; choose a size that does")
     settings = section(ModelSection, config.model, "model")
     if given.folder is not None:
         own = {"trains": False, "sequence": given.sequence, "dtype": given.dtype}
@@ -114,18 +76,9 @@ def plan_for_inference(given: PlanFlags) -> None:
     cache = None if given.cache is None else units.parse_bytes(given.cache, "--cache")
     model = InferenceModel(settings, size, given.dtype, given.sequence)
     profile = estimate_inference(model, Served(size, device, kind, cache))
-    found = plan_inference(profile, given.devices, batch, config.pipeline.capacity)
-    if given.output is not None:
-        write_plan(given.output, found)
-    if given.as_json:
-        shared.print_json(found.to_json())
-    else:
-        shared.print_plan(found, profile)
+    found = solve(Problem.of_serving(profile, devices, batch, config.pipeline.capacity), "exact")
     shared.say(_assumptions(profile, batch, config.pipeline.capacity), err=True)
-    if found.fits is False:
-        raise DoesNotFit("; ".join(found.notes))
-    for note in found.notes:
-        shared.say(f"note: {note}", err=True)
+    return found, config, profile
 
 
 def _assumptions(profile: Profile, batch: int, capacity: int | list[int] | None) -> str:

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.commands import shared
-from varuna_capslog.commands.ordinary_model import ModelFlags, announced, config_of_model, overrides_of, with_folder
+from varuna_capslog.commands.ordinary_model import (
+    ModelFlags,
+    announced,
+    config_of_model,
+    keys_of,
+    overrides_of,
+    settled,
+)
 from varuna_capslog.commands.shared import option
 
 if TYPE_CHECKING:
@@ -42,7 +49,7 @@ def profile(given: ProfileFlags) -> None:
     from varuna_capslog.profiles.record import write_profile
     from varuna_capslog.start.prepare import profile_run
 
-    given = with_folder(given)
+    given = settled(given)
     settings = _config(given)
     with announced(None if given.model is None else settings):
         result = profile_run(settings, show=not given.as_json)
@@ -85,11 +92,11 @@ def _learned(settings: Config, profile: Profile) -> list[str]:
 
 
 def _config(given: ProfileFlags) -> Config:
-    if (given.config is None) == (given.model is None):
-        raise CapslogError("nothing to profile, or too much: give a CONFIG file or --model package.module:function")
+    if given.config is None and given.model is None:
+        raise CapslogError("nothing to profile: give a CONFIG file, --model package.module:function or --hf FOLDER")
     if given.config is not None:
         changes = [] if given.order is None else [f"profile.order={given.order}"]
         return shared.load(given.config, given.overrides, *changes, *overrides_of(given), trust=given.trust)
     if given.order is not None:
         raise CapslogError("--order is of measured runs of a CONFIG; leave it out with --model")
-    return config_of_model(given, {"devices": 1})
+    return config_of_model(given, {"pipeline.devices": 1} | keys_of(given.overrides))

@@ -16,21 +16,17 @@ from varuna_capslog.base.tables import printable
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
-    from varuna_capslog.planners.seconds import Link
     from varuna_capslog.plans.plan import Plan
     from varuna_capslog.profiles.record import Profile
 
 __all__ = [
     "SEARCHED",
     "AsJson",
-    "Bandwidth",
     "ConfigFile",
     "Devices",
     "DryRun",
     "HostName",
-    "Latency",
     "Machines",
-    "NodeDevices",
     "OptionalConfigFile",
     "Overrides",
     "ProfileFile",
@@ -39,7 +35,6 @@ __all__ = [
     "Trust",
     "Wait",
     "blocks_of",
-    "link_of",
     "load",
     "option",
     "options_of",
@@ -52,6 +47,7 @@ __all__ = [
     "say",
     "tell",
     "trusted_config",
+    "words_of",
 ]
 
 Options = TypeVar("Options")
@@ -83,14 +79,12 @@ Trust = Annotated[
 ]
 RunDirectory = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run.", show_default=False)]
 ProfileFile = Annotated[Path | None, option("Profile of the model.", "that of CONFIG, taken now", "--profile")]
-Devices = Annotated[int | None, option("Devices to plan for.", "pipeline.devices of CONFIG", min=1)]
-NodeDevices = Annotated[
-    int | None, option("Of each node, for planner capture.", "pipeline.node_devices, or all on one node", min=1)
-]
-Bandwidth = Annotated[str | None, option("Of every link, such as 1GiB/s.", "bytes take no time")]
-Latency = Annotated[str, option("Of every message, such as 0.1ms.")]
-HostBandwidth = Annotated[
-    str | None, option("Of copies between a rank and its host tier, such as 12GB/s.", "copies take no time")
+Devices = Annotated[
+    str | None,
+    option(
+        "A number, or kinds of GPUs with their memory and speed: 4, '2x a100-80gb' or '2x rtx4090, rtx3090'.",
+        "pipeline.devices of CONFIG",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of a table.")]
 StoreAddress = Annotated[
@@ -115,6 +109,7 @@ def options_of(options: type[Options]) -> Callable[[Callable[[Options], None]], 
     hints = get_type_hints(options, include_extras=True)
     signature = inspect.signature(options)
     parameters = [one.replace(annotation=hints[name]) for name, one in signature.parameters.items()]
+    parameters.sort(key=lambda one: one.name in ("as_json", "trust"))  # the last ones of every command
 
     def decorate(run: Callable[[Options], None]) -> Callable[..., None]:
         @functools.wraps(run)
@@ -177,31 +172,18 @@ def profile_of(path: Path | None, config: Config | None, show: bool) -> Profile:
     return profile_run(config, show)
 
 
-def blocks_of(config: Config | None) -> int | None:
+def words_of(config: Path | None, overrides: Sequence[str] | None) -> tuple[Path | None, list[str]]:
+    """CONFIG and KEY=VALUE of a command, of which CONFIG may be left out: then the first word is a KEY=VALUE, too."""
+    words = [*([] if config is None else [str(config)]), *(overrides or ())]
+    named = bool(words) and ("=" not in words[0] or Path(words[0]).is_file())
+    return (Path(words[0]), words[1:]) if named else (None, words)
+
+
+def blocks_of(config: Config) -> int | None:
     """The accumulation blocks that a config sets; without the key it has one per replica, which says nothing."""
-    if config is None or config.num_blocks <= config.pipeline.replicas:
+    if config.num_blocks <= config.pipeline.replicas:
         return None
     return config.num_blocks
-
-
-def link_of(
-    bandwidth: str | None,
-    latency: str,
-    copy_bandwidth: str | None = None,
-    host_bandwidth: str | None = None,
-    node_devices: int | None = None,
-) -> Link:
-    """The link that --bandwidth, --latency, --copy-bandwidth, --host-bandwidth and --node-devices describe."""
-    from varuna_capslog.base import units
-    from varuna_capslog.planners.seconds import Link
-
-    return Link(
-        None if bandwidth is None else units.parse_rate(bandwidth, "--bandwidth"),
-        units.parse_seconds(latency, "--latency"),
-        None if copy_bandwidth is None else units.parse_rate(copy_bandwidth, "--copy-bandwidth"),
-        host_bandwidth=None if host_bandwidth is None else units.parse_rate(host_bandwidth, "--host-bandwidth"),
-        node_devices=node_devices,
-    )
 
 
 def say(line: str, err: bool = False) -> None:

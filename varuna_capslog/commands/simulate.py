@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.gpus import parse_devices
+from varuna_capslog.base.units import parse_rate
 from varuna_capslog.commands import shared
+from varuna_capslog.commands.ordinary_model import keys_of
+from varuna_capslog.commands.questions import config_of_keys
 from varuna_capslog.commands.shared import option
 
 if TYPE_CHECKING:
@@ -34,8 +38,6 @@ class StepFlags:
     overrides: shared.Overrides = None
     profile: shared.ProfileFile = None
     plan: Annotated[Path | None, option("Plan to play.", "that of CONFIG's planner")] = None
-    bandwidth: shared.Bandwidth = None
-    latency: shared.Latency = "0s"
     copy_bandwidth: Annotated[
         str | None,
         option(
@@ -47,7 +49,6 @@ class StepFlags:
         bool,
         typer.Option("--shared-links", help="Both directions between two ranks share one link, in turn."),
     ] = False
-    host_bandwidth: shared.HostBandwidth = None
     copies_beside: Annotated[
         bool | None,
         option(
@@ -55,16 +56,6 @@ class StepFlags:
             "beside, but not on a CPU",
             "--copies-beside/--copies-block",
         ),
-    ] = None
-    schedule: Annotated[str | None, option("Such as 1f1b; see pipeline.schedule.", "the plan's, or varuna")] = None
-    microbatches: Annotated[
-        int | None, option("Of one pipeline and step.", "the plan's, or 4 for each stage", min=1)
-    ] = None
-    recompute: Annotated[
-        bool | None, option("With recomputation or not.", "CONFIG's, or as profiled", "--recompute/--no-recompute")
-    ] = None
-    stage_inputs: Annotated[
-        str | None, option("Where inputs kept for recomputation wait: host or device.", "CONFIG's, or as profiled")
     ] = None
     cores: Annotated[int | None, option("Cores that all ranks share.", "one for each rank", min=1)] = None
     output: Annotated[Path | None, shared.output_option("Folder for pictures, traces and JSON.")] = None
@@ -78,13 +69,15 @@ class SimulateFlags(StepFlags):
         Path | None,
         option("Replay these preemptions instead of one step; lines of milliseconds,add|remove,node.", False),
     ] = None
-    devices: Annotated[int | None, option("--trace: most devices to rent.", "as the trace has", min=1)] = None
+    devices: Annotated[
+        str | None, option("--trace: most devices to rent, of one kind: 32 or '32x v100-16gb'.", "as the trace has")
+    ] = None
     planner: Annotated[str | None, option("--trace: joint, or a planner of one pipeline.", "joint")] = None
     minibatch: Annotated[
         int | None, option("--trace: samples of a step.", "CONFIG's, or 4 microbatches a device", min=1)
     ] = None
     capacity: Annotated[
-        str | None, option("--trace: memory of every device, such as 16GiB.", "CONFIG's, or no limit")
+        str | None, option("--trace: memory of every device, such as 16GiB.", "CONFIG's, the kind's, or no limit")
     ] = None
     duration: Annotated[str | None, option("--trace: until when, such as 8h.", "the trace's last event")] = None
     notice: Annotated[str, option("--trace: how long before a leave it is announced; AWS's 2 min.")] = "120s"
@@ -100,35 +93,41 @@ class SimulateFlags(StepFlags):
 @shared.options_of(SimulateFlags)
 def simulate(given: SimulateFlags) -> None:
     """Play one step of a plan: step time, bubbles, memory over time; with --trace, goodput and cost on spot nodes."""
+    from varuna_capslog.planners.seconds import Link
     from varuna_capslog.planning.simulation import simulate_plan
+    from varuna_capslog.schedules import RunShape
 
+    config_file, overrides = shared.words_of(given.config, given.overrides)
+    given = dataclasses.replace(given, config=config_file, overrides=overrides)
     if given.config is None and given.profile is None:
         raise CapslogError(
             "nothing to simulate: give a CONFIG file, or --profile FILE with --plan FILE or --trace FILE"
         )
     if given.config is None and given.plan is None and given.trace is None:
         raise CapslogError("--profile without a CONFIG needs --plan FILE, or --trace FILE to replay; give one of them")
+    keys, settings = keys_of(given.overrides), _config(given)
+    costs = shared.profile_of(given.profile, settings, show=not given.as_json)
+    played = None if given.trace is not None else _plan(settings, costs, given.plan)
+    devices = 1 if played is None else played.num_ranks
+    config = settings or config_of_keys(costs, {"pipeline.devices": devices, **keys})
     link = dataclasses.replace(
-        shared.link_of(given.bandwidth, given.latency, given.copy_bandwidth, given.host_bandwidth),
+        Link.of_config(config),
+        copy_bandwidth=None if given.copy_bandwidth is None else parse_rate(given.copy_bandwidth, "--copy-bandwidth"),
         shared=given.shared_links,
         copies_beside=given.copies_beside,
     )
-    settings = None
-    if given.config is not None:
-        aside = () if given.plan is None else ("pipeline.plan=null",)  # --plan is played in its place
-        settings = shared.load(given.config, given.overrides, *aside, trust=given.trust)
-    costs = shared.profile_of(given.profile, settings, show=not given.as_json)
-    run = _run(settings, costs, given)
-    if given.trace is not None:
-        found = _replay_trace(given, given.trace, costs, settings, run, link)
+    run = RunShape.of_config(config).unsized().settled()
+    if played is None:
+        assert given.trace is not None
+        found = _replay_trace(given, given.trace, costs, config, run, link)
         _print_replay(found, given.trace, given.output, given.as_json)
         return
-    played = _plan(settings, costs, given.plan)
+    count = config.num_microbatches // len(played.paths()) if "train.minibatch_size" in keys else None
     step = simulate_plan(
         costs,
         played,
-        schedule=given.schedule,
-        num_microbatches=given.microbatches,
+        schedule=run.schedule if "pipeline.schedule" in keys else None,
+        num_microbatches=count,
         recompute=run.recompute,
         run=run,
         link=link,
@@ -161,17 +160,12 @@ def simulate(given: SimulateFlags) -> None:
         )
 
 
-def _run(settings: Config | None, costs: Profile, given: StepFlags) -> RunShape:
-    """How a step is run: as the flags say, else the config, else as the profile was taken."""
-    from varuna_capslog.schedules import RunShape
-
-    run = (
-        RunShape.of_conditions(costs.conditions)
-        if settings is None
-        else RunShape.of_config(settings).unsized().settled()
-    )
-    flags = {name: getattr(given, name) for name in ("schedule", "recompute", "stage_inputs")}
-    return dataclasses.replace(run, **{name: value for name, value in flags.items() if value is not None})
+def _config(given: SimulateFlags) -> Config | None:
+    """The config of CONFIG; None without one."""
+    if given.config is None:
+        return None
+    aside = () if given.plan is None else ("pipeline.plan=null",)  # --plan is played in its place
+    return shared.load(given.config, given.overrides, *aside, trust=given.trust)
 
 
 def _plan(settings: Config | None, costs: Profile, plan: Path | None) -> Plan:
@@ -248,7 +242,7 @@ def _rows(step: Simulation, plan: Plan) -> Iterator[list[str]]:
 
 
 def _replay_trace(
-    given: SimulateFlags, trace: Path, profile: Profile, settings: Config | None, run: RunShape, link: Link
+    given: SimulateFlags, trace: Path, profile: Profile, config: Config, run: RunShape, link: Link
 ) -> Replay:
     """Reads the trace and replays it with a step that is run like `run`.
 
@@ -258,21 +252,28 @@ def _replay_trace(
     from varuna_capslog.planners import DEFAULT_MICROBATCHES_PER_STAGE, JOINT
     from varuna_capslog.planning.replanning import Replanner
     from varuna_capslog.planning.trace_replay import Pauses, Prices, most_nodes, read_trace, replay
+    from varuna_capslog.start.ordinary import check_kinds
 
-    capacity = None if given.capacity is None else units.parse_memory(given.capacity, "capacity")
+    rented = None if given.devices is None else parse_devices(given.devices, "--devices")
+    limit = config.pipeline.capacity if isinstance(config.pipeline.capacity, int) else None
+    if rented is not None and rented.kinds:
+        check_kinds(rented, profile)
+        if len(set(rented.kinds)) > 1 or given.capacity is not None:
+            raise CapslogError(
+                f"--trace rents devices of one kind, which says their memory, but --devices is {given.devices}"
+                f"{'' if given.capacity is None else ' and --capacity is given'}; give one kind or a number"
+            )
+        limit = rented.pipeline_keys["capacity"]
+    capacity = limit if given.capacity is None else units.parse_memory(given.capacity, "capacity")
     duration = None if given.duration is None else units.parse_seconds(given.duration)
     names = ("planned-pause", "crash-pause", "restart-pause", "notice")
     pauses = Pauses(*(units.parse_seconds(getattr(given, name.replace("-", "_")), name) for name in names))
     prices = Prices(given.spot_price, given.on_demand_price)
     events = read_trace(trace)
-    most = given.devices or most_nodes(events)
-    minibatch = given.minibatch
-    size = profile.conditions.get("microbatch_size", 1)
-    if settings is not None:
-        pipeline = settings.pipeline
-        minibatch = minibatch or settings.train.minibatch_size
-        if capacity is None and isinstance(pipeline.capacity, int):
-            capacity = pipeline.capacity
+    most = most_nodes(events) if rented is None else rented.count
+    minibatch, size = given.minibatch, profile.conditions.get("microbatch_size", 1)
+    if given.config is not None or "train.minibatch_size" in keys_of(given.overrides):
+        minibatch = minibatch or config.train.minibatch_size
     if minibatch is None:
         minibatch = DEFAULT_MICROBATCHES_PER_STAGE * most * (size if isinstance(size, int) else 1)
         shared.say(f"note: a step of {minibatch} samples is assumed; --minibatch says otherwise", err=True)
@@ -282,7 +283,7 @@ def _replay_trace(
         planner=given.planner or JOINT,
         capacity=capacity,
         run=run,
-        blocks=shared.blocks_of(settings),
+        blocks=shared.blocks_of(config),
         link=link,
     )
     return replay(events, answer, devices=most, pauses=pauses, prices=prices, duration_seconds=duration)

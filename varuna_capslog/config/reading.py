@@ -22,7 +22,7 @@ from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, ConfigError
 from varuna_capslog.config.settings import Config
 
-__all__ = ["Config", "assign", "assignments", "dump_config", "load_config", "section"]
+__all__ = ["Config", "assign", "assignments", "dump_config", "load_config", "parse_override", "section"]
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -160,7 +160,7 @@ def load_config(
     values = _read(path)
     values.setdefault("run_dir", str(Path("runs") / path.stem))
     for override in overrides:
-        _apply(values, override)
+        assign(values, *parse_override(override), f"override {override!r}")
     fill(values)
     try:
         config = section(Config, values, where="")
@@ -237,13 +237,13 @@ def _parsed(text: str, where: str, advice: str, depth: int = 0) -> Any:
         raise ConfigError(f"{where}: nested more than {files.MOST_LEVELS} deep; {advice}") from None
 
 
-def _apply(values: dict[str, Any], override: str) -> None:
+def parse_override(override: str) -> tuple[str, Any]:
+    """The key and the value of a text `a.b=value`, the value as YAML reads it. Raises ConfigError where it is none."""
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts) or len(parts) > _MOST_PARTS or _NO_TEXT.search(key):
         raise ConfigError(f"override {override!r}: write key=value, for example train.max_steps=10")
-    value = _parsed(text, f"override {override!r}: no valid YAML value", "quote it", len(parts))
-    assign(values, key.strip(), value, f"override {override!r}")
+    return key.strip(), _parsed(text, f"override {override!r}: no valid YAML value", "quote it", len(parts))
 
 
 def assign(values: dict[str, Any], key: str, value: Any, what: str) -> None:

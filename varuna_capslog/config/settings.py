@@ -100,7 +100,7 @@ class Pipeline(Section):
         defaults.SCHEDULE
     )
     """Order of forward and backward passes. auto: with planner budget the one of gpipe, 1f1b, 1f1b-star, zb-h1 and
-    varuna with the fastest plan (with --bandwidth, of interleaved too), else varuna."""
+    varuna with the fastest plan (with bandwidth or latency, of interleaved too), else varuna."""
 
     stages_per_rank: int | None = Field(None, gt=0, le=fields.MOST_LAYERS)
     """Stages of every rank, which the stages go round; null: 2 for the schedule interleaved, else 1."""
@@ -121,8 +121,8 @@ class Pipeline(Section):
     else no limit."""
 
     speeds: list[Annotated[float, Field(gt=0, le=1)]] | None = None
-    """Speed of each device of a pipeline beside that of the profile's device, the fastest, above 0 and at most 1; null:
-    all are as fast."""
+    """How fast each device is beside the fastest, which the costs are for: a list with one number per device, above 0
+    and at most 1; null: all are alike."""
 
     host_tier: str = "memory"
     """Where a plan's memory intervals offload to: memory (the host's, pinned for CUDA), or a folder for files that are
@@ -222,6 +222,11 @@ class Pipeline(Section):
             raise ValueError(
                 f"pipeline.capacity lists {len(self.capacity)} size(s) for pipeline.devices={self.devices}; "
                 "give one size, or one per device"
+            )
+        if self.speeds is not None and len(self.speeds) != self.devices:
+            raise ValueError(
+                f"pipeline.speeds lists {len(self.speeds)} number(s) for pipeline.devices={self.devices}; give one per "
+                "device, or null"
             )
         return self
 

@@ -1,6 +1,6 @@
 """The largest value of a batch or image size that fits: which values come into question, and the search among them.
 
-`capslog plan --maximize` asks with a callable that estimates and plans for one value. Nothing is estimated or planned
+`capslog largest` asks with a callable that estimates and plans for one value. Nothing is estimated or planned
 here, and no torch is imported.
 """
 

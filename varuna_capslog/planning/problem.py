@@ -100,6 +100,33 @@ class Problem:
         )
 
     @classmethod
+    def of_serving(
+        cls,
+        profile: Profile,
+        devices: int,
+        batch: int,
+        capacity: int | Sequence[int] | None = None,
+        cuts: Sequence[int] | None = None,
+    ) -> Problem:
+        """The problem of a model that serves.
+
+        Args:
+            profile: of inference.
+            batch: sequences that are served together, a multiple of the profile's microbatch size.
+
+        Raises:
+            CapslogError: as `of`; a batch that is no multiple.
+        """
+        size = int(profile.conditions.get("microbatch_size", 1))
+        if batch % size:
+            raise CapslogError(
+                f"a batch of {batch} is not a multiple of the microbatch size {size}; choose a microbatch that divides "
+                "it"
+            )
+        run = RunShape(batch // size, recompute=False, microbatch_size=size)
+        return cls.of(profile, devices, capacity, run, cuts=cuts)
+
+    @classmethod
     def of_config(cls, config: Config, profile: Profile, plan: Plan | None = None) -> Problem:
         """The problem of a run.
 

@@ -1,6 +1,6 @@
 """Pictures of what is known before a run: planners compared, the Pareto front of one, a trace of preemptions replayed.
 
-The commands `compare`, `plan --pareto` and `simulate --trace` call them. They draw and judge nothing.
+The commands `compare`, `front` and `simulate --trace` call them. They draw and judge nothing.
 """
 
 from __future__ import annotations

@@ -52,8 +52,9 @@ def with_default_capacity(config: Config) -> Config:
     """The config with the memory of this machine's devices, where planner `budget` has none to keep to.
 
     That is all of an accelerator's, and on a CPU an equal part of the machine's, or of its container's, for every rank.
-    The same config where there is a capacity, and for devices that are not here.
+    The same config where there is a capacity, for a profile alone, and for devices that are not here.
     """
+
     pipeline, device = config.pipeline, config.profile.device or config.device
     given = pipeline.capacity is not None or pipeline.cuts is not None or pipeline.plan is not None
     if given or pipeline.planner != defaults.FASTEST or config.workload == WITHOUT_MODEL:

@@ -10,15 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.gpus import gpu_of
+from varuna_capslog.base.gpus import NamedDevices, gpu_of
 from varuna_capslog.config.defaults import MICROBATCHES_PER_DEVICE
 from varuna_capslog.config.reading import assign, section
 from varuna_capslog.config.settings import Config
 from varuna_capslog.profiles.record import Profile
-from varuna_capslog.schedules import RunShape
+from varuna_capslog.schedules import SCHEDULES, RunShape
 
-__all__ = ["WITHOUT_MODEL", "OrdinaryModel", "config_of_profile", "ordinary_config", "without_model"]
+__all__ = ["WITHOUT_MODEL", "OrdinaryModel", "check_kinds", "config_of_profile", "ordinary_config", "without_model"]
 
 WITHOUT_MODEL = f"{__name__}:without_model"
 """The workload of a config that stands for a profile alone."""
@@ -53,7 +54,7 @@ def ordinary_config(
     Args:
         pipeline: keys of its `pipeline` section, the devices among them.
         minibatch: samples of a step; None: `defaults.MICROBATCHES_PER_DEVICE` microbatches, each the
-            sample's batch, for each device.
+            sample's batch or `train.microbatch_size` of settings, for each device.
         device: cpu, cuda, or cuda:KIND; None: the accelerator of this machine, or its CPU where it has none.
         settings: further keys of the config, such as {"train.precision": "bfloat16"}; they come last.
 
@@ -63,7 +64,7 @@ def ordinary_config(
     from varuna_capslog.model.model_workload import config_values
 
     name, sample = model.model, model.sample
-    workload, devices = None, int(pipeline["devices"])
+    workload, devices = None, fields.whole(pipeline["devices"], "pipeline.devices", minimum=1)
     if isinstance(name, str):
         specs = [sample] if isinstance(sample, str) else [] if sample is None else sample
         if not isinstance(specs, (list, tuple)) or not all(isinstance(one, str) for one in specs):
@@ -78,6 +79,9 @@ def ordinary_config(
         workload, size = workload_of_model(name, sample, model.cut_points)
         train = {"microbatch_size": size, "minibatch_size": size * devices * MICROBATCHES_PER_DEVICE}
         values = {"workload": f"{type(name).__module__}:{type(name).__name__}", "train": train}
+    own_size = (settings or {}).get("train.microbatch_size")
+    if minibatch is None and isinstance(own_size, int):
+        minibatch = own_size * devices * MICROBATCHES_PER_DEVICE
     if minibatch is not None:
         values["train"]["minibatch_size"] = minibatch
     if device is None or (device != "cpu" and ":" not in device):
@@ -121,22 +125,36 @@ def config_of_profile(
     """
     conditions = profile.conditions
     size, gpu = conditions.get("microbatch_size", 1), gpu_of(f"cuda:{conditions.get('gpu')}")
-    train = {"microbatch_size": size, "minibatch_size": size * int(pipeline["devices"]) * MICROBATCHES_PER_DEVICE}
+    devices = fields.whole(pipeline["devices"], "pipeline.devices", minimum=1)
+    train = {"microbatch_size": size, "minibatch_size": size * devices * MICROBATCHES_PER_DEVICE}
     values: dict[str, Any] = {"workload": WITHOUT_MODEL, "train": train, "pipeline": dict(pipeline)}
     for key, value in (settings or {}).items():
         assign(values, key, value, f"settings {key!r}")
     if minibatch is not None:
-        if minibatch % size:
+        if isinstance(minibatch, int) and minibatch % size:
             raise CapslogError(
                 f"a minibatch of {minibatch} samples is not a multiple of the microbatch size {size} of the profile"
             )
         values["train"]["minibatch_size"] = minibatch
     if gpu is not None and values["pipeline"].get("capacity") is None:
         values["pipeline"]["capacity"] = gpu.memory_bytes
+    if (memory := values["pipeline"].get("memory")) in SCHEDULES:  # a schedule's own memory model
+        values["pipeline"].setdefault("schedule", memory)
     config = section(Config, values, "")
     run, keys = RunShape.of_conditions(conditions), config.pipeline.model_fields_set
     taken = {name: getattr(run, name) for name in ("recompute", "stage_inputs") if name not in keys}
     return config.model_copy(update={"pipeline": config.pipeline.model_copy(update=taken)})
+
+
+def check_kinds(devices: NamedDevices, profile: Profile) -> None:
+    """Raises CapslogError where the profile is not that of the fastest kind, beside which the speeds of all are."""
+    device, gpu = profile.conditions.get("device", "cuda"), profile.conditions.get("gpu", devices.fastest)
+    if devices.kinds and (device != "cuda" or gpu != devices.fastest):
+        known = f"{device}:{gpu}" if device == "cuda" else str(device)
+        raise CapslogError(
+            f"the profile is of {known}, but the fastest of the devices is {devices.fastest}; profile the model with "
+            f"--device cuda:{devices.fastest}, or give the number of devices and their capacity"
+        )
 
 
 def without_model(config: Config) -> NoReturn:

@@ -263,14 +263,15 @@ def _checked_plan(config: Config) -> Plan | None:
     Raises CapslogError for one of another model or of other ranks than the config has, and for one that the engine does
     not run; and where the config's planner does not go with the rest of the config.
     """
-    from varuna_capslog.engine.grains import check_grains
-    from varuna_capslog.engine.holders.updates import check_shared_updates
-    from varuna_capslog.engine.layout import layout_of
-
     planner_named(config.pipeline.planner).check(config)
     plan = given_plan(config)
     if plan is None:
         return None
+
+    from varuna_capslog.engine.grains import check_grains
+    from varuna_capslog.engine.holders.updates import check_shared_updates
+    from varuna_capslog.engine.layout import layout_of
+
     chain, where = _chain(config), f"pipeline.plan={config.pipeline.plan}"
     if plan.num_layers != len(chain):
         raise CapslogError(
@@ -361,7 +362,6 @@ def _same(one: Plan, other: Plan) -> bool:
     # they differ whenever the model is profiled again
     ignored = ("search_seconds", "profile_digest", "stage_seconds", "step_seconds", "bound_seconds")
     left, right = one.to_json(), other.to_json()
-    # the short form and the full form have different keys
     return all(left.get(key) == right.get(key) for key in left.keys() | right.keys() if key not in ignored)
 
 

@@ -134,10 +134,10 @@ def test_the_commands_write_and_play_it(tmp_path: Path, capsys: pytest.CaptureFi
     profile, written = tmp_path / "profile.json", tmp_path / "plan.json"
     write_profile(profile, UNEVEN)
     words = ["plan", "--profile", str(profile), "--devices", "3", "--planner", "madpipe", "--minibatch", "24"]
-    assert cli._run([*words, "--bandwidth", "10MB/s", "-o", str(written)]) == 0
+    assert cli._run([*words, "pipeline.bandwidth=10MB/s", "-o", str(written)]) == 0
     assert [one.rank for one in read_plan(written).stages] == [0, 1, 2, 0]
     capsys.readouterr()
-    played = ["simulate", "--profile", str(profile), "--plan", str(written), "--bandwidth", "10MB/s"]
+    played = ["simulate", "--profile", str(profile), "--plan", str(written), "pipeline.bandwidth=10MB/s"]
     assert cli._run(played) == 0
     shown = capsys.readouterr()
     assert "0, 3" in shown.out
@@ -148,7 +148,7 @@ def test_the_commands_write_and_play_it(tmp_path: Path, capsys: pytest.CaptureFi
     ("field", "words", "sentence"),
     [
         ("forward_seconds", [], "the profile has no forward_seconds for layers[0] (layer0)"),
-        ("boundary_bytes", ["--bandwidth", "1GB/s"], "the profile has no boundary_bytes for layers[0] (layer0)"),
+        ("boundary_bytes", ["pipeline.bandwidth=1GB/s"], "the profile has no boundary_bytes for layers[0] (layer0)"),
         ("boundary_bytes", ["--capacity", "1GiB"], "the profile has no boundary_bytes for layers[0] (layer0)"),
         ("saved_bytes", ["--capacity", "1GiB"], "the profile has no saved_bytes for layers[0] (layer0)"),
         ("", ["--planner", "madpip"], "unknown planner 'madpip'; did you mean 'madpipe'?"),

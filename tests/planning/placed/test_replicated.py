@@ -158,7 +158,7 @@ def test_calls_of_a_table_in_flight_follow_the_longest_way_where_nothing_has_rep
         ("piper", "tensors", "the profile has no tensors, by which planner 'piper' knows which layers read"),
         ("pipedream", "seconds", "the profile has no forward_seconds for layers[0] (layer0)"),
         ("capture", "saved", "the profile has no saved_bytes for layers[0] (layer0)"),
-        ("capture", "nodes", "2 devices are no whole number of nodes with 3; choose a node size (--node-devices"),
+        ("capture", "nodes", "pipeline.node_devices=3 does not divide pipeline.devices=2; all nodes must have"),
         ("graphpipe", "seconds", "the profile has no forward_seconds for layers[0] (layer0)"),
         ("grafpipe", "", "unknown planner 'grafpipe'; did you mean 'graphpipe'?"),
         ("pipdream", "", "unknown planner 'pipdream'; did you mean 'pipedream'?"),
@@ -179,7 +179,7 @@ def test_what_a_profile_lacks_is_said_by_the_name_of_its_field(
     path = tmp_path / "profile.json"
     write_profile(path, profile)
     words = ["plan", "--profile", str(path), "--devices", "2", "--planner", planner]
-    assert cli._run([*words, *(["--node-devices", "3"] if change == "nodes" else [])]) == 2
+    assert cli._run([*words, *(["pipeline.node_devices=3"] if change == "nodes" else [])]) == 2
     assert sentence in " ".join(capsys.readouterr().err.split())
 
 

@@ -98,8 +98,8 @@ def capture_stages(costs: GraphCosts, printed: bool = False, groups: int = MOST_
     devices, size = costs.devices, costs.link.node_devices or costs.devices
     if devices % size:
         raise CapslogError(
-            f"{devices} devices are no whole number of nodes with {size}; choose a node size (--node-devices, or "
-            "pipeline.node_devices) that divides the devices"
+            f"{devices} devices are no whole number of nodes with {size}; choose a node size "
+            "(pipeline.node_devices) that divides the devices"
         )
     bounds, peaks = merged(costs, groups), DegreePeaks(costs, printed)
     of_block = costs.microbatches // (costs.blocks or costs.microbatches)

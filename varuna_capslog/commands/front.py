@@ -1,4 +1,4 @@
-"""`capslog plan --pareto`: the front of memory against step time of one pipeline, as table, picture and JSON.
+"""`capslog front`: memory against step time of one pipeline, as table, picture and JSON.
 
 For cuts alone memory is the peak of the largest stage, and the front is that of planner `throughput`. A planner that
 treats layers has a front of budgets: bytes per device, headroom included.
@@ -7,84 +7,113 @@ treats layers has a front of budgets: bytes per device, headroom included.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
-from varuna_capslog.commands.plan_time import PlanRequest, format_seconds
+from varuna_capslog.commands import shared
+from varuna_capslog.commands.ordinary_model import settled
+from varuna_capslog.commands.questions import PlannerFlags, costs_of, question_of, read_profiles
 from varuna_capslog.commands.shared import print_json, print_table
+from varuna_capslog.reports.tables import format_seconds
 
 if TYPE_CHECKING:
+    from varuna_capslog.config.settings import Config
     from varuna_capslog.planners.throughput import Fastest
     from varuna_capslog.planning.budget_front import BudgetPoint
     from varuna_capslog.plans.plan import Plan
     from varuna_capslog.profiles.record import Profile
-    from varuna_capslog.schedules import RunShape
 
-__all__ = ["plan_front"]
+__all__ = ["front"]
 
 
-def plan_front(request: PlanRequest, planner: str, output: Path | None, as_json: bool) -> None:
-    """Prints the front of one pipeline; writes it as a picture (.png) or as JSON. Exit status 3 if nothing fits.
+@dataclass(frozen=True)
+class FrontFlags(PlannerFlags):
+    """The command line of `front`."""
 
-    planner: one of `planners.LAYERWISE` for the front of its budgets; any other for that of cuts alone.
-    """
-    from varuna_capslog.planners import LAYERWISE
+    profile: shared.ProfileFile = None
+    output: Annotated[Path | None, shared.output_option("File for the front: a .png draws it, any other is JSON.")] = (
+        None
+    )
+
+
+@shared.options_of(FrontFlags)
+def front(given: FrontFlags) -> None:
+    """Print memory against step time: what less memory costs. Exit status 3 when nothing fits."""
+    from varuna_capslog.planning.registry import planner_named
     from varuna_capslog.profiles.conditions import why_few
+    from varuna_capslog.schedules import RunShape
+    from varuna_capslog.start.prepare import plan_run
 
-    profile = request.only_profile()
-    count = request.microbatches(profile)
-    run = replace(request.run, num_microbatches=count)
-    if request.devices > profile.num_layers:
+    given = settled(given)
+    (known,) = read_profiles([given.profile] if given.profile else None, given) or (None,)
+    config = question_of(given, given.planner, known)
+    planner = config.pipeline.planner
+    if planner_named(planner).shape in ("stages", "pipelines"):
+        raise CapslogError(f"a front is of one pipeline, planner {planner} makes several; choose another planner")
+    config, profile, memo = costs_of(given, config, known, choose=False)
+    pipeline, planner = config.pipeline, config.pipeline.planner
+    if pipeline.devices > profile.num_layers:
         raise CapslogError(
-            f"{request.devices} devices but only {profile.num_layers} layers; use --joint for more devices"
-            f"{why_few(profile.conditions)}"
+            f"{pipeline.devices} devices but only {profile.num_layers} layers; capslog plan --planner joint plans for "
+            f"more devices{why_few(profile.conditions)}"
         )
+
+    def find(planner: str, capacity: int | list[int] | None) -> Plan:
+        changed = pipeline.model_copy(update={"planner": planner, "capacity": capacity})
+        return plan_run(config.model_copy(update={"pipeline": changed}), profile, memo=memo)
+
+    run = RunShape.of_config(config).share(pipeline.replicas).settled()
     value = {
         "model": profile.model,
         "profile_digest": profile.digest,
-        "devices": request.devices,
+        "devices": pipeline.devices,
         "schedule": run.schedule,
-        "num_microbatches": count,
+        "num_microbatches": run.num_microbatches,
     }
-    title = f"{profile.model or 'profile'}: {request.devices} stages, {count} microbatches, {run.schedule}"
-    front = _of_budgets if planner in LAYERWISE else _of_peaks
-    more, table, draw = front(request, profile, run, planner)
+    title = (
+        f"{profile.model or 'profile'}: {pipeline.devices} stages, {run.num_microbatches} microbatches, {run.schedule}"
+    )
+    treats = planner_named(planner).shape == "intervals"
+    more, table, draw = (_of_budgets if treats else _of_peaks)(config, profile, find)
     value |= more
-    if output is not None and output.suffix.lower() == ".png":
-        draw(output, title)
-    elif output is not None:
+    if given.output is not None and given.output.suffix.lower() == ".png":
+        draw(given.output, title)
+    elif given.output is not None:
         from varuna_capslog.base.files import write_json
 
-        write_json(output, value)
-    if as_json:
+        write_json(given.output, value)
+    if given.as_json:
         print_json(value)
     else:
         table(title)
 
 
+_Find = Callable[[str, "int | list[int] | None"], "Plan"]
+"""From a planner and a capacity to its plan."""
 _Answer = tuple[dict[str, Any], Callable[[str], None], Callable[[Path, str], None]]
 """What the JSON says of the front; what prints its table; what draws it, with a title."""
 
 
-def _of_peaks(request: PlanRequest, profile: Profile, run: RunShape, planner: str) -> _Answer:
+def _of_peaks(config: Config, profile: Profile, find: _Find) -> _Answer:
     """Cuts alone, which stages keep or recompute as a whole."""
     from varuna_capslog.memory import MEMORY_MODELS, resolve
-    from varuna_capslog.planners.seconds import LayerSeconds
+    from varuna_capslog.planners.seconds import LayerSeconds, Link
     from varuna_capslog.planners.throughput import pareto_front
-    from varuna_capslog.planning.search import plan
     from varuna_capslog.planning.verdict import usable_bytes
+    from varuna_capslog.schedules import RunShape
 
-    given = request.capacity
-    memory, costs = resolve(request.memory, profile, run)
+    pipeline = config.pipeline
+    given, run = pipeline.capacity, RunShape.of_config(config).share(pipeline.replicas).settled()
+    memory, costs = resolve(pipeline.memory, profile, run)
     if (gap := MEMORY_MODELS[memory].gap(run)) is not None:
         raise CapslogError(f"there is no front without peaks: {gap}")
-    capacities = usable_bytes(profile, given, request.devices)
-    front = pareto_front(costs, LayerSeconds.of_profile(profile, request.link), run, request.devices, capacities)
+    capacities = usable_bytes(profile, given, pipeline.devices)
+    seconds = LayerSeconds.of_profile(profile, Link.of_config(config))
+    front = pareto_front(costs, seconds, run, pipeline.devices, capacities)
     if not front:
-        answer = plan(profile, request.devices, "exact", request.memory, given, run)
-        raise DoesNotFit("; ".join(answer.notes))
+        raise DoesNotFit("; ".join(find("exact", given).notes))
 
     def draw(path: Path, title: str) -> None:
         from varuna_capslog.reports.forecasts import FrontPoint, draw_front
@@ -124,32 +153,31 @@ def _print_peaks(front: Sequence[Fastest], title: str) -> None:
     print_table(title, ("peak", "step", "against fastest", "proven", "cuts"), rows, left=(4,))
 
 
-def _of_budgets(request: PlanRequest, profile: Profile, run: RunShape, planner: str) -> _Answer:
+def _of_budgets(config: Config, profile: Profile, find: _Find) -> _Answer:
     """Cuts and memory intervals, for budgets from all kept to all treated."""
+    from varuna_capslog.memory import NEVER
     from varuna_capslog.memory.headroom import Headroom
     from varuna_capslog.planning.budget_front import budget_front
-    from varuna_capslog.planning.playing import with_step_seconds
-    from varuna_capslog.planning.search import plan
 
-    capacity = request.capacity
+    capacity, planner, headroom = config.pipeline.capacity, config.pipeline.planner, Headroom.of(profile)
     if isinstance(capacity, list):
         raise CapslogError(
-            "--capacity lists several devices, but the front is of one budget for every device; give one size, or none"
+            "the capacity is one size per device, but the front is of one budget for every device; give one size, or "
+            "none"
         )
-    headroom = Headroom.of(profile)
 
-    def find(limit: int | None) -> Plan:
-        found = plan(profile, request.devices, planner, request.memory, limit, run, request.link)
+    def within(limit: int | None) -> Plan:
+        found = find(planner, NEVER - 1 if limit is None else limit)  # no capacity would be that of this machine
         if not found.ranks or found.ranks[0].bytes is None:
             raise CapslogError("; ".join(found.notes) or "there is no front without the bytes of ranks")
-        return with_step_seconds(profile, found, run, request.link)
+        return found
 
     def needed(found: Plan) -> int:
         return max(headroom.device(one.bytes or 0) for one in found.ranks)
 
-    front = budget_front(find, needed, capacity)
+    front = budget_front(within, needed, capacity)
     if not front:
-        raise DoesNotFit("; ".join(find(capacity).notes))
+        raise DoesNotFit("; ".join(within(capacity).notes))
 
     def draw(path: Path, title: str) -> None:
         from varuna_capslog.reports.forecasts import FrontPoint, draw_front

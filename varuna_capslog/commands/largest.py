@@ -1,28 +1,35 @@
-"""What `capslog plan --maximize` does: the largest microbatch, minibatch or image that fits, by estimates alone."""
+"""`capslog largest`: the largest microbatch, minibatch, image or sequence that fits, by estimates alone."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from varuna_capslog.base import fields, files
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
+from varuna_capslog.commands import shared
+from varuna_capslog.commands.ordinary_model import say_assumptions, settled
+from varuna_capslog.commands.questions import PlannerFlags, question_of
 from varuna_capslog.commands.shared import print_json, print_table, say
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
-    from varuna_capslog.planners.seconds import Link
     from varuna_capslog.plans.plan import Plan
 
-__all__ = ["MAXIMIZED", "plan_largest"]
+__all__ = ["largest"]
 
-MAXIMIZED = {
+KEYS = {
     "microbatch": "train.microbatch_size",
     "minibatch": "train.minibatch_size",
     "image-size": "profile.image_size",
+    "sequence": "model.arguments.sequence",
 }
-"""The choices of --maximize, and the config's key of each."""
+"""The words that say what grows, and the config's key of each."""
 
 _LARGEST_MICROBATCH = 65536
 """Samples; the end of the search where the samples of a step are not given."""
@@ -30,20 +37,36 @@ _MOST_MICROBATCHES = 1024
 """Of a step; the end of the search for a minibatch, where memory grows with it."""
 _LARGEST_SIDE = 4096
 """Pixels; the end of the search for an image."""
+_TOKENS_STEP, _MOST_TOKENS = 64, 1 << 20
+"""Between the lengths of sequences that come into question; the end of their search where the model names none."""
 
 
 @dataclass(frozen=True)
 class _Search:
     """Values that come into question.
 
-    values: rising. changed: value -> section and keys of the config with it. end: says, behind the answer, why there is
-    no larger value to try. every: whether every larger value fits where the last one does.
+    values: rising. changed: value -> keys of the config with it, and their values. end: says, behind the answer, why
+    there is no larger value to try. every: whether every larger value fits where the last one does.
     """
 
     values: Sequence[int]
-    changed: Callable[[int], tuple[str, dict[str, Any]]]
+    changed: Callable[[int], dict[str, Any]]
     end: str
     every: bool = False
+
+    def config(self, config: Config, value: int) -> Config:
+        """The config with the value."""
+        for key, changed in self.changed(value).items():
+            config = _with(config, key.split("."), changed)
+        return config
+
+
+def _with(section: Any, parts: Sequence[str], value: Any) -> Any:
+    """A config, or a part of it, in which the key of these parts has the value."""
+    name, *rest = parts
+    inner = section[name] if isinstance(section, dict) and rest else getattr(section, name, None)
+    changed = _with(inner, rest, value) if rest else value
+    return section | {name: changed} if isinstance(section, dict) else section.model_copy(update={name: changed})
 
 
 @dataclass(frozen=True)
@@ -72,38 +95,83 @@ class _Trial:
         }
 
 
-def plan_largest(
-    what: str, config: Config, keeps_samples: bool, link: Link | None, output: Path | None, as_json: bool
-) -> Config:
+@dataclass(frozen=True)
+class LargestFlags(PlannerFlags):
+    """The command line of `largest`."""
+
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="WORD [KEY=VALUE]",
+            help=f"What grows: {', '.join(KEYS)} (of --hf); and config keys to change, such as train.max_steps=10.",
+        ),
+    ] = None
+    output: Annotated[Path | None, shared.output_option("File for the plan of the largest value.")] = None
+
+
+@shared.options_of(LargestFlags)
+def largest(given: LargestFlags) -> None:
+    """Find the largest microbatch, minibatch, image-size or sequence that fits the capacity, by estimates."""
+    what, given = _word_of(given)
+    given = settled(given)
+    if given.config is None and given.model is None:
+        raise CapslogError("largest estimates a model for every value it tries: give a CONFIG file, --model or --hf")
+    if given.estimate is False:
+        raise CapslogError("largest estimates, and never measures; leave --measure out")
+    if what == "minibatch" and given.minibatch is not None:
+        raise CapslogError("largest minibatch looks for the samples of a step; leave --minibatch out")
+    if what == "sequence" and (given.folder is None or given.inputs):
+        raise CapslogError("largest sequence changes the inputs that --hf makes itself; give --hf FOLDER, no --input")
+    config = question_of(replace(given, estimate=True), given.planner)
+    keeps_samples = given.config is not None or given.minibatch is not None
+    search = _sequences(given) if what == "sequence" else _search_of(what, config, keeps_samples)
+    found = _find(what, search, config, given)
+    if given.model is not None:
+        say_assumptions(found)
+
+
+def _word_of(given: LargestFlags) -> tuple[str, LargestFlags]:
+    """The word that says what grows, wherever it stands among the arguments, and the flags without it."""
+    words = [] if given.config is None else [str(given.config)]
+    words += given.overrides or []
+    named = next((word for word in words if word in KEYS), None)
+    if named is None:
+        unknown = [word for word in words if "=" not in word and not Path(word).is_file()]
+        fields.refuse_unknown(unknown, list(KEYS), "word of largest")
+        raise CapslogError(f"largest needs a word that says what grows: {', '.join(KEYS)}")
+    words.remove(named)
+    config, overrides = shared.words_of(None, words)
+    return named, replace(given, config=config, overrides=overrides)
+
+
+def _find(what: str, search: _Search, config: Config, given: LargestFlags) -> Config:
     """Prints every value that was tried and the answer, and writes the plan of the largest value; returns its config.
 
     Args:
-        what: one of MAXIMIZED.
+        what: one of KEYS.
         config: says everything but the value; its profile is an estimate.
-        keeps_samples: for microbatches: whether the samples of a step stay as they are, or its number of microbatches.
 
     Raises:
         DoesNotFit: not even the smallest value fits.
-        CapslogError: there is no capacity; the workload has no such size; the memory cannot be predicted.
+        CapslogError: there is no capacity; the memory cannot be predicted.
     """
+    from varuna_capslog.planners import JOINT
     from varuna_capslog.planning.largest import largest
     from varuna_capslog.start.prepare import estimate_memo, plan_run, profile_run
 
+    if config.pipeline.planner == JOINT:
+        raise CapslogError(f"largest plans for one pipeline and its copies; choose another planner than {JOINT}")
     if config.pipeline.capacity is None:
         raise CapslogError(
-            f"--maximize {what} looks for the largest value that fits, but there is no capacity; give --capacity SIZE, "
-            "pipeline.capacity, or --device cuda:KIND"
+            f"largest {what} looks for the largest value that fits, but there is no capacity; give --capacity SIZE, "
+            "pipeline.capacity, --device cuda:KIND, or kinds of devices"
         )
-    key, search = MAXIMIZED[what], _search_of(what, config, keeps_samples)
-    memo, trials = estimate_memo(config), dict[int, _Trial]()
+    key, memo, trials = KEYS[what], estimate_memo(config), dict[int, _Trial]()
 
     def fits(value: int) -> bool:
-        section, changes = search.changed(value)
-        changed = getattr(config, section).model_copy(update=changes)
-        settings = config.model_copy(update={section: changed})
-        shown = changes[key.partition(".")[2]]
+        settings, shown = search.config(config, value), search.changed(value)[key]
         say(f"capslog: estimating {key}={shown}", err=True)
-        plan = plan_run(settings, profile_run(settings, show=False, memo=memo), link, memo)
+        plan = plan_run(settings, profile_run(settings, show=False, memo=memo), memo=memo)
         if plan.fits is None:
             raise CapslogError(f"{key}={shown}: whether it fits cannot be predicted: {'; '.join(plan.notes)}")
         trials[value] = _Trial(shown, settings, plan)
@@ -112,18 +180,17 @@ def plan_largest(
     try:
         best = largest(search.values, fits)
     except KeyboardInterrupt:
-        if trials and not as_json:
+        if trials and not given.as_json:
             _print(key, trials, [])
         raise
     answer = _answer(key, search, trials, best)
-    if output is not None and best is not None:
+    if given.output is not None and best is not None:
         from varuna_capslog.plans.plan import write_plan
 
-        write_plan(output, trials[best].plan)
-    if as_json:
+        write_plan(given.output, trials[best].plan)
+    if given.as_json:
         print_json(
             {
-                "maximize": what,
                 "key": key,
                 "capacity_bytes": config.pipeline.capacity,
                 "tried": [trial.to_json() for trial in trials.values()],
@@ -152,7 +219,7 @@ def _search_of(what: str, config: Config, keeps_samples: bool) -> _Search:
         aspect = config.profile.image_size
         search = _Search(
             range(IMAGE_STEP, _LARGEST_SIDE + 1, IMAGE_STEP),
-            lambda side: ("profile", {"image_size": image_of(side, aspect)}),
+            lambda side: {"profile.image_size": image_of(side, aspect)},
             f"and the search ends at sides of {_LARGEST_SIDE} pixels",
         )
         _check_has_images(config, search)
@@ -160,13 +227,13 @@ def _search_of(what: str, config: Config, keeps_samples: bool) -> _Search:
     if keeps_samples:
         return _Search(
             microbatch_sizes(train.minibatch_size, config.num_blocks),
-            lambda size: ("train", {"microbatch_size": size}),
+            lambda size: {"train.microbatch_size": size},
             f"and none is larger that divides the {train.minibatch_size} samples of a step (train.minibatch_size) into "
             f"{'microbatches' if config.num_blocks == 1 else f'{config.num_blocks} blocks of microbatches'}",
         )
     return _Search(
         range(1, _LARGEST_MICROBATCH + 1),
-        lambda size: ("train", {"microbatch_size": size, "minibatch_size": size * count}),
+        lambda size: {"train.microbatch_size": size, "train.minibatch_size": size * count},
         f"and the search ends at {_LARGEST_MICROBATCH} samples",
     )
 
@@ -189,7 +256,21 @@ def _minibatches(config: Config) -> _Search:
             f"and so does every larger multiple of {step * size}: with schedule {pipeline.schedule} no stage has more "
             f"microbatches in flight in a step of more than {enough}"
         )
-    return _Search(multiples, lambda samples: ("train", {"minibatch_size": samples}), end, every=enough is not None)
+    return _Search(multiples, lambda samples: {"train.minibatch_size": samples}, end, every=enough is not None)
+
+
+def _sequences(given: LargestFlags) -> _Search:
+    """Lengths up to that which config.json of the model names."""
+    assert given.folder is not None
+    known: dict[str, Any] = {}
+    with contextlib.suppress(CapslogError):  # building the model says what is wrong
+        known = files.read_json(given.folder / "config.json")
+    inner = known.get("text_config")
+    most = (inner if isinstance(inner, dict) else known).get("max_position_embeddings")
+    end = "and the model takes no more tokens" if isinstance(most, int) else f"and the search ends at {_MOST_TOKENS}"
+    most = most if isinstance(most, int) else _MOST_TOKENS
+    step = min(_TOKENS_STEP, most)
+    return _Search(range(step, most + 1, step), lambda tokens: {KEYS["sequence"]: tokens}, end)
 
 
 def _check_has_images(config: Config, search: _Search) -> None:
@@ -197,14 +278,12 @@ def _check_has_images(config: Config, search: _Search) -> None:
     from varuna_capslog.model.workload import load_workload
 
     def inputs(side: int) -> Any:
-        section, changes = search.changed(side)
-        changed = config.model_copy(update={section: config.profile.model_copy(update=changes)})
-        return load_workload(changed).profile_inputs(config.train.microbatch_size)
+        return load_workload(search.config(config, side)).profile_inputs(config.train.microbatch_size)
 
     if inputs(search.values[0]) == inputs(search.values[1]):
         raise CapslogError(
-            f"--maximize image-size changes profile.image_size, which the inputs of the workload {config.workload} do "
-            "not depend on; choose --maximize microbatch or minibatch"
+            f"image-size is profile.image_size, which the inputs of the workload {config.workload} do not depend on; "
+            "choose microbatch or minibatch"
         )
 
 
@@ -219,7 +298,7 @@ def _answer(key: str, search: _Search, trials: dict[int, _Trial], best: int | No
         sentence = f"{key}={found.shown} is the largest that fits; {following.shown} does not: {_lack(following.plan)}"
     else:
         sentence = f"{key}={found.shown} fits, {search.end}"
-    if key == MAXIMIZED["image-size"]:
+    if key == KEYS["image-size"]:
         return sentence
     rates = {value: trial.samples_per_second or 0.0 for value, trial in trials.items() if trial.plan.fits}
     fastest = max(rates, key=lambda value: rates[value])

@@ -1,4 +1,4 @@
-"""`capslog plan --maximize`: the answer against planning for each value by itself, and what is refused."""
+"""`capslog largest`: the answer against planning for each value by itself, and what is refused."""
 
 from __future__ import annotations
 
@@ -52,8 +52,12 @@ def run(*arguments: str) -> int:
     return cli._run(["plan", *arguments])
 
 
+def largest(*arguments: str) -> int:
+    return cli._run(["largest", *arguments])
+
+
 def asked(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> dict[str, Any]:
-    assert run(*arguments, "--json") == status
+    assert largest(*arguments, "--json") == status
     told = capsys.readouterr()
     found = json.loads(told.out)
     lines = [line for line in told.err.splitlines() if line.startswith("capslog: estimating ")]
@@ -63,7 +67,7 @@ def asked(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) 
 
 def test_the_largest_microbatch_divides_the_samples_and_its_plan_is_written(capsys):
     sizes = ("--capacity", "560MiB")
-    found = asked(capsys, "stack.yaml", "--maximize", "microbatch", *sizes, "-o", "plan.json")
+    found = asked(capsys, "stack.yaml", "microbatch", *sizes, "-o", "plan.json")
     divisors = [size for size in range(1, 61) if 60 % size == 0]
     assert {one["value"] for one in found["tried"]} < set(divisors)
     statuses = {}
@@ -81,8 +85,8 @@ def test_the_largest_microbatch_divides_the_samples_and_its_plan_is_written(caps
 
 
 def test_a_model_keeps_its_number_of_microbatches(capsys):
-    arguments = (*MODEL, "--devices", "2", "--device", "cuda:t4", "--capacity", "560MiB", "--maximize", "microbatch")
-    assert run(*arguments, "-o", "plan.json") == 0
+    arguments = (*MODEL, "--devices", "2", "--device", "cuda:t4", "--capacity", "560MiB", "microbatch")
+    assert largest(*arguments, "-o", "plan.json") == 0
     told = capsys.readouterr()
     written = read_plan(Path("plan.json"))
     assert f"train.microbatch_size={written.microbatch_size} is the largest that fits;" in " ".join(told.out.split())
@@ -91,7 +95,7 @@ def test_a_model_keeps_its_number_of_microbatches(capsys):
 
 
 def test_minibatches_end_where_no_stage_has_more_in_flight(capsys):
-    arguments = ("stack.yaml", "--maximize", "minibatch", "--capacity", "600MiB", "train.microbatch_size=20")
+    arguments = ("stack.yaml", "minibatch", "--capacity", "600MiB", "train.microbatch_size=20")
     found = asked(capsys, *arguments, "pipeline.schedule=1f1b")
     assert found["every_larger_fits"]
     assert "every larger multiple of 20: with schedule 1f1b" in found["answer"]
@@ -110,7 +114,7 @@ def _gpipe(samples: int) -> tuple[str, ...]:
 
 
 def test_the_largest_image_has_the_ratio_of_the_config(capsys):
-    arguments = ("pictures.yaml", "profile.image_size=[64, 128]", "--maximize", "image-size", "--capacity", "520MiB")
+    arguments = ("pictures.yaml", "profile.image_size=[64, 128]", "image-size", "--capacity", "520MiB")
     found = asked(capsys, *arguments)
     assert [one["value"] for one in found["tried"]][:3] == [[32, 32], [32, 64], [64, 128]]
     height, width = found["largest"]
@@ -119,7 +123,7 @@ def test_the_largest_image_has_the_ratio_of_the_config(capsys):
 
 
 def test_nothing_fits(capsys):
-    found = asked(capsys, "stack.yaml", "--maximize", "microbatch", "--capacity", "10KiB", "-o", "no.json", status=3)
+    found = asked(capsys, "stack.yaml", "microbatch", "--capacity", "10KiB", "-o", "no.json", status=3)
     assert found["largest"] is None
     assert found["tried"][0]["lacking_bytes"] > 0
     assert found["answer"].startswith("not even train.microbatch_size=1 fits: rank 0 needs ")
@@ -130,16 +134,18 @@ def test_nothing_fits(capsys):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("microbatch", "profile.device=cpu"), "there is no capacity; give --capacity SIZE, pipeline.capacity, or"),
-        (("microbatches",), "unknown choice of --maximize 'microbatches'; did you mean 'microbatch'?"),
-        (("image-size",), "changes profile.image_size, which the inputs of the workload"),
+        (("microbatch", "profile.device=cpu"), "there is no capacity; give --capacity SIZE, pipeline.capacity, --dev"),
+        (("microbatches",), "unknown word of largest 'microbatches'; did you mean 'microbatch'?"),
+        ((), "needs a word that says what grows: microbatch, minibatch, image-size, sequence"),
+        (("sequence",), "give --hf FOLDER"),
+        (("image-size",), "is profile.image_size, which the inputs of the workload"),
         (("microbatch", "--measure"), "estimates, and never measures; leave --measure out"),
-        (("microbatch", "--pareto"), "leave --pareto out"),
+        (("microbatch", "--pareto"), "--pareto is a command of its own: capslog front"),
         (("minibatch", "--minibatch", "8"), "leave --minibatch out"),
         (("microbatch", "--planner", "joint"), "choose another planner than joint"),
     ],
 )
 def test_what_is_refused_is_one_sentence_and_status_2(capsys, arguments, sentence):
-    assert run("stack.yaml", "--maximize", *arguments) == 2
+    assert largest("stack.yaml", *arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert sentence in line
