@@ -47,7 +47,7 @@ def test_a_run_goes_on_without_its_output_and_another_command_fails(
     command: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What is asked of `train` is a trained model; what is asked of `plan --json` is its output."""
-    monkeypatch.setattr(cli, "_status_of", lambda arguments: sys.stdout.write("told\n") * 0)
+    monkeypatch.setattr(cli, "_status_of", lambda *_: sys.stdout.write("told\n") * 0)
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         assert cli._run([command]) == status
