@@ -35,8 +35,8 @@ LONGEST = (
     "test_faults.py",
     "test_fuzz.py",
     "profiling/test_rehearsal.py",
-    "commands/test_chaos.py",
-    "rig/search/test_explore.py",
+    "rig/tests/commands/test_chaos.py",
+    "rig/tests/search/test_explore.py",
     "elastic/test_launchers.py",
     "reports/test_page.py",
     "start/test_elastic_host.py",
@@ -44,7 +44,7 @@ LONGEST = (
     "elastic/store/test_etcd_store.py",
     "model/capture/test_assign.py",
     "elastic/script/test_script.py",
-    "rig/search/test_forgetting.py",
+    "rig/tests/search/test_forgetting.py",
     "start/test_given_plan.py",
     "start/test_prepare.py",
     "elastic/test_live_plans.py",
@@ -52,7 +52,7 @@ LONGEST = (
     "elastic/test_live.py",
     "training/test_saving.py",
     "start/test_replicated_start.py",
-    "rig/test_verdict.py",
+    "rig/tests/test_verdict.py",
 )
 """Files that take a minute or so. They come first, so that none of them is what the end waits for, and those that wait
 much are beside others that compute."""

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import ast
 import functools
+from pathlib import Path
 
-__all__ = ["nodes_of"]
+__all__ = ["nodes_of", "programs"]
 
 
 @functools.cache
 def nodes_of(text: str) -> tuple[ast.AST, ...]:
     """All nodes of this text's tree, the tree itself first; no test changes them."""
     return tuple(ast.walk(ast.parse(text)))
+
+
+def programs(root: Path) -> list[Path]:
+    """The modules of the library, the workload and the rig below `root`: what the house rules hold for."""
+    rig = root / "tests" / "rig"
+    return [
+        path
+        for folder in (root / "varuna_capslog", root / "detr_pipeline", rig)
+        for path in sorted(folder.rglob("*.py"))
+        if rig / "tests" not in path.parents
+    ]

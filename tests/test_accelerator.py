@@ -125,17 +125,13 @@ def said_in(text: str) -> set[str]:
 
 
 def modules_that_say(*words: str) -> set[str]:
-    """Those of the library that say one of these, or without any a word of CUDA alone; `rig/` is left out: it has
-    stand-ins for NCCL.
-    """
+    """Those of the library that say one of these, or without any a word of CUDA alone."""
     folder = ROOT / "varuna_capslog"
     found = {
         path.relative_to(folder).with_suffix("").as_posix(): said_in(path.read_text()) for path in folder.rglob("*.py")
     }
     return {
-        name
-        for name, said in found.items()
-        if not name.startswith("rig/") and (said.intersection(words) if words else said - {"torch.accelerator"})
+        name for name, said in found.items() if (said.intersection(words) if words else said - {"torch.accelerator"})
     }
 
 

@@ -86,6 +86,14 @@ def test_every_command_has_help(command, capsys):
     assert "Usage: capslog" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["run.yaml", "--faults", "3", "--json", "model.dim=4"]])
+def test_chaos_names_the_program_that_took_its_place(words, capsys):
+    assert run("chaos", *words) == 2
+    assert "launch/chaos.sh [CONFIG]" in sentence(capsys)
+    assert run("--help") == 0
+    assert "chaos" not in capsys.readouterr().out
+
+
 def test_help_and_import_need_no_slow_module():
     code = (
         "import sys, varuna_capslog, varuna_capslog.config.reading\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.source_trees import nodes_of
+from tests.source_trees import nodes_of, programs
 
 ROOT = Path(__file__).parents[1]
 LINES = 450
@@ -20,10 +20,9 @@ ATTRIBUTES = 22
 
 
 def sources(root: Path) -> Iterator[tuple[str, str]]:
-    """(path, text) of every module of the library and of the workload."""
-    for package in ("varuna_capslog", "detr_pipeline"):
-        for path in sorted((root / package).rglob("*.py")):
-            yield str(path.relative_to(root)), path.read_text(encoding="utf-8")
+    """(path, text) of every module of the library, the workload and the rig."""
+    for path in programs(root):
+        yield str(path.relative_to(root)), path.read_text(encoding="utf-8")
 
 
 def long_files(root: Path) -> list[str]:
@@ -103,14 +102,20 @@ WHOLE_RUNS = {
 
 
 def strange_tests(root: Path) -> list[str]:
-    """Tests in a folder of `tests/` that are not named after a module or a package at the same place of the library."""
+    """Tests in a folder of `tests/` that are not named after a module or a package at the same place of the library, or
+    of the rig.
+    """
     found = []
     for path in sorted((root / "tests").rglob("test_*.py")):
         place = path.relative_to(root / "tests")
         if len(place.parts) == 1 or str(place) in WHOLE_RUNS:
             continue
-        top = "detr_pipeline" if place.parts[0] == "detr" else f"varuna_capslog/{place.parts[0]}"
-        module = root.joinpath(top, *place.parts[1:-1], place.stem.removeprefix("test_"))
+        top, names = "varuna_capslog", place.parts[:-1]
+        if names[0] == "detr":
+            top, names = "detr_pipeline", names[1:]
+        elif names[:2] == ("rig", "tests"):
+            top, names = "tests/rig", names[2:]
+        module = root.joinpath(top, *names, place.stem.removeprefix("test_"))
         if not module.is_dir() and not module.with_suffix(".py").exists():
             found.append(str(place))
     return found
@@ -144,6 +149,13 @@ def test_a_test_of_no_module_is_noticed(tmp_path):
     assert strange_tests(tmp_path) == []
     (tmp_path / "tests/base/test_sizes.py").touch()
     assert strange_tests(tmp_path) == ["base/test_sizes.py"]
+
+
+def test_a_test_of_the_rig_mirrors_the_rig(tmp_path):
+    for name in ("rig/search/world.py", "rig/tests/search/test_world.py", "rig/tests/search/test_worlds.py"):
+        (tmp_path / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tests" / name).touch()
+    assert strange_tests(tmp_path) == ["rig/tests/search/test_worlds.py"]
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import ast
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.source_trees import nodes_of
+from tests.source_trees import nodes_of, programs
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = [*(ROOT / "varuna_capslog").rglob("*.py"), *(ROOT / "detr_pipeline").rglob("*.py")]
+FILES = programs(ROOT)
 
 STATE_OF_THE_PROCESS = {
     ("options.py", "_current"),  # Varuna's classes are patched for the whole process: see its module
@@ -58,7 +58,7 @@ def patches_in(text: str) -> list[int]:
 
 PATCHES = """
 from torch import nn
-from varuna_capslog.rig import faults
+from tests.rig import faults
 nn.Module.to = None
 class Stage:
     pass
@@ -94,16 +94,3 @@ def test_no_module_keeps_the_state_of_a_run() -> None:
         for name in node.names
     }
     assert found <= STATE_OF_THE_PROCESS
-
-
-def test_only_the_commands_load_the_rig() -> None:
-    found = []
-    for path in FILES:
-        where = path.relative_to(ROOT).as_posix()
-        if "/rig/" in where or "/commands/" in where:
-            continue
-        for node in nodes_of(path.read_text()):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            found += [f"{where}:{node.lineno}" for name in names if ".rig" in name]  # type: ignore[attr-defined]
-    assert found == []

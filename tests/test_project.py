@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from setuptools import find_packages
 
 import varuna_capslog
 from varuna_capslog.base.extras import EXTRAS
@@ -82,6 +83,19 @@ def test_the_core_needs_no_module_of_an_extra() -> None:
             if any(name.split(".")[0] in modules for name in names):
                 found.add(path.relative_to(ROOT / "varuna_capslog").as_posix())
     assert found == {f"reports/{name}.py" for name in ("curves", "forecasts", "gantt", "memory", "style")}
+
+
+def test_the_wheel_has_the_library_and_the_workload_alone() -> None:
+    """`tests` is a package too, and its rig no part of what is installed."""
+    tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
+    (include,) = (
+        ast.literal_eval(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.keyword) and node.arg == "include"
+    )
+    packages = find_packages(str(ROOT), include=include)
+    assert {package.partition(".")[0] for package in packages} == set(PACKAGES)
+    assert not any("rig" in package.split(".") for package in packages)
 
 
 def test_version_and_licence_are_the_same_everywhere() -> None:

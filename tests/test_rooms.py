@@ -1,4 +1,4 @@
-"""One direction: a room imports only rooms below it, and no modules import each other in a circle.
+"""One direction: a room imports only rooms below it, nothing imports the tests, and there is no circle.
 
 Imports inside functions count, and so do names of modules in strings (they are imported later); imports under
 TYPE_CHECKING do not. The list of rooms is read from docs/architecture.md, so that the page cannot become untrue.
@@ -30,9 +30,9 @@ def rooms() -> list[str]:
 
 
 def modules(root: Path) -> dict[str, Path]:
-    """Every module of the library and the workload below `root`: dotted name -> file."""
+    """Every module of the library, the workload and the tests below `root`: dotted name -> file."""
     found = {}
-    for package in ("varuna_capslog", "detr_pipeline"):
+    for package in ("varuna_capslog", "detr_pipeline", "tests"):
         for path in sorted((root / package).rglob("*.py")):
             name = ".".join(path.relative_to(root).with_suffix("").parts)
             found[name.removesuffix(".__init__")] = path
@@ -74,6 +74,8 @@ def upward(root: Path, order: list[str]) -> list[str]:
     known, found = modules(root), []
 
     def height(module: str) -> int:
+        if module.startswith("tests."):
+            return len(order) + 1
         if module in FACADE or not module.startswith("varuna_capslog"):
             return len(order)
         room = module.split(".")[1]
@@ -81,12 +83,11 @@ def upward(root: Path, order: list[str]) -> list[str]:
         return order.index(room)
 
     for name, path in known.items():
-        if name in FACADE:
-            continue
         for target, line in imports(name, path, known):
             if target.startswith("detr_pipeline") and name.startswith("detr_pipeline"):
                 continue
-            if height(target) > height(name) or (target in FACADE and name.startswith("varuna_capslog")):
+            below_facade = name.startswith("varuna_capslog") and name not in FACADE
+            if height(target) > height(name) or (target in FACADE and below_facade):
                 found.append(f"{path.relative_to(root)}:{line} imports {target}, which stands above it")
     return found
 
@@ -153,15 +154,19 @@ def test_no_level_of_a_room_has_too_many_files():
         ("def f():\n    import varuna_capslog.cli\n", ":2 imports varuna_capslog.cli"),
         ("NAME = 'varuna_capslog.start.prepare:main'\n", ":1 imports varuna_capslog.start.prepare"),
         ("import varuna_capslog.chain\n", ":1 imports varuna_capslog.chain"),
+        ("from tests.rig import toy\n", ":1 imports tests.rig.toy"),
+        ("NAME = 'tests.rig.toy:workload'\n", ":1 imports tests.rig.toy"),
         ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import varuna_capslog.cli\n", None),
     ],
-    ids=["module", "inside a function", "string", "facade", "types only"],
+    ids=["module", "inside a function", "string", "facade", "tests", "string of a test", "types only"],
 )
 def test_an_upward_import_is_named_with_file_and_line(tmp_path, text, expected):
     for name in ("chain", "cli", "start/prepare", "base/wrong"):
         path = tmp_path / "varuna_capslog" / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text if name == "base/wrong" else "")
+    (tmp_path / "tests" / "rig").mkdir(parents=True)
+    (tmp_path / "tests" / "rig" / "toy.py").touch()
     where = "varuna_capslog/base/wrong.py"
     found = upward(tmp_path, ["base", "start", "cli"])
     assert found == ([f"{where}{expected}, which stands above it"] if expected else [])

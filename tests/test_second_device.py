@@ -24,6 +24,8 @@ from tests.engine.compare import differences, gradient_error, merged
 from tests.engine.layouts import Cuts, rectangle, with_intervals, with_shares
 from tests.engine.pool import WorkerPool
 from tests.own_data.test_workload import config as config_of_own_data
+from tests.rig import toy
+from tests.rig.faults import Fault
 from varuna_capslog import accelerator
 from varuna_capslog.base.files import read_jsonl
 from varuna_capslog.engine.communicator import Communicator
@@ -35,8 +37,6 @@ from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.model.workload import known_targets
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import read_profile
-from varuna_capslog.rig import toy
-from varuna_capslog.rig.faults import Fault
 
 ROOT = Path(__file__).parents[1]
 

@@ -19,7 +19,6 @@ from varuna_capslog.base.output import lasting_output
 from varuna_capslog.base.tables import log_to
 from varuna_capslog.base.version import __version__
 from varuna_capslog.commands import shared
-from varuna_capslog.commands.chaos import chaos
 from varuna_capslog.commands.check import check
 from varuna_capslog.commands.compare import compare
 from varuna_capslog.commands.export import export
@@ -30,7 +29,7 @@ from varuna_capslog.commands.largest import largest
 from varuna_capslog.commands.plan import plan
 from varuna_capslog.commands.profile import profile
 from varuna_capslog.commands.results import evaluate, predict, report
-from varuna_capslog.commands.script import script
+from varuna_capslog.commands.script import refuse_chaos, script
 from varuna_capslog.commands.simulate import simulate
 from varuna_capslog.commands.train import host, morph, notice, train
 from varuna_capslog.commands.variants import variants
@@ -50,8 +49,17 @@ for _command in (init, profile, variants, plan, front, largest, compare, simulat
     app.command()(_command)
 # what follows FILE is its own
 app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(script)
-for _command in (morph, notice, evaluate, predict, report, chaos):
+for _command in (morph, notice, evaluate, predict, report):
     app.command()(_command)
+
+
+@app.command(
+    "chaos",
+    hidden=True,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)
+def _chaos() -> None:
+    refuse_chaos("chaos")
 
 
 def _print_version(wanted: bool) -> None:
@@ -69,9 +77,14 @@ def _options(
     pass
 
 
-def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Runs the command line; raises SystemExit with its exit status: 0 only when it did what was asked."""
-    sys.exit(_run(list(sys.argv[1:] if arguments is None else arguments)))
+def main(
+    arguments: Sequence[str] | None = None, commands: typer.Typer | None = None, name: str = "capslog"
+) -> NoReturn:
+    """Runs the command line; raises SystemExit with its exit status: 0 only when it did what was asked.
+
+    commands, name: those of another program that is to end in the same way.
+    """
+    sys.exit(_run(list(sys.argv[1:] if arguments is None else arguments), commands, name))
 
 
 def program() -> NoReturn:
@@ -79,7 +92,7 @@ def program() -> NoReturn:
     sys.exit(_run(sys.argv[1:]))
 
 
-def _run(arguments: list[str]) -> int:
+def _run(arguments: list[str], commands: typer.Typer | None = None, name: str = "capslog") -> int:
     lost: list[str] = []
 
     def say_lost(sentence: str) -> None:
@@ -87,19 +100,19 @@ def _run(arguments: list[str]) -> int:
         _say(sentence)
 
     with lasting_output(say_lost):
-        status = _status_of(arguments)
+        status = _status_of(arguments, commands, name)
     # the output is no part of what a run is started for
-    return status or 2 if lost and arguments[0] not in ("train", "host", "script") else status
+    return status or 2 if lost and not {"train", "host", "script"} & {*arguments[:1]} else status
 
 
-def _status_of(arguments: list[str]) -> int:
+def _status_of(arguments: list[str], commands: typer.Typer | None, name: str) -> int:
     # for torch in this process and the workers: measuring a peak makes its allocator warn of things that are expected
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     debug = os.environ.get("CAPSLOG_DEBUG", "") not in ("", "0")
     log_to(sys.stderr)
     try:
         with needed("this command"):
-            status = app(arguments, standalone_mode=False, prog_name="capslog")
+            status = (commands or app)(arguments, standalone_mode=False, prog_name=name)
     except (KeyboardInterrupt, typer.Abort):
         status = 130
     except CapslogError as error:
@@ -110,7 +123,7 @@ def _status_of(arguments: list[str]) -> int:
     except Exception as error:
         usage = getattr(error, "format_message", None)
         if usage is not None:  # an unknown option, a missing argument
-            command = getattr(getattr(error, "ctx", None), "command_path", "capslog")
+            command = getattr(getattr(error, "ctx", None), "command_path", name)
             moved = former_option(getattr(error, "option_name", ""))
             _say(moved or f"{usage().rstrip('.')}; see {command} --help")
             return 2

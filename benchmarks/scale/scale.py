@@ -11,11 +11,14 @@ import json
 import platform
 import resource
 import subprocess
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 
-from varuna_capslog.rig.search.crowd import Sizes, draw_crowd, play_crowd
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.rig.search.crowd import Sizes, draw_crowd, play_crowd
 
 RESULTS = Path(__file__).with_name("results.jsonl")
 

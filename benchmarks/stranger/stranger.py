@@ -17,20 +17,21 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "morph"))
 
 from live import HERE, Live, append_result, losses
 
+from tests.rig.stranger import KINDS, Answers, Stranger, addresses, recorded
 from varuna_capslog.base import files
 from varuna_capslog.base.threads import logged
 from varuna_capslog.base.trust.secret import run_secret
 from varuna_capslog.elastic.member.peers import Peers
-from varuna_capslog.rig.stranger import KINDS, Answers, Stranger, addresses, recorded
 
 MODEL = ("model.blocks=8", "model.block_seconds=0.004", "train.epochs=null", "profile.source=estimated")
 CROWD = """
 import sys, time
-from varuna_capslog.rig.stranger import Answers, Stranger
+from tests.rig.stranger import Answers, Stranger
 ports, count = [int(port) for port in sys.argv[1].split(",")], int(sys.argv[2])
 answers, held = Answers(), []
 for number, port in enumerate(ports):
@@ -112,7 +113,8 @@ def main() -> None:
 
         def crowded() -> Iterator[Answers]:
             command = [sys.executable, "-c", CROWD, ",".join(map(str, ports)), str(given.crowd)]
-            crowd = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+            crowd = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
             assert crowd.stdout is not None
             sent, refused = map(int, crowd.stdout.readline().split())
             for _ in range(400):

@@ -9,8 +9,8 @@ from pathlib import Path
 from varuna_capslog.base import clock
 
 LIBRARY = Path(__file__).resolve().parents[2] / "varuna_capslog"
-NOT_OF_A_RUN = ("rig/", "reports/", "base/clock.py")
-"""What tests runs and reads their files, and the clock itself."""
+NOT_OF_A_RUN = ("reports/", "base/clock.py")
+"""The readers of a run's files, and the clock itself."""
 
 ASKS = re.compile(r"\btime\.(time|time_ns|localtime|gmtime)\b|datetime\.now|utcnow|from time import")
 

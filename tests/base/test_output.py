@@ -42,15 +42,15 @@ def test_a_full_disk_is_told_once() -> None:
     assert errors == [LOST]
 
 
-@pytest.mark.parametrize(("command", "status"), [("--version", 2), ("train", 0)])
+@pytest.mark.parametrize(("command", "status"), [("--version", 2), ("train", 0), ("", 2)])
 def test_a_run_goes_on_without_its_output_and_another_command_fails(
     command: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What is asked of `train` is a trained model; what is asked of `plan --json` is its output."""
-    monkeypatch.setattr(cli, "_status_of", lambda arguments: sys.stdout.write("told\n") * 0)
+    monkeypatch.setattr(cli, "_status_of", lambda *_: sys.stdout.write("told\n") * 0)
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
-        assert cli._run([command]) == status
+        assert cli._run(command.split()) == status
         full.write("what a stream still held went to the null device")
     assert capsys.readouterr().err == f"capslog: {LOST}\n"
 

@@ -78,7 +78,7 @@ WAITS = {
     "varuna_plugin/building.py forward_only": "a queue that raises after Varuna's timeout",
     "varuna_plugin/launch.py _end": "killed before",
 }
-"""Function -> who ends its wait. `rig/` is left out: it is there for tests, which have limits of their own."""
+"""Function -> who ends its wait."""
 
 
 def test_what_a_target_raises_is_told_to_the_owner_in_one_sentence(capsys) -> None:
@@ -160,12 +160,7 @@ def test_every_thread_has_an_owner() -> None:
 
 def test_every_wait_has_a_limit_or_a_living_owner() -> None:
     """Whoever adds a wait without a limit says in `WAITS` who ends it, also when that one fails."""
-    places = {
-        f"{path} {place}": calls
-        for path, tree in trees()
-        if not path.startswith("rig/")
-        for place, calls in waits(tree).items()
-    }
+    places = {f"{path} {place}": calls for path, tree in trees() for place, calls in waits(tree).items()}
     assert {place: calls for place, calls in places.items() if place not in WAITS} == {}
     assert set(WAITS) <= set(places), "these places wait no more"
     for text in ("a.wait()", "a.get()", "a.wait_for(f)", "select.select(a, b, c)", "connection.wait(a)", "a.recv(5)"):

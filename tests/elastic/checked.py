@@ -16,12 +16,12 @@ from typing import Any
 
 from tests.engine import models
 from tests.engine.workload import TinyData
+from tests.rig import faults
+from tests.rig.drawing import DrawingWork
 from varuna_capslog.elastic.member import pipeline_work
 from varuna_capslog.elastic.member.runtime import End, Runtime
 from varuna_capslog.membership.messages import ProtocolEvent
 from varuna_capslog.model.trace import ShapeTable
-from varuna_capslog.rig import faults
-from varuna_capslog.rig.drawing import DrawingWork
 from varuna_capslog.start.member_worker import Equipment
 
 _SHAPES = ShapeTable(models.build_chain())

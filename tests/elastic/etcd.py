@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.rig.etcd_servers import EtcdServers, find_program
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.rig.etcd_servers import EtcdServers, find_program
 
 __all__ = ["find_etcd", "start_etcd"]
 

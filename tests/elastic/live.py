@@ -21,6 +21,8 @@ from typing import Any
 import torch
 
 from tests.engine import cases
+from tests.rig.drawing import PLANS, draw_for
+from tests.rig.faults import VARIABLE, Fault
 from varuna_capslog.base import files
 from varuna_capslog.base.fork_server import PRELOADED, ForkServer
 from varuna_capslog.base.processes import is_stopped
@@ -30,8 +32,6 @@ from varuna_capslog.elastic.store.opening import StoreGone, StoreServer, open_st
 from varuna_capslog.engine.communicator import connect_group
 from varuna_capslog.membership.generation import Generation
 from varuna_capslog.model.workload import load_workload
-from varuna_capslog.rig.drawing import PLANS, draw_for
-from varuna_capslog.rig.faults import VARIABLE, Fault
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.start.elastic_host import starting_point
 from varuna_capslog.start.prepare import prepare_run
@@ -44,7 +44,7 @@ _MODULES = (
     *PRELOADED,
     "varuna_capslog.elastic.member.runtime",
     "varuna_capslog.elastic.member.pipeline_work",
-    "varuna_capslog.rig.faults",
+    "tests.rig.faults",
     "torch._dynamo",
     "torch._subclasses.fake_tensor",
     "rich.progress",

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.elastic.live import Cradle, Live, Outcome, Truth, check, config_of, describe, truth_of
+from tests.rig.faults import Fault
 from varuna_capslog.base import files
-from varuna_capslog.rig.faults import Fault
 
 Scenario = Callable[[Cradle, Truth, Path], Outcome | None]
 

@@ -12,7 +12,7 @@ import pytest
 from tests.elastic import scenarios
 from tests.elastic.live import Cradle, Live, Truth, check, config_of, describe
 from tests.elastic.scenarios import Scenario
-from varuna_capslog.rig.faults import Fault
+from tests.rig.faults import Fault
 
 
 @pytest.mark.parametrize("shadows", [True, False], ids=["ahead", "at the boundary"])

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.elastic.live import Cradle, Live, Truth, check, config_of, describe
-from varuna_capslog.rig.faults import Fault
-from varuna_capslog.rig.toy import CONFIG
+from tests.rig.faults import Fault
+from tests.rig.toy import CONFIG
 
 
 def test_a_slow_name_server_is_asked_before_training_only(

@@ -9,7 +9,7 @@ import pytest
 
 from tests.elastic.live import Cradle, Live, Outcome, Truth, check, config_of, describe
 from tests.elastic.scenarios import Scenario, ended
-from varuna_capslog.rig.faults import Fault
+from tests.rig.faults import Fault
 
 
 def hinted_then_noticed(cradle: Cradle, truth: Truth, folder: Path) -> Outcome:

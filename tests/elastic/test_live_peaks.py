@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.elastic.live import Cradle, Live, Truth, check, config_of, describe
+from tests.rig.faults import Fault
 from varuna_capslog.plans.plan import read_plan
-from varuna_capslog.rig.faults import Fault
 
 
 def test_every_generation_that_lasts_tells_its_peaks_once(cradle: Cradle, truth: Truth, tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from tests.elastic.live import Cradle, Live, Outcome, Truth, check, config_of, describe, truth_of
+from tests.rig.faults import Fault
 from varuna_capslog import cli
 from varuna_capslog.config.settings import Config
 from varuna_capslog.elastic.host.terminal import describe as line_of
 from varuna_capslog.plans.pipelines import pipelines_of
 from varuna_capslog.plans.plan import Plan, read_plan, write_plan
 from varuna_capslog.profiling.estimation import rates
-from varuna_capslog.rig.faults import Fault
 from varuna_capslog.schedules import schedule_of, to_strings
 from varuna_capslog.start.given_plan import with_given_plan
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from tests.elastic.live import Cradle, Live, Truth, check, config_of, describe
+from tests.rig.faults import Fault
+from tests.rig.stranger import KINDS, Answers, Stranger, addresses, recorded
 from varuna_capslog.base.trust.connection import Connection, NotTrusted, dial
 from varuna_capslog.base.trust.secret import run_secret
 from varuna_capslog.elastic.member.peers import Peers
-from varuna_capslog.rig.faults import Fault
-from varuna_capslog.rig.stranger import KINDS, Answers, Stranger, addresses, recorded
 
 EACH = 8
 CROWD = 150

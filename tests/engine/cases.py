@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from tests.engine import models
 from tests.engine.layouts import Cuts, layout_for
+from tests.rig import nccl_manners
+from tests.rig.faults import Fault
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
@@ -32,8 +34,6 @@ from varuna_capslog.model.chain import Chain, Layer, LayerFactory
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.plans.plan import Plan
-from varuna_capslog.rig import nccl_manners
-from varuna_capslog.rig.faults import Fault
 from varuna_capslog.training import checkpoint
 from varuna_capslog.training.boundaries import verify_copies
 from varuna_capslog.training.run import Run

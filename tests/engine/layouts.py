@@ -7,9 +7,9 @@ import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from tests.rig.drawn_plans import draw_memory, draw_moments, draw_plan
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.plans.parts import INTERVAL_KINDS, KEEP, MemoryInterval, PlanStage, Units
-from varuna_capslog.rig.drawn_plans import draw_memory, draw_moments, draw_plan
 
 __all__ = ["Cuts", "layout_for", "random_layout", "rectangle", "with_intervals", "with_shares"]
 

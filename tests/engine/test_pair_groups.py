@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.engine import models
+from tests.rig import nccl_manners
 from varuna_capslog.base.errors import CapslogError, PeerLost
 from varuna_capslog.engine.communicator import Communicator, connect_group
 from varuna_capslog.engine.layout import Layout
@@ -24,7 +25,6 @@ from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import TensorSpec
-from varuna_capslog.rig import nccl_manners
 
 CPU = torch.device("cpu")
 SECONDS = datetime.timedelta(seconds=20)
@@ -307,7 +307,7 @@ def test_an_error_about_noise_is_the_loss_of_a_peer() -> None:
 
 def test_transports_are_named_by_config() -> None:
     assert opener_of("gloo") is None
-    assert opener_of("varuna_capslog.rig.nccl_manners:open_group") is nccl_manners.open_group
-    wrong = "varuna_capslog.rig.nccl_manners:open_grup"
+    assert opener_of("tests.rig.nccl_manners:open_group") is nccl_manners.open_group
+    wrong = "tests.rig.nccl_manners:open_grup"
     with pytest.raises(CapslogError, match=rf"pipeline\.transport='{wrong}'.*did you mean 'open_group'"):
         opener_of(wrong)

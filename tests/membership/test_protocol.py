@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from tests.rig.search.places import make_job
+from tests.rig.search.world import World
 from varuna_capslog.elastic.member.effects import Effects
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership import recovery
 from varuna_capslog.membership.generation import EMPTY, INITIAL, Generation, Stamp
 from varuna_capslog.membership.protocol import Phase, State, step
-from varuna_capslog.rig.search.places import make_job
-from varuna_capslog.rig.search.world import World
 
 
 class Group(World):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 
+from tests.rig.search.places import even_places
 from varuna_capslog.membership.generation import EMPTY, INITIAL, Generation, MemberLayout, Stamp
 from varuna_capslog.membership.messages import Contribution
 from varuna_capslog.membership.recovery import CHECKPOINT, decide, list_moves, newest_boundary
-from varuna_capslog.rig.search.places import even_places
 
 A, B, C = Stamp(1, 1), Stamp(2, 1), Stamp(3, 1)
 

@@ -9,12 +9,12 @@ from itertools import pairwise
 
 import pytest
 
+from tests.rig.drawn_plans import draw_plan
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.membership.choice import Choice
 from varuna_capslog.membership.generation import MemberLayout
 from varuna_capslog.membership.redundancy import Copies, place_copies, reserves
 from varuna_capslog.plans.parts import Units
-from varuna_capslog.rig.drawn_plans import draw_plan
 
 Pipelines = list[list[tuple[str, tuple[int, ...]]]]
 

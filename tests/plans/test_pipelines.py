@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from tests.rig.drawn_plans import draw_plan
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.plans.parts import MemoryInterval, PlanStage, Units
 from varuna_capslog.plans.pipelines import pipelines_of, plan_of_pipelines
 from varuna_capslog.plans.plan import Plan
-from varuna_capslog.rig.drawn_plans import draw_plan
 
 UNITS = Units(8, 2, 4)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.elastic.machines import free_port
+from tests.rig.commands import chaos
 from varuna_capslog import cli
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
@@ -278,7 +279,8 @@ def test_chaos_needs_as_many_workers_as_the_plan_has_ranks(
     tmp_path: Path, short: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run would have begun with another plan."""
-    assert called(tmp_path, "chaos", short, "--hosts", "2", "--workers", "2") == 2
+    words = [*command(tmp_path, "run")[1:], short, "--hosts", "2", "--workers", "2"]
+    assert cli._run(words, chaos.app) == 2
     assert "the hosts have 4 workers in all, but pipeline.plan=" in capsys.readouterr().err.splitlines()[-1]
 
 

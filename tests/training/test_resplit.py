@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from tests.detr.tiny import tiny_chain
+from tests.rig.toy import toy_config
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.splitting.chains import split_chain
 from varuna_capslog.model.splitting.pieces import TensorPiece, parts_from_json, put_together, split_table
 from varuna_capslog.model.workload import load_workload
-from varuna_capslog.rig.toy import toy_config
 from varuna_capslog.training.checkpoint import Checkpoint, entry_of, open_checkpoint, write_whole
 from varuna_capslog.training.layer_state import LayerState, model_state, scaler_state
 from varuna_capslog.training.manifest import FORMAT

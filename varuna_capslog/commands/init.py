@@ -14,8 +14,8 @@ from varuna_capslog.commands.shared import say
 __all__ = ["init"]
 
 _FOLDERS = ("configs", "examples", "launch")
-_OF_CLONES = ("install.sh", "quickstart.sh", "test.sh")
-"""Launchers that install a clone."""
+_OF_CLONES = ("chaos.sh", "install.sh", "quickstart.sh", "test.sh")
+"""Launchers that need a clone."""
 
 
 def init(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,7 +16,19 @@ from varuna_capslog.commands.train import check_address, join_until_end
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Elastic
 
-__all__ = ["script"]
+__all__ = ["elastic_settings", "refuse_chaos", "script"]
+
+
+def refuse_chaos(wish: Any) -> None:
+    """Raises CapslogError with the place of the fault injection, unless `wish` is None: nobody asks for faults."""
+    if wish is not None:
+        raise CapslogError(
+            "`capslog chaos` and `capslog script --chaos` are now `launch/chaos.sh [CONFIG]` and `launch/chaos.sh "
+            "script FILE` of a clone of the repository, with the same options; see docs/chaos.md"
+        )
+
+
+Chaos = Annotated[str | None, typer.Option(hidden=True, is_eager=True, callback=refuse_chaos)]
 
 
 @dataclass(frozen=True)
@@ -45,9 +56,9 @@ class ScriptOptions:
     nnodes: Machines = 1
     name: HostName = None
     wait: Wait = 600.0
-    chaos: Annotated[int | None, option("Disturb the run so many times, stop it and judge it.", False, min=1)] = None
-    seed: Annotated[int, option("--chaos: of the faults.")] = 0
-    mean: Annotated[str, option("--chaos: mean time between a recovery and the next fault.")] = "500ms"
+    chaos: Chaos = None
+    seed: Chaos = None
+    mean: Chaos = None
     dry_run: DryRun = False
 
 
@@ -61,24 +72,21 @@ def script(given: ScriptOptions) -> None:
     for address in (given.serve, given.store):
         if address is not None:
             check_address(address)
-    if given.chaos is not None and (given.serve is not None or given.store is not None):
-        raise CapslogError("--chaos disturbs a run on this machine alone; leave --serve and --store away")
     if not given.file.is_file():
         raise CapslogError(f"there is no script {given.file}; check the path")
-    folder, settings = given.run_dir or Path("runs") / given.file.stem, _settings(given.elastic or [])
+    folder, settings = given.run_dir or Path("runs") / given.file.stem, elastic_settings(given.elastic or [])
     if given.dry_run:
         part = f"join the store at {given.store}" if given.store else f"serve the store at {given.serve or '127.0.0.1'}"
         say(
             f"would {part}; {given.nproc} worker(s) here run {given.file}, run_dir {folder}, {given.nnodes} machine(s) "
             "to begin"
         )
-    elif given.chaos is not None:
-        _disturb(given, folder, settings, given.chaos)
     else:
         _run(given, folder, settings)
 
 
-def _settings(pairs: list[str]) -> Elastic:
+def elastic_settings(pairs: list[str]) -> Elastic:
+    """The section `elastic` of a config, with the keys of `KEY=VALUE` pairs."""
     from varuna_capslog.config.reading import assignments, section
     from varuna_capslog.config.settings import Elastic
 
@@ -109,35 +117,3 @@ def _run(given: ScriptOptions, folder: Path, settings: Elastic) -> None:
         end = run_script(file, arguments, dataclasses.replace(options, say=terminal.say))
     if end.how == "left":
         raise Interrupted(f"all devices have left, the run is parked; the same command continues it in {folder}", 143)
-
-
-def _disturb(given: ScriptOptions, folder: Path, settings: Elastic, faults: int) -> None:
-    from varuna_capslog.base import files, units
-    from varuna_capslog.base.supervisor import Interrupted
-    from varuna_capslog.elastic.host.options import HostOptions
-    from varuna_capslog.rig.script_chaos import Disturber, judge_script
-    from varuna_capslog.rig.tally import by_class
-    from varuna_capslog.start.elastic_host import run_script
-
-    file, arguments, nproc, seed = given.file, given.arguments or [], given.nproc, given.seed
-    if nproc < 2:
-        raise CapslogError(f"--chaos needs at least --nproc 2, so that somebody is left; not {nproc}")
-    if (folder / "metrics.jsonl").exists():
-        raise CapslogError(f"{folder} holds a run already; chaos needs a folder of its own: give --run-dir")
-    tell_chaos = functools.partial(say, err=True)
-    disturber = Disturber(folder, faults, seed, units.parse_seconds(given.mean, "mean"), tell_chaos)
-    try:
-        options = HostOptions(folder, num_workers=nproc, settings=settings)
-        run_script(file, arguments, options, disturber.start)
-    except Interrupted:  # it was stopped when all faults had struck
-        pass
-    finally:
-        disturber.end()
-    tell_chaos("comparing with the script alone")
-    steps, breaches = judge_script(file, arguments, folder)
-    breaches += [disturber.problem] if disturber.problem else []
-    found = {"seed": seed, "steps": steps, "breaches": breaches, "classes": by_class(disturber.hits)}
-    files.write_json(folder / "chaos.json", found)
-    say(f"seed {seed}: {'failed' if breaches else 'passed'}; {len(disturber.hits)} faults, {steps} steps")
-    if breaches:
-        raise CapslogError(f"the run failed: {breaches[0]}; everything it wrote is in {folder}")

@@ -4,8 +4,8 @@ A pure function without I/O, clocks or randomness: the live runtime, the exhaust
 this same code. The runtime keeps one `State` per member, feeds it the events of `messages.py` one after the other and
 carries out the effects in the order given; time enters only as `Tick`, a lost peer only as `Broken` and `Suspects`.
 
-What never happens, whatever is lost, late, doubled or wrongly suspected (`rig/search/world.py` checks it,
-`docs/membership-protocol.md` says it in words):
+What never happens, whatever is lost, late, doubled or wrongly suspected (`tests/rig/search/world.py` checks
+it, `docs/membership-protocol.md` says it in words):
 
 - Two groups train. A generation comes into being only by compare-and-set on its predecessor, proposed by a voter of
   the predecessor that has stopped answering it for ever; a step needs the vote of every voter. So when g+1 exists, no

@@ -37,8 +37,6 @@ OFFERED = frozenset(
     varuna_capslog.own_data:TextFile
     varuna_capslog.own_data:TokenFile
     varuna_capslog.own_data:workload
-    varuna_capslog.rig.nccl_manners:open_group
-    varuna_capslog.rig.toy:workload
     """.split()  # noqa: SIM905 (nothing here imports them, as tests/test_rooms.py takes names by themselves to mean)
 )
 """What our packages offer to configs. A list and not a rule: under our names there is much more that can be called with

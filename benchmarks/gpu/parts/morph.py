@@ -15,8 +15,8 @@ import torch
 from live import Live, losses, pauses, quantiles, step_ends
 from parts.nccl import STAND_IN
 
-from varuna_capslog.rig import nccl_manners
-from varuna_capslog.rig.toy import CONFIG
+from tests.rig import nccl_manners
+from tests.rig.toy import CONFIG
 
 MEMBERS, STEPS = 4, 12
 LEAVES, KILLS = 2, 2

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from common import TransformerSize, run_ranks, token_loss, token_minibatch, transformer_chain
 
+from tests.rig import nccl_manners
 from varuna_capslog.base.errors import PeerLost
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.step import train_step
-from varuna_capslog.rig import nccl_manners
 
-STAND_IN = "varuna_capslog.rig.nccl_manners:open_group"
+STAND_IN = "tests.rig.nccl_manners:open_group"
 SIZE = TransformerSize(blocks=4, dim=64, sequence=32, microbatch_size=2)
 STEPS, WAIT, GRACE = 3, 3.0, 3.0
 """Steps; seconds that a rank waits for a message; seconds more until its error must be there."""

@@ -2,9 +2,10 @@
 
 Members leave with notice, are killed and join at random; every set of members gets a layout of its own (cuts and
 replicas drawn from the members' names), so that layouts differ far more than a placer's would. With `--plans` every
-generation runs a plan drawn at random (`rig/drawn_plans`): memory intervals, several stages on a member, pipelines and
-replicas of unequal length and shares; the pauses are told, too. The model has dropout, running statistics and a shared
-parameter; `accumulation_blocks` is 4. Every step's microbatches are counted over all members, too: each exactly once.
+generation runs a plan drawn at random (`tests/rig/drawn_plans`): memory intervals, several stages on a member,
+pipelines and replicas of unequal length and shares; the pauses are told, too. The model has dropout, running statistics
+and a shared parameter; `accumulation_blocks` is 4. Every step's microbatches are counted over all members, too:
+each exactly once.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ def cuts_for(members: Sequence[str], num_layers: int) -> tuple[tuple[int, ...], 
 
 def main(arguments: Sequence[str]) -> int:
     """The entry of a member: random layouts, and its share of every computed step in `<run_dir>/shares/<member>`."""
+    from tests.rig.drawing import PLANS, DrawingWork
     from varuna_capslog.plans.parts import Units
     from varuna_capslog.plans.pipelines import plan_of_pipelines
-    from varuna_capslog.rig.drawing import PLANS, DrawingWork
 
     folder = Path(arguments[0]) / "shares"
     folder.mkdir(exist_ok=True)

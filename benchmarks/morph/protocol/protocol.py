@@ -19,14 +19,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[3]))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tables import fill, table
 
+from tests.rig.search.explore import Scenario, explore
+from tests.rig.search.histories import draw, play
+from tests.rig.search.places import make_job
 from varuna_capslog.membership import generation
-from varuna_capslog.rig.search.explore import Scenario, explore
-from varuna_capslog.rig.search.histories import draw, play
-from varuna_capslog.rig.search.places import make_job
 
 RESULTS = Path(__file__).with_name("results.jsonl")
 README = Path(__file__).with_name("README.md")

@@ -1,15 +1,17 @@
 """Losing one of eight workers over links of a given bandwidth: pause and bytes with new cuts and with small motions.
 
-Every round runs `capslog chaos` once per setting, with the same seed: eight hosts of one worker in network namespaces,
-of which one after the other is killed and replaced. Only losses count that came alone, from `events.jsonl`: what passed
-from the end of the last step before the loss to the end of the first step after it, less an usual step (the median of
-that generation). The judge of chaos compares all losses and weights with a run of one process.
+Every round runs `launch/chaos.sh` once per setting, with the same seed: eight hosts of one worker in network
+namespaces, of which one after the other is killed and replaced. Only losses count that came alone, from
+`events.jsonl`: what passed from the end of the last step before the loss to the end of the first step after it, less an
+usual step (the median of that generation). The judge of chaos compares all losses and weights with a run of one
+process.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -22,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from live import append_result, quantiles
 
+CHAOS = Path(__file__).parents[3] / "launch" / "chaos.sh"
 MODEL = (
     "model.blocks=30",
     "model.dim=256",
@@ -70,10 +73,13 @@ def run(setting: str, bandwidth: str, kills: int, seed: int) -> tuple[list[dict[
     """One run, and whether the judge found everything right."""
     with tempfile.TemporaryDirectory(prefix="capslog-small-motion-") as holder:
         folder = Path(holder) / "run"
-        command = [sys.executable, "-m", "varuna_capslog.cli", "chaos", *MODEL, f"elastic.small_motion={setting}"]
+        command = [str(CHAOS), *MODEL, f"elastic.small_motion={setting}"]
         command += ["--network", "namespaces", "--bandwidth", bandwidth, "--hosts", "8", "--workers", "1"]
         command += ["--kinds", "kill", "--faults", str(kills), "--mean", "8s", "--seed", str(seed)]
-        done = subprocess.run([*command, "--output", str(folder)], capture_output=True, text=True, check=False)
+        environment = {**os.environ, "PYTHON": sys.executable}
+        done = subprocess.run(
+            [*command, "--output", str(folder)], env=environment, capture_output=True, text=True, check=False
+        )
         if done.returncode:
             sys.stderr.write(done.stderr[-2000:])
         began = (folder / "metrics.jsonl").exists()  # else it did not come to its first step in time

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.rig import nccl_manners
 from varuna_capslog.elastic.member.data_path import DataPath, Pairs
 from varuna_capslog.elastic.member.timeouts import Timeouts
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.membership.generation import Generation
-from varuna_capslog.rig import nccl_manners
 
 CPU = torch.device("cpu")
 MEMBERS = ("m0", "m1")

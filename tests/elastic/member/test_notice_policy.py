@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.rig.search.places import even_places, make_job
 from varuna_capslog.elastic.member import notice_policy as departures
 from varuna_capslog.elastic.member.notice_policy import CHANGE_SECONDS, LINK, NoticePolicy
 from varuna_capslog.membership import messages as m
@@ -16,7 +17,6 @@ from varuna_capslog.membership.entries import HintEntry, NoticeEntry
 from varuna_capslog.membership.generation import Generation, MemberLayout
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.state import Phase, State
-from varuna_capslog.rig.search.places import even_places, make_job
 
 MEMBERS = ("m0", "m1", "m2")
 LEAVE = ("leave", "m1")

@@ -14,6 +14,7 @@ import torch
 
 from tests.elastic import scenarios
 from tests.elastic.live import CUTS, Cradle, Live, Truth, check, config_of, describe, truth_of
+from tests.rig.faults import Fault
 from tests.waiting import wait_until
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.threads import OwnedThread
@@ -24,7 +25,6 @@ from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.membership.generation import INITIAL, MemberLayout, Stamp
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.plans.plan import Plan
-from varuna_capslog.rig.faults import Fault
 from varuna_capslog.training import layer_state
 
 FACTORIES = {"chain": "factory_chain"}

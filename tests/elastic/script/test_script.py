@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from tests.forks import Fork, start_command
+from tests.rig.script_chaos import judge_script
 from varuna_capslog import cli
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, StepRefused
@@ -35,7 +36,6 @@ from varuna_capslog.elastic.script.work import Group, ScriptWork, pack, saved_st
 from varuna_capslog.engine.communicator import connect_group
 from varuna_capslog.membership.generation import INITIAL, Generation, MemberLayout, Stamp
 from varuna_capslog.membership.recovery import Seat
-from varuna_capslog.rig.script_chaos import judge_script
 
 ROOT = Path(__file__).resolve().parents[3]
 ELASTIC, PLAIN = ROOT / "examples" / "ddp_elastic.py", ROOT / "examples" / "ddp_plain.py"
@@ -398,8 +398,8 @@ def test_the_judge_of_a_disturbed_script_finds_a_wrong_loss_a_lost_step_and_a_wr
         (["--serve", "nowhere"], "not HOST:PORT"),
         (["--elastic", "redundancy"], "--elastic 'redundancy': write name=value"),
         (["--elastic", "redundancy=!!int x"], "no valid YAML value"),
-        (["--chaos", "3", "--serve", "a:1"], "on this machine alone"),
-        (["--chaos", "3", "--nproc", "1"], "at least --nproc 2"),
+        (["--chaos", "3"], "launch/chaos.sh script FILE"),
+        (["--seed", "1", "--chaos", "3"], "launch/chaos.sh script FILE"),
         (["--elastic", "redundance=1"], "redundance"),
     ],
 )

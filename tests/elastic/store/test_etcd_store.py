@@ -20,6 +20,7 @@ import torch
 from tests.elastic.etcd import start_etcd
 from tests.elastic.script.test_script import run_here
 from tests.forks import Fork, start_command
+from tests.rig.etcd_servers import EtcdServers
 from tests.secret import SECRET
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
@@ -33,7 +34,6 @@ from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone, Sto
 from varuna_capslog.engine.communicator import connect_group
 from varuna_capslog.membership.entries import read
 from varuna_capslog.membership.generation import EMPTY
-from varuna_capslog.rig.etcd_servers import EtcdServers
 from varuna_capslog.start.elastic_host import wait_for_store
 
 ROOT = Path(__file__).resolve().parents[3]

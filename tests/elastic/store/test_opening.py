@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.elastic.etcd import start_etcd
+from tests.rig.etcd_servers import EtcdServers
 from tests.secret import SECRET
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.processes import is_stopped
@@ -25,7 +26,6 @@ from varuna_capslog.elastic.store.etcd_store import EtcdMembershipStore, begin_r
 from varuna_capslog.elastic.store.lines import StoreLines
 from varuna_capslog.elastic.store.opening import OwnMembershipStore, StoreGone, StoreServer, open_store
 from varuna_capslog.membership.generation import EMPTY
-from varuna_capslog.rig.etcd_servers import EtcdServers
 
 ROOT = Path(__file__).resolve().parents[3]
 SERVER = """

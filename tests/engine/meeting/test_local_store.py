@@ -7,8 +7,8 @@ import os
 import pytest
 import torch.distributed as dist
 
+from tests.rig.stranger import addresses
 from varuna_capslog.engine.meeting.local_store import local_store
-from varuna_capslog.rig.stranger import addresses
 
 
 def test_it_listens_on_the_loopback_alone():

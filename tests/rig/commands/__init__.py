@@ -1,0 +1,1 @@
+"""What `launch/chaos.sh` runs: faults in a training (`chaos`) and in any elastic script (`script`)."""

@@ -1,0 +1,130 @@
+"""`launch/chaos.sh` as people call it: two machines, a few faults, the network among them, and a verdict."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.elastic.etcd import find_etcd
+from tests.rig.commands.chaos import app
+from tests.rig.namespaces import how_to_enter
+from varuna_capslog.base.errors import CapslogError
+
+CHAOS = Path(__file__).parents[4] / "launch" / "chaos.sh"
+FAULTS = ("kill", "cut", "in-apply", "clock", "memory")
+
+
+def test_a_run_on_two_machines_comes_through_a_kill_a_cut_a_loss_inside_apply_a_lack_and_a_clock_that_jumps(tmp_path):
+    results = tmp_path / "results.jsonl"
+    words = ["--faults", "5", "--workers", "1", "--seed", "352", "--mean", "50ms", "--kinds", ",".join(FAULTS)]
+    folder = tmp_path / "run"
+    done = CliRunner().invoke(app, [*words, "-o", str(folder), "--results", str(results), "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(results.read_text())
+    assert json.loads(done.stdout) == found
+    assert (found["outcome"], found["breaches"], found["faults"]) == ("passed", [], 5)
+    assert {row["kind"] for row in found["classes"]} == set(FAULTS)
+    jumped = [json.loads(line)["time"] < time.time() - 3600 for line in (folder / "events.jsonl").open()]
+    assert any(jumped), "the host went on with another time of day"
+    assert all(row["recovered"] == row["count"] for row in found["classes"])
+    assert found["layouts"] == [1, 2]
+    assert found["joins"] >= 1
+    assert found["steps"] > 3
+    # what the verdict rests on is there to be looked at
+    records = [json.loads(line) for file in (folder / "chaos" / "records").iterdir() for line in file.open()]
+    assert max(line["step"] for line in records if line["kind"] == "step") >= found["steps"]
+    metrics = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").open()]
+    assert metrics == list(range(1, found["steps"] + 1))
+
+
+def test_every_generation_may_run_a_plan_that_its_founder_drew(tmp_path, forked_servers):
+    """Stages of any kind, direct routes and orders among them, through a kill and a notice: all that the verdict asks
+    holds for them, too, also where tensors travel as over NCCL. How many generations a run has depends on the machine's
+    speed, so up to three runs draw.
+    """
+    drawn = []
+    for seed in ("5", "6", "7"):
+        folder = tmp_path / seed
+        words = ["model.towers=true", "train.accumulation_blocks=4", "pipeline.schedule=zb-h1", "--plans"]
+        words += ["--network", "loopback", "--faults", "2", "--seed", seed]
+        words += ["pipeline.transport=tests.rig.nccl_manners:open_group"]
+        words += ["--mean", "50ms", "--kinds", "kill,notice", "-o", str(folder), "--json"]
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0, done.output
+        found = json.loads(done.stdout)
+        assert (found["outcome"], found["faults"], found["plans"]) == ("passed", 2, True)
+        log = [json.loads(line) for line in (folder / "chaos" / "log.jsonl").open()]
+        records = [entry["record"] for entry in log if entry["kind"] == "generation"]
+        carried = [record["plan"] for record in records if "plan" in record]
+        assert len(carried) >= 3
+        assert len({json.dumps(plan) for plan in carried}) == len(carried)
+        drawn += carried
+        if len({plan["routes"] for plan in drawn}) == len({plan["actions"] is None for plan in drawn}) == 2:
+            return
+    raise AssertionError("one of the kinds of plan was never drawn")
+
+
+def test_a_run_loses_a_server_of_its_store_together_with_a_worker_and_goes_on(tmp_path, forked_servers):
+    find_etcd()
+    words = ["--store", "etcd", "--network", "loopback", "--hosts", "1", "--workers", "2", "--faults", "2"]
+    folder = tmp_path / "run"
+    done = CliRunner().invoke(app, [*words, "--kinds", "store", "--mean", "50ms", "-o", str(folder), "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert (found["outcome"], found["faults"], found["store"], found["store_losses"]) == ("passed", 2, "etcd", 0)
+    log = [json.loads(line) for line in (folder / "chaos" / "log.jsonl").open()]
+    assert {entry["segment"] for entry in log} == {1}, "nothing was started again"
+    assert sum(entry["kind"] == "dead" for entry in log) >= 2
+
+
+def test_machines_with_networks_of_their_own_are_cut_off_by_the_kernel(tmp_path):
+    try:
+        how_to_enter()
+    except CapslogError as error:
+        pytest.skip(str(error))
+    folder = tmp_path / "run"
+    words = ["--network", "namespaces", "--workers", "1", "--faults", "1", "--kinds", "cut", "--mean", "50ms"]
+    command = [str(CHAOS), *words, "--seed", "5", "-o", str(folder), "--json"]
+    environment = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["outcome"], found["network"], found["faults"]) == ("passed", "namespaces", 1)
+    assert found["layouts"] == [1, 2], "nobody was cut off"
+    log = [json.loads(line) for line in (folder / "chaos" / "log.jsonl").open()]
+    assert any("does not answer" in str(entry.get("why")) for entry in log if entry["kind"] == "dead")
+
+
+def test_a_folder_that_holds_a_run_is_refused(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    done = CliRunner().invoke(app, ["-o", str(tmp_path)])
+    assert isinstance(done.exception, CapslogError)
+    assert "holds a run already" in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--kinds", "kil"], "kil"),
+        (["--network", "loopback", "--kinds", "cut"], "--network relay"),
+        (["--network", "wires"], "wires"),
+        (["--store", "etcd"], "--network loopback"),
+        (["--store", "files"], "files"),
+        (["--delay", "20ms"], "--network namespaces, but the network is relay"),
+        (["--network", "namespaces", "--loss", "100%"], "0% to 99%"),
+        (["--network", "namespaces", "--bandwidth", "fast"], "bandwidth is 'fast'"),
+        (["--duration", "10m"], "10m"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_anything_begins(words, message, tmp_path):
+    done = CliRunner().invoke(app, ["-o", str(tmp_path / "run"), *words])
+    assert isinstance(done.exception, CapslogError)
+    assert message in str(done.exception)
+    assert not (tmp_path / "run" / "chaos").exists()
