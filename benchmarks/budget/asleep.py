@@ -26,7 +26,7 @@ from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.model.chain import Chain, Layer
-from varuna_capslog.planning.search import plan
+from common import plan
 from varuna_capslog.planning.simulation import simulate_plan
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import LayerProfile, Profile

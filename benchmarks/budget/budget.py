@@ -20,7 +20,7 @@ from questions import link_of, questions
 
 from varuna_capslog.base.units import format_bytes, parse_bytes
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.search import plan
+from common import plan
 from varuna_capslog.planning.simulation import simulate_plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape

@@ -16,7 +16,7 @@ from common import write_json
 from paper_models import paper_profiles
 
 from varuna_capslog.base.units import format_bytes
-from varuna_capslog.planning.search import plan
+from common import plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 

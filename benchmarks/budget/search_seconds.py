@@ -23,7 +23,7 @@ from common import write_json
 from questions import link_of, questions
 
 from varuna_capslog.base.units import format_bytes, parse_bytes
-from varuna_capslog.planning.search import plan
+from common import plan
 from varuna_capslog.profiles.record import read_profile, write_profile
 from varuna_capslog.schedules import RunShape
 

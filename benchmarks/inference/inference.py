@@ -27,7 +27,8 @@ from varuna_capslog.model.inference_model import InferenceModel
 from varuna_capslog.model.model_workload import ModelSection
 from varuna_capslog.model.names import names_of
 from varuna_capslog.planners.exact import exact_cuts
-from varuna_capslog.planning.inference import plan_inference
+from varuna_capslog.planning.problem import Problem
+from varuna_capslog.planning.solve import solve
 from varuna_capslog.profiles.conditions import CACHE_BYTES
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiling.inference import Served, estimate_inference
@@ -136,7 +137,7 @@ def main() -> None:
         model = InferenceModel(settings, case.microbatch)
         began = time.perf_counter()
         profile = estimate_inference(model, Served(case.microbatch))
-        ours = plan_inference(profile, case.devices, case.batch)
+        ours = solve(Problem.of_serving(profile, case.devices, case.batch), "exact")
         seconds = time.perf_counter() - began
         chain = model.build_chain()
         cuts = [
@@ -144,7 +145,7 @@ def main() -> None:
             best_by_parameters(profile, case.devices),
             ours.cut_list,
         ]
-        guesses = [plan_inference(profile, len(one), case.batch, cuts=one).stage_bytes for one in cuts]
+        guesses = [solve(Problem.of_serving(profile, len(one), case.batch, cuts=one), "exact").stage_bytes for one in cuts]
         real = [measured(chain, model, profile, one, case) for one in cuts]
         errors = [
             (guess - truth) / truth

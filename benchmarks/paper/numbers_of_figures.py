@@ -22,7 +22,7 @@ from varuna_capslog.model.workload import load_workload
 from varuna_capslog.planners import PLANNERS
 from varuna_capslog.planners.mcap import count_cut_lists
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.search import plan
+from common import plan
 from varuna_capslog.planning.simulation import simulate_plan
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile

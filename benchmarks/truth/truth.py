@@ -24,7 +24,7 @@ from varuna_capslog.config.reading import Config, dump_config, section
 from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.model.workload import load_workload
-from varuna_capslog.planning.search import plan
+from common import plan
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiling.admission import free_bytes
 from varuna_capslog.profiling.conditions import shapes_of

@@ -41,7 +41,7 @@ from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.model_workload import ModelSection, ModelWorkload, parse_input
 from varuna_capslog.model.workload import Minibatch
-from varuna_capslog.planning.search import plan
+from common import plan
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimate import StageEstimator, estimate_workload
 from varuna_capslog.profiling.rehearsal import rehearse

@@ -10,7 +10,7 @@ import pytest
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import with_unit
 from varuna_capslog.config.reading import Config, section
-from varuna_capslog.membership.protection import with_reserves
+from varuna_capslog.membership.protection import RunProtection
 from varuna_capslog.plans.parts import PlanStage, Units
 from varuna_capslog.plans.plan import Plan, write_plan
 from varuna_capslog.profiles.record import LayerProfile, Profile
@@ -106,7 +106,7 @@ def test_the_snapshot_of_a_stage_of_several_pieces_is_that_of_all_of_them() -> N
     stages = tuple(PlanStage(layers, (rank,)) for rank, layers in enumerate([((0, 1), (3, 4)), ((1, 3), (4, 5))]))
     plan, profile = Plan(5, stages, Units(2, 1, 1), "1f1b", routes="direct"), chain([3, 6, 30, 300, 9])
     config = section(Config, {"workload": "a:b", "elastic": {"enabled": True, "redundancy": 0}}, "")
-    noted, snapshots = with_reserves(config, profile, plan, lambda **_: plan)
+    noted, snapshots = RunProtection(config, profile).reserve(plan, lambda **_: plan)
     assert snapshots == [303, 45]
     assert "up to 303 B of a rank's memory on the device beside training" in noted.notes[0]
 

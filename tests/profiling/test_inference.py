@@ -8,12 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor, nn
-from varuna_capslog.planning.inference import plan_inference
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.probe import PeakProbe
 from varuna_capslog.model.inference_model import InferenceModel
 from varuna_capslog.model.model_workload import ModelSection
+from varuna_capslog.planning.problem import Problem
+from varuna_capslog.planning.solve import solve
 from varuna_capslog.profiles.conditions import CACHE_BYTES
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiling.inference import Served, estimate_inference
@@ -95,7 +96,7 @@ def measured(model: InferenceModel, cuts: tuple[int, ...]) -> list[int]:
 
 def assert_close(profile: Profile, model: InferenceModel, devices: int) -> None:
     """Within a hundredth."""
-    plan = plan_inference(profile, devices, 4)
+    plan = solve(Problem.of_serving(profile, devices, 4), "exact")
     caches = profile.conditions[CACHE_BYTES]
     predicted = [
         size - 4 * sum(caches[stage.first : stage.end])
@@ -119,12 +120,12 @@ def test_what_a_decoder_caches_belongs_to_its_blocks_and_grows_with_the_batch() 
     profile = profile_of_llama()
     # two key-value heads of 32 numbers, keys and values, float32, 96 tokens
     assert profile.conditions[CACHE_BYTES] == [0, *[2 * 2 * 32 * 4 * 96] * 8, 0]
-    plans = {batch: plan_inference(profile, 2, batch, cuts=[0, 5]) for batch in (4, 16)}
+    plans = {batch: solve(Problem.of_serving(profile, 2, batch, cuts=[0, 5]), "exact") for batch in (4, 16)}
     more = [b - a for a, b in zip(plans[4].stage_bytes, plans[16].stage_bytes, strict=True)]
     assert more == [12 * 4 * 49152, 12 * 4 * 49152]
     assert (plans[16].num_microbatches, plans[16].microbatch_size, plans[16].schedule) == (4, 4, None)
     with pytest.raises(CapslogError, match="a batch of 6 is not a multiple of the microbatch size 4"):
-        plan_inference(profile, 2, 6)
+        Problem.of_serving(profile, 2, 6)
 
 
 def test_a_stated_cache_is_that_of_the_layers_that_attend() -> None:

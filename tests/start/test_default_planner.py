@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 import pytest
-from varuna_capslog.start.of_profile import plan_of_profile
 
 from tests.planning.test_layerwise import profile_on
 from varuna_capslog.base.machine_memory import granted_bytes
@@ -18,6 +17,8 @@ from varuna_capslog.start.default_planner import (
     with_default_capacity,
     with_planner_for,
 )
+from varuna_capslog.start.ordinary import config_of_profile
+from varuna_capslog.start.prepare import plan_run
 
 PROFILE = profile_on("cuda")
 
@@ -63,9 +64,10 @@ def test_a_profile_that_cannot_feed_budget_is_planned_by_exact() -> None:
         assert (found.planner, found.schedule) == ("exact", "varuna")
         named = config_of(pipeline={"planner": "budget"})
         assert with_planner_for(named, profile) is named
-        assert "planned for the smallest peak by planner exact" in plan_of_profile(profile, 2).notes[-1]
+        plan = plan_run(config_of_profile(profile, {"devices": 2}), profile)
+        assert "planned for the smallest peak by planner exact" in plan.notes[-1]
     assert default_planner(PROFILE, "additive") == "exact"
-    assert plan_of_profile(PROFILE, 2).planner == "budget"
+    assert plan_run(config_of_profile(PROFILE, {"devices": 2}), PROFILE).planner == "budget"
 
 
 def test_budget_keeps_to_the_machine_where_no_capacity_is_given() -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from varuna_capslog.start.of_profile import plan_of_profile
 
 from varuna_capslog.api.estimating import estimated
 from varuna_capslog.config.reading import Config
@@ -19,7 +18,7 @@ from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiling.estimate import Memo
 from varuna_capslog.profiling.rehearsal import rehearse_plan
-from varuna_capslog.start.ordinary import OrdinaryModel, ordinary_config
+from varuna_capslog.start.ordinary import OrdinaryModel, config_of_profile, ordinary_config
 from varuna_capslog.start.prepare import plan_run
 
 JUST_ABOVE = 64 << 10
@@ -79,7 +78,8 @@ def test_a_profile_file_and_its_model_fit_the_same_devices(number: int) -> None:
     assert lasting(profile.observations).max() >= (64 << 20 if "h100" in str(config.profile.device) else 16 << 20)
 
     def of_file(capacity: int) -> Plan:
-        return plan_of_profile(profile, devices, capacity=capacity, minibatch=config.train.minibatch_size)
+        pipeline = {"devices": devices, "capacity": f"{capacity}B"}
+        return plan_run(config_of_profile(profile, pipeline, config.train.minibatch_size), profile)
 
     def asked(key: str, value: Any) -> Config:
         return config.model_copy(update={"pipeline": config.pipeline.model_copy(update={key: value})})

@@ -14,6 +14,7 @@ from varuna_capslog.base.gpus import NamedDevices, parse_devices
 from varuna_capslog.commands import shared
 from varuna_capslog.commands.ordinary_model import ModelFlags, announced, config_of_model, keys_of, overrides_of
 from varuna_capslog.commands.shared import option
+from varuna_capslog.planning.registry import REGISTRY
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
@@ -75,9 +76,7 @@ class PlannerFlags(QuestionFlags):
     planner: Annotated[
         str | None,
         option(
-            "budget, exact, throughput, joint, auto, varuna, mcap-bf, mcap-bo, capslog, capslog-tb, gpipe, gpipe-size, "
-            "dawnpiper, vpipe, pipedream, piper, graphpipe, capture or madpipe. See docs/planners.md; compare lists "
-            "them.",
+            f"{', '.join(REGISTRY)}; auto is another word for budget. See docs/planners.md; compare asks all.",
             "pipeline.planner, or budget where it can plan the run, else exact",
             metavar="NAME",
         ),

@@ -77,13 +77,9 @@ class Pipeline(Section):
     """Copies of the whole pipeline that share each minibatch; devices * replicas workers run."""
 
     planner: str = defaults.PLANNER
-    """Which planner chooses the cuts: varuna, mcap-bf, mcap-bo, capslog, capslog-tb, exact, throughput, gpipe or
-    gpipe-size; budget, dawnpiper or vpipe, which also choose layers that run again or are offloaded; pipedream, piper,
-    graphpipe or capture, which give stages replicas (docs/planners.md); madpipe, which may give a rank several stages;
-    or joint, which shares all devices out among pipelines of any length and cuts, as many as
-    train.accumulation_blocks allow; or auto, which asks all of them and takes the fastest plan that fits (in an elastic
-    run budget, joint and throughput, anew at every change). default:
-    budget where it can plan the run and neither recompute nor stage_inputs is given, else exact."""
+    """Which planner chooses the stages, a name of docs/planners.md; auto is another word for budget, which finds the
+    fastest step that fits. default: budget where it can plan the run and neither recompute nor stage_inputs is given,
+    else exact."""
 
     cuts: list[Annotated[int, Field(ge=0)]] | None = None
     """First layer of each stage, beginning with 0; null means that the planner chooses."""
@@ -93,8 +89,8 @@ class Pipeline(Section):
     In an elastic run the planner decides anew for any other number of devices than the plan's."""
 
     search_seconds: float | None = Field(None, gt=0)
-    """When planner budget ends its search, with the best plan so far and its gap to the bound, and after which auto
-    asks no further planner; null: when all is searched."""
+    """When planner budget ends its search, with the best plan so far and its gap to the bound; null: when all is
+    searched."""
 
     schedule: Literal["gpipe", "1f1b", "1f1b-star", "interleaved", "kfkb", "zb-h1", "varuna", "auto"] = (
         defaults.SCHEDULE
@@ -133,7 +129,7 @@ class Pipeline(Section):
 
     bandwidth: Annotated[int | None, BeforeValidator(_rate)] = None
     """Bytes in a second, such as 10Gbit, of every link between two devices, for the planner alone; null: bytes take no
-    time. Planner budget weighs replicas of single stages only where this or the latency is given."""
+    time."""
 
     latency: Annotated[float, BeforeValidator(_seconds)] = 0.0
     """Seconds that every message takes, such as 20us, for the planner alone."""

@@ -6,38 +6,22 @@ made of this table.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.units import format_bytes
 from varuna_capslog.config import defaults
-from varuna_capslog.memory import AUTO, NEVER
-from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.memory.inflight import RANKS
-from varuna_capslog.planners import BUDGET, JOINT, MADPIPE
-from varuna_capslog.planners.joint import Device, JointPlan, NoFleet, best_fleet, best_fleet_of_run
-from varuna_capslog.planning.cuts import cut_plan
-from varuna_capslog.planning.layerwise import layerwise_plan
-from varuna_capslog.planning.placed.equal_pipelines import equal_pipelines_plan
-from varuna_capslog.planning.placed.graphs import faster_plan
-from varuna_capslog.planning.placed.periodic import periodic_plan
-from varuna_capslog.planning.placed.replicated import replicated_plan
-from varuna_capslog.planning.problem import Problem
-from varuna_capslog.planning.verdict import judge
-from varuna_capslog.planning.wider import LOOPED
-from varuna_capslog.plans.parts import Shortfall
-from varuna_capslog.plans.plan import Plan
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
+    from varuna_capslog.planning.problem import Problem
+    from varuna_capslog.plans.plan import Plan
 
 __all__ = ["NOT_ASKED_ANEW", "REGISTRY", "Planner", "planner_named"]
+
+BUDGET, JOINT, RANKS, LOOPED = defaults.FASTEST, "joint", "ranks", "interleaved"
 
 NOT_ASKED_ANEW = "is not asked anew after a membership change; choose planner budget, throughput or exact"
 """Why an elastic run refuses a planner."""
@@ -53,7 +37,8 @@ class Planner:
         chooses: what of a plan, in words.
         good_for: whom, in words.
         source: who published it.
-        answer: from a problem to its plan; judged where it is one of cuts, else not yet.
+        search: module of `planning`, and the function in it that makes a plan of a problem; imported when it is asked,
+            since numbers of layers are searched with numpy, and a command's help needs none.
         shape: "cuts" (one stage per device), "intervals" (and what becomes of each layer), "stages" (on any devices, of
             all that there are), or "pipelines" (of any length).
         elastic: it may be asked anew after a change of the members.
@@ -66,11 +51,27 @@ class Planner:
     chooses: str
     good_for: str
     source: str
-    answer: Callable[[Problem], Plan]
+    search: str
     shape: str = "cuts"
     elastic: bool = False
     weighed_up_to: int = 0
     long_search: bool = False
+
+    def answer(self, problem: Problem) -> Plan:
+        """The planner's plan: judged where it is one of cuts, else not yet.
+
+        Raises:
+            CapslogError: the profile lacks what the planner takes; the problem is none that it can search.
+        """
+        module, _, function = self.search.partition(":")
+        search = getattr(import_module(f"varuna_capslog.planning.{module}"), function)
+        plan: Plan = search(problem) if self.searches_alone else search(problem, self.name)
+        return plan
+
+    @property
+    def searches_alone(self) -> bool:
+        """Whether no other planner has the same search, so that it is not told its name."""
+        return sum(planner.search == self.search for planner in REGISTRY.values()) == 1
 
     def check_memory(self, memory: str) -> None:
         """Raises CapslogError for a memory model that does not know the planner's plans."""
@@ -78,7 +79,7 @@ class Planner:
             "intervals": f"the plans of planner {self.name!r} have memory intervals",
             "stages": f"in the plans of planner {self.name!r} ranks may have several stages, and stages several ranks",
         }
-        if self.shape in plans and memory not in (AUTO, RANKS):
+        if self.shape in plans and memory not in (defaults.MEMORY, RANKS):
             raise CapslogError(
                 f"memory is {memory!r}, but {plans[self.shape]}, whose bytes only memory model {RANKS!r} knows; choose "
                 f"{RANKS} or auto"
@@ -132,57 +133,23 @@ def planner_named(name: str) -> Planner:
     return REGISTRY[name]
 
 
-def _budget(problem: Problem) -> Plan:
-    """A line of stages with memory intervals, or stages with branches and replicas where these are faster."""
-    until = None if problem.search_seconds is None else time.perf_counter() + problem.search_seconds
-    plan = equal_pipelines_plan(problem)
-    if problem.pipelines > 1 or problem.speeds is not None:
-        return plan
-    return faster_plan(problem, plan, until)
+def _cuts(
+    name: str,
+    takes: str,
+    good_for: str,
+    source: str,
+    elastic: bool = False,
+    weighed_up_to: int = 0,
+    long_search: bool = False,
+) -> Planner:
+    return Planner(name, takes, "cuts", good_for, source, "cuts:cut_plan", "cuts", elastic, weighed_up_to, long_search)
 
 
-def _joint(problem: Problem) -> Plan:
-    """Pipelines of any length; where none fits, the smallest-peak pipeline, which says what it lacks."""
-    devices = [Device(device.capacity_bytes, device.speed or 1.0) for device in problem.devices]
-    run = problem.run.settled()
-    if problem.blocks_open:
-        size = problem.profile.conditions.get("microbatch_size", 1)
-        fleet = best_fleet(problem.profile, devices, run.microbatches * size, None, run, problem.memory, problem.link)
-    else:
-        fleet = best_fleet_of_run(problem.profile, devices, run, problem.memory, problem.link)
-    return fleet.plan if isinstance(fleet, JointPlan) else _smallest_peak(problem, fleet)
-
-
-def _smallest_peak(problem: Problem, fleet: NoFleet) -> Plan:
-    """The smallest-peak pipeline over as many devices as there are layers, and what it lacks."""
-    profile, blocks = problem.profile, fleet.run.num_blocks
-    used = sorted(fleet.devices, key=lambda device: device.capacity or NEVER, reverse=True)[: profile.num_layers]
-    sizes = [device.capacity or NEVER - 1 for device in used]
-    one = Problem.of(profile, len(used), sizes, fleet.run, problem.link, memory=fleet.memory)
-    plan = cut_plan(one, "exact")
-    if plan.fits:
-        # it lacks the gradients of a second block, which the planner of one pipeline does not know
-        usable = [NEVER if device.capacity is None else Headroom.of(profile).usable(device.capacity) for device in used]
-        verdict = judge(fleet.stage_bytes(plan.cut_list), usable, Headroom())
-        assert verdict is not None
-        lack = f"stage {verdict.worst} needs {format_bytes(verdict.lacking)} more for the gradients that wait"
-        note = f"does not fit: {lack} until all {blocks} accumulation blocks are added; use 1 block"
-        shortfall = Shortfall(verdict.worst, max(1, verdict.lacking))
-        plan = dataclasses.replace(plan, fits=False, shortfall=shortfall, notes=(note,))
-    return dataclasses.replace(plan, planner=JOINT)
-
-
-def _by(planner: str, answer: Callable[[Problem, str], Plan]) -> Callable[[Problem], Plan]:
-    return functools.partial(answer, planner=planner)  # type: ignore[call-arg]
-
-
-def _cuts(name: str, takes: str, good_for: str, source: str, **more: object) -> Planner:
-    return Planner(name, takes, "cuts", good_for, source, _by(name, cut_plan), **more)  # type: ignore[arg-type]
-
-
-def _stages(name: str, takes: str, chooses: str, good_for: str, source: str, weighed_up_to: int) -> Planner:
-    answer = periodic_plan if name == MADPIPE else _by(name, replicated_plan)
-    return Planner(name, takes, chooses, good_for, source, answer, "stages", weighed_up_to=weighed_up_to)
+def _stages(
+    name: str, takes: str, chooses: str, good_for: str, source: str, weighed_up_to: int, search: str | None = None
+) -> Planner:
+    search = search or "placed.replicated:replicated_plan"
+    return Planner(name, takes, chooses, good_for, source, search, "stages", weighed_up_to=weighed_up_to)
 
 
 _OURS = "this project"
@@ -198,7 +165,7 @@ _PLANNERS = (
         "stages, also with branches and replicas, memory intervals, schedule, accumulation blocks; says a bound",
         "the fastest step that fits: the default",
         _OURS,
-        _budget,
+        "whole_runs:budget_plan",
         "intervals",
         elastic=True,
     ),
@@ -210,7 +177,7 @@ _PLANNERS = (
         "pipelines of unequal length, cuts, shares of the blocks",
         "any number of devices, also unlike ones; elastic runs",
         _OURS,
-        _joint,
+        "whole_runs:joint_plan",
         "pipelines",
         elastic=True,
         weighed_up_to=1024,
@@ -246,20 +213,21 @@ _PLANNERS = (
         _TREATED,
         _PUBLISHED,
         "DawnPiper, Sec. 4",
-        _by("dawnpiper", layerwise_plan),
+        "layerwise:layerwise_plan",
         "intervals",
         weighed_up_to=128,
     ),
     Planner(
-        "vpipe", _SECONDS, _TREATED, _PUBLISHED, "vPipe", _by("vpipe", layerwise_plan), "intervals", weighed_up_to=128
+        "vpipe", _SECONDS, _TREATED, _PUBLISHED, "vPipe", "layerwise:layerwise_plan", "intervals", weighed_up_to=128
     ),
     _stages(
-        MADPIPE,
+        "madpipe",
         _SECONDS,
         "stages, of which a rank may have several, and when each of their calls starts",
         "devices that no cuts of the chain load evenly; slow links",
         "MadPipe, with exact labels for its grid",
         32,
+        "placed.periodic:periodic_plan",
     ),
 )
 

@@ -17,7 +17,7 @@ from varuna_capslog.config.reading import load_config
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.model.workload import Workload, load_workload
-from varuna_capslog.planning.search import plan
+from common import plan
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimate import StageEstimator, estimate_workload
 from varuna_capslog.profiling.estimation.headroom import HOPPER_CONTEXT_BYTES
