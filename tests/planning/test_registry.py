@@ -29,7 +29,9 @@ def test_every_planner_has_a_line_and_the_page_is_made_of_them() -> None:
 
 
 def test_a_help_text_needs_neither_numpy_nor_torch() -> None:
-    code = "import sys, varuna_capslog.planning.registry; print(sorted({'numpy', 'torch', 'pydantic'} & set(sys.modules)))"
+    code = (
+        "import sys, varuna_capslog.planning.registry; print(sorted({'numpy', 'torch', 'pydantic'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
