@@ -242,6 +242,8 @@ def test_a_trace_is_replayed(
     shorter = printed(capsys)
     assert (shorter["duration_seconds"], shorter["devices"]) == (90.0, 2)
     assert [change["kind"] for change in shorter["changes"]] == ["start", "crash"]
+    assert run(*base, "--notice", "0s", "--devices", "2x v100-16gb", "--duration", "90s", "--json") == 0
+    assert printed(capsys)["devices"] == 2
 
 
 @pytest.mark.parametrize(
@@ -259,6 +261,16 @@ def test_a_trace_is_replayed(
         (["simulate", "--profile", "P", "--trace", "T", "--planner", "jiont", "--minibatch", "2"], "'joint'?"),
         (["simulate", "--profile", "P", "--trace", "T", "--minibatch", "3"], "a minibatch of 3 samples"),
         (["simulate", "--profile", "P", "--trace", "T", "--crash-pause", "-1s"], "crash-pause is '-1s'"),
+        (
+            ["simulate", "--profile", "P", "--trace", "T", "--devices", "t4, rtx4090"],
+            "--trace rents devices of one kind",
+        ),
+        (
+            ["simulate", "--profile", "P", "--trace", "T", "--devices", "2x t4", "--capacity", "1GiB"],
+            "--capacity is gi",
+        ),
+        (["simulate", "--profile", "P", "--plan", "L", "model.name=x"], "model.name is of a model and its costs"),
+        (["simulate", "--profile", "P", "--plan", "L", "train.minibatch_size=3"], "a minibatch of 3 samples is not a"),
         (["compare"], "give a CONFIG file, --profile FILE, --model"),
         (["compare", "--profile", "P"], "--devices N"),
         (["compare", "--profile", "P", "--devices", "7"], "7 devices but only 6 layers"),
