@@ -297,8 +297,11 @@ def test_a_config_with_replicas_says_that_one_of_them_is_played(profile, tmp_pat
         "train: {max_steps: 1, minibatch_size: 4, microbatch_size: 2}\npipeline: {devices: 3, replicas: 2}\n"
     )
     assert run("simulate", config, "--profile", profile, "--json") == 0
-    notes = json.loads(capsys.readouterr().out)["notes"]
-    assert any("pipeline.replicas=2: one replica is played" in note for note in notes)
+    value = json.loads(capsys.readouterr().out)
+    assert value["num_microbatches"] == 1
+    assert any("pipeline.replicas=2: one replica is played" in note for note in value["notes"])
+    assert run("simulate", config, "train.minibatch_size=16", "--profile", profile, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["num_microbatches"] == 4
     assert run("simulate", config, "pipeline.replicas=1", "--profile", profile, "--json") == 0
     assert not any("replica" in note for note in json.loads(capsys.readouterr().out)["notes"])
 
