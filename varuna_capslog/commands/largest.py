@@ -12,7 +12,7 @@ import typer
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.commands import shared
-from varuna_capslog.commands.ordinary_model import say_assumptions, settled
+from varuna_capslog.commands.ordinary_model import keys_of, say_assumptions, settled
 from varuna_capslog.commands.questions import PlannerFlags, question_of
 from varuna_capslog.commands.shared import print_json, print_table, say
 
@@ -123,6 +123,7 @@ def largest(given: LargestFlags) -> None:
         raise CapslogError("largest sequence changes the inputs that --hf makes itself; give --hf FOLDER, no --input")
     config = question_of(replace(given, estimate=True), given.planner)
     keeps_samples = given.config is not None or given.minibatch is not None
+    keeps_samples |= "train.minibatch_size" in keys_of(given.overrides)
     search = _sequences(given) if what == "sequence" else _search_of(what, config, keeps_samples)
     found = _find(what, search, config, given)
     if given.model is not None:
@@ -297,7 +298,7 @@ def _answer(key: str, search: _Search, trials: dict[int, _Trial], best: int | No
         sentence = f"{key}={found.shown} is the largest that fits; {following.shown} does not: {_lack(following.plan)}"
     else:
         sentence = f"{key}={found.shown} fits, {search.end}"
-    if key == KEYS["image-size"]:
+    if key in (KEYS["image-size"], KEYS["sequence"]):
         return sentence
     rates = {value: trial.samples_per_second or 0.0 for value, trial in trials.items() if trial.plan.fits}
     fastest = max(rates, key=lambda value: rates[value])
