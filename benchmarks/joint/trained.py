@@ -1,8 +1,8 @@
 """Joint plans trained: no device idle, and the losses and weights of one device, bit for bit.
 
-For each number of devices two runs of the small DETR of `configs/tiny.yaml`: with the plan that `capslog plan --joint`
-writes (`pipeline.plan`), and with `pipeline.planner=joint`. Prints the table of README.md; exit status 1 where a device
-is idle or a bit differs.
+For each number of devices two runs of the small DETR of `configs/tiny.yaml`: with the plan that `capslog plan --planner
+joint` writes (`pipeline.plan`), and with `pipeline.planner=joint`. Prints the table of README.md; exit status 1 where a
+device is idle or a bit differs.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def main() -> None:
         trained(given.config, base / "one", *common, "pipeline.devices=1", "pipeline.cuts=[0]")
         for devices in given.devices:
             file = base / f"joint-{devices}.json"
-            count = ["--devices", str(devices), "--joint", "-o", str(file)]
+            count = ["--devices", str(devices), "--planner", "joint", "-o", str(file)]
             capslog("plan", given.config, *SIZES, *common, *count)
             joint = ["pipeline.planner=joint", f"pipeline.devices={devices}"]
-            for source, words in (("`plan --joint`", [f"pipeline.plan={file}"]), ("`planner=joint`", joint)):
-                began, folder = time.perf_counter(), base / f"{devices}{source[1:8]}"
+            for source, words in (("`plan`", [f"pipeline.plan={file}"]), ("`planner=joint`", joint)):
+                began, folder = time.perf_counter(), base / f"{devices}{source.strip('`')}"
                 plan = trained(given.config, folder, *common, *words)
                 seconds, found = time.perf_counter() - began, compare(folder, base / "one")
                 idle = devices - len(set(plan.placement()))

@@ -66,7 +66,7 @@ def test_devices_are_a_number_or_kinds() -> None:
     assert NamedDevices(4).fastest is None
     alike = parse_devices("2x a100-80gb")
     assert alike.kinds == ("a100-80gb",) * 2
-    assert alike.pipeline_keys == {"devices": 2, "capacity": GPUS["a100-80gb"].memory_bytes}
+    assert alike.pipeline_keys == {"devices": 2, "capacity": GPUS["a100-80gb"].memory_bytes, "speeds": None}
     for text in ("2x rtx4090, rtx3090", "2xRTX 4090,3090 geforce", "2 * cuda:rtx4090 , 1x 3090"):
         assert parse_devices(text).kinds == ("rtx4090", "rtx4090", "rtx3090")
 

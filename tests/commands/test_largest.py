@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from varuna_capslog import cli
+from varuna_capslog.commands.largest import LargestFlags, _word_of
 from varuna_capslog.plans.plan import read_plan
 
 NETS = """
@@ -27,6 +28,17 @@ def with_pictures(config):
     section = ModelSection(factory="nets_of_largest:pictures", inputs=inputs)
     return ModelWorkload(section, config.train.microbatch_size)
 """
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 32,
+    "max_position_embeddings": 200,
+}
 MODEL = ("--model", "nets_of_largest:stack", "--input", "x=float32[1,1024,64]")
 CONFIG = """
 workload: varuna_capslog.model_workload:workload
@@ -120,6 +132,29 @@ def test_the_largest_image_has_the_ratio_of_the_config(capsys):
     height, width = found["largest"]
     assert run("pictures.yaml", "--capacity", "520MiB", f"profile.image_size=[{height}, {width}]") == 0
     assert run("pictures.yaml", "--capacity", "520MiB", f"profile.image_size=[{height + 32}, {width + 32}]") == 3
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_the_word_stands_anywhere(place: int) -> None:
+    words = ["stack.yaml", "train.minibatch_size=60", "pipeline.devices=2"]
+    words.insert(place, "microbatch")
+    what, flags = _word_of(LargestFlags(config=Path(words[0]), overrides=words[1:]))
+    assert (what, flags.config) == ("microbatch", Path("stack.yaml"))
+    assert flags.overrides == ["train.minibatch_size=60", "pipeline.devices=2"]
+    model = [word for word in words if word != "stack.yaml"]
+    what, flags = _word_of(LargestFlags(model="a:b", config=Path(model[0]), overrides=model[1:]))
+    assert (what, flags.config, len(flags.overrides or ())) == ("microbatch", None, 2)
+
+
+def test_the_longest_sequence(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    Path("llama").mkdir()
+    Path("llama", "config.json").write_text(json.dumps(LLAMA))
+    wanted = ("sequence", "--hf", "llama", "--devices", "2", "--device", "cuda:t4", "--json")
+    assert largest(*wanted) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["key"], found["largest"]) == ("model.arguments.sequence", 192)
+    assert found["answer"].endswith("and the model takes no more tokens")
 
 
 def test_nothing_fits(capsys):

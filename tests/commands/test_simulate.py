@@ -242,6 +242,8 @@ def test_a_trace_is_replayed(
     shorter = printed(capsys)
     assert (shorter["duration_seconds"], shorter["devices"]) == (90.0, 2)
     assert [change["kind"] for change in shorter["changes"]] == ["start", "crash"]
+    assert run(*base, "--notice", "0s", "--devices", "2x v100-16gb", "--duration", "90s", "--json") == 0
+    assert printed(capsys)["devices"] == 2
 
 
 @pytest.mark.parametrize(
@@ -259,6 +261,16 @@ def test_a_trace_is_replayed(
         (["simulate", "--profile", "P", "--trace", "T", "--planner", "jiont", "--minibatch", "2"], "'joint'?"),
         (["simulate", "--profile", "P", "--trace", "T", "--minibatch", "3"], "a minibatch of 3 samples"),
         (["simulate", "--profile", "P", "--trace", "T", "--crash-pause", "-1s"], "crash-pause is '-1s'"),
+        (
+            ["simulate", "--profile", "P", "--trace", "T", "--devices", "t4, rtx4090"],
+            "--trace rents devices of one kind",
+        ),
+        (
+            ["simulate", "--profile", "P", "--trace", "T", "--devices", "2x t4", "--capacity", "1GiB"],
+            "--capacity is gi",
+        ),
+        (["simulate", "--profile", "P", "--plan", "L", "model.name=x"], "model.name is of a model and its costs"),
+        (["simulate", "--profile", "P", "--plan", "L", "train.minibatch_size=3"], "a minibatch of 3 samples is not a"),
         (["compare"], "give a CONFIG file, --profile FILE, --model"),
         (["compare", "--profile", "P"], "--devices N"),
         (["compare", "--profile", "P", "--devices", "7"], "7 devices but only 6 layers"),
@@ -285,8 +297,11 @@ def test_a_config_with_replicas_says_that_one_of_them_is_played(profile, tmp_pat
         "train: {max_steps: 1, minibatch_size: 4, microbatch_size: 2}\npipeline: {devices: 3, replicas: 2}\n"
     )
     assert run("simulate", config, "--profile", profile, "--json") == 0
-    notes = json.loads(capsys.readouterr().out)["notes"]
-    assert any("pipeline.replicas=2: one replica is played" in note for note in notes)
+    value = json.loads(capsys.readouterr().out)
+    assert value["num_microbatches"] == 1
+    assert any("pipeline.replicas=2: one replica is played" in note for note in value["notes"])
+    assert run("simulate", config, "train.minibatch_size=16", "--profile", profile, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["num_microbatches"] == 4
     assert run("simulate", config, "pipeline.replicas=1", "--profile", profile, "--json") == 0
     assert not any("replica" in note for note in json.loads(capsys.readouterr().out)["notes"])
 

@@ -186,16 +186,15 @@ class NamedDevices:
     @property
     def pipeline_keys(self) -> dict[str, Any]:
         """Keys of a config's section `pipeline`: `devices`; with kinds also `capacity` (bytes, one number where all
-        devices are alike) and, where some are slower, `speeds` (`Gpu.pace` beside the fastest kind's).
+        have as many) and `speeds` (`Gpu.pace` beside the fastest kind's; None where all are as fast).
         """
         keys: dict[str, Any] = {"devices": self.count}
-        sizes = [GPUS[kind].memory_bytes for kind in self.kinds]
-        if sizes:
-            keys["capacity"] = sizes[0] if len(set(sizes)) == 1 else sizes
         if self.fastest is not None:
+            sizes = [GPUS[kind].memory_bytes for kind in self.kinds]
+            keys["capacity"] = sizes[0] if len(set(sizes)) == 1 else sizes
             most = GPUS[self.fastest].pace
             speeds = [max(0.001, round(GPUS[kind].pace / most, 3)) for kind in self.kinds]
-            keys |= {"speeds": speeds} if min(speeds) < 1 else {}
+            keys["speeds"] = speeds if min(speeds) < 1 else None
         return keys
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from varuna_capslog.base import fields, files
+from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.commands import shared
-from varuna_capslog.commands.ordinary_model import say_assumptions, settled
+from varuna_capslog.commands.ordinary_model import keys_of, say_assumptions, settled
 from varuna_capslog.commands.questions import PlannerFlags, question_of
 from varuna_capslog.commands.shared import print_json, print_table, say
 
@@ -124,6 +123,7 @@ def largest(given: LargestFlags) -> None:
         raise CapslogError("largest sequence changes the inputs that --hf makes itself; give --hf FOLDER, no --input")
     config = question_of(replace(given, estimate=True), given.planner)
     keeps_samples = given.config is not None or given.minibatch is not None
+    keeps_samples |= "train.minibatch_size" in keys_of(given.overrides)
     search = _sequences(given) if what == "sequence" else _search_of(what, config, keeps_samples)
     found = _find(what, search, config, given)
     if given.model is not None:
@@ -260,15 +260,15 @@ def _minibatches(config: Config) -> _Search:
 
 
 def _sequences(given: LargestFlags) -> _Search:
-    """Lengths up to that which config.json of the model names."""
-    assert given.folder is not None
-    known: dict[str, Any] = {}
-    with contextlib.suppress(CapslogError):  # building the model says what is wrong
-        known = files.read_json(given.folder / "config.json")
-    inner = known.get("text_config")
-    most = (inner if isinstance(inner, dict) else known).get("max_position_embeddings")
-    end = "and the model takes no more tokens" if isinstance(most, int) else f"and the search ends at {_MOST_TOKENS}"
-    most = most if isinstance(most, int) else _MOST_TOKENS
+    """Lengths up to that which the model takes."""
+    from varuna_capslog.config.reading import assignments
+    from varuna_capslog.model.hugging_face import most_tokens
+
+    changes = assignments(given.arguments or [], "--model-arg")
+    changes.pop("dtype", None)
+    known = most_tokens(str(given.folder), changes)
+    end = f"and the search ends at {_MOST_TOKENS}" if known is None else "and the model takes no more tokens"
+    most = known or _MOST_TOKENS
     step = min(_TOKENS_STEP, most)
     return _Search(range(step, most + 1, step), lambda tokens: {KEYS["sequence"]: tokens}, end)
 
@@ -298,7 +298,7 @@ def _answer(key: str, search: _Search, trials: dict[int, _Trial], best: int | No
         sentence = f"{key}={found.shown} is the largest that fits; {following.shown} does not: {_lack(following.plan)}"
     else:
         sentence = f"{key}={found.shown} fits, {search.end}"
-    if key == KEYS["image-size"]:
+    if key in (KEYS["image-size"], KEYS["sequence"]):
         return sentence
     rates = {value: trial.samples_per_second or 0.0 for value, trial in trials.items() if trial.plan.fits}
     fastest = max(rates, key=lambda value: rates[value])

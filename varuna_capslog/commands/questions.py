@@ -4,6 +4,7 @@ become one config, which with its profile is all that a plan follows from.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,7 +138,7 @@ def question_of(flags: QuestionFlags, planner: str | None, profile: Profile | No
     elif fastest is not None:
         changes["profile.device"] = f"cuda:{fastest}"
     if flags.config is not None:
-        texts = [f"{key}={value}" for key, value in changes.items()]
+        texts = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changes.items()]
         return shared.load(
             flags.config, flags.overrides, *overrides_of(flags), *texts, *shared.SEARCHED, trust=flags.trust
         )

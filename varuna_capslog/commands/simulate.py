@@ -122,7 +122,8 @@ def simulate(given: SimulateFlags) -> None:
         found = _replay_trace(given, given.trace, costs, config, run, link)
         _print_replay(found, given.trace, given.output, given.as_json)
         return
-    count = config.num_microbatches // len(played.paths()) if "train.minibatch_size" in keys else None
+    pipelines = max(len(played.paths()), config.pipeline.replicas)  # a plan of the short form is of one of them
+    count = config.num_microbatches // pipelines if "train.minibatch_size" in keys else None
     step = simulate_plan(
         costs,
         played,

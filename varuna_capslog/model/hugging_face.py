@@ -80,6 +80,25 @@ def model(
     return made, {**(_example(path, made, sequence, trains) if example else {}), **constants}
 
 
+def most_tokens(path: str, changes: Mapping[str, Any]) -> int | None:
+    """Tokens of the longest sequence that the model of a folder takes; None where its config names no limit.
+
+    Args:
+        changes: keys of the config that are replaced, as for `model`.
+
+    Raises:
+        CapslogError: as `model`.
+    """
+    with needed("--hf"):
+        import transformers
+    return _most_tokens(_config(transformers, Path(path), dict(changes)))
+
+
+def _most_tokens(config: Any) -> int | None:
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return most if isinstance(most, int) and most > 0 else None
+
+
 def _config(transformers: Any, folder: Path, changes: dict[str, Any]) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -138,10 +157,7 @@ def _names(made: nn.Module) -> Mapping[str, inspect.Parameter]:
 
 
 def _tokens(path: str, made: nn.Module, sequence: int | None) -> dict[str, Tensor]:
-    config: Any = made.config
-    text = config.get_text_config()
-    most = getattr(text, "max_position_embeddings", None)
-    most = most if isinstance(most, int) and most > 0 else None
+    most = _most_tokens(made.config)
     if sequence is not None and most is not None and sequence > most:
         raise CapslogError(
             f"--sequence is {sequence}, but the model in {path} takes {most} tokens (max_position_embeddings); give at "
