@@ -51,7 +51,7 @@ LONGEST = (
     "engine/test_detr.py",
     "elastic/test_live.py",
     "training/test_saving.py",
-    "start/test_replicated_start.py",
+    "start/test_replicated_runs.py",
     "rig/tests/test_verdict.py",
 )
 """Files that take a minute or so. They come first, so that none of them is what the end waits for, and those that wait

@@ -44,6 +44,9 @@ class Net(nn.Module):
         return x
 """
 X = torch.zeros(4, 8)
+ONE_BLOCK = {"train.accumulation_blocks": 1}
+"""Nothing for replicas to share."""
+KINDS = ("rtx4090", "rtx3090")
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +63,13 @@ def nets(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="module")
 def plan(nets) -> capslog.ModelPlan:
-    return capslog.plan(nets.Net(), X, devices=2, capacity="1MiB", device="cpu")
+    return capslog.plan(nets.Net(), X, devices=2, capacity="1MiB", device="cpu", settings=ONE_BLOCK)
 
 
 def test_an_object_is_planned_as_the_command_plans_its_function(nets, plan, tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
-    arguments = ["plan", "--model", "nets_of_planning:Net", "--input", "x=float32[4,8]", "--devices", "2"]
+    arguments = ["plan", "train.accumulation_blocks=1", "--model", "nets_of_planning:Net", "--devices", "2"]
+    arguments += ["--input", "x=float32[4,8]"]
     assert cli._run([*arguments, "--device", "cpu", "--capacity", "1MiB", "-o", str(out)]) == 0
     command = json.loads(out.read_text())
     assert isinstance(plan, capslog.Plan)
@@ -143,7 +147,7 @@ def test_a_plan_shows_itself_as_text_table_and_picture(plan, tmp_path: Path) -> 
 
 
 def test_a_plan_that_does_not_fit_is_an_answer(plan) -> None:
-    found = capslog.plan(plan.profile, devices=2, capacity=["2KiB", "1GiB"])
+    found = capslog.plan(plan.profile, devices=2, capacity=["2KiB", "3KiB"])
     assert found.fits is False
     assert "does not fit" in str(found) or "nothing fits" in str(found)
 
@@ -187,7 +191,26 @@ def test_a_profile_takes_no_sample(plan) -> None:
     with pytest.raises(capslog.CapslogError, match="sample goes with a model"):
         capslog.plan(plan.profile, X, devices=2)
     with pytest.raises(capslog.CapslogError, match="5 devices but only 4 layers"):
-        capslog.plan(plan.profile, devices=5)
+        capslog.plan(plan.profile, devices=5, planner="exact")
+    shared = capslog.plan(plan.profile, devices=5)
+    assert (shared.num_ranks, shared.fits) == (5, True)
+    assert "it has none itself: 5 devices but only 4 layers" in shared.notes[-1]
+
+
+def test_devices_are_a_number_or_kinds(nets) -> None:
+    mixed = capslog.plan(nets.Net(), X, devices="1x rtx4090, rtx3090")
+    assert (mixed.num_ranks, mixed.profile.conditions["gpu"]) == (2, "rtx4090")
+    assert [rank.capacity_bytes for rank in mixed.ranks] == [gpu_of(f"cuda:{kind}").memory_bytes for kind in KINDS]
+    assert mixed.ranks[0].speed == 1.0 > mixed.ranks[1].speed
+    same = capslog.plan(mixed.profile, devices="rtx4090, rtx3090")
+    assert same.step_seconds == pytest.approx(mixed.step_seconds)
+    for arguments, sentence in (
+        ({"capacity": "1GiB"}, "capacity is given too"),
+        ({"device": "cuda:t4"}, "device is given too"),
+        ({"devices": "2x rtx9090"}, "rtx9090"),
+    ):
+        with pytest.raises(capslog.CapslogError, match=sentence):
+            capslog.plan(nets.Net(), X, **{"devices": "2x t4", **arguments})
 
 
 def test_a_plan_from_a_profile_needs_no_torch_and_a_picture_names_its_extra(plan, tmp_path: Path) -> None:

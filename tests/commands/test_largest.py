@@ -161,7 +161,7 @@ def test_nothing_fits(capsys):
     found = asked(capsys, "stack.yaml", "microbatch", "--capacity", "10KiB", "-o", "no.json", status=3)
     assert found["largest"] is None
     assert found["tried"][0]["lacking_bytes"] > 0
-    assert found["answer"].startswith("not even train.microbatch_size=1 fits: rank 0 needs ")
+    assert found["answer"].startswith("not even train.microbatch_size=1 fits: stage 1 needs ")
     assert "too much" in found["answer"]
     assert not Path("no.json").exists()
 

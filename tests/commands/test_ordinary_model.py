@@ -70,7 +70,8 @@ def test_a_plan_is_estimated_for_a_kind_of_gpu_within_its_memory(capsys: pytest.
     plan = json.loads(told.out)
     assert (plan["num_layers"], plan["fits"], plan["planner"]) == (6, True, "budget")
     assert {one["capacity_bytes"] for one in plan["ranks"]} == {GPUS["t4"].memory_bytes}
-    (line,) = told.err.splitlines()
+    line, note = told.err.splitlines()
+    assert note == "note: a run of this plan needs train.accumulation_blocks=2, a constant of the run"
     assert line.startswith("capslog: estimated for cuda:t4 with 14.5 GiB, within its capacity: float32, AdamW,")
     assert run("plan", "stack", *X, *arguments, "--capacity", "1MiB") == 3  # a capacity that is given comes first
 
@@ -115,7 +116,7 @@ def test_mistakes_are_one_sentence_and_status_2(
 
 
 def test_a_model_that_branches_on_values_is_one_layer(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("plan", "stack", *X, "--model-arg", "branches=true", "--devices", "2", "--json") == 2
+    assert run("plan", "stack", *X, "--model-arg", "branches=true", "--devices", "2", "--json") == 0
     refusal = capsys.readouterr().err.splitlines()[-1]
     assert "2 devices but only 1 layers" in refusal
     assert "its Python code branches on, or sizes something by, the values of a tensor (nets_of_ordinary" in refusal

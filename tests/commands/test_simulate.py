@@ -13,7 +13,8 @@ from matplotlib.image import imread
 
 from tests.planning.test_layerwise import profile_on
 from varuna_capslog import cli
-from varuna_capslog.planners import EVERY_PLANNER, LAYERWISE, PLANNERS, WHOLE_RUN
+from varuna_capslog.planners import LAYERWISE, PLANNERS, WHOLE_RUN
+from varuna_capslog.planning.registry import REGISTRY
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.conditions import UPDATE_RATE
 from varuna_capslog.profiles.record import LayerProfile, Profile, read_profile, write_profile
@@ -141,11 +142,11 @@ def test_compare_has_a_row_for_every_planner_and_says_why_one_cannot(
     monkeypatch.setenv("CAPSLOG_MCAP_LIMIT", "3")  # of C(5, 2) = 10 cut lists
     monkeypatch.setitem(sys.modules, "skopt", None)
     out = tmp_path / "out"
-    names = ("--planners", ",".join(EVERY_PLANNER))
+    names = ("--planners", ",".join(REGISTRY))
     assert run("compare", "--profile", profile, "--devices", 3, "--capacity", "2GiB", "-o", out, *names) == 0
     text = capsys.readouterr().out
     rows = {row["planner"]: row for row in json.loads((out / "comparison.json").read_text())}
-    assert tuple(rows) == EVERY_PLANNER
+    assert list(rows) == list(REGISTRY)
     assert "10 cut lists" in rows["mcap-bf"]["reason"]
     assert "scikit-optimize" in rows["mcap-bo"]["reason"]
     assert rows["mcap-bo"]["cuts"] is None
@@ -192,10 +193,10 @@ def test_compare_asks_mcap_bo_only_by_name_and_says_which_planner_it_asks(
     captured = capsys.readouterr()
     rows = {row["planner"]: row for row in json.loads(captured.out)}
     assert asked == []
-    assert tuple(rows) == EVERY_PLANNER
+    assert list(rows) == list(REGISTRY)
     assert rows["mcap-bo"]["cuts"] is None
     assert "--planners mcap-bo" in rows["mcap-bo"]["reason"]
-    names = [name for name in EVERY_PLANNER if name != "mcap-bo"]
+    names = [name for name in REGISTRY if name != "mcap-bo"]
     assert [line.split()[1] for line in captured.err.splitlines()] == names
     assert run("compare", "--profile", profile, "--devices", 3, "--planners", "exact,mcap-bo", "--json") == 0
     captured = capsys.readouterr()

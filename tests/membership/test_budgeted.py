@@ -206,12 +206,12 @@ def test_neighbours_are_one_less_one_more_and_ever_fewer() -> None:
     assert len({seat.host for seat in next(iter(list(neighbours(seats_of([7, 7])))[1:]))}) == 3
 
 
-def test_auto_proposes_the_fastest_of_budget_joint_and_unequal_replicas_that_keep_to_the_devices() -> None:
+def test_budget_proposes_the_fastest_of_budget_joint_and_unequal_replicas_that_keep_to_the_devices() -> None:
     """What one member proposes is what all others run; what it has searched ahead, they need not search again."""
     run, others, forms = RunShape(8, "auto", microbatch_size=1, num_blocks=4), list[float](), set[bool]()
     for seed, count, part in ((1, 3, 0.9), (3, 2, 0.7), (3, 3, 2.0)):
         profile = timed(random.Random(seed), 5)
-        placer, heirs = (placer_of(profile, 3_000, planner="auto", run=run) for _ in range(2))
+        placer, heirs = (placer_of(profile, 3_000, run=run) for _ in range(2))
         seats = seats_of([int(part * kept_peak(profile, 3_000))] * count)
         found = placer.propose(seats)
         assert found is not None
@@ -223,7 +223,7 @@ def test_auto_proposes_the_fastest_of_budget_joint_and_unequal_replicas_that_kee
         assert max(most_of(profile, found, layout, placer, seats)) <= seats[0].capacity
         assert (found.units.blocks, found.units.per_step) == (4, 8)
         assert not any(stage.moments for stage in found.stages), "a member that is lost would take them along"
-        for name in ("budget", "joint"):
+        for name in ("throughput", "joint"):
             other = placer_of(profile, 3_000, planner=name, run=run).propose(seats)
             if other is not None and other.schedule is not None:
                 step = with_step_seconds(profile, other, run.settled()).step_seconds

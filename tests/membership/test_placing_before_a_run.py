@@ -126,5 +126,5 @@ def test_a_profile_that_does_not_know_says_so() -> None:
 
 
 def test_a_planner_that_is_too_slow_for_a_change_is_refused_at_the_start() -> None:
-    with pytest.raises(CapslogError, match=r"set pipeline\.planner to exact"):
+    with pytest.raises(CapslogError, match=r"choose planner budget, throughput or exact"):
         planned(chain([30] * 4), planner="mcap-bf")

@@ -50,8 +50,8 @@ def layerwise_plan(
     """devices: how many, or the speed of each."""
     speeds = None if isinstance(devices, int) else devices
     count = devices if isinstance(devices, int) else len(devices)
-    problem = Problem.of(profile, count, capacity, run, link, speeds=speeds, tier=tier, search_seconds=limit_seconds)
-    return layerwise.layerwise_plan(problem, planner)
+    problem = Problem.of(profile, count, capacity, run, link, speeds=speeds, tier=tier)
+    return layerwise.layerwise_plan(replace(problem, search_seconds=limit_seconds), planner)
 
 
 def equal_pipelines_plan(
@@ -80,8 +80,6 @@ def judged_layerwise_plan(
     limit_seconds: float | None = None,
 ) -> Plan:
     """One line of stages with intervals, judged and played."""
-    fixed = replace(
-        Problem.of(profile, devices, capacity, run, link, memory=memory, search_seconds=limit_seconds),
-        blocks_open=False,
-    )
-    return solve(fixed, planner, weighs_others=False)
+    problem = Problem.of(profile, devices, capacity, run, link, memory=memory)
+    problem = replace(problem, blocks_open=False, search_seconds=limit_seconds)
+    return solve(problem, planner, weighs_others=False)

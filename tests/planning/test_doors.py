@@ -12,14 +12,14 @@ import pytest
 
 import varuna_capslog as capslog
 from tests.memory.machine import Model, profile_of
-from tests.start.test_of_profile import problem as drawn_model
+from tests.start.test_ordinary import problem as drawn_model
 from varuna_capslog import cli
 from varuna_capslog.config.settings import Config
 from varuna_capslog.planning.comparison import compare
 from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.registry import REGISTRY
-from varuna_capslog.planning.replanning import Replanner
 from varuna_capslog.planning.solve import solve
+from varuna_capslog.planning.traces.replanning import Replanner
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile, write_profile
 from varuna_capslog.schedules import RunShape

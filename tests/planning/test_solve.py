@@ -1,4 +1,4 @@
-"""`solve`: planner `budget` weighs the others beside its own, says whose plan it took, and is honest where none fits."""
+"""`solve`: planner `budget` weighs the others beside its own, and says whose plan it took, or what lacks."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from tests.reports.legible import assert_legible
 from varuna_capslog.planning.comparison import Row
-from varuna_capslog.planning.trace_replay import Deployment, TraceEvent, replay
+from varuna_capslog.planning.traces.trace_replay import Deployment, TraceEvent, replay
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.reports.forecasts import draw_comparison, draw_replay
 

@@ -73,7 +73,8 @@ def test_a_sound_run_is_found_sound_and_nothing_is_written(
     assert cli._run(["check", "own.yaml", "run_dir=runs/own", *captured, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     texts = {row["part"]: row["text"] for row in rows}
-    assert {row["kind"] for row in rows} == {"fact"}
+    assert {row["kind"] for row in rows} == {"fact", "note"}
+    assert "accumulation blocks are chosen" in next(row["text"] for row in rows if row["kind"] == "note")
     assert texts["data"] == "24 training samples, the first can be read"
     assert texts["model"] == "tests.own_data.samples:Named: 2 layers, 35 parameters"
     assert "2 stages on 2 ranks by planner budget" in texts["plan"]

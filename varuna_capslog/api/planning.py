@@ -12,11 +12,12 @@ from varuna_capslog.api.estimating import Estimate, estimated
 from varuna_capslog.api.pictures import Picture, drawn
 from varuna_capslog.base import fields, units
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.gpus import parse_devices
 from varuna_capslog.base.tables import Table
 from varuna_capslog.plans.plan import Plan, write_plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.reports.tables import plan_table
-from varuna_capslog.start.ordinary import OrdinaryModel, config_of_profile, ordinary_config
+from varuna_capslog.start.ordinary import OrdinaryModel, check_kinds, config_of_profile, ordinary_config
 
 if TYPE_CHECKING:
     import os
@@ -106,7 +107,7 @@ def plan(
     model: Model | Profile,
     sample: Sample | None = None,
     *,
-    devices: int,
+    devices: int | str,
     capacity: int | str | Sequence[int | str] | None = None,
     planner: str | None = None,
     device: str | None = None,
@@ -120,11 +121,13 @@ def plan(
     Args:
         model, sample: as `capslog.estimate` takes them; or a `Profile` (an `Estimate`, or `read_profile(...)`), then
             without a sample. Planning from a profile takes milliseconds and imports no torch.
-        devices: how many stages.
+        devices: how many, or of which kinds: `"2x a100-80gb"`, `"2x rtx4090, rtx3090"`, from which `device`, `capacity`
+            and their relative speeds follow.
         capacity: memory of each device: `"16GiB"`, a number of bytes, or a list with one for each device. Default: no
             limit, or what a kind of GPU named by `device`, here or in `capslog.estimate`, has.
         planner: default `budget`, the shortest step that fits, where it can plan the run, else `exact`, the smallest
-            peak; others stand in docs/planners.md.
+            peak; others stand in docs/planners.md. It may give stages replicas, unless `settings` has
+            `{"train.accumulation_blocks": 1}`.
         device: what the costs are for; see `capslog.estimate`.
         minibatch_size: samples of one step; default: four microbatches (each the sample's batch) for each device.
         settings: further keys of a config, such as `{"pipeline.schedule": "1f1b"}`.
@@ -137,14 +140,23 @@ def plan(
     """
     from varuna_capslog.start.prepare import estimate_memo, plan_run
 
-    keys = {"devices": fields.whole(devices, "devices", 1), "planner": planner, "capacity": _with_units(capacity)}
+    named = parse_devices(devices)
+    for name, value in {"capacity": capacity, "device": device}.items() if named.kinds else ():
+        if value is not None:
+            raise CapslogError(
+                f"devices={devices!r} names kinds, from which device and memory follow, but {name} is given too; leave "
+                f"it out, or give the number of devices, {named.count}"
+            )
+    keys = {"capacity": _with_units(capacity), "planner": planner, **named.pipeline_keys}
     pipeline = {name: value for name, value in keys.items() if value is not None}
     if isinstance(model, Profile):
         given = {"sample": sample, "device": device}
         if said := [name for name, value in given.items() if value is not None]:
             raise CapslogError(f"{said[0]} goes with a model; a profile is of one model and device, so leave it out")
+        check_kinds(named, model)
         config = config_of_profile(model, pipeline, minibatch_size, settings)
         return ModelPlan(**vars(plan_run(config, model)), profile=model)
+    device = device if named.fastest is None else f"cuda:{named.fastest}"
     config = ordinary_config(OrdinaryModel(model, sample), pipeline, minibatch_size, device, settings=settings)
     memo = estimate_memo(config)
     costs: Estimate = estimated(config, memo)

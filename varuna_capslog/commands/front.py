@@ -6,6 +6,7 @@ treats layers has a front of budgets: bytes per device, headroom included.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,7 +199,7 @@ def _budget_point(one: BudgetPoint) -> dict[str, Any]:
         "step_seconds": one.step_seconds,
         "bound_seconds": one.plan.bound_seconds,
         "proven": one.plan.proven,
-        "cuts": list(one.plan.cut_list),
+        "cuts": None if one.plan.cuts is None else list(one.plan.cuts),
         "memory": [[[a.first, a.end, a.kind] for a in stage.memory or ()] for stage in one.plan.stages],
     }
 
@@ -220,12 +221,22 @@ def _print_budgets(front: Sequence[BudgetPoint], title: str) -> None:
                 "" if bound is None else _proof(one.step_seconds, bound, proven),
                 str(again),
                 str(away),
-                " ".join(map(str, one.plan.cut_list)),
+                _stages(one.plan),
             ]
         )
     headings = ("budget", "step", "against fastest", "proven", "recomputed", "offloaded", "cuts")
     notes = [f"layers recomputed and offloaded, of {front[0].plan.num_layers}; budgets are bytes per device"]
     print_table(title, headings, rows, left=(6,), notes=notes)
+
+
+def _stages(plan: Plan) -> str:
+    """Its cuts; of stages with branches or replicas the layers of each, and how many ranks they have."""
+    from varuna_capslog.plans.parts import ranges_of, spans_of
+
+    if plan.cuts is not None:
+        return " ".join(map(str, plan.cuts))
+    layers = Counter(spans_of(ranges_of(stage.numbers)) for stage in plan.stages)
+    return ", ".join(f"{spans} x {count}" if count > 1 else spans for spans, count in layers.items())
 
 
 def _against(seconds: float, fastest: float) -> str:

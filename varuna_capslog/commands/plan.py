@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,11 +23,6 @@ if TYPE_CHECKING:
     from varuna_capslog.profiles.record import Profile
 
 __all__ = ["PlanFlags", "plan"]
-
-_WITHOUT_TIME = (
-    "planned for the smallest peak by planner exact, since the profile has not the seconds and runs of its layers; "
-    "profile again with capslog profile for the shortest step that fits"
-)
 
 
 @dataclass(frozen=True)
@@ -105,7 +99,6 @@ def _planned(given: PlanFlags, profile: Profile | None, several: bool) -> tuple[
     several: the profile is one of several, each for another size of microbatches, and the same samples of a step.
     """
     from varuna_capslog.config import defaults
-    from varuna_capslog.memory.inference import is_for_inference
     from varuna_capslog.planners import JOINT
     from varuna_capslog.start.prepare import plan_run
 
@@ -123,10 +116,7 @@ def _planned(given: PlanFlags, profile: Profile | None, several: bool) -> tuple[
         raise CapslogError(f"--numerics lets planner {defaults.FASTEST} choose variants; name no other planner")
     asked = config.pipeline.planner
     config, profile, memo = costs_of(given, config, profile)
-    found = plan_run(config, profile, memo=memo)
-    if config.pipeline.planner != asked and not is_for_inference(profile):
-        found = dataclasses.replace(found, notes=(*found.notes, _WITHOUT_TIME))
-    return found, config, profile
+    return plan_run(config, profile, memo=memo), config, profile
 
 
 def _show(plan: Plan, config: Config, profile: Profile, given: PlanFlags) -> None:

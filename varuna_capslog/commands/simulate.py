@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
     from varuna_capslog.planners.seconds import Link
     from varuna_capslog.planning.simulation import Simulation
-    from varuna_capslog.planning.trace_replay import Replay
+    from varuna_capslog.planning.traces.trace_replay import Replay
     from varuna_capslog.plans.plan import Plan
     from varuna_capslog.profiles.record import Profile
     from varuna_capslog.schedules import RunShape
@@ -251,8 +251,8 @@ def _replay_trace(
     """
     from varuna_capslog.base import units
     from varuna_capslog.planners import DEFAULT_MICROBATCHES_PER_STAGE, JOINT
-    from varuna_capslog.planning.replanning import Replanner
-    from varuna_capslog.planning.trace_replay import Pauses, Prices, most_nodes, read_trace, replay
+    from varuna_capslog.planning.traces.replanning import Replanner
+    from varuna_capslog.planning.traces.trace_replay import Pauses, Prices, most_nodes, read_trace, replay
     from varuna_capslog.start.ordinary import check_kinds
 
     rented = None if given.devices is None else parse_devices(given.devices, "--devices")

@@ -358,14 +358,15 @@ class Config(Section):
         if pipeline.planner == defaults.ALL:
             pipeline.planner = defaults.FASTEST
         if pipeline.planner == defaults.PLANNER:
-            pipeline.settle_planner(self._default_planner())
+            pipeline.settle_planner(self.default_planner)
         given = pipeline.cuts is not None or pipeline.plan is not None
         if pipeline.schedule == "auto" and (pipeline.planner != defaults.FASTEST or given):
             pipeline.schedule = "varuna"
         return self
 
-    def _default_planner(self) -> str:
-        """The planner of a run whose config names none."""
+    @property
+    def default_planner(self) -> str:
+        """The planner of a run whose config names none, as far as the config says it."""
         pipeline = self.pipeline
         others = [
             self.engine != "capslog",

@@ -76,7 +76,6 @@ class Problem:
         memory: str = AUTO,
         cuts: Sequence[int] | None = None,
         tier: HostMemory | None = None,
-        search_seconds: float | None = None,
     ) -> Problem:
         """The problem of one pipeline for devices that no other one uses.
 
@@ -91,13 +90,10 @@ class Problem:
             CapslogError: no device; capacities or speeds of another number of devices.
         """
         devices = fields.whole(devices, "devices", minimum=1)
-        ranks = _ranks(devices, capacity, speeds)
-        shape = with_microbatches(run, devices)
-        link, tier = link or Link(), tier or HostMemory()
+        ranks, shape = _ranks(devices, capacity, speeds), with_microbatches(run, devices)
         given = None if cuts is None else tuple(cuts)
-        return cls(
-            profile, ranks, shape, run.num_blocks == 1, 1, 1, memory, link, tier, given, search_seconds=search_seconds
-        )
+        link, tier = link or Link(), tier or HostMemory()
+        return cls(profile, ranks, shape, run.num_blocks == 1, 1, 1, memory, link, tier, given)
 
     @classmethod
     def of_serving(

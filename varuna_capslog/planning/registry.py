@@ -77,8 +77,10 @@ class Planner:
         """Raises CapslogError for a memory model that does not know the planner's plans."""
         plans = {
             "intervals": f"the plans of planner {self.name!r} have memory intervals",
-            "stages": f"in the plans of planner {self.name!r} ranks may have several stages, and stages several ranks",
+            "stages": f"stages of planner {self.name!r} have several replicas",
         }
+        if self.name == "madpipe":
+            plans["stages"] = f"ranks of planner {self.name!r} may have several stages"
         if self.shape in plans and memory not in (defaults.MEMORY, RANKS):
             raise CapslogError(
                 f"memory is {memory!r}, but {plans[self.shape]}, whose bytes only memory model {RANKS!r} knows; choose "
@@ -165,7 +167,7 @@ _PLANNERS = (
         "stages, also with branches and replicas, memory intervals, schedule, accumulation blocks; says a bound",
         "the fastest step that fits: the default",
         _OURS,
-        "whole_runs:budget_plan",
+        "placed.whole_runs:budget_plan",
         "intervals",
         elastic=True,
     ),
@@ -177,7 +179,7 @@ _PLANNERS = (
         "pipelines of unequal length, cuts, shares of the blocks",
         "any number of devices, also unlike ones; elastic runs",
         _OURS,
-        "whole_runs:joint_plan",
+        "placed.whole_runs:joint_plan",
         "pipelines",
         elastic=True,
         weighed_up_to=1024,

@@ -205,7 +205,8 @@ def _fastest(problem: Problem, rehearsal: Rehearsal | None, begun: float, until:
         raise refused
     if best is line or not best.fits or best.step_seconds is None:
         return best
-    note = f"of planner {best.planner}, which planner budget has weighed beside its own"
+    alone = "" if refused is None else f"; it has none itself: {refused}"
+    note = f"of planner {best.planner}, which planner budget has weighed beside its own{alone}"
     return dataclasses.replace(
         best,
         bound_seconds=min(bound, best.step_seconds),

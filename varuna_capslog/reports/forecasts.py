@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from varuna_capslog.planning.comparison import Row
-from varuna_capslog.planning.trace_replay import Replay
+from varuna_capslog.planning.traces.trace_replay import Replay
 from varuna_capslog.reports.style import ALARM, AMBER, BLUE, GREY, SKY, byte_unit, name_rows, picture, second_unit
 from varuna_capslog.reports.wording import significant
 

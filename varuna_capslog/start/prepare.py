@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from varuna_capslog.base import fields, files
 from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError, DoesNotFit, findings_of, settle
-from varuna_capslog.config import defaults
 from varuna_capslog.config.reading import Config, dump_config, load_config
+from varuna_capslog.memory.inference import is_for_inference
 from varuna_capslog.planners import BUDGET, JOINT
 from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.registry import planner_named
@@ -212,8 +212,9 @@ def plan_run(config: Config, profile: Profile | None, memo: Memo | None = None) 
     """
     settled = with_defaults(config, profile)
     plan = naming_variants(settled, _plan(settled, profile, _checked_plan(settled), memo))
-    before, after = config.pipeline, settled.pipeline
-    if before.planner_is_default and before.planner == defaults.FASTEST != after.planner:
+    pipeline = settled.pipeline
+    lacks_time = pipeline.planner_is_default and pipeline.planner != settled.default_planner
+    if lacks_time and profile is not None and not is_for_inference(profile):
         plan = dataclasses.replace(plan, notes=(*plan.notes, _WITHOUT_TIME))
     return plan
 

@@ -117,7 +117,7 @@ def test_more_layers_than_are_searched_go_together() -> None:
 
 
 def test_what_2bw_would_take_is_said_beside_the_plan_and_never_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    row = compare(UNEVEN, 3, names=["madpipe"], run=RUN, link=LINK)[0]
+    row = compare(Problem.of(UNEVEN, 3, None, RUN, LINK), ["madpipe"])[0]
     said = two_versions_note(Problem.of(UNEVEN, 3, None, link=LINK))
     assert row.reason == said
     assert said is not None

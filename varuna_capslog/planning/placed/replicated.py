@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from varuna_capslog.planners import BUDGET
 from varuna_capslog.planners.replicas import (
     COMPARES_PEAKS,
     NEEDS_TENSORS,
@@ -152,7 +153,8 @@ class StagesPlayed:
         counts = [self.costs.blocks] if self.costs.blocks else counts
         limited = self.costs.usable is not None or self.by_peak
         rising = limited and self._intervals is not None  # what does not fit with few blocks does not with more
-        tried = counts[:: 1 if rising else -1] if limited else list(dict.fromkeys((counts[-1], counts[0])))
+        first_tried = (counts[0], counts[-1]) if self.frame.planner == BUDGET else (counts[-1], counts[0])
+        tried = counts[:: 1 if rising else -1] if limited else list(dict.fromkeys(first_tried))
         for blocks in tried:
             fits = lacks = False
             for routes in self.routes_of(stages):

@@ -12,7 +12,7 @@ from varuna_capslog.config.reading import load_config
 from varuna_capslog.engine.layout import layout_of
 from varuna_capslog.profiling.rehearsal import rehearse_plan
 from varuna_capslog.start.choices import with_choices_of
-from varuna_capslog.start.prepare import plan_run, prepare_run, profile_run
+from varuna_capslog.start.prepare import plan_run, prepare_run, profile_run, settled_plan
 
 SETTINGS = ("pipeline.devices=3", "profile.source=estimated")
 
@@ -29,18 +29,21 @@ def test_the_planner_chooses_the_blocks_of_the_run_where_the_config_leaves_them_
     assert layout_of(plan, written).num_blocks == plan.units.blocks
 
 
-def test_auto_settles_the_run_as_the_planner_does_whose_plan_it_takes(tmp_path: Path) -> None:
+def test_auto_is_another_word_for_budget_and_its_choices_are_constants_of_the_run(tmp_path: Path) -> None:
     words = command(tmp_path, "run", "pipeline.planner=auto", "train.accumulation_blocks=null", *SETTINGS)
     words += ["pipeline.capacity=90KiB", "pipeline.devices=4"]
     plan = prepare_run(load_config(Path(words[1]), words[2:]), show=False)
     assert plan.fits
     assert plan.bound_seconds is not None
-    assert f"planner auto has taken the plan of {plan.planner}, of " in plan.notes[-1]
+    assert any("accumulation blocks are chosen" in note for note in plan.notes)
     written = load_config(tmp_path / "run" / "config.yaml", [])
-    assert (written.pipeline.planner, written.pipeline.schedule) == ("auto", plan.schedule)
+    assert (written.pipeline.planner, written.pipeline.schedule) == ("budget", plan.schedule)
     assert written.num_blocks == (plan.units.blocks or 1)
     assert layout_of(plan, written).num_blocks == written.num_blocks
     assert [one.bytes for one in plan.ranks] == pytest.approx(rehearse_plan(written, plan), rel=0.01)
+    (tmp_path / "run" / "checkpoints" / "step-000001").mkdir(parents=True)
+    again = settled_plan(load_config(Path(words[1]), words[2:]), False, print)[0]
+    assert (again.num_blocks, again.train.blocks_are_open) == (written.num_blocks, False), "it goes on with them"
 
 
 def test_a_plan_has_the_bytes_that_its_ranks_programs_take(tmp_path: Path) -> None:
@@ -66,13 +69,11 @@ def test_a_periodic_plan_has_the_bytes_that_its_ranks_programs_take(tmp_path: Pa
         ("graphpipe", "pipeline.replicas=2", "pipeline.replicas=2: it shares all devices out itself"),
         ("piper", "pipeline.stages_per_rank=2", "pipeline.stages_per_rank=2: it says itself how many"),
         ("pipedream", "elastic.enabled=true", "elastic.enabled=true: it is not asked anew after a membership change"),
-        ("auto", "pipeline.replicas=2", "pipeline.replicas=2: it shares all devices out itself"),
-        ("auto", "pipeline.schedule=1f1b-star", "pipeline.schedule=1f1b-star: the limits of that schedule follow"),
         ("capture", "elastic.enabled=true", "elastic.enabled=true: it is not asked anew after a membership change"),
         ("madpipe", "elastic.enabled=true", "elastic.enabled=true: it is not asked anew after a membership change"),
         ("madpipe", "pipeline.stages_per_rank=2", "pipeline.stages_per_rank=2: it says itself how many"),
         ("madpipe", "pipeline.memory=gpipe", "memory is 'gpipe', but ranks of planner 'madpipe' may have several"),
-        ("gpipe", "elastic.enabled=true", "elastic.enabled=true: it knows no capacities to keep to"),
+        ("gpipe", "elastic.enabled=true", "elastic.enabled=true: it is not asked anew"),
         ("pipedream", "pipeline.memory=gpipe", "memory is 'gpipe', but stages of planner 'pipedream' have several"),
     ],
 )

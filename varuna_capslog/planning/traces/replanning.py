@@ -18,7 +18,7 @@ from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.registry import REGISTRY, planner_named
 from varuna_capslog.planning.solve import solve
-from varuna_capslog.planning.trace_replay import Deployment
+from varuna_capslog.planning.traces.trace_replay import Deployment
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import DEFAULT_RUN, RunShape

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.planning.replanning import Replanner
-from varuna_capslog.planning.trace_replay import Deployment, Pauses, Prices, TraceEvent, read_trace, replay
+from varuna_capslog.planning.traces.replanning import Replanner
+from varuna_capslog.planning.traces.trace_replay import Deployment, Pauses, Prices, TraceEvent, read_trace, replay
 from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.schedules import RunShape
 
@@ -209,7 +209,7 @@ def test_a_number_asked_before_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> 
     first, too_few = plan(2), plan(1)
     assert first is not None
     assert too_few is None
-    monkeypatch.setattr("varuna_capslog.planning.replanning.solve", None)
+    monkeypatch.setattr("varuna_capslog.planning.traces.replanning.solve", None)
     again = plan(2)
     assert again is not None
     assert replace(again, search_seconds=first.search_seconds) == first
