@@ -12,6 +12,7 @@ import os
 import platform
 import queue
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+sys.path.append(str(Path(__file__).parents[1]))  # behind PYTHONPATH, which may name another checkout
+
+from tests.planning.asking import judged_layerwise_plan, layerwise_plan, plan
 from varuna_capslog.engine.communicator import connect
 from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.step import train_step
@@ -34,9 +38,12 @@ __all__ = [
     "TransformerSize",
     "beside_play",
     "interleave",
+    "judged_layerwise_plan",
+    "layerwise_plan",
     "machine",
     "mean_loss",
     "median_ratio",
+    "plan",
     "run_ranks",
     "stepping",
     "token_loss",

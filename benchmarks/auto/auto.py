@@ -14,11 +14,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from common import write_json
+from varuna_capslog.planning.automatic import automatic_plan
 
 from tests.memory.machine import Model, profile_of
 from tests.planners.replicas.graphs import draw_tree
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.automatic import automatic_plan
 from varuna_capslog.planning.comparison import compare
 from varuna_capslog.planning.simulation import simulate_plan
 from varuna_capslog.profiles.record import Profile, TensorRecord

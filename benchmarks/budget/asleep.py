@@ -17,7 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from common import Sleeping, beside_play, interleave, mean_loss, run_ranks, stepping, write_json
+from common import Sleeping, beside_play, interleave, mean_loss, plan, run_ranks, stepping, write_json
 from paper_models import paper_profiles
 
 from varuna_capslog.base.units import parse_bytes
@@ -26,7 +26,6 @@ from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.model.chain import Chain, Layer
-from common import plan
 from varuna_capslog.planning.simulation import simulate_plan
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import LayerProfile, Profile

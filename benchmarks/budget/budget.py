@@ -14,13 +14,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from common import write_json
+from common import plan, write_json
 from paper_models import paper_profiles
 from questions import link_of, questions
 
 from varuna_capslog.base.units import format_bytes, parse_bytes
 from varuna_capslog.planners.seconds import Link
-from common import plan
 from varuna_capslog.planning.simulation import simulate_plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape

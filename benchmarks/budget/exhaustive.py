@@ -17,12 +17,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from common import judged_layerwise_plan
+
 from tests.planners.test_budget import timed
 from tests.planning.test_fastest import every_plan
 from varuna_capslog.planners.budget import BudgetSearch
 from varuna_capslog.planners.layerwise import Layerwise
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.layerwise import judged_layerwise_plan
 from varuna_capslog.plans.parts import INTERVAL_KINDS
 from varuna_capslog.schedules import RunShape
 

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import models
 import torch
 from amoebanet import AmoebaNetD, Imaged
-from common import write_json
+from common import judged_layerwise_plan, write_json
 from torch import nn
 
 import varuna_capslog as capslog
@@ -35,7 +35,6 @@ from varuna_capslog.planners.layerwise import Intervals, Layerwise
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planners.vpipe import vpipe_stages
 from varuna_capslog.planning.largest import largest
-from varuna_capslog.planning.layerwise import judged_layerwise_plan
 from varuna_capslog.planning.verdict import usable_bytes
 from varuna_capslog.plans.parts import MemoryInterval
 from varuna_capslog.profiles.record import Profile, read_profile, write_profile

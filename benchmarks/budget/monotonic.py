@@ -12,11 +12,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from common import write_json
+from common import plan, write_json
 from paper_models import paper_profiles
 
 from varuna_capslog.base.units import format_bytes
-from common import plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 

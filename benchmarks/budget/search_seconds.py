@@ -19,11 +19,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[2]))  # behind PYTHONPATH, which may name another checkout
 
-from common import write_json
+from common import plan, write_json
 from questions import link_of, questions
 
 from varuna_capslog.base.units import format_bytes, parse_bytes
-from common import plan
 from varuna_capslog.profiles.record import read_profile, write_profile
 from varuna_capslog.schedules import RunShape
 

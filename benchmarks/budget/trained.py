@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "fold"))
 
 import torch
 from cases import CPU, MICROBATCHES, MODELS, Case, workload_of
-from common import write_json
+from common import layerwise_plan, write_json
 from torch import Tensor
 
 from tests.engine.pool import WorkerPool
@@ -35,7 +35,6 @@ from varuna_capslog.engine.probe import PeakProbe, resident_tensors
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.layerwise import layerwise_plan
 from varuna_capslog.planning.ranks import judged
 from varuna_capslog.planning.verdict import HostMemory
 from varuna_capslog.plans.parts import PlanStage

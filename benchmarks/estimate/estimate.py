@@ -20,10 +20,10 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+from common import plan  # noqa: E402
 
 from varuna_capslog.config.reading import load_config  # noqa: E402
 from varuna_capslog.model.workload import load_workload  # noqa: E402
-from common import plan  # noqa: E402
 from varuna_capslog.profiling.conditions import RunConditions  # noqa: E402
 from varuna_capslog.profiling.estimate import Memo, StageEstimator, estimate_config  # noqa: E402
 

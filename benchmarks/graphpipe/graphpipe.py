@@ -22,6 +22,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.replicas import REPLICATED, GraphCosts, ReplicatedStage
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.placed.replicated import plan_of_stages, replicated_plan
+from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.simulation import simulate_plan
 from varuna_capslog.plans.parts import PlanStage, Units
 from varuna_capslog.plans.plan import Plan
@@ -104,7 +105,7 @@ def best(model: Callable[[int], Profile], minibatch: int, devices: int, planner:
         run = run_of(minibatch, samples)
         begun = time.process_time()
         try:
-            plan = replicated_plan(profile, devices, planner, CAPACITY, run, LINK)
+            plan = replicated_plan(Problem.of(profile, devices, CAPACITY, run, LINK), planner)
         except CapslogError:
             return Answer(float("inf"), 0, 0, 0, 0.0, None)
         spent += time.process_time() - begun

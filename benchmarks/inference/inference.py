@@ -145,7 +145,9 @@ def main() -> None:
             best_by_parameters(profile, case.devices),
             ours.cut_list,
         ]
-        guesses = [solve(Problem.of_serving(profile, len(one), case.batch, cuts=one), "exact").stage_bytes for one in cuts]
+        guesses = [
+            solve(Problem.of_serving(profile, len(one), case.batch, cuts=one), "exact").stage_bytes for one in cuts
+        ]
         real = [measured(chain, model, profile, one, case) for one in cuts]
         errors = [
             (guess - truth) / truth

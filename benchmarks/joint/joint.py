@@ -13,9 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from varuna_capslog.planners.joint import Device, JointPlan
+from varuna_capslog.planners.joint import Device, JointPlan, best_fleet
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.search import joint_plan
 from varuna_capslog.profiles.record import LayerProfile, Profile
 
 GIB = 1024**3
@@ -50,7 +49,7 @@ def row(
     seconds, found = [], None
     for _ in range(times):
         begun = time.process_time()
-        found = joint_plan(profile, devices, minibatch, blocks, link=link)
+        found = best_fleet(profile, devices, minibatch, blocks, link=link)
         seconds.append(time.process_time() - begun)
     assert found is not None
     return {

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from common import plan
 from published import CONFIGURATIONS, FIGURE_10, FIGURE_12, GPUS, MEMORY_BYTES, OUT_OF_MEMORY, PEAKS
 
 from varuna_capslog.config.reading import load_config
@@ -22,7 +23,6 @@ from varuna_capslog.model.workload import load_workload
 from varuna_capslog.planners import PLANNERS
 from varuna_capslog.planners.mcap import count_cut_lists
 from varuna_capslog.planners.seconds import Link
-from common import plan
 from varuna_capslog.planning.simulation import simulate_plan
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile

@@ -27,6 +27,7 @@ from common import (
     TransformerSize,
     interleave,
     machine,
+    plan,
     run_ranks,
     token_loss,
     transformer_chain,
@@ -42,7 +43,6 @@ from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.workload import Minibatch, Workload, load_workload
 from varuna_capslog.planners.seconds import Link
-from common import plan
 from varuna_capslog.planning.simulation import simulate_plan
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.conditions import UPDATE_RATE

@@ -20,13 +20,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from common import plan
 from sleepers import measured_steps
 
 from varuna_capslog.memory import resolve
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners.seconds import LayerSeconds, Link
 from varuna_capslog.planners.throughput import fastest_cuts
-from common import plan
 from varuna_capslog.planning.simulation import simulate_plan
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile, read_profile

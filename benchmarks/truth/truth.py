@@ -18,13 +18,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from common import write_json
+from common import plan, write_json
 
 from varuna_capslog.config.reading import Config, dump_config, section
 from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.model.workload import load_workload
-from common import plan
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiling.admission import free_bytes
 from varuna_capslog.profiling.conditions import shapes_of

@@ -28,7 +28,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 import torch.distributed as dist
 from architectures import TORCHVISION, TRANSFORMERS, inputs_of
-from common import write_json
+from common import plan, write_json
 from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError
@@ -41,7 +41,6 @@ from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.model_workload import ModelSection, ModelWorkload, parse_input
 from varuna_capslog.model.workload import Minibatch
-from common import plan
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimate import StageEstimator, estimate_workload
 from varuna_capslog.profiling.rehearsal import rehearse

@@ -114,7 +114,6 @@ def _planned(given: PlanFlags, profile: Profile | None, several: bool) -> tuple[
         raise CapslogError("several profiles are for the same samples of a step: give --minibatch SIZE")
     if given.numerics is not None and config.pipeline.planner != defaults.FASTEST:
         raise CapslogError(f"--numerics lets planner {defaults.FASTEST} choose variants; name no other planner")
-    asked = config.pipeline.planner
     config, profile, memo = costs_of(given, config, profile)
     return plan_run(config, profile, memo=memo), config, profile
 

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import run_ranks
+from common import plan, run_ranks
 from parts.trained import errors_told, kind_of, train_rank
 
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.model.workload import Workload, load_workload
-from common import plan
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimate import StageEstimator, estimate_workload
 from varuna_capslog.profiling.estimation.headroom import HOPPER_CONTEXT_BYTES

@@ -21,12 +21,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[3]))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from common import layerwise_plan
 from live import HERE, SLEEPING, Clock, Live, append_result, losses, step_ends
 from live import main as live_main
 
 from tests.rig.faults import Slowness, slow_down
 from varuna_capslog.config.reading import Config, load_config
-from varuna_capslog.planning.layerwise import layerwise_plan
 from varuna_capslog.planning.ranks import with_stage_bytes
 from varuna_capslog.plans.plan import Plan, write_plan
 from varuna_capslog.schedules import RunShape

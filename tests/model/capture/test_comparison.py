@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.model import hostile
-from varuna_capslog.model.capture import opaque
+from varuna_capslog.model.capture import opaque, step_memory
 from varuna_capslog.model.chain import Chain
 
 X = torch.randn(4, hostile.WIDTH, generator=torch.Generator().manual_seed(0))
@@ -32,13 +32,16 @@ def gradients(model: Any, run: Any) -> dict[str, Tensor | None]:
     return {name: one.grad for name, one in model.named_parameters()}
 
 
-@pytest.mark.parametrize("followed", [True, False])
-def test_old_checkpointing_loses_no_gradient(followed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("followed", "fits"), [(True, True), (False, True), (False, False)])
+def test_old_checkpointing_loses_no_gradient(followed: bool, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The export believed that there are no gradients, so nothing before the block was trained; and since such code
     refuses `torch.autograd.grad`, nobody compared. Now the block is followed; were it not, the comparison shows it.
     """
     if not followed:
         monkeypatch.setattr(opaque.OpaqueCalls, "_checkpointed", lambda self, apply: apply)
+    if not fits:
+        monkeypatch.setattr(step_memory.StepMemory, "holds_weights", lambda self: False)
+        monkeypatch.setattr(step_memory, "_SMALL", 1)
     torch.manual_seed(0)
     model = OldCheckpoint()
     plain = copy.deepcopy(model)

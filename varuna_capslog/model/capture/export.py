@@ -26,7 +26,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.leaves import name_slices, named_leaves
 from varuna_capslog.model.capture.opaque import Calls, NeedsPython, OpaqueCalls, put_in_calls
 from varuna_capslog.model.capture.runtime import CapturedGraph, FixedSize, Region, Varying, names_of
-from varuna_capslog.model.capture.watching import Watch
+from varuna_capslog.model.capture.trial import Watch
 from varuna_capslog.model.hollow import on_host
 from varuna_capslog.model.sources import failing_line, line_of
 
