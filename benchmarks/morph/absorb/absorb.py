@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from live import HERE, Clock, Live, append_result, losses, quantiles
 
 from varuna_capslog.config.reading import load_config
-from varuna_capslog.membership.protection import budget_with_reserves
+from varuna_capslog.membership.protection import RunProtection
 from varuna_capslog.start.prepare import profile_run
 
 OVERRIDES = [
@@ -44,7 +44,7 @@ def capacity_of(config: Path, overrides: Sequence[str]) -> int:
         middle = (low + high) // 2
         one = load_config(config, [*overrides, "pipeline.devices=1", f"pipeline.capacity={middle}"])
         profile = profile or profile_run(one, show=False)
-        plan = budget_with_reserves(one, profile)
+        plan = RunProtection(one, profile).plan()
         keeps = plan is not None and plan.fits and not any(stage.memory for stage in plan.stages)
         low, high = (low, middle) if keeps else (middle, high)
     return high * 99 // 100
