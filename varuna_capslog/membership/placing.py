@@ -47,7 +47,7 @@ class Placer:
     """Places layers and copies on any number of devices.
 
     Seats are the ranks of a plan, in order. With the planner `joint` its plan is taken where there is one. What
-    planners `budget` and `auto` find is proposed by one member (`propose`), and taken from the record by all.
+    planner `budget` finds is proposed by one member (`propose`), and taken from the record by all.
     Otherwise the quickest of `Candidates` that fits is taken; without seconds one pipeline of as many stages as
     possible. Of equal pipelines replica r's device d is seat `r * devices + d`; the last ones beyond these are idle
     and may keep copies.
@@ -62,7 +62,7 @@ class Placer:
             fits them. It need not be what a planner would choose.
         tier: where the host tier's bytes lie.
         edges: of the chain's graph, by which members are neighbours under direct routes.
-        budgeted: plans of planner `budget`, where that or `auto` is the run's.
+        budgeted: plans of planner `budget`, where that is the run's.
 
     Attributes:
         proposes: plans are searched that two machines might not find alike.
@@ -143,7 +143,7 @@ class Placer:
             return self._layout(given, choice, seats, limits)
         least, lost = self._protection(seats, limits)
         kinds = tuple((seat.capacity, seat.speed) for seat in seats)
-        # with planner `auto` who proposes weighs joint plans as well
+        # with planner `budget` who proposes weighs joint plans as well
         joint = None if self._fleets is None or self.budgeted is not None else self._fleets.plan(kinds)
         shared = None if joint is None else self._choice_of(joint)
         if joint is not None and shared is not None and lost(shared) <= least:
@@ -213,10 +213,10 @@ class Placer:
         usable = _Limits(seats, self.candidates).usable(replicas, stages)
         return list(self.candidates.candidate(replicas, stages, usable).cuts)
 
-    # -- planners budget and auto
+    # -- planner budget
 
     def _proposed(self, seats: Sequence[Seat]) -> Plan | None:
-        """The run's own plan, else the quickest of planner `budget`'s, with `auto` of joint ones, and of equal
+        """The run's own plan, else the quickest of planner `budget`'s, of joint ones, and of equal
         pipelines, of those whose copies protect best; None where nothing fits.
         """
         assert self.budgeted is not None
@@ -252,7 +252,7 @@ class Placer:
     def _or_joint(
         self, seats: Sequence[Seat], lost: Callable[[Choice], int], found: _Weighed | None
     ) -> _Weighed | None:
-        """What was found, or pipelines of unequal length, where planner `auto` asks for them and they are better."""
+        """What was found, or pipelines of unequal length, where they are better."""
         if self._fleets is None or self.budgeted is None:
             return found
         joint = self._fleets.plan(tuple((seat.capacity, seat.speed) for seat in seats))
