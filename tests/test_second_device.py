@@ -103,7 +103,10 @@ def test_a_detector_has_the_gradients_of_the_cpu(pool: WorkerPool, model: str) -
     options = {"recipe": ADAMW, "recompute": True}
     single = pool.run(detr.step, 1, model, ONE, options)[0]
     found = pool.run(detr_apart, 2, model, Cuts((0, 6), (0, 1)), options, single["shapes"])
-    assert [one["loss"] for one in found] == [single["loss"]] * 2
+    losses = {one["loss"] for one in found}
+    assert len(losses) == 1
+    # on some processors the last bit of RT-DETR's is another one than in a single process
+    assert losses.pop() == (pytest.approx(single["loss"], rel=1e-7) if model == "rt-detr" else single["loss"])
     error, worst = gradient_error(merged(found, "gradients"), single["gradients"])
     assert error <= 1e-5, f"{worst}: {error:.2e}"
 

@@ -153,7 +153,7 @@ def test_compare_has_a_row_for_every_planner_and_says_why_one_cannot(
     assert "mcap-bo: planner mcap-bo needs scikit-optimize" in " ".join(text.split())
     assert imread(out / "comparison.png").shape[1] == 1600
     for name in LAYERWISE:  # its rows are too few for the bytes of memory intervals
-        assert rows[name]["cuts"] is None
+        assert name == "budget" or rows[name]["cuts"] is None, "budget takes the plan of another planner"
         assert "memory model 'ranks' needs" in rows[name]["reason"]
     for name in WHOLE_RUN:
         assert "memory model 'ranks' needs" in rows[name]["reason"] or "has no tensors" in rows[name]["reason"]

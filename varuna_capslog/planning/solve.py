@@ -110,8 +110,9 @@ def _answered(
         plan = _with_room(problem, entry, rehearsal, protection)
     else:
         plan = dataclasses.replace(entry.answer(_beside(problem)), step_seconds=None)  # by the one player
-        if not plan.short and (verdict := _judged(problem, plan, rehearsal)).fits is not None:
-            plan = verdict  # else the planner's own memory model has the last word
+        verdict = plan if plan.short else _judged(problem, plan, rehearsal)
+        if entry.shape == "stages" or verdict.fits is not None:  # else joint's own memory model has the last word
+            plan = verdict
     snapshots = [0] * len(plan.stages)
     if protection is not None:
         plan, snapshots = protection.reserve(plan, find)
@@ -182,7 +183,7 @@ def _fastest(problem: Problem, rehearsal: Rehearsal | None, begun: float, until:
     profile, devices, line = problem.profile, problem.width, best
     if refused is not None and not profile.timed:
         raise refused
-    if best is not None and best.fits is None:
+    if best is not None and best.fits is None and problem.capacities is not None:
         return best
     speeds = problem.speeds or (1.0,) * devices
     bound = even_share_seconds(profile, problem.run.microbatches, 1) / sum(speeds)
@@ -191,19 +192,23 @@ def _fastest(problem: Problem, rehearsal: Rehearsal | None, begun: float, until:
             continue
         if until is not None and time.perf_counter() >= until:
             break
-        if best is not None and best.fits and (best.step_seconds or 0.0) <= bound * (1 + SAME):
+        if best is not None and best.fits is not False and (best.step_seconds or 0.0) <= bound * (1 + SAME):
             break
         try:
             plan = _answered(problem, entry, None)
         except CapslogError:
             continue
         same_run = problem.run.schedule in (AUTO_SCHEDULE, plan.schedule)
-        if same_run and _beats(plan, best) and _beats(confirmed := _confirmed(problem, plan, rehearsal), best):
+        if (
+            same_run
+            and _beats(problem, plan, best)
+            and _beats(problem, confirmed := _confirmed(problem, plan, rehearsal), best)
+        ):
             best = confirmed
     if best is None:
         assert refused is not None
         raise refused
-    if best is line or not best.fits or best.step_seconds is None:
+    if best is line or best.fits is False or best.step_seconds is None:
         return best
     alone = "" if refused is None else f"; it has none itself: {refused}"
     note = f"of planner {best.planner}, which planner budget has weighed beside its own{alone}"
@@ -227,11 +232,14 @@ def _confirmed(problem: Problem, plan: Plan, rehearsal: Rehearsal | None) -> Pla
     return _judged(problem, plan, rehearsal)
 
 
-def _beats(plan: Plan, best: Plan | None) -> bool:
-    """Whether a plan lacks less than the best so far, or as much and is faster."""
+def _beats(problem: Problem, plan: Plan, best: Plan | None) -> bool:
+    """Whether a plan lacks less than the best so far, or as much and is faster. Without a limit none lacks anything."""
     if best is None:
         return True
-    lacks = [0 if one.fits else one.shortfall.bytes if one.shortfall is not None else NEVER for one in (plan, best)]
+    fits = (True, None) if problem.capacities is None else (True,)
+    lacks = [
+        0 if one.fits in fits else one.shortfall.bytes if one.shortfall is not None else NEVER for one in (plan, best)
+    ]
     if lacks[0] != lacks[1] or plan.step_seconds is None or best.step_seconds is None:
         return lacks[0] < lacks[1]
     return plan.step_seconds * (1 + SAME) < best.step_seconds

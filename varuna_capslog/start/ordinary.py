@@ -143,7 +143,9 @@ def config_of_profile(
     config = section(Config, values, "")
     run, keys = RunShape.of_conditions(conditions), config.pipeline.model_fields_set
     taken = {name: getattr(run, name) for name in ("recompute", "stage_inputs") if name not in keys}
-    return config.model_copy(update={"pipeline": config.pipeline.model_copy(update=taken)})
+    run_keys = config.pipeline.model_copy(update=taken)
+    run_keys.model_fields_set.difference_update(taken)  # as if left open, which decides who plans
+    return config.model_copy(update={"pipeline": run_keys})
 
 
 def check_kinds(devices: NamedDevices, profile: Profile) -> None:
