@@ -19,13 +19,14 @@ from varuna_capslog.config.reading import load_config
 from varuna_capslog.engine import routes
 from varuna_capslog.engine.layout import Layout, layout_of
 from varuna_capslog.model.chain import Value
-from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.ranks import fold_plan
+from varuna_capslog.planning.solve import solve
 from varuna_capslog.plans.parts import PlanStage
 from varuna_capslog.profiling.rehearsal import rehearse_plan
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.start.choices import with_choices_of
-from varuna_capslog.start.prepare import plan_run, profile_run
+from varuna_capslog.start.prepare import profile_run
 
 TOWERS = Layout(
     (
@@ -106,7 +107,9 @@ def test_a_plan_of_budget_with_branches_replicas_and_intervals_gives_the_bits_of
     words += ["pipeline.devices=4", "pipeline.capacity=20KiB"]
     config = load_config(tmp_path / "config.yaml", words)
     profile = profile_run(config, show=False)
-    plan = plan_run(config, profile, Link(1e9))
+    keys = config.pipeline.model_copy(update={"bandwidth": 10**9})
+    config = config.model_copy(update={"pipeline": keys})
+    plan = solve(Problem.of_config(config, profile), "budget", weighs_others=False)
     assert (plan.planner, plan.routes, plan.fits) == ("budget", "direct", True)
     assert any(stage.memory for stage in plan.stages)
     assert any(stage.blocks is not None for stage in plan.stages)

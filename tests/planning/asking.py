@@ -50,8 +50,9 @@ def layerwise_plan(
     """devices: how many, or the speed of each."""
     speeds = None if isinstance(devices, int) else devices
     count = devices if isinstance(devices, int) else len(devices)
-    problem = Problem.of(profile, count, capacity, run, link, speeds=speeds, tier=tier)
-    return layerwise.layerwise_plan(replace(problem, search_seconds=limit_seconds), planner)
+    problem = Problem.of(profile, count, capacity, run, link, speeds=speeds)
+    problem = replace(problem, tier=tier or HostMemory(), search_seconds=limit_seconds)
+    return layerwise.layerwise_plan(problem, planner)
 
 
 def equal_pipelines_plan(

@@ -75,7 +75,6 @@ class Problem:
         speeds: Sequence[float] | None = None,
         memory: str = AUTO,
         cuts: Sequence[int] | None = None,
-        tier: HostMemory | None = None,
     ) -> Problem:
         """The problem of one pipeline for devices that no other one uses.
 
@@ -92,8 +91,8 @@ class Problem:
         devices = fields.whole(devices, "devices", minimum=1)
         ranks, shape = _ranks(devices, capacity, speeds), with_microbatches(run, devices)
         given = None if cuts is None else tuple(cuts)
-        link, tier = link or Link(), tier or HostMemory()
-        return cls(profile, ranks, shape, run.num_blocks == 1, 1, 1, memory, link, tier, given)
+        link, open_blocks = link or Link(), run.num_blocks == 1
+        return cls(profile, ranks, shape, open_blocks, memory=memory, link=link, cuts=given)
 
     @classmethod
     def of_serving(

@@ -84,8 +84,8 @@ class _EqualPipelines:
         usable: list[int] | None = limits if len(limits) == self._width else None
         for _ in range(_ROUNDS):
             left = None if self._until is None else max(0.0, self._until - time.perf_counter())
-            one = Problem.of(held, self._width, usable, share, problem.link, speeds=self._slowest, tier=problem.tier)
-            one = dataclasses.replace(one, search_seconds=left)
+            one = Problem.of(held, self._width, usable, share, problem.link, speeds=self._slowest)
+            one = dataclasses.replace(one, tier=problem.tier, search_seconds=left)
             found = layerwise_plan(one, BUDGET)
             if shares and any(stage.moments for stage in found.stages):  # which wait in the host tier
                 found = dataclasses.replace(found, step_seconds=None)
