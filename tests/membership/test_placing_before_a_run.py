@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +129,16 @@ def test_a_profile_that_does_not_know_says_so() -> None:
 def test_a_planner_that_is_too_slow_for_a_change_is_refused_at_the_start() -> None:
     with pytest.raises(CapslogError, match=r"choose planner budget, throughput or exact"):
         planned(chain([30] * 4), planner="mcap-bf")
+
+
+def test_planner_joint_leaves_room_for_the_snapshots() -> None:
+    """It once chose the fastest cuts as if they took nothing, which then did not fit, though others do."""
+    bare = chain([300, 3, 3, 3])
+    rows = [dataclasses.replace(row, forward_seconds=1.0, backward_seconds=2.0) for row in bare.layers]
+    profile = dataclasses.replace(bare, layers=tuple(rows))
+    alone = planned(profile, {"enabled": False}, planner="joint", capacity=450, devices=2)
+    assert [stage.numbers for stage in alone.stages] == [[0, 1], [2, 3]]
+    plan = planned(profile, {"redundancy": 0}, planner="joint", capacity=450, devices=2)
+    assert plan.fits is True
+    assert [stage.numbers for stage in plan.stages] == [[0], [1, 2, 3]]
+    assert [rank.bytes for rank in plan.ranks] == [100, 300], "of training alone"

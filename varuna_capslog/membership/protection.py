@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from varuna_capslog.base.units import format_bytes
@@ -16,7 +16,7 @@ from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.redundancy import Reserve, reserves
 from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.planning.verdict import MemoryVerdict, capacities_of_devices, judge_ranks
+from varuna_capslog.planning.verdict import MemoryVerdict, judge_ranks
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.conditions import kept_copies
 from varuna_capslog.profiles.record import Profile
@@ -66,9 +66,15 @@ class RunProtection:
     config: Config
     profile: Profile
 
-    def plan(self) -> Plan | None:
-        """The plan of planner `budget` that a member would propose for these devices, in which protection has room;
-        None where what protection takes is not known.
+    @property
+    def beside(self) -> tuple[int, ...]:
+        """The bytes of each layer's snapshot; empty where they are not known."""
+        sizes = state_bytes(self.profile)
+        return () if sizes is None else tuple(sizes[0])
+
+    def plan(self, capacities: Sequence[int] | None) -> Plan | None:
+        """The plan of planner `budget` that a member would propose for devices of these capacities, in which protection
+        has room; None where what protection takes is not known.
         """
         pipeline, sizes = self.config.pipeline, state_bytes(self.profile)
         if sizes is None:
@@ -76,8 +82,8 @@ class RunProtection:
         placer = Placer.of_config(self.config, self.profile, *sizes, edges=self.profile.known_edges or ())
         if placer.budgeted is None:
             return None
-        limits = capacities_of_devices(pipeline.capacity, pipeline.devices) or [0] * pipeline.devices
-        every = enumerate(limits * pipeline.replicas)
+        limits = [0] * pipeline.devices if capacities is None else capacities
+        every = enumerate([*limits] * pipeline.replicas)
         seats = [Seat(f"rank {rank}", f"host {rank}", size) for rank, size in every]
         return placer.propose(seats) or placer.budget_plan(seats, pipeline.replicas)
 

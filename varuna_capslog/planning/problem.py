@@ -42,7 +42,8 @@ class Problem:
         tier: the host tiers.
         cuts: the first layer of each stage, where they are given.
         plan: the plan to be judged, where one is given.
-        beside: bytes on the device beside training, per layer that a rank holds, such as snapshots; empty: none.
+        beside: bytes on the device beside training, per layer that a rank holds, such as snapshots, for which planner
+            joint leaves room where it can; empty: none.
         members_change: devices leave and join while the run trains, so that blocks are fixed and replicas keep whole
             states.
         search_seconds: when a long search ends with the best plan so far; None: when all is searched.

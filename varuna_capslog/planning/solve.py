@@ -25,7 +25,6 @@ from varuna_capslog.planning.ranks import folded, judged, with_stage_bytes, with
 from varuna_capslog.planning.registry import REGISTRY, Planner, planner_named
 from varuna_capslog.planning.verdict import rehearsed
 from varuna_capslog.plans.plan import Plan
-from varuna_capslog.profiles.beside import with_beside
 from varuna_capslog.schedules.shape import AUTO_SCHEDULE
 
 __all__ = ["Protection", "Rehearsal", "solve"]
@@ -41,9 +40,12 @@ _SEARCHES = 3
 class Protection(Protocol):
     """What protects a run whose members change, as `membership/protection` knows it."""
 
-    def plan(self) -> Plan | None:
+    def plan(self, capacities: Sequence[int] | None) -> Plan | None:
         """The plan that a member would propose for all devices, in which protection has room, not judged; None where
         that is not known.
+
+        Args:
+            capacities: bytes of each device of a pipeline; None: no limit.
         """
 
     def reserve(self, plan: Plan, find: Callable[..., Plan]) -> tuple[Plan, list[int]]:
@@ -109,7 +111,7 @@ def _answered(
     elif entry.shape == "intervals":
         plan = _with_room(problem, entry, rehearsal, protection)
     else:
-        plan = dataclasses.replace(entry.answer(_beside(problem)), step_seconds=None)  # by the one player
+        plan = dataclasses.replace(entry.answer(problem), step_seconds=None)  # by the one player
         verdict = plan if plan.short else _judged(problem, plan, rehearsal)
         if entry.shape == "stages" or verdict.fits is not None:  # else joint's own memory model has the last word
             plan = verdict
@@ -125,13 +127,6 @@ def _answered(
     if plan.step_seconds is not None:
         return plan
     return with_step_seconds(profile, plan, (problem.share if plan.short else run).settled(), problem.link)
-
-
-def _beside(problem: Problem) -> Problem:
-    """The problem as a search sees it: what lies beside training counts as the layers' own."""
-    if not problem.beside:
-        return problem
-    return dataclasses.replace(problem, profile=with_beside(problem.profile, problem.beside), beside=())
 
 
 def _judged(problem: Problem, plan: Plan, rehearsal: Rehearsal | None) -> Plan:
@@ -151,8 +146,8 @@ def _with_room(problem: Problem, entry: Planner, rehearsal: Rehearsal | None, pr
     """
     limits, first, less = problem.capacities, None, problem
     for _ in range(_SEARCHES):
-        answer = protection.plan() if protection is not None and entry.name == BUDGET else None
-        answer = answer or entry.answer(_beside(less))
+        answer = protection.plan(less.capacities) if protection is not None and entry.name == BUDGET else None
+        answer = answer or entry.answer(less)
         searched = answer.step_seconds is not None
         if limits is not None and less is not problem:
             answer = dataclasses.replace(answer, ranks=problem.devices)
@@ -161,7 +156,7 @@ def _with_room(problem: Problem, entry: Planner, rehearsal: Rehearsal | None, pr
         if plan.fits is not False:
             return plan
         lack = [] if limits is None else lacking(plan, limits, Headroom.of(problem.profile))
-        if not searched or not any(lack) or protection is not None:  # the search itself has found nothing that fits
+        if not searched or not any(lack):  # the search itself has found nothing that fits
             break
         sizes = less.capacities or []
         less = less.with_capacity([max(1, size - more) for size, more in zip(sizes, lack, strict=True)])

@@ -223,7 +223,7 @@ def _plan(config: Config, profile: Profile | None, given: Plan | None, memo: Mem
     """`plan_run`; given: the plan that `pipeline.plan` names, read and checked."""
     if profile is None:
         return given or _of_cuts(config)
-    protection = None
+    problem, protection = Problem.of_config(config, profile, given), None
     if config.elastic.enabled:
         from varuna_capslog.membership.protection import RunProtection
 
@@ -231,6 +231,7 @@ def _plan(config: Config, profile: Profile | None, given: Plan | None, memo: Mem
             profile.column("forward_seconds")  # names the layer
             profile.column("backward_seconds")
         protection = RunProtection(config, profile)
+        problem = dataclasses.replace(problem, beside=protection.beside)
 
     def rehearsal(plan: Plan) -> Sequence[int]:
         from varuna_capslog.profiling.rehearsal import rehearse_config, rehearse_plan
@@ -240,7 +241,6 @@ def _plan(config: Config, profile: Profile | None, given: Plan | None, memo: Mem
             return rehearse_config(chosen, plan.cut_list, memo=memo)
         return rehearse_plan(chosen, plan, memo=memo)
 
-    problem = Problem.of_config(config, profile, given)
     confirm = None if config.workload == WITHOUT_MODEL else rehearsal
     plan = solve(problem, config.pipeline.planner, confirm, protection)
     if given is not None and given.short:

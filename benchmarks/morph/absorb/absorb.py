@@ -44,7 +44,7 @@ def capacity_of(config: Path, overrides: Sequence[str]) -> int:
         middle = (low + high) // 2
         one = load_config(config, [*overrides, "pipeline.devices=1", f"pipeline.capacity={middle}"])
         profile = profile or profile_run(one, show=False)
-        plan = RunProtection(one, profile).plan()
+        plan = RunProtection(one, profile).plan([middle])
         keeps = plan is not None and plan.fits and not any(stage.memory for stage in plan.stages)
         low, high = (low, middle) if keeps else (middle, high)
     return high * 99 // 100

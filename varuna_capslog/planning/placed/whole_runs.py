@@ -31,14 +31,18 @@ def budget_plan(problem: Problem) -> Plan:
 
 
 def joint_plan(problem: Problem) -> Plan:
-    """Pipelines of any length; where none fits, the smallest-peak pipeline, which says what it lacks."""
+    """Pipelines of any length, with room for what lies beside training where there is some; where none fits, the
+    smallest-peak pipeline, which says what it lacks.
+    """
+    profile, run, memory, link = problem.profile, problem.run.settled(), problem.memory, problem.link
     devices = [Device(device.capacity_bytes, device.speed or 1.0) for device in problem.devices]
-    run = problem.run.settled()
     if problem.blocks_open:
-        size = problem.profile.conditions.get("microbatch_size", 1)
-        fleet = best_fleet(problem.profile, devices, run.microbatches * size, None, run, problem.memory, problem.link)
+        samples = run.microbatches * profile.conditions.get("microbatch_size", 1)
+        fleet = best_fleet(profile, devices, samples, None, run, memory, link)
     else:
-        fleet = best_fleet_of_run(problem.profile, devices, run, problem.memory, problem.link)
+        fleet = best_fleet_of_run(profile, devices, run, memory, link, problem.beside or None)
+        if problem.beside and isinstance(fleet, NoFleet):
+            fleet = best_fleet_of_run(profile, devices, run, memory, link)
     return fleet.plan if isinstance(fleet, JointPlan) else _smallest_peak(problem, fleet)
 
 
