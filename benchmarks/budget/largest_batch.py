@@ -35,7 +35,7 @@ from varuna_capslog.planners.layerwise import Intervals, Layerwise
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planners.vpipe import vpipe_stages
 from varuna_capslog.planning.largest import largest
-from varuna_capslog.planning.verdict import usable_bytes
+from varuna_capslog.planning.problem import Problem
 from varuna_capslog.plans.parts import MemoryInterval
 from varuna_capslog.profiles.record import Profile, read_profile, write_profile
 from varuna_capslog.schedules import RunShape
@@ -135,7 +135,7 @@ class Methods:
         """What planners ask of a profile; unlimited: as if the devices had any memory."""
         profile = profile_at(self.profiles, size)
         run = RunShape(self.stages, schedule, True, microbatch_size=size, num_blocks=1)
-        usable = usable_bytes(profile, CAPACITY, self.stages) if limited else None
+        usable = Problem.of(profile, self.stages, CAPACITY).usable if limited else None
         chain = Layerwise.of_profile(profile, run, self.stages, usable, LINK)
         if not self.asynchronous:
             return chain

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.commands import folders
 from varuna_capslog import cli
 from varuna_capslog.commands.largest import LargestFlags, _word_of
 from varuna_capslog.plans.plan import read_plan
@@ -28,17 +29,7 @@ def with_pictures(config):
     section = ModelSection(factory="nets_of_largest:pictures", inputs=inputs)
     return ModelWorkload(section, config.train.microbatch_size)
 """
-LLAMA = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 32,
-    "max_position_embeddings": 200,
-}
+LLAMA = folders.LLAMA | {"max_position_embeddings": 200}
 MODEL = ("--model", "nets_of_largest:stack", "--input", "x=float32[1,1024,64]")
 CONFIG = """
 workload: varuna_capslog.model_workload:workload

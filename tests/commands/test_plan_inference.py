@@ -7,18 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands.folders import LLAMA
 from varuna_capslog import cli
 
-LLAMA = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 32,
-}
 NETS = """
 from torch import nn
 

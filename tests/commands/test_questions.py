@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.commands.folders import LLAMA
 from varuna_capslog.base.gpus import GPUS
 from varuna_capslog.cli import main
 from varuna_capslog.commands.questions import QuestionFlags, question_of
@@ -54,16 +55,6 @@ model: {factory: nets_of_questions:stack, inputs: ["x=float32[2,8]"]}
 train: {minibatch_size: 16, microbatch_size: 2}
 profile: {source: estimated, device: cpu}
 """
-LLAMA = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 32,
-}
 DOORS = {
     "a CONFIG": ("run.yaml",),
     "a model": ("--model", "nets_of_questions:stack", "--input", "x=float32[2,8]", "--device", "cpu"),

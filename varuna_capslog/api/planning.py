@@ -114,13 +114,13 @@ def plan(
     minibatch_size: int | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> ModelPlan:
-    """Cuts a model into one pipeline stage per device, for the shortest step within the capacity.
+    """Shares a model out over devices as pipeline stages, for the shortest step within the capacity.
 
     The costs are estimated (`capslog.estimate`); nothing of the model is run or changed, and no device is needed.
 
     Args:
         model, sample: as `capslog.estimate` takes them; or a `Profile` (an `Estimate`, or `read_profile(...)`), then
-            without a sample. Planning from a profile takes milliseconds and imports no torch.
+            without a sample. Planning from a profile imports no torch.
         devices: how many, or of which kinds: `"2x a100-80gb"`, `"2x rtx4090, rtx3090"`, from which `device`, `capacity`
             and their relative speeds follow.
         capacity: memory of each device: `"16GiB"`, a number of bytes, or a list with one for each device. Default: no
@@ -141,12 +141,7 @@ def plan(
     from varuna_capslog.start.prepare import estimate_memo, plan_run
 
     named = parse_devices(devices)
-    for name, value in {"capacity": capacity, "device": device}.items() if named.kinds else ():
-        if value is not None:
-            raise CapslogError(
-                f"devices={devices!r} names kinds, from which device and memory follow, but {name} is given too; leave "
-                f"it out, or give the number of devices, {named.count}"
-            )
+    named.refuse_beside({"capacity": capacity, "device": device}, f"devices={devices!r}", f"devices={named.count}")
     keys = {"capacity": _with_units(capacity), "planner": planner, **named.pipeline_keys}
     pipeline = {name: value for name, value in keys.items() if value is not None}
     if isinstance(model, Profile):

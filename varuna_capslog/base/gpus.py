@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,6 +183,20 @@ class NamedDevices:
     def fastest(self) -> str | None:
         """The kind that the costs are for; None where no kind is known."""
         return max(self.kinds, key=lambda kind: GPUS[kind].pace, default=None)
+
+    def refuse_beside(self, others: Mapping[str, Any], name: str, number: str) -> None:
+        """Raises CapslogError where kinds are named and something is given that follows from them.
+
+        Args:
+            others: names of such things as the caller calls them, and what is given for each; None: nothing.
+            name: the devices as they were given. number: how to give their number alone.
+        """
+        for other, value in others.items() if self.kinds else ():
+            if value is not None:
+                raise CapslogError(
+                    f"{name} names kinds, from which device and memory follow, but {other} is given too; leave {other} "
+                    f"out, or give the number of devices, {number}"
+                )
 
     @property
     def pipeline_keys(self) -> dict[str, Any]:

@@ -18,7 +18,6 @@ __all__ = [
     "parse_bytes",
     "parse_capacity",
     "parse_memory",
-    "parse_numbers",
     "parse_rate",
     "parse_seconds",
     "unit_of",
@@ -92,20 +91,6 @@ def parse_capacity(value: str | int | float, name: str = "capacity") -> int | li
         parts = enumerate(_repeated(value, name))
         return [parse_memory(part, f"{name} of device {device}") for device, part in parts]
     return parse_memory(value, name)
-
-
-def parse_numbers(value: str, name: str) -> list[float]:
-    """Return numbers above 0 separated by commas; `1*3,0.5` stands for 1,1,1,0.5. Raises CapslogError naming `name`."""
-    numbers = []
-    for part in _repeated(value, name):
-        try:
-            number = float(part)
-        except ValueError:
-            number = math.nan
-        if not 0 < number < math.inf:
-            raise CapslogError(f"{name} is {value!r}, in which {part!r} is no number above 0; write 1*3,0.5")
-        numbers.append(number)
-    return numbers
 
 
 def _repeated(value: str, name: str) -> list[str]:

@@ -100,9 +100,9 @@ _Answer = tuple[dict[str, Any], Callable[[str], None], Callable[[Path, str], Non
 def _of_peaks(config: Config, profile: Profile, find: _Find) -> _Answer:
     """Cuts alone, which stages keep or recompute as a whole."""
     from varuna_capslog.memory import MEMORY_MODELS, resolve
-    from varuna_capslog.planners.seconds import LayerSeconds, Link
+    from varuna_capslog.planners.seconds import LayerSeconds
     from varuna_capslog.planners.throughput import pareto_front
-    from varuna_capslog.planning.verdict import usable_bytes
+    from varuna_capslog.planning.problem import Problem
     from varuna_capslog.schedules import RunShape
 
     pipeline = config.pipeline
@@ -110,9 +110,9 @@ def _of_peaks(config: Config, profile: Profile, find: _Find) -> _Answer:
     memory, costs = resolve(pipeline.memory, profile, run)
     if (gap := MEMORY_MODELS[memory].gap(run)) is not None:
         raise CapslogError(f"there is no front without peaks: {gap}")
-    capacities = usable_bytes(profile, given, pipeline.devices)
-    seconds = LayerSeconds.of_profile(profile, Link.of_config(config))
-    front = pareto_front(costs, seconds, run, pipeline.devices, capacities)
+    problem = Problem.of_config(config, profile)
+    seconds = LayerSeconds.of_profile(profile, problem.link)
+    front = pareto_front(costs, seconds, run, problem.width, problem.usable)
     if not front:
         raise DoesNotFit("; ".join(find("exact", given).notes))
 

@@ -104,12 +104,7 @@ def named_devices(flags: QuestionFlags) -> NamedDevices | None:
     devices, keys = parse_devices(flags.devices, "--devices"), keys_of(flags.overrides)
     beside = {"--device": flags.device, "--capacity": flags.capacity}
     beside |= {key: keys.get(key) for key in ("profile.device", "pipeline.capacity")}
-    for name, value in beside.items() if devices.kinds else ():
-        if value is not None:
-            raise CapslogError(
-                f"--devices {flags.devices} names kinds, from which device and memory follow, but {name} is given too; "
-                f"leave {name} out, or give the number of devices, --devices {devices.count}"
-            )
+    devices.refuse_beside(beside, f"--devices {flags.devices}", f"--devices {devices.count}")
     return devices
 
 

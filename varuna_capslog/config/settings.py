@@ -209,11 +209,6 @@ class Pipeline(Section):
                 f"pipeline.node_devices={self.node_devices} does not divide pipeline.devices={self.devices}; all nodes "
                 "must have the same number of devices"
             )
-        if self.speeds is not None and len(self.speeds) != self.devices:
-            raise ValueError(
-                f"pipeline.speeds lists {len(self.speeds)} number(s) for pipeline.devices={self.devices}; give one per "
-                "device"
-            )
         if isinstance(self.capacity, list) and len(self.capacity) != self.devices:
             raise ValueError(
                 f"pipeline.capacity lists {len(self.capacity)} size(s) for pipeline.devices={self.devices}; "

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NOT_ASKED_ANEW", "REGISTRY", "Planner", "planner_named"]
 
-BUDGET, JOINT, RANKS, LOOPED = defaults.FASTEST, "joint", "ranks", "interleaved"
+BUDGET, RANKS, LOOPED = defaults.FASTEST, "ranks", "interleaved"
 
 NOT_ASKED_ANEW = "is not asked anew after a membership change; choose planner budget, throughput or exact"
 """Why an elastic run refuses a planner."""
@@ -37,8 +37,8 @@ class Planner:
         chooses: what of a plan, in words.
         good_for: whom, in words.
         source: who published it.
-        search: module of `planning`, and the function in it that makes a plan of a problem; imported when it is asked,
-            since numbers of layers are searched with numpy, and a command's help needs none.
+        search: module of `planning`, and the function in it that makes a plan of a problem and the planner's name;
+            imported when it is asked, since it searches with numpy, and a command's help needs none.
         shape: "cuts" (one stage per device), "intervals" (and what becomes of each layer), "stages" (on any devices, of
             all that there are), or "pipelines" (of any length).
         elastic: it may be asked anew after a change of the members.
@@ -64,14 +64,8 @@ class Planner:
             CapslogError: the profile lacks what the planner takes; the problem is none that it can search.
         """
         module, _, function = self.search.partition(":")
-        search = getattr(import_module(f"varuna_capslog.planning.{module}"), function)
-        plan: Plan = search(problem) if self.searches_alone else search(problem, self.name)
+        plan: Plan = getattr(import_module(f"varuna_capslog.planning.{module}"), function)(problem, self.name)
         return plan
-
-    @property
-    def searches_alone(self) -> bool:
-        """Whether no other planner has the same search, so that it is not told its name."""
-        return sum(planner.search == self.search for planner in REGISTRY.values()) == 1
 
     def check_memory(self, memory: str) -> None:
         """Raises CapslogError for a memory model that does not know the planner's plans."""
@@ -116,7 +110,7 @@ class Planner:
                 "the limits of that schedule follow from cuts that are known; choose 1f1b",
             ),
             f"pipeline.speeds={pipeline.speeds}": (
-                pipeline.speeds is not None and self.name not in (BUDGET, JOINT, "throughput"),
+                pipeline.speeds is not None and self.name not in (BUDGET, "joint", "throughput"),
                 "it takes all devices to be as fast; choose planner budget, throughput or joint",
             ),
             "elastic.enabled=true": (
@@ -174,7 +168,7 @@ _PLANNERS = (
     _cuts("exact", "bytes", "the smallest peak; profiles without seconds", _OURS, elastic=True, weighed_up_to=64),
     _cuts("throughput", _SECONDS, "the fastest cuts that fit where no layer is treated by itself", _OURS, elastic=True),
     Planner(
-        JOINT,
+        "joint",
         _SECONDS,
         "pipelines of unequal length, cuts, shares of the blocks",
         "any number of devices, also unlike ones; elastic runs",

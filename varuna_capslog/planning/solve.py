@@ -1,12 +1,13 @@
 """The one way from a `Problem` to its plan: a planner answers, its plan is judged and played, and says what lacks.
 
-Every door asks here: `capslog plan`, `front`, `largest` and `compare`, `capslog.plan` and `fit`, the start of a run,
-and its members after a change. Nothing here imports torch; a rehearsal, which needs it, is passed in.
+Every door asks here: `capslog plan`, `front`, `largest` and `compare`, `capslog.plan`, the start of a run, and its
+members after a change. Nothing here imports torch; a rehearsal, which needs it, is passed in.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -95,12 +96,6 @@ def _answered(
 ) -> Plan:
     """The plan of one planner, or the given one, judged and played."""
     profile, run = problem.profile, problem.run
-    alone = dataclasses.replace(problem, plan=None, members_change=False)
-
-    def find(capacity: int | Sequence[int] | None = None, cuts: Sequence[int] | None = None) -> Plan:
-        chosen = problem.cuts if cuts is None else tuple(cuts)
-        return cut_plan(dataclasses.replace(alone.with_capacity(capacity), cuts=chosen), entry.name)
-
     rounds = problem.stages_per_rank > 1 or run.limits_by_plan
     if problem.plan is not None:
         plan = _judged(problem, problem.plan, rehearsal)
@@ -117,16 +112,33 @@ def _answered(
             plan = verdict
     snapshots = [0] * len(plan.stages)
     if protection is not None:
-        plan, snapshots = protection.reserve(plan, find)
+        plan, snapshots = protection.reserve(plan, functools.partial(_cut_anew, problem, entry.name))
     if plan.short:
-        if plan.fits and problem.capacities is not None and rehearsal is not None and profile.source == "estimated":
-            plan = rehearsed(plan, rehearsal(plan), snapshots, Headroom.of(profile), find)
-        else:
-            plan = folded(profile, plan, problem.memory, problem.share.settled())
+        confirmed = _rehearsed_stages(problem, plan, rehearsal, snapshots)
+        plan = confirmed or folded(profile, plan, problem.memory, problem.share.settled())
         plan = within_tier(profile, plan, problem.share.settled(), problem.tier)
     if plan.step_seconds is not None:
         return plan
     return with_step_seconds(profile, plan, (problem.share if plan.short else run).settled(), problem.link)
+
+
+def _cut_anew(
+    problem: Problem, planner: str, capacity: int | Sequence[int] | None = None, cuts: Sequence[int] | None = None
+) -> Plan:
+    """The plan of one pipeline for another capacity, or of other cuts."""
+    chosen = problem.cuts if cuts is None else tuple(cuts)
+    return cut_plan(dataclasses.replace(problem.with_capacity(capacity), cuts=chosen), planner)
+
+
+def _rehearsed_stages(problem: Problem, plan: Plan, rehearsal: Rehearsal | None, beside: Sequence[int]) -> Plan | None:
+    """A plan of the short form that fits by its memory model, judged by the rehearsal of an estimate; None where there
+    is nothing to rehearse or nothing to keep to.
+    """
+    limited = plan.fits and problem.capacities is not None
+    if not limited or rehearsal is None or problem.profile.source != "estimated":
+        return None
+    find = functools.partial(_cut_anew, problem, plan.planner or "exact")
+    return rehearsed(plan, rehearsal(plan), beside, Headroom.of(problem.profile), find)
 
 
 def _judged(problem: Problem, plan: Plan, rehearsal: Rehearsal | None) -> Plan:
@@ -219,11 +231,10 @@ def _fastest(problem: Problem, rehearsal: Rehearsal | None, begun: float, until:
 
 def _confirmed(problem: Problem, plan: Plan, rehearsal: Rehearsal | None) -> Plan:
     """A plan that fits as far as is known, judged by the rehearsal of its ranks as well."""
+    if plan.short:
+        return _rehearsed_stages(problem, plan, rehearsal, [0] * len(plan.stages)) or plan
     if rehearsal is None or not plan.fits or problem.capacities is None:
         return plan
-    if plan.short:
-        beside = [0] * len(plan.stages)
-        return rehearsed(plan, rehearsal(plan), beside, Headroom.of(problem.profile), lambda capacity: plan)
     return _judged(problem, plan, rehearsal)
 
 

@@ -224,14 +224,6 @@ def check_devices(devices: int, profile: Profile) -> None:
         )
 
 
-def usable_bytes(profile: Profile, capacity: int | Sequence[int] | None, devices: int) -> list[int] | None:
-    """What a stage's peak may be on each device: the capacity (as `search.plan` takes it) less the profile's
-    headroom."""
-    capacities = capacities_of_devices(capacity, devices)
-    headroom = Headroom.of(profile)
-    return None if capacities is None else [headroom.usable(size) for size in capacities]
-
-
 def capacities_of_devices(capacity: int | Sequence[int] | None, devices: int) -> list[int] | None:
     """The capacity of each device in bytes, from one number for all or one for each; None stays None."""
     if capacity is None:

@@ -1,6 +1,6 @@
 """What is planned for where nobody says it: the planner, as far as the profile decides it, and the memory to keep to.
 
-What a config decides stands in `config/settings`. Nothing here imports pydantic, and planning for a profile no torch.
+What a config decides stands in `config/settings`. Planning for a profile imports no torch.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ def with_default_capacity(config: Config) -> Config:
     That is all of an accelerator's, and on a CPU an equal part of the machine's, or of its container's, for every rank.
     The same config where there is a capacity, for a profile alone, and for devices that are not here.
     """
-
     pipeline, device = config.pipeline, config.profile.device or config.device
     given = pipeline.capacity is not None or pipeline.cuts is not None or pipeline.plan is not None
     if given or pipeline.planner != defaults.FASTEST or config.workload == WITHOUT_MODEL:

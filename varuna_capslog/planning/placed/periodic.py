@@ -47,8 +47,8 @@ _MORE = 1.5
 """As many times more may a rank hold by the chain's sums, while the fold finds that it fits."""
 
 
-def periodic_plan(problem: Problem) -> Plan:
-    """MadPipe's plan, not judged yet.
+def periodic_plan(problem: Problem, planner: str = MADPIPE) -> Plan:
+    """MadPipe's plan, not judged yet; the plan names the planner so.
 
     The smallest capacity counts for every device. Whatever the schedule and recomputation of the run, the lists are the
     pattern's, and everything is kept.
@@ -74,7 +74,7 @@ def periodic_plan(problem: Problem) -> Plan:
     if search.best is None:  # the plan says what it lacks
         search.weigh(unlimited, "none", best_allocation(unlimited, "none"))
     assert search.best is not None, "without a limit some stages always fit"
-    return dataclasses.replace(search.best[1], search_seconds=time.perf_counter() - begun)
+    return dataclasses.replace(search.best[1], planner=planner, search_seconds=time.perf_counter() - begun)
 
 
 def two_versions_note(problem: Problem) -> str | None:
@@ -162,7 +162,6 @@ class _Periodic:
             run.schedule,
             ranks=self.ranks,
             actions=(*actions, *[()] * (len(self.ranks) - len(actions))),
-            planner=MADPIPE,
             model=profile.model,
             profile_digest=profile.digest,
         )

@@ -8,7 +8,7 @@ import time
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.memory import NEVER
 from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.planners import JOINT
+from varuna_capslog.planners import BUDGET, JOINT
 from varuna_capslog.planners.joint import Device, JointPlan, NoFleet, best_fleet, best_fleet_of_run
 from varuna_capslog.planning.cuts import cut_plan
 from varuna_capslog.planning.placed.equal_pipelines import equal_pipelines_plan
@@ -21,18 +21,20 @@ from varuna_capslog.plans.plan import Plan
 __all__ = ["budget_plan", "joint_plan"]
 
 
-def budget_plan(problem: Problem) -> Plan:
-    """A line of stages with memory intervals, or stages with branches and replicas where these are faster."""
+def budget_plan(problem: Problem, planner: str = BUDGET) -> Plan:
+    """A line of stages with memory intervals, or stages with branches and replicas where these are faster. The plan
+    names the planner so.
+    """
     until = None if problem.search_seconds is None else time.perf_counter() + problem.search_seconds
     plan = equal_pipelines_plan(problem)
-    if problem.pipelines > 1 or problem.speeds is not None:
-        return plan
-    return faster_plan(problem, plan, until)
+    if problem.pipelines == 1 and problem.speeds is None:
+        plan = faster_plan(problem, plan, until)
+    return dataclasses.replace(plan, planner=planner)
 
 
-def joint_plan(problem: Problem) -> Plan:
+def joint_plan(problem: Problem, planner: str = JOINT) -> Plan:
     """Pipelines of any length, with room for what lies beside training where there is some; where none fits, the
-    smallest-peak pipeline, which says what it lacks.
+    smallest-peak pipeline, which says what it lacks. The plan names the planner so.
     """
     profile, run, memory, link = problem.profile, problem.run.settled(), problem.memory, problem.link
     devices = [Device(device.capacity_bytes, device.speed or 1.0) for device in problem.devices]
@@ -43,7 +45,8 @@ def joint_plan(problem: Problem) -> Plan:
         fleet = best_fleet_of_run(profile, devices, run, memory, link, problem.beside or None)
         if problem.beside and isinstance(fleet, NoFleet):
             fleet = best_fleet_of_run(profile, devices, run, memory, link)
-    return fleet.plan if isinstance(fleet, JointPlan) else _smallest_peak(problem, fleet)
+    plan = fleet.plan if isinstance(fleet, JointPlan) else _smallest_peak(problem, fleet)
+    return dataclasses.replace(plan, planner=planner)
 
 
 def _smallest_peak(problem: Problem, fleet: NoFleet) -> Plan:
@@ -62,4 +65,4 @@ def _smallest_peak(problem: Problem, fleet: NoFleet) -> Plan:
         note = f"does not fit: {lack} until all {blocks} accumulation blocks are added; use 1 block"
         shortfall = Shortfall(verdict.worst, max(1, verdict.lacking))
         plan = dataclasses.replace(plan, fits=False, shortfall=shortfall, notes=(note,))
-    return dataclasses.replace(plan, planner=JOINT)
+    return plan
