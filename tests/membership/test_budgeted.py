@@ -223,12 +223,11 @@ def test_budget_proposes_the_fastest_of_budget_joint_and_unequal_replicas_that_k
         assert max(most_of(profile, found, layout, placer, seats)) <= seats[0].capacity
         assert (found.units.blocks, found.units.per_step) == (4, 8)
         assert not any(stage.moments for stage in found.stages), "a member that is lost would take them along"
-        for name in ("throughput", "joint"):
-            other = placer_of(profile, 3_000, planner=name, run=run).propose(seats)
-            if other is not None and other.schedule is not None:
-                step = with_step_seconds(profile, other, run.settled()).step_seconds
-                assert step is not None
-                others.append(found.step_seconds / step)
+        other = placer_of(profile, 3_000, planner="joint", run=run).propose(seats)
+        assert other is not None
+        step = with_step_seconds(profile, other, run.settled()).step_seconds
+        assert step is not None
+        others.append(found.step_seconds / step)
         forms.add(len({len(path) for path in found.paths()}) == 1 and found.actions is not None)
     for entry in placer.look_ahead(seats):
         heirs.learn(json.loads(json.dumps(entry)))
@@ -237,7 +236,6 @@ def test_budget_proposes_the_fastest_of_budget_joint_and_unequal_replicas_that_k
     assert found == placer.propose(seats[1:])
     assert heirs.budgeted is not None
     assert heirs.budgeted.taken() == [], "it was all known"
-    assert len(others) > 4
     assert max(others) <= 1 + 1e-9
     assert min(others) < 0.99
     assert forms == {True, False}, "replicas of single stages, too"

@@ -46,7 +46,7 @@ def test_a_help_text_needs_neither_numpy_nor_torch() -> None:
         ({"schedule": "1f1b-star", "planner": "capture"}, "schedule=1f1b-star: the limits of that schedule follow"),
         ({"speeds": [1.0, 0.5], "planner": "exact"}, "speeds=.1.0, 0.5.: it takes all devices to be as fast"),
         ({"elastic": {"enabled": True}, "planner": "gpipe"}, "elastic.enabled=true: it is not asked anew"),
-        ({"memory": "gpipe", "planner": "madpipe"}, "memory is 'gpipe', but in the plans of planner 'madpipe'"),
+        ({"memory": "gpipe", "planner": "madpipe"}, "memory is 'gpipe', but ranks of planner 'madpipe' may have"),
     ],
 )
 def test_what_a_planner_cannot_plan_is_refused_by_the_key_that_says_so(keys: dict[str, Any], sentence: str) -> None:

@@ -151,7 +151,8 @@ def test_workers_know_who_they_are_and_a_finished_run_ends_well(tmp_path, start)
         path = tmp_path / f"workers/{member}.json"
         wait_until(path.exists)
         assert json.loads(path.read_text()) == {"member": member, "pid": what["pid"], "host": "h"}
-        assert "standard output" in (tmp_path / f"workers/{member}.log").read_text()
+        log = tmp_path / f"workers/{member}.log"
+        wait_until(lambda log=log: "standard output" in log.read_text())
     assert run.client.get("first-plan") == "3"
     run.client.append({"kind": "finished", "step": 9, "stopped": False})
     wait_until(lambda: run.host.roster.finished is not None)  # it reads the log in a thread of its own

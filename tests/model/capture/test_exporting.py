@@ -316,7 +316,7 @@ PLANNED = ["complex parameters", "nested batch", "old weight_norm", "autocast ar
 @pytest.mark.parametrize("name", PLANNED)
 def test_an_unusual_model_is_planned(name: str) -> None:
     case = unusual.CASES[name]
-    assert len(plan(unusual.made(case), case.example(), devices=2).cuts) == 2
+    assert len(plan(unusual.made(case), case.example(), devices=2).stages) == 2
 
 
 def refusal(door: Any, case: unusual.Case) -> str:
@@ -327,7 +327,8 @@ def refusal(door: Any, case: unusual.Case) -> str:
 
 
 def test_what_cannot_be_planned_says_why() -> None:
-    twice = refusal(lambda model, example: plan(model, example, devices=9), unusual.CASES["batch norm called twice"])
+    case = unusual.CASES["batch norm called twice"]
+    twice = refusal(lambda model, example: plan(model, example, devices=9, planner="capslog"), case)
     assert "blocks" not in twice
     assert "are one layer, which makes all calls of encoder.0.norm, since its running statistics" in twice
     packed = refusal(estimate, unusual.CASES["packed sequences in a module"])
@@ -389,7 +390,7 @@ class Cached(unusual.Blocks):
 
 def test_the_cache_of_a_model_inside_another_is_switched_off() -> None:
     sample = {"x": unusual.x()}
-    assert len(plan(Adapted(), sample, devices=2).cuts) == 2
+    assert len(plan(Adapted(), sample, devices=2).stages) == 2
     fitted = fit(Adapted(), sample, budget="1GB")
     assert fitted.fits[0].intervals == ()
     with pytest.raises(CapslogError, match="takes arguments without names; give all in order or all by name"):
@@ -409,7 +410,7 @@ def test_a_model_that_kept_an_activation_is_planned_and_stays_as_it_is() -> None
     model = Keeping()
     model(unusual.x()).sum().backward()
     before = model.last
-    assert len(plan(model, (unusual.x(),), devices=2).cuts) == 2
+    assert len(plan(model, (unusual.x(),), devices=2).stages) == 2
     assert model.last is before
 
 
