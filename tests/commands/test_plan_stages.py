@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,18 +18,28 @@ from varuna_capslog.profiles.record import write_profile
 WANTED = ("--devices", "2", "--planner", "budget", "--minibatch", "6", "pipeline.host_bandwidth=10MB/s")
 
 
-@pytest.fixture
-def profile(tmp_path: Path) -> str:
-    path = tmp_path / "profile.json"
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("profile") / "profile.json"
     write_profile(path, timed(random.Random(7), 5))
     return str(path)
 
 
-def test_budgets_from_all_treated_to_all_kept(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def front(profile: str) -> list[dict[str, Any]]:
+    path = Path(profile).parent / "front.json"
+    assert run("front", "--profile", profile, *WANTED, "-o", str(path)) == 0
+    points: list[dict[str, Any]] = json.loads(path.read_text())["front"]
+    return points
+
+
+def test_budgets_from_all_treated_to_all_kept(
+    profile: str, front: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Each point's plan is what `plan` finds within its budget, and one byte less takes a longer step."""
     picture, file = tmp_path / "front.png", tmp_path / "plan.json"
     assert run("front", "--profile", profile, *WANTED, "--json", "-o", str(picture)) == 0
-    front = json.loads(capsys.readouterr().out)["front"]
+    assert json.loads(capsys.readouterr().out)["front"] == front
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert len(front) >= 3
     for before, after in itertools.pairwise(front):
@@ -46,10 +57,10 @@ def test_budgets_from_all_treated_to_all_kept(profile: str, tmp_path: Path, caps
     assert "one budget for every device" in capsys.readouterr().err
 
 
-def test_the_table_and_the_picture_of_a_plan(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    picture = tmp_path / "plan.png"
-    assert run("front", "--profile", profile, *WANTED, "--json") == 0
-    least = json.loads(capsys.readouterr().out)["front"][0]
+def test_the_table_and_the_picture_of_a_plan(
+    profile: str, front: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture, least = tmp_path / "plan.png", front[0]
     arguments = ("plan", "--profile", profile, *WANTED, "--capacity", f"{least['budget_bytes']}B", "-o", str(picture))
     assert run(*arguments) == 0
     shown = capsys.readouterr().out
