@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 
 import pytest
 
+from tests.planning.doors import timed
 from tests.planning.placed.test_replicated import profile_of_graph, towers
-from tests.planning.test_doors import timed
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning import solve as solving
@@ -96,3 +97,20 @@ def test_what_the_profile_lacks_is_said() -> None:
         solve(Problem.of(towers([2, 1]), 2, None, RUN, memory="grand"), "budget")
     with pytest.raises(CapslogError, match="unknown planner 'auot'"):
         solve(Problem.of(profile, 2, None, RUN), "auot")
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 23, 25, 29])
+def test_cuts_that_fit_by_sums_alone_give_way_to_the_fastest_that_fit_by_what_ranks_hold(seed: int) -> None:
+    """Against every cut list. The plan was said not to fit where the fastest by the memory model of its stages did not,
+    although cuts with smaller stages did.
+    """
+    profile, run = timed(random.Random(seed), 6), RunShape(6, "varuna")
+    free = solve(Problem.of(profile, 3, None, run), "throughput")
+    problem = Problem.of(profile, 3, free.peak_bytes, run)
+    lists = [(0, *inner) for inner in itertools.combinations(range(1, 6), 2)]
+    plans = [solve(dataclasses.replace(problem, cuts=cuts), "exact") for cuts in lists]
+    plan = solve(problem, "throughput")
+    fitting = [one.step_seconds for one in plans if one.fits]
+    assert plan.fits == bool(fitting)
+    assert plan.step_seconds == min(fitting, default=plan.step_seconds)
+    assert plan.capacity_bytes == free.peak_bytes

@@ -61,8 +61,8 @@ def front(given: FrontFlags) -> None:
             f"more devices{why_few(profile.conditions)}"
         )
 
-    def find(planner: str, capacity: int | list[int] | None) -> Plan:
-        changed = pipeline.model_copy(update={"planner": planner, "capacity": capacity})
+    def find(planner: str, capacity: int | list[int] | None, cuts: list[int] | None = None) -> Plan:
+        changed = pipeline.model_copy(update={"planner": planner, "capacity": capacity, "cuts": cuts})
         return plan_run(config.model_copy(update={"pipeline": changed}), profile, memo=memo)
 
     run = RunShape.of_config(config).share(pipeline.replicas).settled()
@@ -91,8 +91,8 @@ def front(given: FrontFlags) -> None:
         table(title)
 
 
-_Find = Callable[[str, "int | list[int] | None"], "Plan"]
-"""From a planner and a capacity to its plan."""
+_Find = Callable[..., "Plan"]
+"""From a planner and a capacity, and of given cuts with these, to the plan."""
 _Answer = tuple[dict[str, Any], Callable[[str], None], Callable[[Path, str], None]]
 """What the JSON says of the front; what prints its table; what draws it, with a title."""
 
@@ -105,7 +105,7 @@ def _of_peaks(config: Config, profile: Profile, find: _Find) -> _Answer:
     from varuna_capslog.planning.problem import Problem
     from varuna_capslog.schedules import RunShape
 
-    pipeline = config.pipeline
+    pipeline, planner = config.pipeline, config.pipeline.planner
     given, run = pipeline.capacity, RunShape.of_config(config).share(pipeline.replicas).settled()
     memory, costs = resolve(pipeline.memory, profile, run)
     if (gap := MEMORY_MODELS[memory].gap(run)) is not None:
@@ -113,6 +113,8 @@ def _of_peaks(config: Config, profile: Profile, find: _Find) -> _Answer:
     problem = Problem.of_config(config, profile)
     seconds = LayerSeconds.of_profile(profile, problem.link)
     front = pareto_front(costs, seconds, run, problem.width, problem.usable)
+    if given is not None:  # what the ranks hold has the last word
+        front = [one for one in front if find(planner, given, list(one.cuts)).fits is not False]
     if not front:
         raise DoesNotFit("; ".join(find("exact", given).notes))
 

@@ -114,9 +114,11 @@ def _answered(
     if protection is not None:
         plan, snapshots = protection.reserve(plan, functools.partial(_cut_anew, problem, entry.name))
     if plan.short:
-        confirmed = _rehearsed_stages(problem, plan, rehearsal, snapshots)
+        by_stages, confirmed = plan, _rehearsed_stages(problem, plan, rehearsal, snapshots)
         plan = confirmed or folded(profile, plan, problem.memory, problem.share.settled())
         plan = within_tier(profile, plan, problem.share.settled(), problem.tier)
+        if by_stages.fits and plan.fits is False and problem.cuts is None:
+            plan = _of_smaller_stages(problem, by_stages, entry, rehearsal, protection) or plan
     if plan.step_seconds is not None:
         return plan
     return with_step_seconds(profile, plan, (problem.share if plan.short else run).settled(), problem.link)
@@ -128,6 +130,21 @@ def _cut_anew(
     """The plan of one pipeline for another capacity, or of other cuts."""
     chosen = problem.cuts if cuts is None else tuple(cuts)
     return cut_plan(dataclasses.replace(problem.with_capacity(capacity), cuts=chosen), planner)
+
+
+def _of_smaller_stages(
+    problem: Problem, plan: Plan, entry: Planner, rehearsal: Rehearsal | None, protection: Protection | None
+) -> Plan | None:
+    """The first plan that fits of those with a smaller largest stage than this one, which fits by its memory model
+    alone; None where there is none.
+    """
+    most = Headroom.of(problem.profile).device((plan.peak_bytes or 1) - 1)
+    less = problem.with_capacity([min(size, most) for size in problem.capacities or ()])
+    found = _answered(less, entry, rehearsal, protection)
+    if not found.fits:
+        return None
+    fitting = _answered(dataclasses.replace(problem, cuts=found.cuts), entry, rehearsal, protection)
+    return dataclasses.replace(fitting, planner=entry.name, search_seconds=found.search_seconds)
 
 
 def _rehearsed_stages(problem: Problem, plan: Plan, rehearsal: Rehearsal | None, beside: Sequence[int]) -> Plan | None:
