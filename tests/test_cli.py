@@ -110,6 +110,19 @@ def test_help_and_import_need_no_slow_module():
     assert done.returncode == 0, done.stderr
 
 
+def test_no_help_text_needs_numpy():
+    """`--help` took 2.6 times as long when one command imported what prints plans."""
+    code = (
+        "import sys\n"
+        "from varuna_capslog import cli\n"
+        "for words in ([], ['plan'], ['front'], ['largest'], ['compare']):\n"
+        "    assert cli._run([*words, '--help']) == 0\n"
+        "assert 'numpy' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_version(capsys):
     assert run("--version") == 0
     assert capsys.readouterr().out.strip() == "0.1.0"

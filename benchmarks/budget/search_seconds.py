@@ -1,4 +1,5 @@
-"""Processor seconds of the search of planner `budget`, the schedule left open, for the paper's six models on 8 devices.
+"""Processor seconds of planner `budget`'s own search with one accumulation block, the schedule open: the paper's six
+models on 8 devices.
 
 Every question is asked in a new process, so that nothing is remembered of another one; a first small search has loaded
 the modules. With `--before` each question is asked of another checkout too, in turn. Prints README.md's table.
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from common import plan, write_json
 from questions import link_of, questions
 
 from varuna_capslog.base.units import format_bytes, parse_bytes
+from varuna_capslog.planning.problem import Problem
+from varuna_capslog.planning.solve import solve
 from varuna_capslog.profiles.record import read_profile, write_profile
 from varuna_capslog.schedules import RunShape
 
@@ -34,8 +38,9 @@ def ask(path: str, capacity: int, rate: str, microbatches: int) -> dict[str, Any
     profile, link = read_profile(path), link_of(rate)
     run = RunShape(microbatches, "auto", True, num_blocks=1)
     plan(profile, 2, "budget", capacity=1 << 60, run=RunShape(4, "auto", True, num_blocks=1))
+    problem = replace(Problem.of(profile, DEVICES, capacity, run, link), blocks_open=False)
     begun = time.process_time()
-    found = plan(profile, DEVICES, "budget", capacity=capacity, run=run, link=link)
+    found = solve(problem, "budget", weighs_others=False)
     seconds = time.process_time() - begun
     step, bound = found.step_seconds, found.bound_seconds
     return {
@@ -51,7 +56,7 @@ def ask(path: str, capacity: int, rate: str, microbatches: int) -> dict[str, Any
 
 def asked(root: Path, *question: object) -> dict[str, Any]:
     """One search of a checkout in a process of its own."""
-    command = [sys.executable, str(HERE), "--one", *map(str, question)]
+    command = [sys.executable, str(root / HERE.relative_to(HERE.parents[2])), "--one", *map(str, question)]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     found = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=True)
     answer: dict[str, Any] = json.loads(found.stdout)

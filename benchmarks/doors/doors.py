@@ -8,10 +8,15 @@ import random
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+
+import torch
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+import varuna_capslog as capslog
 from tests.planning.doors import (
     Answers,
     answers_about,
@@ -21,8 +26,9 @@ from tests.planning.doors import (
     step_of_front,
     step_of_replanning,
 )
-from tests.start.test_ordinary import convolutions, transformer
+from tests.start.test_ordinary import Block, convolutions, transformer
 from varuna_capslog.planning.registry import REGISTRY
+from varuna_capslog.plans.parts import MemoryInterval
 
 
 def main() -> int:
@@ -31,7 +37,11 @@ def main() -> int:
     parser.add_argument("--questions", type=int, default=100, help="about profiles")
     parser.add_argument("--models", type=int, default=30, help="questions about models")
     parser.add_argument("--seed", type=int, default=1000)
+    parser.add_argument("--fits", action="store_true", help="only the table of capslog.fit")
     given = parser.parse_args()
+    if given.fits:
+        compare_fits()
+        return 0
     asked, differ = Counter[str](), Counter[str]()
 
     def count(door: str, where: str, same: bool) -> None:
@@ -67,6 +77,31 @@ def main() -> int:
     for door, times in asked.items():
         print(f"| {door} | {times} | {differ[door]} |")
     return 1 if differ else 0
+
+
+def compare_fits() -> None:
+    """Prints the layers that `fit` and a plan for one device run again within the same bytes."""
+    torch.manual_seed(0)
+    print("| rows | budget, bytes | fit: layers again | bytes | plan: layers again | bytes |")
+    print("|---|---|---|---|---|---|")
+    for rows in (4, 8, 12):
+        model = nn.Sequential(nn.Embedding(500, 64), *(Block(64, True) for _ in range(4)), nn.Linear(64, 20))
+        sample = torch.zeros(rows, 64, dtype=torch.long)
+        most = capslog.fit(model, sample, budget="4GB").fits[0].peak_bytes
+        for tenths in (9, 8, 7):
+            budget = most * tenths // 10
+            fitted = capslog.fit(model, sample, budget=budget).fits[0]
+            one_block = {"train.accumulation_blocks": 1}
+            plan = capslog.plan(
+                model, sample, devices=1, capacity=budget, device="cpu", minibatch_size=rows, settings=one_block
+            )
+            assert plan.fits
+            cells = [_again(fitted.intervals), fitted.peak_bytes, _again(plan.stages[0].memory or ()), plan.peak_bytes]
+            print(f"| {rows} | {budget} | " + " | ".join(map(str, cells)) + " |")
+
+
+def _again(intervals: Sequence[MemoryInterval]) -> str:
+    return " ".join(str(layer) for one in intervals for layer in range(one.first, one.end)) or "none"
 
 
 def _equal(seconds: float | None, others: float | None) -> bool:

@@ -15,6 +15,7 @@ from varuna_capslog.base.errors import CapslogError
 
 __all__ = [
     "format_bytes",
+    "format_seconds",
     "parse_bytes",
     "parse_capacity",
     "parse_memory",
@@ -135,6 +136,11 @@ def format_bytes(count: int) -> str:
     size, unit = unit_of(count)
     digits = f"{abs(count) / size:.2f}".rstrip("0").rstrip(".")
     return f"{'-' if count < 0 else ''}{digits} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds for people: 1.234 s, 56.7 ms."""
+    return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"
 
 
 def unit_of(count: int) -> tuple[int, str]:

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
+from varuna_capslog.base.units import format_seconds
 from varuna_capslog.commands import shared
 from varuna_capslog.commands.ordinary_model import settled
 from varuna_capslog.commands.questions import PlannerFlags, costs_of, question_of, read_profiles
 from varuna_capslog.commands.shared import print_json, print_table
-from varuna_capslog.reports.tables import format_seconds
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config

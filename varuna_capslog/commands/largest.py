@@ -313,8 +313,7 @@ def _lack(plan: Plan) -> str:
 
 
 def _print(key: str, trials: dict[int, _Trial], notes: Sequence[str]) -> None:
-    from varuna_capslog.base.units import format_bytes
-    from varuna_capslog.reports.tables import format_seconds
+    from varuna_capslog.base.units import format_bytes, format_seconds
 
     def cells(trial: _Trial) -> list[str]:
         plan, rate = trial.plan, trial.samples_per_second

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from varuna_capslog.base.tables import Table
-from varuna_capslog.base.units import format_bytes, unit_of
+from varuna_capslog.base.units import format_bytes, format_seconds, unit_of
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planning.verdict import MemoryVerdict, judge
 from varuna_capslog.plans.plan import Plan
@@ -16,12 +16,7 @@ from varuna_capslog.profiles.record import Profile
 from varuna_capslog.reports.idling import idle_notes
 from varuna_capslog.reports.wording import duration, plural
 
-__all__ = ["format_seconds", "plan_table", "profile_table"]
-
-
-def format_seconds(seconds: float) -> str:
-    """Seconds for people: 1.234 s, 56.7 ms."""
-    return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"
+__all__ = ["plan_table", "profile_table"]
 
 
 def _said_of_bound(plan: Plan, step: float, bound: float) -> str:
