@@ -33,14 +33,18 @@ def in_a_fork(check: Callable[[], object]) -> None:
 
 def end_of_fork(number: int) -> int:
     """How a fork of this process that sleeps ends by a signal: minus its number, or 7 where it sleeps on."""
+    reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
+            os.write(writing, b".")
             time.sleep(2.0)
         except KeyboardInterrupt:
             os._exit(130)
         os._exit(7)
-    time.sleep(0.05)  # until it sleeps
+    os.read(reading, 1)  # it is a process of its own by now, however busy the machine is
+    for end in (reading, writing):
+        os.close(end)
     os.kill(pid, number)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
