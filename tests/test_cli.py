@@ -94,33 +94,35 @@ def test_chaos_names_the_program_that_took_its_place(words, capsys):
     assert "chaos" not in capsys.readouterr().out
 
 
-def test_help_and_import_need_no_slow_module():
-    code = (
-        "import sys, varuna_capslog, varuna_capslog.config.reading\n"
-        "import varuna_capslog.base.supervisor, varuna_capslog.planners\n"
-        # a machine's supervisor, with the store that it serves, and the command that prepares a run
-        "import varuna_capslog.start.elastic_host, varuna_capslog.elastic.host.terminal\n"
-        "import varuna_capslog.start.local_run, varuna_capslog.start.given_plan\n"
-        "from varuna_capslog import cli\n"
-        "assert cli._run(['train', '--help']) == 0\n"
-        "slow = {'torch', 'torchvision', 'scipy', 'matplotlib'} & set(sys.modules)\n"
-        "assert not slow, slow"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+def check_in_a_fresh_process(*lines):
+    """Runs lines of Python, which assert what they are to show."""
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_help_and_import_need_no_slow_module():
+    check_in_a_fresh_process(
+        "import sys, varuna_capslog, varuna_capslog.config.reading",
+        "import varuna_capslog.base.supervisor, varuna_capslog.planners",
+        # a machine's supervisor, with the store that it serves, and the command that prepares a run
+        "import varuna_capslog.start.elastic_host, varuna_capslog.elastic.host.terminal",
+        "import varuna_capslog.start.local_run, varuna_capslog.start.given_plan",
+        "from varuna_capslog import cli",
+        "assert cli._run(['train', '--help']) == 0",
+        "slow = {'torch', 'torchvision', 'scipy', 'matplotlib'} & set(sys.modules)",
+        "assert not slow, slow",
+    )
 
 
 def test_no_help_text_needs_numpy():
     """`--help` took 2.6 times as long when one command imported what prints plans."""
-    code = (
-        "import sys\n"
-        "from varuna_capslog import cli\n"
-        "for words in ([], ['plan'], ['front'], ['largest'], ['compare']):\n"
-        "    assert cli._run([*words, '--help']) == 0\n"
-        "assert 'numpy' not in sys.modules"
+    check_in_a_fresh_process(
+        "import sys",
+        "from varuna_capslog import cli",
+        "for words in ([], ['plan'], ['front'], ['largest'], ['compare']):",
+        "    assert cli._run([*words, '--help']) == 0",
+        "assert 'numpy' not in sys.modules",
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 def test_version(capsys):

@@ -7,16 +7,15 @@ import dataclasses
 import io
 import itertools
 import json
+import math
 import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 import varuna_capslog as capslog
 from tests.memory.machine import Model, profile_of
+from tests.start.test_ordinary import convolutions, transformer
 from varuna_capslog import cli
 from varuna_capslog.config.settings import Config
 from varuna_capslog.planning.comparison import compare
@@ -75,6 +74,14 @@ class Question:
         pipeline |= {} if self.capacity is None else {"capacity": f"{self.capacity}B"}
         return config_of_profile(self.profile, pipeline, self.minibatch, dict(self.keys))
 
+    def words(self, folder: Path) -> list[str]:
+        """The question as a command takes it, its profile written into the folder."""
+        write_profile(folder / "profile.json", self.profile)
+        words = ["--profile", str(folder / "profile.json"), "--devices", str(self.devices), "--json"]
+        words += ["--planner", self.planner, "--minibatch", str(self.minibatch)]
+        words += [f"{key}={value}" for key, value in self.settings.items()]
+        return words if self.capacity is None else [*words, "--capacity", f"{self.capacity}B"]
+
 
 def drawn(seed: int) -> Question:
     """A question small enough that every search ends by itself."""
@@ -118,11 +125,7 @@ def answers_about(question: Question, folder: Path) -> Answers:
         settings=question.settings,
     )
     found["capslog.plan"] = said(by_name)
-    write_profile(folder / "profile.json", profile)
-    words = ["--profile", str(folder / "profile.json"), "--devices", str(question.devices), "--planner", planner]
-    words += ["--minibatch", str(question.minibatch), *(f"{key}={value}" for key, value in question.settings.items())]
-    words += [] if question.capacity is None else ["--capacity", f"{question.capacity}B"]
-    status, out, err = of_command("plan", *words, "--json")
+    status, out, err = of_command("plan", *question.words(folder))
     shown = Plan.from_json(json.loads(out))
     assert status == (3 if shown.fits is False else 0)
     assert shown.fits is not False or "; ".join(shown.notes) in err
@@ -132,6 +135,19 @@ def answers_about(question: Question, folder: Path) -> Answers:
     assert (row.step_seconds, row.peak_bytes) == (row.plan.step_seconds, row.plan.peak_bytes)
     found["compare"] = said(row.plan)
     return found
+
+
+def step_of(answer: Mapping[str, Any]) -> float | None:
+    """The step of a door's plan; None where it does not fit."""
+    step: float | None = answer["step_seconds"]
+    return None if answer["fits"] is False else step
+
+
+def equal_steps(step: float | None, other: float | None) -> bool:
+    """Whether two steps are as long, but for the order of sums; or neither is there."""
+    if step is None or other is None:
+        return step is other
+    return math.isclose(step, other, rel_tol=1e-12)
 
 
 def step_of_replanning(question: Question) -> float | None:
@@ -146,20 +162,16 @@ def step_of_replanning(question: Question) -> float | None:
 
 def step_of_front(question: Question, folder: Path) -> float | None:
     """The least step of the front up to the question's capacity; None where nothing fits."""
-    write_profile(folder / "profile.json", question.profile)
-    words = ["--profile", str(folder / "profile.json"), "--devices", str(question.devices), "--json"]
-    words += ["--planner", question.planner, "--minibatch", str(question.minibatch)]
-    words += [f"{key}={value}" for key, value in question.settings.items()]
-    words += [] if question.capacity is None else ["--capacity", f"{question.capacity}B"]
-    status, out, _ = of_command("front", *words)
+    status, out, _ = of_command("front", *question.words(folder))
     points = json.loads(out)["front"] if status == 0 else []
     for before, after in itertools.pairwise(points):
         assert before["step_seconds"] > after["step_seconds"]
     return points[-1]["step_seconds"] if points else None
 
 
-def answers_about_model(number: int, model: nn.Module, sample: torch.Tensor, folder: Path) -> Answers:
-    """What each door says of a model, its estimate and the file of that."""
+def answers_about_model(number: int, folder: Path) -> Answers:
+    """What each door says of a drawn model, its estimate and the file of that."""
+    model, sample = (transformer, convolutions)[number % 2](random.Random(number))
     dice = random.Random(number)
     devices, minibatch = dice.choice([1, 2, 3]), len(sample) * dice.choice([2, 4])
     pipeline, kind = {"devices": devices, "capacity": "8GiB"}, dice.choice(["cuda:h100-80gb", "cuda:t4"])

@@ -118,7 +118,7 @@ def _answered(
         plan = confirmed or folded(profile, plan, problem.memory, problem.share.settled())
         plan = within_tier(profile, plan, problem.share.settled(), problem.tier)
         if by_stages.fits and plan.fits is False and problem.cuts is None:
-            plan = _of_smaller_stages(problem, by_stages, entry, rehearsal, protection) or plan
+            plan = _of_smaller_stages(problem, by_stages, plan, entry, rehearsal, protection) or plan
     if plan.step_seconds is not None:
         return plan
     return with_step_seconds(profile, plan, (problem.share if plan.short else run).settled(), problem.link)
@@ -133,18 +133,34 @@ def _cut_anew(
 
 
 def _of_smaller_stages(
-    problem: Problem, plan: Plan, entry: Planner, rehearsal: Rehearsal | None, protection: Protection | None
+    problem: Problem,
+    plan: Plan,
+    refused: Plan,
+    entry: Planner,
+    rehearsal: Rehearsal | None,
+    protection: Protection | None,
 ) -> Plan | None:
-    """The first plan that fits of those with a smaller largest stage than this one, which fits by its memory model
-    alone; None where there is none.
+    """The first plan that fits, with smaller stages where ranks of a plan that fits by its memory model alone lack
+    memory; None where there is none.
+
+    Args:
+        refused: the plan as judged.
     """
-    most = Headroom.of(problem.profile).device((plan.peak_bytes or 1) - 1)
-    less = problem.with_capacity([min(size, most) for size in problem.capacities or ()])
-    found = _answered(less, entry, rehearsal, protection)
-    if not found.fits:
-        return None
-    fitting = _answered(dataclasses.replace(problem, cuts=found.cuts), entry, rehearsal, protection)
-    return dataclasses.replace(fitting, planner=entry.name, search_seconds=found.search_seconds)
+    capacities, device = problem.capacities or [], Headroom.of(problem.profile).device
+    limits = capacities
+    while plan.fits:
+        sizes: Sequence[int] = plan.stage_bytes or ()
+        lacks = lacking(refused, capacities, Headroom.of(problem.profile)) if refused.ranks else []
+        if not any(lacks):  # of another kind than ranks' bytes
+            lacks, sizes = [1] * len(sizes), [max(sizes)] * len(sizes)
+        rows = zip(limits, sizes, lacks, strict=True)
+        limits = [min(limit, device(size) - 1) if lack else limit for limit, size, lack in rows]
+        plan = cut_plan(problem.with_capacity(limits), entry.name)
+        if plan.fits:
+            refused = _answered(dataclasses.replace(problem, cuts=plan.cuts), entry, rehearsal, protection)
+            if refused.fits:
+                return dataclasses.replace(refused, planner=entry.name, search_seconds=plan.search_seconds)
+    return None
 
 
 def _rehearsed_stages(problem: Problem, plan: Plan, rehearsal: Rehearsal | None, beside: Sequence[int]) -> Plan | None:

@@ -34,7 +34,7 @@ def test_a_run_on_two_machines_comes_through_a_kill_a_cut_a_loss_inside_apply_a_
     jumped = [json.loads(line)["time"] < time.time() - 3600 for line in (folder / "events.jsonl").open()]
     assert any(jumped), "the host went on with another time of day"
     assert all(row["recovered"] == row["count"] for row in found["classes"])
-    assert found["layouts"] == [1, 2]
+    assert {1, 2} <= set(found["layouts"])
     assert found["joins"] >= 1
     assert found["steps"] > 3
     # what the verdict rests on is there to be looked at
@@ -97,7 +97,7 @@ def test_machines_with_networks_of_their_own_are_cut_off_by_the_kernel(tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["outcome"], found["network"], found["faults"]) == ("passed", "namespaces", 1)
-    assert found["layouts"] == [1, 2], "nobody was cut off"
+    assert {1, 2} <= set(found["layouts"]), "nobody was cut off"
     log = [json.loads(line) for line in (folder / "chaos" / "log.jsonl").open()]
     assert any("does not answer" in str(entry.get("why")) for entry in log if entry["kind"] == "dead")
 
