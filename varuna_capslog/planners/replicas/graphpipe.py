@@ -110,7 +110,7 @@ def graphpipe_stages(costs: GraphCosts) -> list[list[ReplicatedStage]]:
 
 
 def _least_limit(tree: CostedTree) -> float | None:
-    """Return the least time per microbatch that some stage graph keeps (Algorithm 2, lines 2 to 11); None if none fits."""
+    """Return the least time per microbatch of all stage graphs (Algorithm 2, lines 2 to 11); None if none fits."""
     costs = tree.costs
     total_seconds = sum(costs.seconds)
     below, enough = total_seconds / costs.devices, total_seconds / costs.devices
