@@ -1,4 +1,4 @@
-"""GraphPipe's planner: stages of a series-parallel graph with replicas, so that the slowest is as fast as can be.
+"""GraphPipe's planner: stages of a series-parallel graph with replicas, to minimise the time of the slowest stage.
 
 Jeon et al., "GraphPipe: Improving Performance and Scalability of DNN Training with Graph Pipeline Parallelism", ASPLOS
 2025, Sec. 5 (Algorithm 2), 6 (Algorithm 3) and Table 3.2 of the thesis that prints it. For a limit t of the time per
