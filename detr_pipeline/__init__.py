@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 __all__ = ["workload"]
 
 PRELOADED = ("detr_pipeline.task",)
-"""What a process imports ahead that is going to fork workers."""
+"""Modules that a process imports before it forks workers."""
 
 
 def workload(config: Config) -> DetrWorkload:
-    """The DETR workload of a resolved config; its `model` and `data` sections are checked, no data set is opened.
+    """Return the DETR workload of a resolved config; its `model` and `data` sections are checked, no data is opened.
 
     Raises:
         varuna_capslog.base.errors.ConfigError: a wrong key or value under `model` or `data`.

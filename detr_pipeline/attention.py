@@ -20,7 +20,7 @@ _EPSILON = 1e-6
 
 
 def padding_mask(valid: Tensor, height: int, width: int) -> Tensor:
-    """[B, height * width] bool, True where a cell is padding.
+    """Return [B, height * width] bool, True where a cell is padding.
 
     The upper left cell is never padding: attention over nothing would be NaN where a profiler sends zeros for `valid`.
     """
@@ -31,8 +31,8 @@ def padding_mask(valid: Tensor, height: int, width: int) -> Tensor:
 
 
 def sine_positions(valid: Tensor, height: int, width: int, channels: int) -> Tensor:
-    """[B, height, width, channels] float32: sines and cosines of the row in the first half, of the column in the
-    second.
+    """Return [B, height, width, channels] float32: sines and cosines of the row in the first half, of the column in
+    the second.
 
     Coordinates count from 1 and are scaled to 2 pi at the image's own last row or column, whatever the padding.
     Padding cells get the code of their clamped row and column (DETR: of 0); no valid cell reads theirs.
@@ -46,7 +46,7 @@ def sine_positions(valid: Tensor, height: int, width: int, channels: int) -> Ten
 
 
 def _codes(counts: Tensor, length: int, channels: int) -> Tensor:
-    """[B, length, channels]: sine on even channels, cosine on odd ones, wavelengths from 2 pi to 10000 * 2 pi."""
+    """Return [B, length, channels]: sine on even channels, cosine on odd ones, wavelengths 2 pi to 10000 * 2 pi."""
     steps = torch.arange(1, length + 1, device=counts.device)
     angles = torch.minimum(steps, counts[:, None]).float() / (counts[:, None] + _EPSILON) * (2 * math.pi)
     exponents = torch.arange(0, channels, 2, dtype=torch.float32, device=counts.device) / channels
@@ -58,7 +58,7 @@ _CORES = {"eager": EagerAttention, "sdpa": SdpaAttention}
 
 
 class Projections(nn.Module):
-    """What makes queries, keys and values for all heads of an attention."""
+    """Linear projections to queries, keys and values for all heads of an attention."""
 
     def __init__(self, heads: int, weight: nn.Parameter, bias: nn.Parameter) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Projections(nn.Module):
         self.in_proj_weight, self.in_proj_bias = weight, bias
 
     def projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """[B, H, T, D] and twice [B, H, S, D] of query [B, T, C] and key, value [B, S, C]."""
+        """Return [B, H, T, D] and twice [B, H, S, D] from query [B, T, C] and key, value [B, S, C]."""
         weights, biases = self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3)
         return [
             F.linear(x, weight, bias).unflatten(-1, (self.heads, -1)).transpose(1, 2)

@@ -30,10 +30,10 @@ _NORM_LAYERS: Mapping[str, Callable[[int], nn.Module]] = {
 
 
 def valid_cells(sizes: Tensor, padded: tuple[int, int], cells: tuple[int, int]) -> Tensor:
-    """How many rows and columns of the feature map belong to each image.
+    """Return the number of rows and columns of the feature map that belong to each image.
 
     DETR resizes the pixel mask to the map by nearest neighbour; images lie in the upper left corner, so counting the
-    sampled rows and columns inside the image says the same.
+    sampled rows and columns inside the image gives the same result.
 
     Args:
         sizes: [B, 2] int64, valid (h, w) of each image in pixels.
@@ -52,7 +52,7 @@ def valid_cells(sizes: Tensor, padded: tuple[int, int], cells: tuple[int, int]) 
 
 
 class Stem(nn.Module):
-    """Everything up to the first residual block, and where each image ends on the final feature map.
+    """The network up to the first residual block, and the end of each image on the final feature map.
 
     Called with images [B, 3, H, W] and their valid sizes [B, 2]; returns features [B, C, ceil(H/4), ceil(W/4)] and the
     valid rows and columns [B, 2] of the map that the backbone will end with.
@@ -86,7 +86,7 @@ class Projection(nn.Conv2d):
 
 
 def backbone_units(config: ModelConfig) -> list[Layer]:
-    """`backbone.stem` (with the first block), every further block `backbone.<stage>.<index>`, and `projection`."""
+    """Return `backbone.stem` (with the first block), the other blocks `backbone.<stage>.<index>`, and `projection`."""
     stages = ["layer1", "layer2", "layer3", "layer4"][: int(config.last_layer[-1])]
     dilated = [config.dilation and stage == config.last_layer for stage in ("layer2", "layer3", "layer4")]
     network: resnet.ResNet = getattr(resnet, config.backbone)(

@@ -1,8 +1,8 @@
 """DETR as a chain: its units in order, joined into the layers that `model.cut_points` asks for.
 
-The workload builds its model here. What crosses the cuts: features `x` [B, C, h, w] or `memory` [B, h, w, C], `valid`
-[B, 2] (int64, rows and columns of the map that belong to each image), and from the first decoder layer on `hidden` [K,
-B, Q, C] and `query` [Q, C]; padding masks and position codes never do.
+The workload builds its model here. These tensors cross the cuts: features `x` [B, C, h, w] or `memory` [B, h, w, C],
+`valid` [B, 2] (int64, rows and columns of the map that belong to each image), and from the first decoder layer on
+`hidden` [K, B, Q, C] and `query` [Q, C]; padding masks and position codes never do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INPUTS = ("images", "sizes")
 OUTPUTS = ("logits", "boxes")
 _BACKBONE = "backbone."
 _STAGES = ("backbone.layer2.0", "backbone.layer3.0", "backbone.layer4.0")
-# What the names of units begin with that are joined to the unit before, by `model.cut_points`.
+# Prefixes of the names of units that are joined to the unit before, by `model.cut_points`.
 _NOT_CUT_BEFORE = {
     "all": (),
     "instage": _STAGES,
@@ -42,7 +42,7 @@ class Joined(nn.Module):
 
     Args:
         units: in order.
-        needed: names that anybody after the last unit reads.
+        needed: names that later units read.
     """
 
     def __init__(self, units: Sequence[Layer], needed: frozenset[str]) -> None:
@@ -67,10 +67,10 @@ class Joined(nn.Module):
 
 
 def build_chain(config: ModelConfig, num_classes: int) -> Chain:
-    """A DETR with fresh weights; torch's random state decides them.
+    """Build a DETR with fresh weights, drawn from torch's random state.
 
     Args:
-        config: the model section; its `num_classes` and `weights` are the caller's business.
+        config: the model section; the caller handles its `num_classes` and `weights`.
         num_classes: classes without no-object.
 
     Raises:
@@ -84,7 +84,7 @@ def build_chain(config: ModelConfig, num_classes: int) -> Chain:
 
 
 def units_of(layer: Layer) -> list[tuple[str, str]]:
-    """Name of every unit in a layer of this chain, and what its parameters' names inside the layer begin with."""
+    """Return the name of every unit in a layer of this chain, and the prefix of its parameters' names in the layer."""
     if isinstance(layer.module, Joined):
         return [(name, f"{_child(name)}.") for name in layer.module.unit_names]
     return [(layer.name, "")]
@@ -95,7 +95,7 @@ def _child(unit: str) -> str:
 
 
 def _name(config: ModelConfig) -> str:
-    """As in the paper's table, such as rn50-d-e6, with whatever else differs in size."""
+    """Return the model's name as in the paper's table, such as rn50-d-e6, with every other difference in size."""
     parts = [config.backbone.replace("resnet", "rn")]
     if config.last_layer != "layer4":
         parts.append(config.last_layer)
@@ -131,7 +131,7 @@ def _transformer_units(config: ModelConfig, num_classes: int) -> list[Layer]:
 
 
 def _starts(units: Sequence[Layer], cut_points: str | Sequence[str]) -> set[int]:
-    """Positions of the units that begin a layer.
+    """Return the positions of the units that begin a layer.
 
     The projection always stays with the last residual block: cut after it, an eighth of the bytes travels (256 of 2048
     channels), and all encoder layers are alike.
@@ -144,26 +144,26 @@ def _starts(units: Sequence[Layer], cut_points: str | Sequence[str]) -> set[int]
 
 
 def _position(names: Sequence[str], everywhere: set[int], wanted: str) -> int:
-    known = {names[index]: index for index in sorted(everywhere)}
-    known[f"{names[names.index('projection') - 1].removeprefix(_BACKBONE)}-projection"] = names.index("projection") - 1
-    if wanted in known:
-        return known[wanted]
-    near = difflib.get_close_matches(wanted, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known layers: {', '.join(known)}"
+    layers = {names[index]: index for index in sorted(everywhere)}
+    layers[f"{names[names.index('projection') - 1].removeprefix(_BACKBONE)}-projection"] = names.index("projection") - 1
+    if wanted in layers:
+        return layers[wanted]
+    near = difflib.get_close_matches(wanted, layers, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known layers: {', '.join(layers)}"
     raise ConfigError(f"model.cut_points names the layer {wanted!r}, which this model has not; {hint}")
 
 
 def _joined(units: Sequence[Layer], start: int, end: int) -> Layer:
-    """The units start..end-1 as one layer.
+    """Join the units start..end-1 into one layer.
 
-    An address must say whether a parameter belongs to the backbone, since learning rates are chosen by that: a layer
-    that holds other parts too must not bear the word in its own name.
+    An address must show whether a parameter belongs to the backbone, since learning rates are chosen by that: the name
+    of a layer that holds other parts too must not contain the word.
     """
     if end - start == 1:
         return units[start]
     needed = frozenset(OUTPUTS).union(*(unit.reads for unit in units[end:]))
     module = Joined(units[start:end], needed)
     first, last = units[start].name, units[end - 1].name
-    whole = first.startswith(_BACKBONE) and last.startswith(_BACKBONE)
+    all_backbone = first.startswith(_BACKBONE) and last.startswith(_BACKBONE)
     name = f"{first.removeprefix(_BACKBONE)}-{last.removeprefix(_BACKBONE)}"
-    return Layer(_BACKBONE + name if whole else name, module, module.reads, module.writes)
+    return Layer(_BACKBONE + name if all_backbone else name, module, module.reads, module.writes)

@@ -1,7 +1,7 @@
-"""What is told of a COCO folder before a run: what the run would stop at, or learn wrong things from.
+"""Checks of a COCO folder before a run, for problems that would stop the run or spoil its training.
 
-`coco_task` asks once, before the first worker starts. Of pictures only headers are read, and of many pictures only
-those of a sample.
+`coco_task` calls them once, before the first worker starts. Only the headers of pictures are read, and of many
+pictures only those of a sample.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ __all__ = ["check_split"]
 _SAMPLE = 1000
 """Pictures whose headers are read."""
 _SEED = 0
-"""Of their choice: every check of one file looks at the same ones."""
+"""Seed of the sample: every check of a file reads the same pictures."""
 _DECODED = 8
-"""Pictures of more than 8 bits of these that are decoded, since their headers do not say how many count."""
+"""Most pictures of more than 8 bits that are decoded, since their headers do not say how many bits count."""
 _UNSEEN = (2, 3, 4)
 """Orientations that leave width and height as they are; 5 to 8 swap them."""
 
 
 def check_split(config: DataConfig, split: Split) -> Iterator[RunFinding]:
-    """What the user should know of a split; no picture is decoded but a few of more than 8 bits.
+    """Check a split; no pictures are decoded except a few of more than 8 bits.
 
-    It would stop a run, or teach it wrong things, that there is nothing to learn, that pictures are missing, too large,
-    damaged or of another size, that one picture has several lists of boxes, and what `read_coco` refuses.
+    Findings stop the run where there is nothing to learn, where pictures are missing, too large, damaged or of another
+    size, where a picture has several lists of boxes, and where `read_coco` refuses the file.
     """
 
     def checks() -> Iterator[RunFinding]:
@@ -63,17 +63,20 @@ def _without_boxes(index: CocoIndex, split: Split) -> Iterator[RunFinding]:
 
 
 def _doubled(index: CocoIndex) -> Iterator[RunFinding]:
-    """A note about file names that several images have; refused where their boxes differ."""
+    """Yield a note about file names that several images have; refuse them where their boxes differ."""
     images = defaultdict(list)
     for image, name in enumerate(index.file_names):
         images[name].append(image)
-    doubled = {name: every for name, every in images.items() if len(every) > 1}
-    for name, every in doubled.items():
-        if len({_boxes(index, image) for image in every}) > 1:
-            ids = ", ".join(str(index.image_ids[image]) for image in every[:3]) + (", ..." if len(every) > 3 else "")
+    doubled = {name: images_of_file for name, images_of_file in images.items() if len(images_of_file) > 1}
+    for name, images_of_file in doubled.items():
+        if len({_boxes(index, image) for image in images_of_file}) > 1:
+            ids = ", ".join(str(index.image_ids[image]) for image in images_of_file[:3]) + (
+                ", ..." if len(images_of_file) > 3 else ""
+            )
             raise CapslogError(
-                f"{index.path}: the {len(every)} images with the ids {ids} have one file, {name}, but different boxes, "
-                "so that what one shows is background in another; join them, or give each its own file_name"
+                f"{index.path}: the {len(images_of_file)} images with the ids {ids} have one file, {name}, but "
+                "different boxes, so that what one shows is background in another; join them, or give each its own "
+                "file_name"
             )
     if doubled:
         files = f"{len(doubled)} files belong to several images each, with equal boxes, such as {next(iter(doubled))}"
@@ -86,8 +89,8 @@ def _boxes(index: CocoIndex, image: int) -> tuple[tuple[float, ...], ...]:
 
 
 def _missing(index: CocoIndex, folder: Path) -> list[int]:
-    """The images whose files are not there, of all."""
-    # listing folders is much faster than asking for every file; a name of another spelling may be there all the same
+    """Return the images whose files are missing."""
+    # listing folders is much faster than a look-up per file; a name of another spelling may still exist
     listed: dict[str, set[str]] = {}
     missing = []
     for image, name in enumerate(index.file_names):
@@ -124,8 +127,9 @@ def _of_large(index: CocoIndex, max_pixels: int) -> Sequence[RunFinding]:
 
 
 def _of_headers(index: CocoIndex, folder: Path, config: DataConfig, missing: Sequence[int]) -> Iterator[RunFinding]:
-    """Pictures that cannot be opened or have another size than the file says, and a note about orientations that no
-    size shows."""
+    """Refuse pictures that cannot be opened or whose size differs from the annotation file; yield a note about
+    orientations that no size shows.
+    """
     wanted = random.Random(_SEED).sample(range(len(index)), min(_SAMPLE, len(index)))
     sample = sorted({*wanted} - {*missing})
     deep, turned, wrong = [], [], []

@@ -36,11 +36,11 @@ BoolArray = NDArray[np.bool_]
 _OVERHANG_PIXELS = 0.02
 
 _MOST_BYTES = 8 << 30
-"""Of an annotation file; the largest in use have 3 GB."""
+"""Limit of an annotation file; the largest in use have 3 GB."""
 _MOST_SIDE = 1 << 28
-"""Pixels of a side of an image: as many as the largest picture that Pillow reads has in all."""
+"""Most pixels of a side of an image: as many as the largest picture that Pillow reads has in total."""
 
-# In a smaller image a box of one pixel is as usual as one that is written as fractions.
+# In a smaller image, boxes of one pixel are as common as boxes that are written as fractions.
 _FEW_PIXELS = 8
 
 
@@ -83,13 +83,15 @@ class CocoIndex:
         return self.boxes[keep], self.box_label[keep], starts
 
     def targets(self, image: int) -> tuple[FloatArray, IntArray]:
-        """Boxes [n, 4] (corners, pixels) and classes [n] to learn for the image at this position; no crowd regions."""
+        """Return boxes [n, 4] (corners, pixels) and classes [n] to learn for the image at this position, without crowd
+        regions.
+        """
         boxes, labels, starts = self._targets
         part = slice(starts[image], starts[image + 1])
         return boxes[part], labels[part]
 
     def ground_truth(self) -> dict[str, Any]:
-        """The data set as pycocotools takes it: original ids, crowd regions, every field that it insists on.
+        """Return the data set in the form of pycocotools: original ids, crowd regions, every required field.
 
         Annotations are numbered from 1 whatever the file says: COCOeval stores the id of the matched annotation and
         reads 0 as "no match", so a file numbered from 0 would lose a true positive. Boxes are the checked ones.
@@ -127,7 +129,7 @@ class CocoIndex:
 
 
 def read_coco(path: Path | str, strict: bool = False) -> CocoIndex:
-    """Reads and checks a COCO JSON file; the last few files are remembered as long as they do not change.
+    """Read and check a COCO JSON file; the last few files are cached as long as they do not change.
 
     Boxes without width or height are dropped and boxes over the border are clamped; one log line counts both.
 
@@ -152,8 +154,8 @@ def read_coco(path: Path | str, strict: bool = False) -> CocoIndex:
 
 @lru_cache(maxsize=4)
 def _read(path: Path, modified_ns: int, num_bytes: int, strict: bool) -> CocoIndex:
-    # Python's cycle collector looks again and again at millions of fresh lists that form no cycle: without it, a file
-    # of COCO's size is read in a third of the time.
+    # Python's cycle collector scans millions of fresh lists that form no cycle, again and again: without it, a file of
+    # COCO's size is read in a third of the time.
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -171,7 +173,7 @@ def _read(path: Path, modified_ns: int, num_bytes: int, strict: bool) -> CocoInd
 
 
 class _Checker:
-    """Every rule about a COCO file, in the order in which a reader would ask."""
+    """Checks every rule about a COCO file, in reading order."""
 
     def __init__(self, path: Path, document: Any, strict: bool) -> None:
         self.path, self.strict = path, strict
@@ -181,8 +183,8 @@ class _Checker:
         self.categories = self.rows(document, "categories")
         self.annotations = self.rows(document, "annotations")
 
-    def error(self, what: str) -> CapslogError:
-        return CapslogError(f"{self.path}: {what}")
+    def error(self, message: str) -> CapslogError:
+        return CapslogError(f"{self.path}: {message}")
 
     def rows(self, document: dict[str, Any], key: str) -> list[dict[str, Any]]:
         rows = document.get(key)
@@ -251,7 +253,7 @@ class _Checker:
         areas = self.as_floats(numbers, lambda i: f"{where(i)} has an area")
 
         # A box of no size stays one after clamping; a box wholly outside the image becomes one.
-        with np.errstate(over="ignore"):  # what is beyond all numbers is beyond the border, too
+        with np.errstate(over="ignore"):  # a corner beyond the largest float is beyond the border, too
             corners = np.concatenate([xywh[:, :2], xywh[:, :2] + xywh[:, 2:]], axis=1)
         limits = np.stack([widths, heights, widths, heights], axis=1)[box_image].astype(np.float64)
         inside = np.clip(corners, 0.0, limits)
@@ -277,8 +279,8 @@ class _Checker:
             crowd=crowd[order],
         )
 
-    def positions(self, field: str, known: Iterable[int], key: str) -> IntArray:
-        position = {id_: i for i, id_ in enumerate(known)}
+    def positions(self, field: str, ids: Iterable[int], key: str) -> IntArray:
+        position = {id_: i for i, id_ in enumerate(ids)}
         values = self.whole_numbers("annotations", self.annotations, field)
         try:
             return np.array([position[value] for value in values], dtype=np.int64)
@@ -302,31 +304,31 @@ class _Checker:
         )
         return boxes
 
-    def as_floats(self, rows: Sequence[Any], what: Callable[[int], str]) -> FloatArray:
-        """Numbers, or lists of numbers, as floats; whole numbers that are beyond all floats are refused."""
+    def as_floats(self, rows: Sequence[Any], describe: Callable[[int], str]) -> FloatArray:
+        """Convert numbers, or lists of numbers, to floats; refuse whole numbers beyond the largest float."""
         try:
             return np.array(rows, dtype=np.float64)
         except OverflowError:
             wholes = [[v for v in (row if isinstance(row, list) else [row]) if isinstance(v, int)] for row in rows]
             number = next(i for i, row in enumerate(wholes) if any(abs(v) > sys.float_info.max for v in row))
-            raise self.error(f"{what(number)} beyond what a number can be; correct it") from None
+            raise self.error(f"{describe(number)} beyond what a number can be; correct it") from None
 
     def sides(self, side: str, file_names: Sequence[str]) -> IntArray:
-        """The widths or heights of the images."""
-        given = self.whole_numbers("images", self.images, side)
+        """Return the widths or heights of the images."""
+        sides = self.whole_numbers("images", self.images, side)
         self.refuse_first(
-            np.array([not 1 <= pixels <= _MOST_SIDE for pixels in given]),
-            lambda i: f"image {file_names[i]} has {side}={given[i]}, which must be pixels from 1 to {_MOST_SIDE}",
+            np.array([not 1 <= pixels <= _MOST_SIDE for pixels in sides]),
+            lambda i: f"image {file_names[i]} has {side}={sides[i]}, which must be pixels from 1 to {_MOST_SIDE}",
         )
-        return np.array(given, dtype=np.int64)
+        return np.array(sides, dtype=np.int64)
 
     def crowds(self, where: Callable[[int], str]) -> BoolArray:
-        given = [row.get("iscrowd") for row in self.annotations]
+        flags = [row.get("iscrowd") for row in self.annotations]
         self.refuse_first(
-            np.array([value is not None and value not in (0, 1) for value in given], dtype=np.bool_),
-            lambda i: f"{where(i)} has iscrowd={reprlib.repr(given[i])}, which must be 0 or 1, as a number",
+            np.array([value is not None and value not in (0, 1) for value in flags], dtype=np.bool_),
+            lambda i: f"{where(i)} has iscrowd={reprlib.repr(flags[i])}, which must be 0 or 1, as a number",
         )
-        return np.array([value == 1 for value in given], dtype=np.bool_)
+        return np.array([value == 1 for value in flags], dtype=np.bool_)
 
     def refuse_fractions(self, xywh: FloatArray, widths: IntArray, heights: IntArray) -> None:
         sides = np.concatenate([widths, heights])
@@ -355,7 +357,7 @@ class _Checker:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether it is text that a file name may have: without NUL and halves of surrogate pairs."""
+    """Return whether the value is text that a file name may have: without NUL and halves of surrogate pairs."""
     try:
         return isinstance(value, str) and b"\0" not in value.encode()
     except UnicodeEncodeError:

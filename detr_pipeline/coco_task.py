@@ -1,6 +1,6 @@
-"""What detectors of this package share as a `Workload`: a COCO folder, its classes, sizes and evaluation, and drawing.
+"""The `Workload` that detectors of this package share: a COCO folder, its classes, sizes, evaluation and drawing.
 
-`task` (DETR) and `rt_detr.task` derive from it. It knows no model: how a model's outputs become boxes is theirs.
+`task` (DETR) and `rt_detr.task` derive from it. It knows no model: they turn a model's outputs into boxes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _DRAWN_SCORE = 0.5
 
 
 class CocoWorkload(Workload):
-    """One run of a detector.
+    """Workload of a detector.
 
     Args:
         config: the resolved config; its `data` section is checked here.
@@ -59,7 +59,7 @@ class CocoWorkload(Workload):
         return self._given_classes or len(class_names(self.data)[0])
 
     def check(self) -> Iterator[RunFinding]:
-        """What the files of both splits hold that a run would stop at or learn wrong things from; see
+        """Check the files of both splits for problems that would stop a run or spoil its training; see
         `detr_pipeline.checks`.
         """
         if self.data.uses_digits:
@@ -77,7 +77,7 @@ class CocoWorkload(Workload):
 
     @cached_property
     def _facts(self) -> Mapping[str, Any]:
-        return data_facts(self.data)  # of a hundred thousand pictures 0.2 s, and a start asks more than once
+        return data_facts(self.data)  # 0.2 s for a hundred thousand pictures, and a start calls it more than once
 
     @abstractmethod
     def input_specs(self, microbatch_size: int, size: Sequence[int]) -> dict[str, TensorSpec]:
@@ -87,7 +87,7 @@ class CocoWorkload(Workload):
     def seen(
         self, outputs: Mapping[str, Tensor], image: int, size: Tensor, num_classes: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What the model sees on one image, as `detr_pipeline.evaluation.Seen` says."""
+        """Return the model's detections on an image, in the form of `detr_pipeline.evaluation.Seen`."""
 
     def profile_inputs(self, microbatch_size: int) -> dict[str, TensorSpec]:
         """Images of `profile.image_size`, else of the largest padded size that training can meet."""
@@ -122,7 +122,7 @@ class CocoWorkload(Workload):
 
     @torch.no_grad()
     def predict(self, chain: Chain, images: Sequence[Path], out: Path) -> list[Path]:
-        """Draws what a trained chain sees on every picture, as `<out>/<name>.png`.
+        """Draw the detections of a trained chain on every picture, as `<out>/<name>.png`.
 
         Raises:
             CapslogError: a picture is missing or cannot be decoded.
@@ -144,11 +144,11 @@ class CocoWorkload(Workload):
         return written
 
     def evaluated(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The chain's inputs for a picture, from those that `prepare_image` gives: the same here."""
+        """Return the chain's inputs for a picture, from those of `prepare_image`: here the same ones."""
         return inputs
 
 
 def example_target(count: int, num_classes: int) -> HostTargets:
-    """A target with that many boxes, for profiles."""
+    """Return a target with `count` boxes, for profiles."""
     boxes = torch.linspace(0.2, 0.6, count * 4).view(count, 4)
     return HostTargets(labels=torch.arange(count) % num_classes, boxes=boxes)

@@ -107,15 +107,15 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _small_sizes_for_digits(self) -> DataConfig:
         if self.uses_digits:
-            given = {name: getattr(self.augment, name) for name in self.augment.model_fields_set}
-            self.augment = AugmentConfig(**{**_DIGITS_AUGMENT, **given})
+            set_keys = {name: getattr(self.augment, name) for name in self.augment.model_fields_set}
+            self.augment = AugmentConfig(**{**_DIGITS_AUGMENT, **set_keys})
         return self
 
     @model_validator(mode="after")
     def _files_come_together(self) -> DataConfig:
-        for given, needs in (("train_json", "train_images"), ("val_json", "val_images"), ("val_json", "train_json")):
-            if getattr(self, given) is not None and getattr(self, needs) is None:
-                raise ValueError(f"data.{given} is set but data.{needs} is not; set both or neither")
+        for set_key, needs in (("train_json", "train_images"), ("val_json", "val_images"), ("val_json", "train_json")):
+            if getattr(self, set_key) is not None and getattr(self, needs) is None:
+                raise ValueError(f"data.{set_key} is set but data.{needs} is not; set both or neither")
         return self
 
     @property
@@ -124,11 +124,11 @@ class DataConfig(Section):
         return self.train_json is None
 
     def has_split(self, split: Split) -> bool:
-        """False only for validation data that no key names."""
+        """Return False only for validation data that no key names."""
         return self.uses_digits or split == "train" or self.val_json is not None
 
     def files(self, split: Split) -> tuple[Path, Path]:
-        """Annotation file and picture folder of a split, both existing; the digits are written now if need be.
+        """Return annotation file and picture folder of a split, both existing; the digits are written if missing.
 
         Raises:
             CapslogError: no such split, nothing to start a relative path from, or the path does not exist.
@@ -141,35 +141,35 @@ class DataConfig(Section):
         return self._existing(f"{split}_json"), self._existing(f"{split}_images")
 
     def _existing(self, key: str) -> Path:
-        given = expanded(getattr(self, key))
-        path = given if given.is_absolute() else self._base(key, given) / given
+        key_path = expanded(getattr(self, key))
+        path = key_path if key_path.is_absolute() else self._base(key, key_path) / key_path
         if not path.exists():
             raise CapslogError(
-                f"data.{key}={given} was looked for at {path} and is not there; set data.{key}, data.root or the "
+                f"data.{key}={key_path} was looked for at {path} and is not there; set data.{key}, data.root or the "
                 f"environment variable {DATA_VARIABLE}"
             )
         return path
 
-    def _base(self, key: str, given: Path) -> Path:
+    def _base(self, key: str, relative_path: Path) -> Path:
         variable = os.environ.get(DATA_VARIABLE)
         if self.root is not None:
             root = expanded(self.root)
             return root if root.is_absolute() or root.exists() or not variable else expanded(variable) / root
         if not variable:
             raise CapslogError(
-                f"data.{key}={given} is relative, and neither data.root nor the environment variable {DATA_VARIABLE} "
-                "says where the data lies; set one of them"
+                f"data.{key}={relative_path} is relative, and neither data.root nor the environment variable "
+                f"{DATA_VARIABLE} says where the data lies; set one of them"
             )
         return expanded(variable)
 
 
 def open_index(config: DataConfig, split: Split) -> CocoIndex:
-    """The checked annotation file of a split."""
+    """Return the checked annotation file of a split."""
     return read_coco(config.files(split)[0], config.strict)
 
 
 def class_names(config: DataConfig) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Category id and name of every class that the model tells apart, in the order of its outputs.
+    """Return category id and name of every class of the model, in the order of its outputs.
 
     With `labels: original` an id that the file does not use is there too, named `unused <id>`. The digits need no file.
     """
@@ -187,13 +187,14 @@ def class_names(config: DataConfig) -> tuple[tuple[int, ...], tuple[str, ...]]:
             f"{config.train_json} has {wrong}; set data.labels=contiguous, or renumber the categories"
         )
     named = dict(zip(ids, names, strict=True))
-    every = tuple(range(max(ids) + 1))
-    return every, tuple(named.get(id_, f"unused {id_}") for id_ in every)
+    all_ids = tuple(range(max(ids) + 1))
+    return all_ids, tuple(named.get(id_, f"unused {id_}") for id_ in all_ids)
 
 
 def image_sizes(config: DataConfig, split: Split) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Heights and widths, [I] each, of a split's images in its order. No picture is opened, and for the digits no
-    file."""
+    """Return heights and widths, [I] each, of a split's images in its order. No picture is opened, and for the digits
+    no file.
+    """
     if config.uses_digits:
         sizes = picture_sizes(config.digits, split == "train")
         return sizes[:, 0], sizes[:, 1]
@@ -204,7 +205,7 @@ def image_sizes(config: DataConfig, split: Split) -> tuple[NDArray[np.int64], ND
 def largest_padded_size(
     config: DataConfig, split: Split = "train", microbatch_size: int = 1, minibatch_size: int = 1
 ) -> tuple[int, int]:
-    """The largest (H, W) that the inputs of a microbatch can have. No picture is opened, and for the digits no file.
+    """Return the largest (H, W) that the inputs of a microbatch can have. No picture is opened, for the digits no file.
 
     Where one image is padded alone this is the size of largest area; where several are padded together, the tallest may
     meet the widest.
@@ -217,7 +218,7 @@ def largest_padded_size(
 def sampled_padded_sizes(
     config: DataConfig, split: Split, microbatch_size: int, minibatch_size: int, count: int, seed: int
 ) -> list[tuple[int, int]]:
-    """The padded (H, W) of a microbatch of each of `count` random minibatches; no picture is opened.
+    """Return the padded (H, W) of a microbatch of each of `count` random minibatches; no picture is opened.
 
     A minibatch holds different images (fewer than `minibatch_size` where the split is smaller), and image i of
     minibatch k is augmented as training with this seed does in epoch k.
@@ -225,21 +226,21 @@ def sampled_padded_sizes(
     heights, widths = image_sizes(config, split)
     together = minibatch_size if config.pad == "minibatch" else microbatch_size
     rng = np.random.default_rng(seed)
-    found = []
+    sizes = []
     for number in range(count):
         samples = rng.choice(len(heights), min(together, len(heights)), replace=False).tolist()
         # boxes draw no random numbers, so that leaving them out changes no size
-        found.append(
+        sizes.append(
             _largest(
                 plan(_generator(split, seed, number, i), int(widths[i]), int(heights[i]), _NO_BOXES, config.augment)
                 for i in samples
             )
         )
-    return found
+    return sizes
 
 
 def _generator(split: Split, seed: int, epoch: int, sample: int) -> np.random.Generator | None:
-    """What fixes the augmentation of one training image; None for validation, which has none."""
+    """Return the generator of a training image's augmentation; None for validation, which has none."""
     return np.random.default_rng([seed, epoch, sample]) if split == "train" else None
 
 
@@ -252,7 +253,7 @@ def input_specs(count: int, size: Sequence[int]) -> dict[str, TensorSpec]:
 
 
 def data_facts(config: DataConfig) -> dict[str, Any]:
-    """What a run that is continued must find again in its training data; the digits need no file."""
+    """Return facts of the training data that must be the same when a run is continued; the digits need no file."""
     ids, names = class_names(config)
     facts = {f"category {id_}": name for id_, name in zip(ids, names, strict=True)}
     if config.uses_digits:
@@ -263,15 +264,16 @@ def data_facts(config: DataConfig) -> dict[str, Any]:
 
 
 def _refuse_renamed(train: CocoIndex, val: CocoIndex) -> None:
-    """Raises CapslogError where an id stands for another category in the validation file; a category without a name is
-    called by its id."""
+    """Raise CapslogError where an id stands for another category in the validation file; a category without a name is
+    called by its id.
+    """
     trained = dict(zip(train.category_ids, train.names, strict=True))
     for id_, name in zip(val.category_ids, val.names, strict=True):
-        other = trained.get(id_, name)
-        if str(id_) not in (name, other) and name.strip().casefold() != other.strip().casefold():
+        train_name = trained.get(id_, name)
+        if str(id_) not in (name, train_name) and name.strip().casefold() != train_name.strip().casefold():
             raise CapslogError(
-                f"category {id_} is {other!r} in {train.path} and {name!r} in {val.path}; the scores would be those of "
-                "other categories: give both files the same ids"
+                f"category {id_} is {train_name!r} in {train.path} and {name!r} in {val.path}; the scores would be "
+                "those of other categories: give both files the same ids"
             )
 
 
@@ -293,7 +295,7 @@ class CocoSource:
         category_ids, names: per class, in the order of the model's outputs.
 
     Raises:
-        CapslogError: whatever `DataConfig.files` and `read_coco` refuse, or a category that the training file lacks or
+        CapslogError: raised by `DataConfig.files` and `read_coco`, or for a category that the training file lacks or
             calls by another name.
     """
 
@@ -301,7 +303,7 @@ class CocoSource:
         self.config, self.split, self.seed, self.num_queries = config, split, seed, num_queries
         self.index = index = open_index(config, split)
         self.images = config.files(split)[1]
-        # The training file alone says what the classes are: a validation file may lack some.
+        # The training file alone defines the classes: a validation file may lack some.
         self.category_ids, self.names = class_names(config)
         position = {id_: i for i, id_ in enumerate(self.category_ids)}
         if split == "val" and not config.uses_digits:
@@ -318,7 +320,7 @@ class CocoSource:
         return len(self.index)
 
     def minibatch(self, groups: Sequence[Sequence[int]], epoch: int) -> Minibatch:
-        """Plans every sample of the minibatch and describes its microbatches; opens no picture.
+        """Plan every sample of the minibatch and describe its microbatches; open no picture.
 
         Args:
             groups: sample positions per microbatch.
@@ -342,7 +344,7 @@ class CocoSource:
         )
 
     def load(self, minibatch: Minibatch, microbatch: int) -> dict[str, Tensor]:
-        """Decodes one microbatch; callers that want it ahead of time call this in threads of theirs.
+        """Decode one microbatch; callers that want it ahead of time call this in their own threads.
 
         Raises:
             CapslogError: a picture is missing, cannot be decoded, or has another size than the annotation file says.
@@ -388,7 +390,7 @@ def refuse_other_size(index: CocoIndex, image: int, path: Path, size: tuple[int,
 
 
 def prepare_image(path: Path, config: DataConfig) -> tuple[dict[str, Tensor], Image.Image]:
-    """A picture from outside the data set as chain inputs of one image (validation resize), and the picture itself."""
+    """Return a picture from outside the data set as chain inputs of one image (validation resize), and the picture."""
     image = read_image(path, "", config.picture_bits, config.max_pixels)
     recipe = plan(None, image.width, image.height, _NO_BOXES, config.augment)
     return {"images": apply(recipe, image)[None], "sizes": torch.tensor([recipe.size])}, image

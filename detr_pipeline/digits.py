@@ -69,8 +69,8 @@ class DigitsConfig(Section):
 
 
 def default_digits_root() -> Path:
-    """The user's cache folder: `$XDG_CACHE_HOME/varuna-capslog`, else `~/.cache/varuna-capslog`; a folder for temporary
-    files that is this user's alone where there is no home.
+    """Return the user's cache folder: `$XDG_CACHE_HOME/varuna-capslog`, else `~/.cache/varuna-capslog`; where there is
+    no home, a temporary folder of this user alone.
 
     Raises:
         CapslogError: the folder for temporary files is another user's.
@@ -91,7 +91,7 @@ def default_digits_root() -> Path:
 
 
 def digits_dataset(root: Path | str | None = None, config: DigitsConfig | None = None) -> Path:
-    """The folder of the data set, written first if it is not there yet.
+    """Return the folder of the data set, which is written first if it does not exist.
 
     It holds `train/*.png`, `val/*.png`, `annotations/instances_train.json` and `annotations/instances_val.json`. Equal
     parameters give equal pictures. The folder appears under its name only when complete, and several processes may ask
@@ -196,7 +196,7 @@ def _write(folder: Path, config: DigitsConfig) -> None:
 
 
 def picture_sizes(config: DigitsConfig, train: bool) -> NDArray[np.int64]:
-    """[I, 2] height and width of every picture of a split, in pixels and in its order; nothing is drawn or written."""
+    """Return [I, 2] height and width of every picture of a split, in pixels and in its order; nothing is drawn."""
     first, count = (1, config.train_images) if train else (1 + config.train_images, config.val_images)
     sizes = [_canvas(_generator(config, image_id), config) for image_id in range(first, first + count)]
     return np.array(sizes, dtype=np.int64)
@@ -207,7 +207,7 @@ def _generator(config: DigitsConfig, image_id: int) -> np.random.Generator:
 
 
 def _canvas(rng: np.random.Generator, config: DigitsConfig) -> tuple[int, int]:
-    """Height and width, the first numbers that a picture's generator draws."""
+    """Return height and width, the first numbers that a picture's generator draws."""
     height, width = rng.integers(config.canvas[0], config.canvas[1], size=2, endpoint=True).tolist()
     return height, width
 
@@ -219,7 +219,7 @@ def _picture(
     part: NDArray[np.int64],
     config: DigitsConfig,
 ) -> tuple[NDArray[np.uint8], list[tuple[int, tuple[int, int, int, int]]]]:
-    """One grey canvas [h, w] and its digits as (digit, (x, y, width, height) of the ink)."""
+    """Draw a grey canvas [h, w]; return it and its digits as (digit, (x, y, width, height) of the ink)."""
     height, width = _canvas(rng, config)
     canvas = np.full((height, width), rng.uniform(0.0, 0.3), dtype=np.float32)
     placed: list[tuple[int, tuple[int, int, int, int]]] = []
@@ -235,7 +235,7 @@ def _picture(
             x = int(rng.integers(0, width - box_width, endpoint=True))
             y = int(rng.integers(0, height - box_height, endpoint=True))
             box = (x, y, box_width, box_height)
-            if all(_overlap(box, other) <= _MOST_OVERLAP for _, other in placed):
+            if all(_overlap(box, placed_box) <= _MOST_OVERLAP for _, placed_box in placed):
                 spot = canvas[y : y + box_height, x : x + box_width]
                 np.maximum(spot, spot + (rng.uniform(0.7, 1.0) - spot) * ink, out=spot)
                 placed.append((int(labels[source]), box))
@@ -244,7 +244,7 @@ def _picture(
 
 
 def _overlap(a: tuple[int, int, int, int], b: tuple[int, int, int, int]) -> float:
-    """Shared area as a fraction of the smaller box."""
+    """Return the shared area as a fraction of the smaller box."""
     across = min(a[0] + a[2], b[0] + b[2]) - max(a[0], b[0])
     down = min(a[1] + a[3], b[1] + b[3]) - max(a[1], b[1])
     return max(across, 0) * max(down, 0) / min(a[2] * a[3], b[2] * b[3])

@@ -1,7 +1,7 @@
 """Pictures for people: boxes with names and scores.
 
-`capslog predict` and the report end here, by way of `task`. It only draws; the threshold decides what is shown, never
-what is scored.
+`task` calls it for `capslog predict` and the report. It only draws; the threshold affects the picture, never the
+scores.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def draw_detections(
     names: Sequence[str],
     threshold: float = 0.5,
 ) -> Image.Image:
-    """A copy of the picture with every box whose score reaches the threshold, best on top.
+    """Return a copy of the picture with every box whose score reaches the threshold, the best on top.
 
     Small pictures are enlarged first, so that names can be read.
 
@@ -63,18 +63,18 @@ def draw_detections(
     # Names on a filled strip at each box's top edge: torchvision's own are unreadable on busy pictures.
     font = ImageFont.load_default(max(11, round(min(canvas.size) / 34)))
     labels = [f"{names[c]} {s:.2f}" for c, s in zip(classes[chosen].tolist(), scores[chosen].tolist(), strict=True)]
-    for (left, top, _, _), label, colour in zip(corners.tolist(), labels, colours, strict=True):
+    for (x_min, y_min, _, _), label, colour in zip(corners.tolist(), labels, colours, strict=True):
         x0, y0, x1, y1 = pen.textbbox((0, 0), label, font=font)
         wide, high = x1 - x0 + 4, y1 - y0 + 4
-        x = min(max(left, 0), max(canvas.width - wide, 0))
-        y = top - high if top >= high else top
+        x = min(max(x_min, 0), max(canvas.width - wide, 0))
+        y = y_min - high if y_min >= high else y_min
         pen.rectangle((x, y, x + wide, y + high), fill=colour)
         pen.text((x + 2 - x0, y + 2 - y0), label, fill="white", font=font)
     return canvas
 
 
 def save_picture(picture: Image.Image, path: Path) -> Path:
-    """Saves as the suffix says (PNG, JPEG, ...), making the folder; returns the path.
+    """Save in the format of the suffix (PNG, JPEG, ...), make the folder, and return the path.
 
     Raises:
         CapslogError: the suffix is unknown or the file cannot be written.
@@ -100,7 +100,7 @@ def _enlarged(image: Image.Image) -> tuple[Image.Image, float]:
 
 
 def _drawable(boxes: Tensor, image: Image.Image) -> Tensor:
-    """Corners in order and inside the picture: a wild prediction must not stop it."""
+    """Return corners in order and inside the picture, so that a wild prediction does not stop the drawing."""
     corners = boxes.detach().float().cpu().nan_to_num(0.0, 0.0, 0.0)
     corners[:, 0::2] = corners[:, 0::2].sort(dim=1).values.clamp(0, image.width - 1)
     corners[:, 1::2] = corners[:, 1::2].sort(dim=1).values.clamp(0, image.height - 1)

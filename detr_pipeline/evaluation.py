@@ -1,7 +1,7 @@
-"""Scores of a detector: its outputs to COCO detections, and pycocotools' twelve numbers without its chatter.
+"""Scores of a detector: its outputs to COCO detections, and pycocotools' twelve numbers without its printed output.
 
-The engine calls `CocoEvaluator.collect` where the last layer lives and `summarize` once. Nothing is filtered on the
-way: no threshold and no suppression of near duplicates, as DETR is scored in its paper.
+The engine calls `CocoEvaluator.collect` on the rank of the last layer and `summarize` once. No detection is filtered:
+no threshold and no suppression of near duplicates, as DETR is scored in its paper.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ STATISTICS = (
 )
 
 Seen = Callable[[Mapping[str, Tensor], int, Tensor, int], tuple[Tensor, Tensor, Tensor]]
-"""From a model's outputs, an image's place in the microbatch, its size [2] (h, w) and the number of classes of the data
+"""Maps a model's outputs, an image's place in the microbatch, its size [2] (h, w) and the number of classes of the data
 to scores [N], classes [N] and corners in pixels [N, 4], float32 on the CPU."""
 
 
 def corners_of(boxes: Tensor, sizes: Tensor) -> Tensor:
-    """Boxes [..., N, 4] as (cx, cy, w, h), fractions of images of `sizes` [..., 2] (h, w), to corners x1 y1 x2 y2 in
-    pixels; float32 on the CPU.
+    """Convert boxes [..., N, 4] as (cx, cy, w, h), fractions of images of `sizes` [..., 2] (h, w), to corners
+    x1 y1 x2 y2 in pixels; float32 on the CPU.
     """
     height, width = sizes.cpu().float().unbind(-1)
     scale = width.new_empty((*width.shape, 4))
@@ -72,7 +72,7 @@ def corners_of(boxes: Tensor, sizes: Tensor) -> Tensor:
 def seen_by_queries(
     outputs: Mapping[str, Tensor], image: int, size: Tensor, num_classes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a DETR sees, as `Seen` says: its last decoder layer's `best_classes`.
+    """Return a DETR's detections in the form of `Seen`: its last decoder layer's `best_classes`.
 
     Args:
         outputs: `logits` [K, B, Q, C+1] and `boxes` [K, B, Q, 4].
@@ -83,7 +83,7 @@ def seen_by_queries(
 
 
 def refuse_too_few(outputs: int, num_classes: int) -> None:
-    """Raises CapslogError for a model of fewer classes than the data has."""
+    """Raise CapslogError for a model of fewer classes than the data has."""
     if outputs < num_classes:
         raise CapslogError(
             f"the model tells {outputs} classes apart, but the data has {num_classes}; set model.num_classes to null "
@@ -94,7 +94,7 @@ def refuse_too_few(outputs: int, num_classes: int) -> None:
 def best_classes(
     logits: Tensor, boxes: Tensor, sizes: Tensor, num_classes: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Every query's best class without no-object, its probability, and its box in pixels.
+    """Return every query's best class without no-object, its probability, and its box in pixels.
 
     Args:
         logits: [..., Q, C+1], no-object last.
@@ -110,13 +110,13 @@ def best_classes(
 
 
 class CocoEvaluator:
-    """Judges one data set.
+    """Evaluates detections on a data set.
 
     Args:
         index: its annotation file.
         category_ids: the category id of every class, in the order of the model's outputs.
         detections_path: where `summarize` writes all detections in COCO's result format; None writes nothing.
-        seen: what the model sees in its outputs.
+        seen: converts the model's outputs to detections.
     """
 
     def __init__(
@@ -130,8 +130,8 @@ class CocoEvaluator:
         self._seen = seen
 
     def collect(self, outputs: Mapping[str, Tensor], minibatch: Minibatch, microbatch: int) -> list[dict[str, Any]]:
-        """One entry per image: id, and of all that the model saw the category ids, boxes (x, y, width, height) and
-        scores.
+        """Return an entry per image: its id, and the category ids, boxes (x, y, width, height) and scores of all
+        detections.
 
         Raises:
             CapslogError: the model has fewer classes than the data.
@@ -150,7 +150,7 @@ class CocoEvaluator:
         return results
 
     def summarize(self, results: list[dict[str, Any]]) -> dict[str, Any]:
-        """The twelve COCO numbers and the AP of every class; None where there is nothing to find.
+        """Return the twelve COCO numbers and the AP of every class; None where there is nothing to find.
 
         An image that comes twice counts once; one that never came counts as missed, with a warning.
         """
@@ -158,14 +158,14 @@ class CocoEvaluator:
         missing = len(self.index) - len(seen)
         if missing:
             logger.warning("%d of %d images were not evaluated and count as missed", missing, len(self.index))
-        found = detections(seen.values())
+        coco_detections = detections(seen.values())
         if self.detections_path is not None:
-            files.write_text(self.detections_path, json.dumps(found))
-        return coco_statistics(self.index, found)
+            files.write_text(self.detections_path, json.dumps(coco_detections))
+        return coco_statistics(self.index, coco_detections)
 
 
 def detections(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The entries of `CocoEvaluator.collect` in COCO's result format, one dict per box."""
+    """Convert the entries of `CocoEvaluator.collect` to COCO's result format, one dict per box."""
     return [
         {"image_id": result["image_id"], "category_id": category_id, "bbox": box, "score": score}
         for result in results
@@ -173,8 +173,8 @@ def detections(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def coco_statistics(index: CocoIndex, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Scores detections in COCO's result format with pycocotools' defaults for boxes.
+def coco_statistics(index: CocoIndex, detections_found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Score detections in COCO's result format with pycocotools' defaults for boxes.
 
     Returns:
         The names of `STATISTICS` with their values, then `per_class`, {name: AP}. pycocotools' -1 means that there was
@@ -183,12 +183,14 @@ def coco_statistics(index: CocoIndex, found: Sequence[Mapping[str, Any]]) -> dic
     Raises:
         CapslogError: a detection of an unknown image or category, or a box or score that is not finite.
     """
-    _check(index, found)
+    _check(index, detections_found)
     with contextlib.redirect_stdout(io.StringIO()):
         truth = _indexed(index.ground_truth())
         # loadRes fails on an empty list, so that case is a result without annotations.
         answer = (
-            truth.loadRes([dict(one) for one in found]) if found else _indexed({**truth.dataset, "annotations": []})
+            truth.loadRes([dict(detection) for detection in detections_found])
+            if detections_found
+            else _indexed({**truth.dataset, "annotations": []})
         )
         scorer = COCOeval(truth, answer, "bbox")
         scorer.evaluate()
@@ -205,19 +207,19 @@ def coco_statistics(index: CocoIndex, found: Sequence[Mapping[str, Any]]) -> dic
     return values
 
 
-def _check(index: CocoIndex, found: Sequence[Mapping[str, Any]]) -> None:
+def _check(index: CocoIndex, detections_found: Sequence[Mapping[str, Any]]) -> None:
     images, categories = set(index.image_ids), set(index.category_ids)
-    for one in found:
-        if one["image_id"] not in images:
-            raise CapslogError(f"a detection names image id {one['image_id']}, which is not in {index.path}")
-        if not np.isfinite([*one["bbox"], one["score"]]).all():
+    for detection in detections_found:
+        if detection["image_id"] not in images:
+            raise CapslogError(f"a detection names image id {detection['image_id']}, which is not in {index.path}")
+        if not np.isfinite([*detection["bbox"], detection["score"]]).all():
             raise CapslogError(
-                f"a detection of image id {one['image_id']} is not finite: bbox={one['bbox']}, score={one['score']}; "
-                "the model has diverged"
+                f"a detection of image id {detection['image_id']} is not finite: bbox={detection['bbox']}, "
+                f"score={detection['score']}; the model has diverged"
             )
     # A class that the file does not have cannot be right or wrong: with gapped labels a model may name one. pycocotools
-    # leaves such detections out, and so do we, but not in silence.
-    foreign = sum(one["category_id"] not in categories for one in found)
+    # leaves such detections out, and so do we, but with a log line.
+    foreign = sum(detection["category_id"] not in categories for detection in detections_found)
     if foreign:
         logger.info("%d detections are of categories that %s does not have; they do not count", foreign, index.path)
 
@@ -230,12 +232,12 @@ def _indexed(dataset: dict[str, Any]) -> COCO:
 
 
 def _mean_of_known(values: np.ndarray) -> float | None:
-    known = values[values > -1]
-    return float(known.mean()) if known.size else None
+    valid = values[values > -1]
+    return float(valid.mean()) if valid.size else None
 
 
 def _unique_names(index: CocoIndex) -> list[str]:
-    """Names of the classes; those that two categories share carry their id."""
+    """Return the names of the classes; a name that two categories share gets the id appended."""
     return [
         name if index.names.count(name) == 1 else f"{name} ({id_})"
         for id_, name in zip(index.category_ids, index.names, strict=True)

@@ -1,7 +1,7 @@
-"""DETR's set loss of one microbatch, as its share of the whole minibatch's loss, and the costs of its matching.
+"""DETR's set loss of a microbatch, as its share of the whole minibatch's loss, and the costs of its matching.
 
 Every sum is divided by a normaliser of the minibatch that is known before the forward, so the shares of any split into
-microbatches add up to the same loss. The workload calls this where the last layer lives; it computes in float32 or
+microbatches add up to the same loss. The workload calls this on the rank of the last layer; it computes in float32 or
 better, outside autocast.
 """
 
@@ -31,7 +31,7 @@ def set_loss(
     config: ModelConfig,
     matches: Sequence[Sequence[Match]] | None = None,
 ) -> dict[str, Tensor]:
-    """Scalar parts of the loss; `loss` is their weighted sum over all decoder layers.
+    """Return scalar parts of the loss; `loss` is their weighted sum over all decoder layers.
 
     With N usable boxes in the minibatch: classification is summed cross entropy over N + w * (queries - N), w the
     weight of no-object (what `F.cross_entropy(weight=...)` means by a mean); L1 and 1 - GIoU of matched boxes over
@@ -76,9 +76,9 @@ def _parts(
     weight[-1] = config.no_object
     entropy = F.cross_entropy(logits.flatten(0, 2), classes.flatten(), weight, reduction="none")
     # Every decoder layer has the same number of matched boxes, so [K * m] splits into [K, m].
-    found = boxes[where]
-    distance = (found - wanted).abs().sum(-1)
-    overlap = generalised_iou(box_convert(found, "cxcywh", "xyxy"), box_convert(wanted, "cxcywh", "xyxy"))
+    predicted_boxes = boxes[where]
+    distance = (predicted_boxes - wanted).abs().sum(-1)
+    overlap = generalised_iou(box_convert(predicted_boxes, "cxcywh", "xyxy"), box_convert(wanted, "cxcywh", "xyxy"))
     box_scale = 1 / max(usable, 1.0)
     sums = {
         "loss_class": entropy.view(num_layers, -1).sum(1)
@@ -103,7 +103,8 @@ def _parts(
 def _assignments(
     logits: Tensor, targets: Sequence[Mapping[str, Any]], matches: Sequence[Sequence[Match]]
 ) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
-    """Wanted class of every query [K, B, Q]; layer, image and query of every match [3][K * m]; its box [K * m, 4].
+    """Return the wanted class of every query [K, B, Q]; layer, image and query of every match [3][K * m]; its box
+    [K * m, 4].
 
     Put together on the host and sent to the device once.
     """
@@ -117,7 +118,7 @@ def _assignments(
 def match(
     logits: Tensor, boxes: Tensor, targets: Sequence[Mapping[str, Any]], config: ModelConfig
 ) -> list[list[Match]]:
-    """Matches of every decoder layer and image, as `detr_pipeline.matching.assign` gives them.
+    """Return the matches of every decoder layer and image, from `detr_pipeline.matching.assign`.
 
     Args:
         logits: [K, B, Q, C + 1].

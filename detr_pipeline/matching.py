@@ -1,7 +1,7 @@
-"""Which query is to become which box: the assignment of least cost per image and decoder layer, and boxes compared.
+"""Matching of queries to boxes: the assignment of least cost per image and decoder layer, and the overlap of boxes.
 
-The set losses of DETR and RT-DETR call this where the last layer lives. Costs come to the host in one copy for all
-decoder layers, where scipy assigns; nothing here knows what a cost is made of.
+The set losses of DETR and RT-DETR call this on the rank of the last layer. Costs are copied to the host at once for all
+decoder layers, where scipy assigns; the callers define the costs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Match = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def check_labels(targets: Sequence[Mapping[str, Any]], num_classes: int) -> None:
-    """Raises CapslogError for a label that the model has no output for."""
+    """Raise CapslogError for a label that the model has no output for."""
     for target in targets:
         largest = max(target["labels"].tolist(), default=-1)
         if largest >= num_classes:
@@ -34,10 +34,11 @@ def check_labels(targets: Sequence[Mapping[str, Any]], num_classes: int) -> None
 
 
 def ious(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """IoU and generalised IoU (Rezatofighi et al., CVPR 2019) of corner boxes [..., 4] that broadcast; each [...].
+    """Return IoU and generalised IoU (Rezatofighi et al., CVPR 2019), each [...], of corner boxes [..., 4] that
+    broadcast.
 
-    The generalised one is in -1..1: IoU minus the part of the enclosing box that the union leaves empty. Without an
-    epsilon, as DETR has it: two boxes of no area give NaN, but no target has none.
+    The generalised IoU is in -1..1: IoU minus the part of the enclosing box that the union leaves empty. There is no
+    epsilon, as in DETR: two boxes of no area give NaN, but every target has an area.
     """
     area_a = (a[..., 2] - a[..., 0]) * (a[..., 3] - a[..., 1])
     area_b = (b[..., 2] - b[..., 0]) * (b[..., 3] - b[..., 1])
@@ -49,7 +50,7 @@ def ious(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def generalised_iou(a: Tensor, b: Tensor) -> Tensor:
-    """The second result of `ious`."""
+    """Return the second result of `ious`."""
     return ious(a, b)[1]
 
 
@@ -60,12 +61,12 @@ def assign(
     targets: Sequence[Mapping[str, Any]],
     cost: Callable[[int, Tensor, Tensor], Tensor],
 ) -> list[list[Match]]:
-    """Matches of every decoder layer (outer list) and image (inner list).
+    """Return the matches of every decoder layer (outer list) and image (inner list).
 
     An image with n boxes gives min(n, Q) pairs; with none, two empty tuples. Equal costs give equal matches.
 
     Args:
-        logits, boxes: [K, B, Q, ...], what was predicted; asked whether it is finite.
+        logits, boxes: [K, B, Q, ...], the predictions; they must be finite.
         targets: per image `labels` [n] and `boxes` [n, 4], on the CPU.
         cost: gives [K, Q, n] from an image's number, its labels [n] and its boxes [n, 4] on the device. Called without
             gradients, and not at all where a profiler computes with shapes only.
@@ -90,21 +91,23 @@ def assign(
     tables = flat[sound.numel() :].split([num_layers * num_queries * count for count in counts])
     blocks = [table.view(num_layers, num_queries, -1).numpy() for table in tables]
     pairs = [[linear_sum_assignment(block[layer]) for block in blocks] for layer in range(num_layers)]
-    return [[(tuple(queries.tolist()), tuple(found.tolist())) for queries, found in images] for images in pairs]
+    return [
+        [(tuple(queries.tolist()), tuple(box_numbers.tolist())) for queries, box_numbers in images] for images in pairs
+    ]
 
 
 def positions(
     targets: Sequence[Mapping[str, Any]], matches: Sequence[Sequence[Match]]
 ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-    """Layer, image and query of every match [3][K * m]; its label [K * m]; its box [K * m, 4]. Put together on the
+    """Return layer, image and query of every match [3][K * m]; its label [K * m]; its box [K * m, 4]; all built on the
     host.
     """
     rows, labels, wanted = [], [], []
     for layer, images in enumerate(matches):
-        for image, (chosen, found) in enumerate(images):
+        for image, (chosen, box_numbers) in enumerate(images):
             rows += [(layer, image, query) for query in chosen]
-            labels.append(targets[image]["labels"][list(found)])
-            wanted.append(targets[image]["boxes"][list(found)])
+            labels.append(targets[image]["labels"][list(box_numbers)])
+            wanted.append(targets[image]["boxes"][list(box_numbers)])
     where = torch.tensor(rows, dtype=torch.int64).reshape(-1, 3).unbind(1)
     return where, torch.cat(labels), torch.cat(wanted)
 
@@ -113,9 +116,9 @@ def _refuse_unsound(sound: Tensor, targets: Sequence[Mapping[str, Any]]) -> None
     """Args: sound [2, K, B], 0 where logits (first) or boxes (second) hold a value that is not finite."""
     if bool(sound.all()):
         return
-    what, layer, image = (sound == 0).nonzero()[0].tolist()
+    output, layer, image = (sound == 0).nonzero()[0].tolist()
     name = targets[image].get("image_id", image)
     raise StepRefused(
-        f"the predicted {('logits', 'boxes')[what]} of decoder layer {layer} for image {name} are not finite: the "
+        f"the predicted {('logits', 'boxes')[output]} of decoder layer {layer} for image {name} are not finite: the "
         "run has diverged; lower train.lr, or resume from an earlier checkpoint"
     )

@@ -1,7 +1,7 @@
-"""Picture files: opened with one sentence for what is wrong with them, and read as upright RGB of 8 bits.
+"""Picture files: opened, with one sentence for each problem, and read as upright RGB of 8 bits.
 
-`data` and `checks` call this module; it knows no annotation file. What a file leaves open, such as how many of its 16
-bits count, is asked for by name and never guessed.
+`data` and `checks` call this module; it knows no annotation file. Facts that a file leaves open, such as how many of
+its 16 bits count, must be configured and are never guessed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from varuna_capslog.base.errors import CapslogError
 __all__ = ["MAX_PIXELS", "MOST_PIXELS", "ORIENTATION", "has_more_bits", "opened_image", "read_image"]
 
 MAX_PIXELS, MOST_PIXELS = 178_956_970, 357_913_940
-"""What is taken unless the user allows more, and beyond which Pillow refuses a picture; 512 MiB and 1 GiB as RGB."""
+"""Default limit of a picture, and the limit beyond which Pillow refuses it; 512 MiB and 1 GiB as RGB."""
 ORIENTATION = 0x0112
 """The EXIF tag."""
 _IN_16_BITS = ("PNG", "PPM")
@@ -31,14 +31,14 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # `m
 
 @contextmanager
 def opened_image(path: Path, name: str = "", max_pixels: int = MAX_PIXELS) -> Iterator[Image.Image]:
-    """A picture whose header was read, while the file is open.
+    """Yield a picture whose header was read, while the file is open.
 
     Args:
         name: how the error calls the picture besides its path.
         max_pixels: a larger one is refused before it takes memory.
 
     Raises:
-        CapslogError: the file is missing, too large, or cannot be decoded, also by what is done inside the `with`.
+        CapslogError: the file is missing, too large, or cannot be decoded, also by code inside the `with`.
     """
     called = _called(path, name)
     try:
@@ -58,7 +58,7 @@ def opened_image(path: Path, name: str = "", max_pixels: int = MAX_PIXELS) -> It
 
 
 def read_image(path: Path, name: str = "", bits: int | None = None, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """A picture as upright RGB: EXIF orientation applied; grey, palette, CMYK and transparent ones converted.
+    """Read a picture as upright RGB: EXIF orientation applied; grey, palette, CMYK and transparent ones converted.
 
     Args:
         name: how the error calls the picture besides its path.
@@ -80,21 +80,21 @@ def read_image(path: Path, name: str = "", bits: int | None = None, max_pixels: 
         if upright.mode.startswith("I"):
             wide = upright.mode == "I" and not in_16_bits
             return _of_grey(np.asarray(upright), wide, bits, _called(path, name)).convert("RGB")
-        found = upright.convert("RGB")
+        rgb = upright.convert("RGB")
         if deep and bits is None:
-            # of colours Pillow gives the upper 8 bits alone
-            high = max(top for _, top in found.getextrema())  # type: ignore[misc]
+            # Pillow gives only the upper 8 bits of colours
+            high = max(top for _, top in rgb.getextrema())  # type: ignore[misc]
             _refuse_dark((high << 8) + 255 if high else 0, "convert it to 8 bits", _called(path, name))
         elif deep and bits != 16:
             raise CapslogError(
                 f"{_called(path, name)} holds 16 bits of each colour, of which data.picture_bits={bits} cannot be "
                 "taken; convert it to 8 bits"
             )
-        return found
+        return rgb
 
 
 def has_more_bits(file: Image.Image) -> bool:
-    """Whether an opened picture, not yet decoded, has more than 8 bits of each colour."""
+    """Return whether an opened picture, not yet decoded, has more than 8 bits of each colour."""
     return file.mode[0] in "IF" or ";16" in str(getattr(file, "tile", ""))
 
 
@@ -103,7 +103,7 @@ def _called(path: Path, name: str) -> str:
 
 
 def _of_grey(values: np.ndarray, wide: bool, bits: int | None, called: str) -> Image.Image:
-    """Whole numbers of 16 or 32 bits (`wide`) as a grey picture of the 8 upper ones of those that count."""
+    """Convert whole numbers of 16 or 32 bits (`wide`) to a grey picture of the upper 8 of the bits that count."""
     low, high = int(values.min()), int(values.max())
     if bits is None:
         if wide:

@@ -1,7 +1,7 @@
 """The parts of DETR's transformer layers that are split: heads and columns, or positions.
 
 By positions, part i of an encoder layer attends from the i-th rows of the map to all of it. In a decoder layer, whose
-queries are few, it attends from all queries to the i-th rows, and a last part merges what the parts found by its
+queries are few, it attends from all queries to the i-th rows, and a last part merges the parts' results by their
 log-sum-exp (`variants.attention.merged`).
 
 Each layer of `transformer` that can be split calls a function of this module; see
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 __all__ = ["split_decoder", "split_encoder"]
 
 Attend = Callable[..., Tensor]
-"""How a layer calls its attention: (attention, what the part reads) to what the attention gives."""
+"""Calls a layer's attention: (attention, the part's inputs) to the attention's output."""
 
 
 def split_encoder(layer: EncoderLayer, into: Splitter, attend: Attend) -> None:
-    """By positions: each part computes some rows of the map, and reads all of them. By tensors: the heads, then the
-    columns of the feed-forward.
+    """Split an encoder layer. By positions: each part computes some rows of the map, and reads all of them. By tensors:
+    the heads, then the columns of the feed-forward.
     """
     if into.kind == "sequence":
         rows = [into.value(f"rows.{part}") for part in range(into.degree)]
@@ -59,13 +59,13 @@ def split_decoder(
     begin: nn.Module | None,
     heads: nn.Module | None,
 ) -> None:
-    """By positions: the keys of the attention to the memory; the object queries are few, and what only they take part
-    in stays whole. By tensors: the heads of both attentions, then the columns of the feed-forward.
+    """Split a decoder layer. By positions: the keys of the attention to the memory; the object queries are few, so
+    operations on them alone stay whole. By tensors: the heads of both attentions, then the columns of the feed-forward.
 
     Args:
         attends: to the queries, to the memory.
         begin: gives the hidden state and the query embedding that the first layer begins with, from the memory.
-        heads: predicts from the new hidden state, and appends to what was predicted before.
+        heads: predicts from the new hidden state, and appends to the earlier predictions.
     """
     by_heads = into.kind == "tensor"
     before = "hidden"
@@ -74,12 +74,14 @@ def split_decoder(
         into.add("begin", begin, ["memory"], [before, "query"])
     first, middle = into.value("first"), into.value("middle")
     if by_heads:
-        own = _attention(into, layer.self_attn, "self_attention", attends[0], [before, "query"])
+        attended = _attention(into, layer.self_attn, "self_attention", attends[0], [before, "query"])
     else:
-        own = [into.value("self_attention")]
-        into.add("self_attention", _AttentionPart(into.sharing(layer.self_attn), attends[0]), [before, "query"], own)
+        attended = [into.value("self_attention")]
+        into.add(
+            "self_attention", _AttentionPart(into.sharing(layer.self_attn), attends[0]), [before, "query"], attended
+        )
     bias = layer.self_attn.out_proj.bias if by_heads else None
-    into.add("norm1", _OfLast(_sum(layer, bias, layer.norm1)), [before, *own], [first])
+    into.add("norm1", _OfLast(_sum(layer, bias, layer.norm1)), [before, *attended], [first])
     reads = [first, "memory", "valid", "query"]
     if by_heads:
         seen = _attention(into, layer.multihead_attn, "attention", attends[1], reads)
@@ -100,39 +102,39 @@ def split_decoder(
         into.add("heads", heads, [after, *(name for name in predicted if name in into.reads)], predicted)
 
 
-def _attention_to_rows(into: Splitter, whole: Attention, reads: Sequence[str]) -> list[str]:
-    """Adds the parts that attend to some rows of the memory each; returns what they write, outputs first."""
+def _attention_to_rows(into: Splitter, attention: Attention, reads: Sequence[str]) -> list[str]:
+    """Add the parts that attend to some rows of the memory each; return the names that they write, outputs first."""
     outs, seen = (
         [into.value(f"{name}.{part}") for part in range(into.degree)] for name in ("attention", "log_sum_exp")
     )
     for part, name in enumerate(outs):
-        module = _AttentionToRows(whole, (part, into.degree))
+        module = _AttentionToRows(attention, (part, into.degree))
         into.add(f"attention.{part}", module, reads, [name, seen[part]])
     return [*outs, *seen]
 
 
-def _attention(into: Splitter, whole: Attention, name: str, attend: Attend, reads: Sequence[str]) -> list[str]:
-    """Adds the shares of an attention; returns what they write."""
+def _attention(into: Splitter, attention: Attention, name: str, attend: Attend, reads: Sequence[str]) -> list[str]:
+    """Add the shares of an attention; return the names that they write."""
     written = [into.value(f"{name}.{part}") for part in range(into.degree)]
     for part, value in enumerate(written):
-        into.add(f"{name}.{part}", _AttentionPart(_attention_share(into, whole, part), attend), reads, [value])
+        into.add(f"{name}.{part}", _AttentionPart(_attention_share(into, attention, part), attend), reads, [value])
     return written
 
 
-def _attention_share(into: Splitter, whole: Attention, part: int) -> Attention:
-    width, size = whole.out_proj.out_features, whole.out_proj.in_features // whole.heads
-    first, end = share_of(whole.heads, part, into.degree, "heads")
+def _attention_share(into: Splitter, attention: Attention, part: int) -> Attention:
+    width, size = attention.out_proj.out_features, attention.out_proj.in_features // attention.heads
+    first, end = share_of(attention.heads, part, into.degree, "heads")
     rows = [(at + first * size, at + end * size) for at in (0, width, 2 * width)]
-    share = into.sharing(whole)
+    share = into.sharing(attention)
     share.heads = end - first
-    share.in_proj_weight = into.cut(whole.in_proj_weight, 0, rows)
-    share.in_proj_bias = into.cut(whole.in_proj_bias, 0, rows)
-    share.out_proj = linear_columns(into, whole.out_proj, part)
+    share.in_proj_weight = into.cut(attention.in_proj_weight, 0, rows)
+    share.in_proj_bias = into.cut(attention.in_proj_bias, 0, rows)
+    share.out_proj = linear_columns(into, attention.out_proj, part)
     return share
 
 
 def _feed_forward(into: Splitter, layer: FeedForwardLayer, reads: str) -> list[str]:
-    """Adds the shares of the feed-forward; returns what they write."""
+    """Add the shares of the feed-forward; return the names that they write."""
     written = [into.value(f"feed_forward.{part}") for part in range(into.degree)]
     for part, value in enumerate(written):
         share = _FeedForwardPart(
@@ -147,14 +149,14 @@ def _sum(layer: FeedForwardLayer, bias: nn.Parameter | None, norm: nn.Module) ->
 
 
 class _AttentionToRows(Projections):
-    """What all queries see of some rows of the memory: [B, H, Q, D] and the log-sum-exp [B, H, Q].
+    """Attention of all queries to some rows of the memory: [B, H, Q, D] and the log-sum-exp [B, H, Q].
 
     share: (n, parts): the n-th share of the rows.
     """
 
-    def __init__(self, whole: Attention, share: tuple[int, int]) -> None:
-        super().__init__(whole.heads, whole.in_proj_weight, whole.in_proj_bias)
-        self.core, self.share = copy.deepcopy(whole.core), share
+    def __init__(self, attention: Attention, share: tuple[int, int]) -> None:
+        super().__init__(attention.heads, attention.in_proj_weight, attention.in_proj_bias)
+        self.core, self.share = copy.deepcopy(attention.core), share
 
     def forward(self, x: Tensor, memory: Tensor, valid: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
         _, height, width, channels = memory.shape
@@ -168,7 +170,7 @@ class _AttentionToRows(Projections):
 
 
 class _Merge(nn.Module):
-    """Called with x, what the parts found, and its log-sum-exp; as `SumAndNorm`."""
+    """Merges the parts' results: called with x, the results and their log-sum-exp; then as `SumAndNorm`."""
 
     def __init__(self, out_proj: nn.Linear, sum_: SumAndNorm) -> None:
         super().__init__()
@@ -209,7 +211,7 @@ class _OfLast(nn.Module):
 
 
 class _Hidden(nn.Module):
-    """The next hidden states [K, B, Q, C]; `keep`: behind those before, which are read first."""
+    """Returns the next hidden states [K, B, Q, C]; `keep`: appended to the earlier ones, which are read first."""
 
     def __init__(self, sum_: SumAndNorm, keep: bool) -> None:
         super().__init__()

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class DetrWorkload(CocoWorkload):
-    """One DETR run.
+    """Workload of a DETR.
 
     Args:
         config: the resolved config; its `model` and `data` sections are checked here.
@@ -49,7 +49,7 @@ class DetrWorkload(CocoWorkload):
         self.name = "detr"
 
     def build_chain(self) -> Chain:
-        """Fresh weights, then those of `model.weights` where that is set.
+        """Build the chain with fresh weights, then load those of `model.weights` where that is set.
 
         Raises:
             CapslogError: the weights file cannot be used, or fits less than half of this model.
@@ -60,7 +60,7 @@ class DetrWorkload(CocoWorkload):
         return chain
 
     def check(self) -> Iterator[RunFinding]:
-        """As its base, and how much of `model.weights` is taken, where that is not all."""
+        """Check the data, and yield a finding where only a part of `model.weights` is loaded."""
         yield from findings_of(super().check, self._check_weights)
 
     def _check_weights(self) -> Iterator[RunFinding]:
@@ -72,7 +72,7 @@ class DetrWorkload(CocoWorkload):
                 yield RunFinding(f"model.weights={self.model.weights}: {fit.told()}")
 
     def _fitting(self, chain: Chain, path: Path) -> weights.FittingWeights:
-        """What of a weights file fits the chain. Raises CapslogError where that is less than half of what is wanted."""
+        """Return the tensors of a weights file that fit the chain. Raises CapslogError where less than half do."""
         fit = weights.fit(chain, read_state_file(path))
         if 2 * len(fit.found) < fit.wanted:
             raise CapslogError(
@@ -128,11 +128,11 @@ class DetrWorkload(CocoWorkload):
         return CocoSource(self.data, "val", self.config.train.seed, self.model.queries)
 
     def own_names(self, chain: Chain) -> Mapping[str, str]:
-        """Those of Facebook's DETR."""
+        """Return the names of Facebook's DETR for the chain's tensors, by address."""
         return weights.reference_names(chain)
 
     def import_weights(self, path: Path) -> tuple[dict[str, Tensor], list[str]]:
-        """Weights of a file in Facebook's DETR layout by address, and what was skipped and why."""
+        """Return weights of a file in Facebook's DETR layout, by address, and the skipped ones with the reason."""
         with torch.device("meta"):
             chain = build_chain(self.model, self.num_classes)
         return weights.from_reference(chain, read_state_file(path))

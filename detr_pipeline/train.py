@@ -1,8 +1,8 @@
 """`torchrun ... -m detr_pipeline.train CONFIG [key=value ...]`: one rank of a run over one node or many.
 
-The ranks meet first; rank 0 then profiles, plans and lays out the run's folder, and all go on as the workers of
-`capslog train` do. After a kill torchrun restarts everybody, and the run resumes from its last checkpoint: live
-morphing is off under torchrun, since its agent ends a dead worker's siblings.
+The ranks connect first; rank 0 then profiles, plans and writes the run's folder, and all go on as the workers of
+`capslog train` do. After a kill torchrun restarts all ranks, and the run resumes from its last checkpoint: live
+morphing is off under torchrun, since its agent ends the other workers when one is lost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one rank; returns the exit status (a failure ends the process with its own)."""
+    """Run one rank; return the exit status (a failure ends the process with its own)."""
     from varuna_capslog.base.errors import CapslogError
     from varuna_capslog.base.supervisor import reserve
     from varuna_capslog.config.reading import load_config
@@ -25,18 +25,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from varuna_capslog.start.prepare import prepare_run
     from varuna_capslog.start.worker import run_worker
 
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if not given or given[0].startswith("-"):
+    command_line = list(sys.argv[1:] if arguments is None else arguments)
+    if not command_line or command_line[0].startswith("-"):
         sys.stderr.write("usage: torchrun --nproc-per-node N -m detr_pipeline.train CONFIG [key=value ...]\n")
         return 2
     rank = int(os.environ.get("RANK", "0"))
     try:
         say = lambda line: sys.stdout.write(f"{line}\n") if rank == 0 else None  # noqa: E731
-        if load_config(given[0], given[1:]).elastic.enabled:
+        if load_config(command_line[0], command_line[1:]).elastic.enabled:
             say("elastic.enabled is ignored here; launch/elastic.sh starts a run that goes on live")
-        # the variants are checked by rank 0, and the others read what has passed
+        # rank 0 checks the variants, and the others read those that have passed
         more = ["elastic.enabled=false", *(["variants={}"] if rank else [])]
-        config = load_run_config(given[0], [*given[1:], *more], say)
+        config = load_run_config(command_line[0], [*command_line[1:], *more], say)
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         if world_size != config.world_size:
             raise CapslogError(
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for note in prepare_run(config, show=False).notes:
                 sys.stderr.write(f"note: {note}\n")
             if config.resume == "auto":
-                recover(config.run_dir)  # what an elastic run left here that stopped between two checkpoints
+                recover(config.run_dir)  # state of an elastic run that stopped between two checkpoints
 
         return run_worker(config.run_dir, prepare=prepare)
 

@@ -31,7 +31,7 @@ __all__ = [
 
 
 def _attend_map(attention: Attention, memory: Tensor, valid: Tensor, rows: tuple[int, int] | None = None) -> Tensor:
-    """[B, h, w, C]: attention of a map to itself, of some rows (first, end) of it, or all."""
+    """Return [B, h, w, C]: attention of a map to itself, from some rows (first, end) of it, or all."""
     _, height, width, channels = memory.shape
     x = memory.flatten(1, 2)
     placed = x + sine_positions(valid, height, width, channels).flatten(1, 2)
@@ -41,18 +41,18 @@ def _attend_map(attention: Attention, memory: Tensor, valid: Tensor, rows: tuple
 
 
 def _attend_queries(attention: Attention, x: Tensor, query: Tensor) -> Tensor:
-    """[B, Q, C]: attention of the object queries to each other."""
+    """Return [B, Q, C]: attention of the object queries to each other."""
     placed = x + query
     return attention(placed, placed, x)
 
 
 def _attend_last_queries(attention: Attention, hidden: Tensor, query: Tensor) -> Tensor:
-    """`_attend_queries` of the last of the hidden states."""
+    """Apply `_attend_queries` to the last of the hidden states."""
     return _attend_queries(attention, hidden[-1], query)
 
 
 def _attend_memory(attention: Attention, x: Tensor, memory: Tensor, valid: Tensor, query: Tensor) -> Tensor:
-    """[B, Q, C]: attention of the object queries to a map."""
+    """Return [B, Q, C]: attention of the object queries to a map."""
     _, height, width, channels = memory.shape
     seen = memory.flatten(1, 2)
     keys = seen + sine_positions(valid, height, width, channels).flatten(1, 2)
@@ -60,7 +60,7 @@ def _attend_memory(attention: Attention, x: Tensor, memory: Tensor, valid: Tenso
 
 
 class FeedForwardLayer(nn.Module):
-    """What encoder and decoder layers have in common: the two linear maps between normalisations."""
+    """Base of encoder and decoder layers: the two linear maps between normalisations."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class FeedForwardLayer(nn.Module):
         nn.init.xavier_uniform_(self.linear2.weight)
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        """[..., C] to [..., C], dropped out twice."""
+        """Map [..., C] to [..., C], with two dropouts."""
         return self.dropout(self.linear2(self.dropout(F.relu(self.linear1(x)))))
 
 
@@ -95,12 +95,12 @@ class EncoderLayer(FeedForwardLayer):
         self.norm2 = nn.LayerNorm(config.hidden_dim)
 
     def forward(self, memory: Tensor, valid: Tensor) -> Tensor:
-        own, rows = memory, None
+        residual, rows = memory, None
         if self.rows is not None:
             part, parts = self.rows
             rows = memory.shape[1] * part // parts, memory.shape[1] * (part + 1) // parts
-            own = memory[:, rows[0] : rows[1]]
-        x = self.norm1(own + self.dropout(_attend_map(self.self_attn, memory, valid, rows)))
+            residual = memory[:, rows[0] : rows[1]]
+        x = self.norm1(residual + self.dropout(_attend_map(self.self_attn, memory, valid, rows)))
         return self.norm2(x + self.feed_forward(x))
 
     def split(self, into: Splitter) -> None:
@@ -111,8 +111,8 @@ class EncoderLayer(FeedForwardLayer):
 class DecoderLayer(FeedForwardLayer):
     """Called with hidden [K, B, Q, C], memory [B, h, w, C], valid [B, 2] and the query embedding [Q, C].
 
-    Hidden holds what the K decoder layers before gave, not normalised; the last entry is the input. Returns it with
-    this layer's output appended, or the output alone where no layer needs the earlier ones (`keep` false).
+    Hidden holds the outputs of the K decoder layers before, not normalised; the last entry is the input. Returns hidden
+    with this layer's output appended, or the output alone where no layer needs the earlier ones (`keep` false).
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -129,7 +129,7 @@ class DecoderLayer(FeedForwardLayer):
         return torch.cat((hidden, output)) if self.keep else output
 
     def decode(self, x: Tensor, memory: Tensor, valid: Tensor, query: Tensor) -> Tensor:
-        """[B, Q, C] to [B, Q, C]."""
+        """Decode [B, Q, C] to [B, Q, C]."""
         x = self.norm1(x + self.dropout(_attend_queries(self.self_attn, x, query)))
         x = self.norm2(x + self.dropout(_attend_memory(self.multihead_attn, x, memory, valid, query)))
         return self.norm3(x + self.feed_forward(x))
@@ -139,7 +139,7 @@ class DecoderLayer(FeedForwardLayer):
         split_decoder(self, into, (_attend_last_queries, _attend_memory), *self._around())
 
     def _around(self) -> tuple[nn.Module | None, nn.Module | None]:
-        """What a split layer runs before and behind the decoding itself."""
+        """Return the modules that a split layer runs before and behind the decoding itself."""
         return None, None
 
 
@@ -175,16 +175,16 @@ class Heads(nn.Module):
 
 
 def _with_predictions(heads: Heads, hidden: Tensor, logits: Tensor, boxes: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits and boxes with those that the heads make of hidden appended."""
+    """Return logits and boxes with the heads' predictions for hidden appended."""
     more_logits, more_boxes = heads(hidden)
     return torch.cat((logits, more_logits)), torch.cat((boxes, more_boxes))
 
 
 class PredictingDecoderLayer(DecoderLayer):
-    """As `DecoderLayer`, and appends its predictions to those that come in; returns hidden, logits, boxes.
+    """A `DecoderLayer` that appends its predictions to the earlier ones; returns hidden, logits, boxes.
 
     Args:
-        heads: one object for all decoder layers, which so share its parameters.
+        heads: one object for all decoder layers, which thus share its parameters.
         last: no layer reads the hidden state; returns logits, boxes.
     """
 

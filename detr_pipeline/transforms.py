@@ -1,4 +1,4 @@
-"""DETR's augmentation in two halves: `plan` decides with numbers alone, `apply` does the same to pixels.
+"""DETR's augmentation in two halves: `plan` decides with numbers alone, `apply` transforms the pixels.
 
 `data` plans on every rank, so that sizes and targets of a minibatch are known before any file is opened, and applies
 only where the pixels are needed. Nothing here keeps state: equal generators give equal plans.
@@ -35,7 +35,7 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 _SLIVER = 25
-"""Times as long as wide; the sizes of other pictures are those of the reference."""
+"""Ratio of the sides above which a picture is a sliver; the sizes of other pictures are those of the reference."""
 
 Pixels = Annotated[int, Field(ge=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
@@ -78,7 +78,7 @@ class AugmentConfig(Section):
 
 @dataclass(frozen=True, eq=False)
 class ImageRecipe:
-    """What happens to one image.
+    """Transformation of an image.
 
     Attributes:
         flip: mirror it first.
@@ -98,11 +98,11 @@ class ImageRecipe:
 
 
 def resized_size(height: int, width: int, scale: int, max_size: int | None) -> tuple[int, int]:
-    """(h, w) after the shorter side became `scale`, or less where the longer one would pass `max_size`.
+    """Return (h, w) after the shorter side became `scale`, or less where the longer one would pass `max_size`.
 
     The rounding is the reference's (`datasets/transforms.py`), not that of torchvision's RandomShortestSize, which
-    gives another size for about one image in forty; with it the longer side may pass `max_size`, by half as many
-    pixels as the image is times as long as wide. Of a sliver it is cut to `max_size`.
+    gives another size for about one image in forty; with it the longer side may pass `max_size`, by as many pixels as
+    half the ratio of the sides. The longer side of a sliver is cut to `max_size`.
     """
     short, long = min(height, width), max(height, width)
     if max_size is not None and long / short * scale > max_size:
@@ -117,7 +117,7 @@ def resized_size(height: int, width: int, scale: int, max_size: int | None) -> t
 def plan(
     rng: np.random.Generator | None, width: int, height: int, boxes: NDArray[np.float64], config: AugmentConfig
 ) -> ImageRecipe:
-    """Draws one training augmentation: flip, then either a resize or a resize, a crop and a resize.
+    """Draw a training augmentation: flip, then either a resize or a resize, a crop and a resize.
 
     Args:
         rng: the sample's own generator; None gives the one resize of evaluation and prediction.
@@ -133,9 +133,9 @@ def plan(
             seen_width, seen_height = (
                 int(rng.integers(*_crop_range(side, config.crop_size), endpoint=True)) for side in reversed(resize)
             )
-            top = int(rng.integers(0, resize[0] - seen_height, endpoint=True))
-            left = int(rng.integers(0, resize[1] - seen_width, endpoint=True))
-            crop = (top, left, seen_height, seen_width)
+            row = int(rng.integers(0, resize[0] - seen_height, endpoint=True))
+            column = int(rng.integers(0, resize[1] - seen_width, endpoint=True))
+            crop = (row, column, seen_height, seen_width)
         scale = _choice(rng, config.scales)
     size = config.stretch or resized_size(seen_height, seen_width, scale, config.max_size)
 
@@ -156,7 +156,7 @@ def plan(
 
 
 def _size_before_crop(height: int, width: int, scale: int) -> tuple[int, int]:
-    """(h, w) after the resize that a crop is cut from; without a bound a picture of 1 x 3000 would take 1.4 GiB."""
+    """Return (h, w) after the resize before a crop; without a bound a picture of 1 x 3000 would take 1.4 GiB."""
     return resized_size(height, width, scale, _SLIVER * scale)
 
 
@@ -165,12 +165,12 @@ def _choice(rng: np.random.Generator, values: Sequence[int]) -> int:
 
 
 def _crop_range(side: int, bounds: tuple[int, int]) -> tuple[int, int]:
-    """Smallest and largest crop along a side; an image smaller than the smallest crop is taken whole."""
+    """Return smallest and largest crop along a side; an image smaller than the smallest crop is taken whole."""
     return min(bounds[0], side), min(bounds[1], side)
 
 
 def apply(recipe: ImageRecipe, image: Image.Image) -> Tensor:
-    """The pixels of an RGB image after the recipe: [3, h, w] float32, normalised with ImageNet's mean and deviation."""
+    """Return the pixels of an RGB image after the recipe: [3, h, w] float32, normalised with ImageNet's statistics."""
     if recipe.flip:
         image = F.horizontal_flip(image)
     if recipe.resize is not None:
@@ -186,10 +186,10 @@ def apply(recipe: ImageRecipe, image: Image.Image) -> Tensor:
 def largest_size(
     widths: NDArray[np.int64], heights: NDArray[np.int64], config: AugmentConfig, train: bool, alone: bool
 ) -> tuple[int, int]:
-    """The largest (h, w) that images of these sizes can need after augmentation: a maximum that some draw reaches.
+    """Return the largest (h, w) that images of these sizes can need after augmentation; some draw reaches it.
 
-    No image hinders another: where one alone can be the tallest and the widest, one draw of it is both (the tests try
-    every draw of every pair).
+    Images do not exclude each other: where one image can be the tallest and the widest, a single draw of it is both
+    (the tests try every draw of every pair).
 
     Args:
         widths, heights: [I] pixels.
@@ -201,19 +201,19 @@ def largest_size(
         return config.stretch
     sizes = set(zip(heights.tolist(), widths.tolist(), strict=True))
     if not train:
-        found = _resized_sizes(sizes, [config.val_scale], config.max_size)
+        reachable = _resized_sizes(sizes, [config.val_scale], config.max_size)
     else:
-        found = set()
+        reachable = set()
         if config.crop < 1:
-            found |= _resized_sizes(sizes, config.scales, config.max_size)
+            reachable |= _resized_sizes(sizes, config.scales, config.max_size)
         if config.crop > 0:
             before = {
                 _size_before_crop(height, width, scale) for height, width in sizes for scale in config.crop_resize
             }
-            found |= _resized_sizes(_reachable_crops(before, config.crop_size), config.scales, config.max_size)
+            reachable |= _resized_sizes(_reachable_crops(before, config.crop_size), config.scales, config.max_size)
     if alone:
-        return max(found, key=lambda size: (size[0] * size[1], size))
-    return max(height for height, _ in found), max(width for _, width in found)
+        return max(reachable, key=lambda size: (size[0] * size[1], size))
+    return max(height for height, _ in reachable), max(width for _, width in reachable)
 
 
 def _resized_sizes(
@@ -223,7 +223,7 @@ def _resized_sizes(
 
 
 def _reachable_crops(sizes: Iterable[tuple[int, int]], bounds: tuple[int, int]) -> list[tuple[int, int]]:
-    """Every crop (h, w) that some image of these sizes can give."""
+    """Return every crop (h, w) that some image of these sizes can give."""
     reachable = np.zeros((bounds[1] + 1, bounds[1] + 1), dtype=np.bool_)
     for height, width in sizes:
         (low_h, high_h), (low_w, high_w) = _crop_range(height, bounds), _crop_range(width, bounds)

@@ -33,23 +33,23 @@ _SHOWN_SKIPS = 3
 
 
 def reference_names(chain: Chain) -> dict[str, str]:
-    """The name in Facebook's layout of every address that has one (BatchNorm's batch counters have none)."""
+    """Return the name in Facebook's layout of every address that has one (BatchNorm's batch counters have none)."""
     names = {}
     state = chain.named_tensors()
     for layer in chain.layers:
         for unit, prefix in units_of(layer):
-            whole = f"{layer.name}.{prefix}"
+            unit_prefix = f"{layer.name}.{prefix}"
             for address in state:
-                if address.startswith(whole) and not address.endswith(_COUNTER):
-                    names[address] = _reference_name(unit, address[len(whole) :])
+                if address.startswith(unit_prefix) and not address.endswith(_COUNTER):
+                    names[address] = _reference_name(unit, address[len(unit_prefix) :])
     return names
 
 
 def _reference_name(unit: str, name: str) -> str:
-    kind, _, rest = unit.partition(".")
+    kind, _, index = unit.partition(".")
     if kind == "backbone":
-        if rest != "stem":
-            return f"{_BODY}{rest}.{name}"
+        if index != "stem":
+            return f"{_BODY}{index}.{name}"
         return _BODY + (f"layer1.0.{name.removeprefix('block.')}" if name.startswith("block.") else name)
     if kind == "projection":
         return f"input_proj.{name}"
@@ -58,11 +58,11 @@ def _reference_name(unit: str, name: str) -> str:
     if kind == "heads" or name.startswith("heads."):
         name = name.removeprefix("heads.")
         return f"transformer.decoder.{name}" if name.startswith("norm.") else name
-    return f"transformer.{kind}.layers.{rest}.{name}"
+    return f"transformer.{kind}.layers.{index}.{name}"
 
 
 def to_reference(chain: Chain) -> dict[str, Tensor]:
-    """The chain's weights in Facebook's layout, detached, on the CPU."""
+    """Return the chain's weights in Facebook's layout, detached, on the CPU."""
     names = reference_names(chain)
     state = chain.named_tensors()
     return {name: state[address].detach().cpu() for address, name in names.items()}
@@ -70,7 +70,7 @@ def to_reference(chain: Chain) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class FittingWeights:
-    """What a weights file and a chain have in common.
+    """Tensors that a weights file and a chain have in common.
 
     Attributes:
         found: {address: tensor}.
@@ -84,13 +84,13 @@ class FittingWeights:
     wanted: int
 
     def told(self) -> str:
-        """How much is taken, and some of what is not."""
+        """Return a sentence on the number of tensors that fit, and some that do not."""
         shown = "; ".join(self.skipped[:_SHOWN_SKIPS]) + ("; ..." if len(self.skipped) > _SHOWN_SKIPS else "")
         return f"it fits {len(self.found)} of {self.wanted} tensors, and {len(self.skipped)} are left out ({shown})"
 
 
 def fit(chain: Chain, state: Mapping[str, Tensor]) -> FittingWeights:
-    """Weights for the chain's addresses out of Facebook's layout.
+    """Return weights for the chain's addresses from Facebook's layout.
 
     Args:
         chain: gives addresses and shapes; it may be on the meta device and is not changed.
@@ -99,7 +99,7 @@ def fit(chain: Chain, state: Mapping[str, Tensor]) -> FittingWeights:
     state, bare = _normalised(state)
     names = reference_names(chain)
     ours = chain.named_tensors()
-    found, skipped, wanted = {}, [], 0
+    fitting, skipped, wanted = {}, [], 0
     for address, name in names.items():
         if bare and not name.startswith(_BODY):
             continue
@@ -109,14 +109,14 @@ def fit(chain: Chain, state: Mapping[str, Tensor]) -> FittingWeights:
         elif state[name].shape != ours[address].shape:
             skipped.append(f"{name}: {list(state[name].shape)} in the file, {list(ours[address].shape)} in the model")
         else:
-            found[address] = state[name]
+            fitting[address] = state[name]
     placed = set(names.values())
     skipped += [f"{name}: no place in the model" for name in state if name not in placed]
-    return FittingWeights(found, skipped, wanted)
+    return FittingWeights(fitting, skipped, wanted)
 
 
 def from_reference(chain: Chain, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """What is found and what is skipped, as `fit` says."""
+    """Return the fitting and the skipped weights of `fit`."""
     both = fit(chain, state)
     return both.found, both.skipped
 
@@ -131,7 +131,7 @@ def _normalised(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], bool]:
 
 
 def write_reference(chain: Chain, path: Path | str) -> None:
-    """Writes the chain's weights as `{"model": state dict}`; the file is complete or not there."""
+    """Write the chain's weights as `{"model": state dict}`; the file is complete or missing."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
@@ -141,7 +141,7 @@ def write_reference(chain: Chain, path: Path | str) -> None:
 
 @torch.no_grad()
 def load_into(chain: Chain, weights: Mapping[str, Tensor]) -> None:
-    """Copies weights by address into a chain that has memory (not on the meta device)."""
+    """Copy weights by address into a chain that has memory (not on the meta device)."""
     state = chain.named_tensors()
     for address, tensor in weights.items():
         state[address].copy_(tensor)

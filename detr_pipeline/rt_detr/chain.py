@@ -1,8 +1,8 @@
 """RT-DETR of transformers as a chain: one layer per block of the backbone, per fusion, and per decoder layer.
 
-The workload builds its model here. What crosses the cuts: features [B, C, h, w] of the backbone (`x`, and `c<level>`,
-which the next level and the encoder read), projected (`p`), mixed (`f`, `n`), then `memory`, `grid`, `hidden` and
-`reference` of `layers.Selection`, and the predictions of every decoder layer on their way to the loss.
+The workload builds its model here. These tensors cross the cuts: features [B, C, h, w] of the backbone (`x`, and
+`c<level>`, which the next level and the encoder read), projected (`p`), mixed (`f`, `n`), then `memory`, `grid`,
+`hidden` and `reference` of `layers.Selection`, and the predictions of every decoder layer on their way to the loss.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ DENOISING = ("dn_labels", "dn_boxes", "dn_groups")
 
 
 def build_model(section: RtDetrModel, num_classes: int) -> Any:
-    """transformers' `RTDetrForObjectDetection` of a model section; torch's random state decides fresh weights.
+    """Build transformers' `RTDetrForObjectDetection` of a model section; fresh weights come from torch's random state.
 
-    Fresh scales of batch norms are 1, as in RT-DETR's first code; transformers draws them near 0, for weights that are
-    loaded over them.
+    Fresh scales of batch norms are 1, as in RT-DETR's original code; transformers draws them near 0, because it expects
+    loaded weights.
 
     Raises:
         ConfigError, CapslogError: as `transformers_config`; weights that cannot be read.
@@ -52,7 +52,7 @@ def build_model(section: RtDetrModel, num_classes: int) -> Any:
 
 
 def chain_of(model: Any) -> Chain:
-    """The chain of an `RTDetrForObjectDetection`; the layers hold the model's own submodules."""
+    """Return the chain of an `RTDetrForObjectDetection`; the layers hold the model's own submodules."""
     inner = model.model
     levels = len(model.config.encoder_in_channels)
     layers = _backbone(inner, levels) + _encoder(inner, levels)
@@ -71,7 +71,7 @@ def chain_of(model: Any) -> Chain:
 
 
 def own_names(model: Any, chain: Chain) -> dict[str, str]:
-    """transformers' name of every address of `chain`, which is `model`'s or has the same layers."""
+    """Return transformers' name of every address of `chain`, which is `model`'s or has the same layers."""
     # the same object is met under other names where the model has modules twice
     names = {id(value): name for name, value in reversed([*model.named_parameters(), *model.named_buffers()])}
     same = chain_of(model)
@@ -83,7 +83,7 @@ def _all(chain: Chain) -> set[str]:
 
 
 def _backbone(inner: Any, levels: int) -> list[Layer]:
-    """Stem and blocks; the last block of each stage that is used writes the map of its level, which is projected."""
+    """Return stem and blocks; the last block of each used stage writes the map of its level, which is projected."""
     body = inner.backbone.model
     layers = [Layer("backbone.stem", body.embedder, ("images",), ("x",))]
     used = {number: level for level, number in enumerate(body.config.out_indices)}
@@ -102,11 +102,11 @@ def _backbone(inner: Any, levels: int) -> list[Layer]:
 
 
 def _encoder(inner: Any, levels: int) -> list[Layer]:
-    """AIFI on its levels, then the maps mixed from the smallest to the largest and back."""
+    """Return the AIFI layers of their levels, then those that mix the maps from smallest to largest and back."""
     encoder, layers = inner.encoder, []
-    for one, level in zip(encoder.aifi, encoder.encode_proj_layers, strict=True):
+    for aifi, level in zip(encoder.aifi, encoder.encode_proj_layers, strict=True):
         name = (f"p{level}",)
-        for index, layer in enumerate(one.layers):
+        for index, layer in enumerate(aifi.layers):
             module = Encoder(layer, encoder.positional_encoding_temperature)
             layers.append(Layer(f"encoder.{level}.{index}", module, name, name))
     top = f"p{levels - 1}"

@@ -18,7 +18,7 @@ from varuna_capslog.config.settings import Section
 
 __all__ = ["RtDetrModel", "transformers_config"]
 
-# What the chain does not compute, with the only value that it stands for.
+# Keys that the chain does not implement, with the only value that it supports.
 _FIXED: dict[str, Any] = {
     "use_focal_loss": True,
     "auxiliary_loss": True,
@@ -56,7 +56,7 @@ class RtDetrModel(Section):
 
 
 def transformers_config(model: RtDetrModel, num_classes: int) -> Any:
-    """transformers' `RTDetrConfig` of a model section.
+    """Return transformers' `RTDetrConfig` of a model section.
 
     Raises:
         ConfigError: a key that transformers does not know, a value that it refuses, or one that the chain does not
@@ -71,8 +71,8 @@ def transformers_config(model: RtDetrModel, num_classes: int) -> Any:
     _refuse_unknown_keys(model.backbone, RTDetrResNetConfig, "model.backbone", set())
     try:
         backbone = RTDetrResNetConfig(**{"out_indices": [2, 3, 4]} | model.backbone)
-        given: dict[str, Any] = {"backbone_config": backbone, "num_labels": num_classes} | model.architecture
-        config = RTDetrConfig(**given)
+        arguments: dict[str, Any] = {"backbone_config": backbone, "num_labels": num_classes} | model.architecture
+        config = RTDetrConfig(**arguments)
     except Exception as error:  # transformers' own checks raise errors of several libraries
         raise ConfigError(
             f"model.architecture and model.backbone are refused by transformers: {' '.join(str(error).split())}"
@@ -100,11 +100,11 @@ def _from_folder(folder: Path, num_classes: int) -> Any:
     return config
 
 
-def _refuse_unknown_keys(given: Mapping[str, Any], known: type, where: str, ours: set[str]) -> None:
-    names = {one.name for one in dataclasses.fields(known) if not one.name.startswith("_")} - ours
+def _refuse_unknown_keys(section: Mapping[str, Any], config_class: type, where: str, ours: set[str]) -> None:
+    names = {field.name for field in dataclasses.fields(config_class) if not field.name.startswith("_")} - ours
     names |= {"out_indices"} if where == "model.backbone" else set()
     try:
-        refuse_unknown(given, sorted(names), f"key of {where}")
+        refuse_unknown(section, sorted(names), f"key of {where}")
     except CapslogError as error:
         raise ConfigError(str(error)) from None
 

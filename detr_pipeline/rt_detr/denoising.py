@@ -1,8 +1,8 @@
 """Contrastive denoising (DINO, Zhang et al., ICLR 2023, Sec. 3.3): noised boxes as queries ahead of the model's own.
 
-Each group holds every box of an image twice: a positive copy with little noise, which is to become the box again, and
-a negative one with more, which is to become nothing. The data source makes them as inputs of the chain, since it knows
-the boxes before the step; the noise of a sample depends on seed, epoch and sample alone. The model never sees targets.
+Each group holds every box of an image twice: a positive copy with little noise, whose target is the box, and a negative
+one with more noise, whose target is no object. The data source makes them as inputs of the chain, since it knows the
+boxes before the step; the noise of a sample depends on seed, epoch and sample alone. The model never sees targets.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _SIGMOID_MARGIN = 1e-5
 
 @dataclass(frozen=True)
 class Groups:
-    """How the denoising queries of every image of a minibatch are laid out.
+    """Layout of the denoising queries of every image of a minibatch.
 
-    count: groups. most: boxes of the image that has most; images with fewer have empty places, which are to become
-    nothing. In each group positive copies come first.
+    count: groups. most: boxes of the image with the most; images with fewer have empty places, whose target is no
+    object. In each group positive copies come first.
     """
 
     count: int
@@ -34,30 +34,30 @@ class Groups:
 
     @staticmethod
     def of(most: int, wanted: int) -> Groups:
-        """As many groups as fit into `wanted` queries (positive ones), at least one; none where there is no box."""
+        """Return as many groups as fit into `wanted` positive queries, at least one; none where there is no box."""
         return Groups(max(1, wanted // most) if most and wanted else 0, most)
 
     @property
     def queries(self) -> int:
-        """Denoising queries of an image."""
+        """Number of denoising queries of an image."""
         return 2 * self.most * self.count
 
     def of_query(self) -> Tensor:
-        """[D] int64: the group of each query."""
+        """Return [D] int64, the group of each query."""
         return torch.arange(self.count).repeat_interleave(2 * self.most)
 
     def positive(self, boxes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The positive queries of an image with that many boxes, and the box that each of them is to become."""
+        """Return the positive queries of an image with that many boxes, and the target box of each."""
         queries = tuple(2 * self.most * group + box for group in range(self.count) for box in range(boxes))
         return queries, tuple(range(boxes)) * self.count
 
 
 @dataclass(frozen=True)
 class Noise:
-    """How labels and boxes are noised: transformers' `num_labels`, `label_noise_ratio` and `box_noise_scale`.
+    """Noise of labels and boxes: transformers' `num_labels`, `label_noise_ratio` and `box_noise_scale`.
 
-    A box's corners move by at most half its size times `box_scale`, of negative copies by half to all of it; half of
-    `label_ratio` of the labels are drawn anew.
+    A box's corners move by at most half its size times `box_scale`, those of negative copies by half to all of it; half
+    of `label_ratio` of the labels are drawn again.
     """
 
     classes: int
@@ -65,7 +65,7 @@ class Noise:
     box_scale: float
 
     def queries(self, groups: Groups, target: Mapping[str, Any], seed: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Labels [D] int64 (empty places: `classes`) and boxes [D, 4] before the sigmoid, float32, of one image.
+        """Return labels [D] int64 (empty places: `classes`) and boxes [D, 4] before the sigmoid, float32, of an image.
 
         Args:
             target: `labels` [n] and `boxes` [n, 4], with n at most `groups.most`.

@@ -1,6 +1,6 @@
 """The layers of RT-DETR (Zhao et al., CVPR 2024) whose forward transformers writes inside larger modules.
 
-`chain` makes them around transformers' own submodules, and computes what its `RTDetrModel` computes, operation by
+`chain` makes them around transformers' own submodules; they compute the same as its `RTDetrModel`, operation by
 operation. They keep no state and no cache, so that they also run on tensors without memory, and at any size.
 """
 
@@ -20,9 +20,9 @@ _SIGMOID_MARGIN = 1e-5
 
 
 class Encoder(nn.Module):
-    """One transformer layer on the smallest map (AIFI): [B, C, h, w] to [B, C, h, w].
+    """Transformer layer on the smallest map (AIFI): [B, C, h, w] to [B, C, h, w].
 
-    transformers' layer asks whether its result is finite and clamps it; here nothing does, and the engine refuses a
+    transformers' layer checks whether its result is finite and clamps it; this one does not, and the engine refuses a
     step that is not finite.
     """
 
@@ -50,7 +50,7 @@ class Encoder(nn.Module):
 
 
 class Fusion(nn.Module):
-    """Top-down: a map of half the size meets a larger one; gives the small one, mixed, and the fused large one."""
+    """Top-down fusion of a map with one of twice its size; returns the mixed small map and the fused large one."""
 
     def __init__(self, lateral: nn.Module, block: nn.Module) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Fusion(nn.Module):
 
 
 class Halving(nn.Module):
-    """Bottom-up: a map, halved, meets the mixed one of that size."""
+    """Bottom-up fusion of a halved map with the mixed map of that size."""
 
     def __init__(self, halve: nn.Module, block: nn.Module) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Halving(nn.Module):
 
 
 class Selection(nn.Module):
-    """All maps as one row of places, a first prediction at each of them, and the best ones as queries.
+    """Flattens all maps into one row of places, predicts at each of them, and selects the best ones as queries.
 
     Called with the maps [B, C, h, w], each half as large as the one before, and, where the model denoises, with noised
     `labels` [B, D] and unactivated `boxes` [B, D, 4] of as many queries ahead of the others (`denoising`). Returns
@@ -96,9 +96,9 @@ class Selection(nn.Module):
         self.levels, self.queries = len(model.decoder_input_proj), model.config.num_queries
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        maps = [project(one) for project, one in zip(self.project, tensors[: self.levels], strict=True)]
-        memory = torch.cat([one.flatten(2).transpose(1, 2) for one in maps], 1)
-        first, usable = anchors([(one.shape[-2], one.shape[-1]) for one in maps], memory)
+        maps = [project(feature_map) for project, feature_map in zip(self.project, tensors[: self.levels], strict=True)]
+        memory = torch.cat([feature_map.flatten(2).transpose(1, 2) for feature_map in maps], 1)
+        first, usable = anchors([(feature_map.shape[-2], feature_map.shape[-1]) for feature_map in maps], memory)
         places = self.enc_output(usable.to(memory.dtype) * memory)
         scores, corners = self.enc_score_head(places), self.enc_bbox_head(places) + first
         _, best = torch.topk(scores.max(-1).values, self.queries, dim=1)
@@ -114,9 +114,9 @@ class Selection(nn.Module):
 
 
 class Decoder(nn.Module):
-    """One decoder layer with its heads. Called with hidden, reference, memory and grid (see `Selection`) and, where the
+    """Decoder layer with its heads. Called with hidden, reference, memory and grid (see `Selection`) and, where the
     model denoises, with `groups` [B, D], the group of each denoising query; returns hidden and reference, unless it is
-    the last one, and logits [B, D + Q, classes] and boxes [B, D + Q, 4].
+    the last layer, and logits [B, D + Q, classes] and boxes [B, D + Q, 4].
     """
 
     def __init__(self, decoder: Any, index: int, levels: int) -> None:
@@ -144,8 +144,8 @@ class Decoder(nn.Module):
 
 
 def sine_positions(height: int, width: int, channels: int, temperature: float, like: Tensor) -> Tensor:
-    """Position codes [1, height * width, channels] of dtype and device of `like`: sine and cosine of the row, then of
-    the column, computed in float64.
+    """Return position codes [1, height * width, channels] of dtype and device of `like`: sine and cosine of the row,
+    then of the column, computed in float64.
     """
     count = channels // 4
     exact = {"dtype": torch.float64, "device": like.device}
@@ -160,12 +160,12 @@ def sine_positions(height: int, width: int, channels: int, temperature: float, l
 
 
 def anchors(sizes: list[tuple[int, int]], like: Tensor) -> tuple[Tensor, Tensor]:
-    """A first box at every place of maps of these (h, w), before the sigmoid: [1, L, 4], of the dtype of `like`.
+    """Return an initial box at every place of maps of these (h, w), before the sigmoid: [1, L, 4], dtype of `like`.
 
     Its side is a twentieth of the picture on the first map, and twice as much on each next one. The second result, [1,
     L, 1], is False where a box is so near the border that it is not used.
     """
-    found = []
+    boxes_of_maps = []
     for level, (height, width) in enumerate(sizes):
         rows, columns = torch.meshgrid(
             torch.arange(height, device=like.device).to(like.dtype),
@@ -174,15 +174,15 @@ def anchors(sizes: list[tuple[int, int]], like: Tensor) -> tuple[Tensor, Tensor]
         )
         centres = torch.stack([(columns + 0.5) / width, (rows + 0.5) / height], -1)
         sides = torch.full_like(centres, _ANCHOR_SIZE * 2.0**level)
-        found.append(torch.cat([centres, sides], -1).view(1, height * width, 4))
-    boxes = torch.cat(found, 1)
+        boxes_of_maps.append(torch.cat([centres, sides], -1).view(1, height * width, 4))
+    boxes = torch.cat(boxes_of_maps, 1)
     usable = ((boxes > _ANCHOR_MARGIN) & (boxes < 1 - _ANCHOR_MARGIN)).all(-1, keepdim=True)
     largest = torch.full((), torch.finfo(like.dtype).max, dtype=like.dtype, device=like.device)
     return torch.where(usable, torch.log(boxes / (1 - boxes)), largest), usable
 
 
 def _rows(values: Tensor, chosen: Tensor) -> Tensor:
-    """[B, L, n] and places [B, Q] to [B, Q, n]."""
+    """Gather rows: values [B, L, n] at places [B, Q] to [B, Q, n]."""
     return values.gather(1, chosen.unsqueeze(-1).expand(-1, -1, values.shape[-1]))
 
 
@@ -192,7 +192,7 @@ def _unsigmoid(x: Tensor) -> Tensor:
 
 
 def _apart(groups: Tensor | None, hidden: Tensor) -> Tensor | None:
-    """What is added to the attention [T, T]: no query sees a denoising query of another group; None without any."""
+    """Return the attention bias [T, T] that hides denoising queries of other groups; None without denoising."""
     if groups is None or groups.shape[1] == 0:
         return None
     matched = groups.new_full((hidden.shape[1] - groups.shape[1],), -1)

@@ -1,8 +1,8 @@
-"""RT-DETR's loss of one microbatch, as its share of the whole minibatch's loss: transformers' parts under its names.
+"""RT-DETR's loss of a microbatch, as its share of the whole minibatch's loss: transformers' parts under its names.
 
 With N boxes in the minibatch, every sum is divided by max(N, 1), those of denoising queries by max(N, 1) times the
 number of groups, so the shares of any split into microbatches add up to the loss of the unsplit minibatch. The
-workload calls this where the last layer lives; it computes in float32 or better, outside autocast.
+workload calls this on the rank of the last layer; it computes in float32 or better, outside autocast.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def set_loss(
     normalisers: Mapping[str, float],
     config: Any,
 ) -> dict[str, Tensor]:
-    """Scalar parts of the loss; `loss` is their sum.
+    """Return scalar parts of the loss; `loss` is their sum.
 
     Args:
         outputs: `logits_<k>` [B, D + Q, classes] and `boxes_<k>` [B, D + Q, 4] (cx, cy, w, h in 0..1) of each decoder
@@ -87,13 +87,13 @@ def _sums(
     matches: Sequence[Sequence[Match]],
     config: Any,
 ) -> list[dict[str, Tensor]]:
-    """Weighted sums over [K, B, Q, ...] for each of the K layers, all of which have as many matches."""
+    """Return weighted sums over [K, B, Q, ...] for each of the K layers, which all have the same number of matches."""
     count, device = len(logits), logits.device
     place, labels, aims = positions(targets, matches)
     where, aims = tuple(index.to(device) for index in place), aims.to(device, logits.dtype)
-    found = boxes[where]
-    overlap, generalised = ious(box_convert(found, "cxcywh", "xyxy"), box_convert(aims, "cxcywh", "xyxy"))
-    # varifocal loss: a match is to score its box's overlap, everything else 0, weighted by how sure it is
+    predicted_boxes = boxes[where]
+    overlap, generalised = ious(box_convert(predicted_boxes, "cxcywh", "xyxy"), box_convert(aims, "cxcywh", "xyxy"))
+    # varifocal loss: the target score of a match is its box's overlap, of all else 0, weighted by the predicted score
     aim = torch.zeros_like(logits)
     aim[(*where, labels.to(device))] = overlap.detach()
     matched = torch.zeros_like(logits)
@@ -103,14 +103,14 @@ def _sums(
     entropy = F.binary_cross_entropy_with_logits(logits, aim, weight, reduction="none")
     sums = {
         "loss_vfl": entropy.view(count, -1).sum(1) * config.weight_loss_vfl,
-        "loss_bbox": (found - aims).abs().sum(-1).view(count, -1).sum(1) * config.weight_loss_bbox,
+        "loss_bbox": (predicted_boxes - aims).abs().sum(-1).view(count, -1).sum(1) * config.weight_loss_bbox,
         "loss_giou": (1 - generalised).view(count, -1).sum(1) * config.weight_loss_giou,
     }
     return [{name: value[index] for name, value in sums.items()} for index in range(count)]
 
 
 def match(logits: Tensor, boxes: Tensor, targets: Sequence[Mapping[str, Any]], config: Any) -> list[list[Match]]:
-    """Matches of every layer and image, as `detr_pipeline.matching.assign` gives them, by transformers' focal costs."""
+    """Return matches of every layer and image, from `detr_pipeline.matching.assign` with transformers' focal costs."""
     scores = functools.cache(logits.sigmoid)
 
     def cost(image: int, labels: Tensor, wanted: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """A COCO folder for RT-DETR: the pictures, boxes and augmentation of `detr_pipeline.data`, and denoising queries.
 
-The workload opens it. It describes every minibatch from the annotation file alone, as its base does.
+The workload opens it. It describes every minibatch from the annotation file alone, like `CocoSource`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from varuna_capslog.model.workload import Minibatch
 __all__ = ["RtDetrSource", "denoising_specs"]
 
 _STREAM = 1
-"""Told apart from the augmentation's random numbers, which have the same seed, epoch and sample."""
+"""Separates these random numbers from the augmentation's, which have the same seed, epoch and sample."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class _Recipe:
 
 
 def denoising_specs(images: int, queries: int) -> dict[str, TensorSpec]:
-    """Specs of a microbatch with that many denoising queries in every image."""
+    """Return specs of a microbatch with that many denoising queries in every image."""
     shape = (images, queries)
     labels, boxes, groups = TensorSpec(shape, torch.int64), TensorSpec((*shape, 4)), TensorSpec(shape, torch.int64)
     return dict(zip(DENOISING, (labels, boxes, groups), strict=True))
@@ -58,21 +58,21 @@ class RtDetrSource:
         return len(self.pictures)
 
     def minibatch(self, groups: Sequence[Sequence[int]], epoch: int) -> Minibatch:
-        """As `CocoSource.minibatch`."""
-        found = self.pictures.minibatch(groups, epoch)
-        counts = [len(target["labels"]) for group in found.targets for target in group]
+        """Describe a minibatch like `CocoSource.minibatch`, with denoising queries."""
+        minibatch = self.pictures.minibatch(groups, epoch)
+        counts = [len(target["labels"]) for group in minibatch.targets for target in group]
         laid = Groups.of(max(counts), self._wanted)
         inputs = []
-        for specs in found.inputs:
+        for specs in minibatch.inputs:
             images = specs["images"]
             more = {} if self._noise is None else denoising_specs(images.shape[0], laid.queries)
             inputs.append({"images": images} | more)
         normalisers = {"boxes": float(sum(counts)), "groups": float(laid.count), "most": float(laid.most)}
-        recipes = [_Recipe(pairs, laid, epoch) for pairs in found.recipes]
-        return replace(found, inputs=inputs, normalisers=normalisers, recipes=recipes)
+        recipes = [_Recipe(pairs, laid, epoch) for pairs in minibatch.recipes]
+        return replace(minibatch, inputs=inputs, normalisers=normalisers, recipes=recipes)
 
     def load(self, minibatch: Minibatch, microbatch: int) -> dict[str, Tensor]:
-        """As `CocoSource.load`."""
+        """Decode a microbatch like `CocoSource.load`, and make its denoising queries."""
         recipe: _Recipe = minibatch.recipes[microbatch]
         alone = Minibatch([minibatch.inputs[microbatch]], [None], recipes=[recipe.pictures])
         inputs = {"images": self.pictures.load(alone, 0)["images"]}

@@ -34,7 +34,7 @@ _STRIDE = 32
 
 
 class RtDetrWorkload(CocoWorkload):
-    """One RT-DETR run.
+    """Workload of an RT-DETR.
 
     Args:
         config: the resolved config; its `model` and `data` sections are checked here.
@@ -65,19 +65,19 @@ class RtDetrWorkload(CocoWorkload):
         return model
 
     def build_chain(self) -> Chain:
-        """A chain of `build_model`."""
+        """Return a chain of `build_model`."""
         return chains.chain_of(self.build_model())
 
     def own_names(self, chain: Chain) -> Mapping[str, str]:
-        """Those of transformers."""
+        """Return transformers' names of the chain's tensors, by address."""
         return chains.own_names(self.build_model(), chain)
 
     def import_weights(self, path: Path) -> tuple[dict[str, Tensor], list[str]]:
-        """Weights of a file with transformers' names by address, and the names that have no place here."""
+        """Return weights of a file with transformers' names, by address, and the names that have no place here."""
         state = read_state_file(path)
         names = self.own_names(self.build_chain())
-        found = {address: state[name] for address, name in names.items() if name in state}
-        return found, sorted(set(state) - set(names.values()))
+        weights = {address: state[name] for address, name in names.items() if name in state}
+        return weights, sorted(set(state) - set(names.values()))
 
     def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
         """RT-DETR's set loss; see `detr_pipeline.rt_detr.loss.set_loss`."""
@@ -146,8 +146,8 @@ class RtDetrWorkload(CocoWorkload):
 
 
 def best_places(logits: Tensor, boxes: Tensor, size: Tensor, num_classes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The Q best pairs of query and class, best first: scores [Q], classes [Q], corners in pixels [Q, 4], float32 on
-    the CPU. A query may come several times, as different classes.
+    """Return the Q best pairs of query and class, best first: scores [Q], classes [Q], corners in pixels [Q, 4],
+    float32 on the CPU. A query may come several times, as different classes.
 
     Args:
         logits: [Q, C], one sigmoid for each class.
@@ -161,6 +161,6 @@ def best_places(logits: Tensor, boxes: Tensor, size: Tensor, num_classes: int) -
     from detr_pipeline.evaluation import corners_of, refuse_too_few
 
     refuse_too_few(logits.shape[-1], num_classes)
-    every = logits.detach().float().cpu()[:, :num_classes].sigmoid()
-    scores, places = every.flatten().topk(len(logits))
+    probabilities = logits.detach().float().cpu()[:, :num_classes].sigmoid()
+    scores, places = probabilities.flatten().topk(len(logits))
     return scores, places % num_classes, corners_of(boxes.detach().cpu()[places // num_classes], size)

@@ -31,9 +31,9 @@ def plan_decoding(
     device: str | None = None,
     capacity: str | int | None = None,
 ) -> DecodingPlan:
-    """Whether the cache is better divided by positions or by heads, for greedy decoding on `degree` ranks.
+    """Choose whether to divide the cache by positions or by heads, for greedy decoding on `degree` ranks.
 
-    Both ways are reckoned and the faster one that can be had is taken (`decoding/choice`). Activations are not counted.
+    Estimates both ways and takes the faster possible one (`decoding/choice`). Activations are not counted.
 
     Args:
         model: of transformers, on any device (the meta device too), of the form of Llama or GPT-2; a folder with its
@@ -70,7 +70,7 @@ def decode(
     shard: str = "sequence",
     ranks: Communicator | None = None,
 ) -> DecodedTokens:
-    """Greedy decoding on all ranks that torchrun has started, with the tokens of transformers' `generate`.
+    """Decode greedily on all ranks that torchrun has started; the tokens are those of transformers' `generate`.
 
     Called on every rank with the same model and prompts; every rank gets all tokens. Sums are made in the order of the
     ranks, so that a number of ranks always gives the same bits.

@@ -1,4 +1,4 @@
-"""`capslog.estimate`: what each layer of a model costs, without the device and without any run."""
+"""`capslog.estimate`: bytes and seconds of each layer of a model, without the device and without any run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Estimate(Profile):
     """A `Profile` that prints as a table, also in a notebook; `capslog.plan` takes it in place of a model."""
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it as a profile file, which `capslog plan --profile` and `read_profile` read."""
+        """Write a profile file, which `capslog plan --profile` and `read_profile` read."""
         write_profile(path, self)
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ def estimate(
     cut_points: Sequence[str] | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Estimate:
-    """Bytes and seconds of every layer for one training step, from the shapes alone.
+    """Estimate bytes and seconds of every layer for one training step, from the shapes alone.
 
     Nothing of the model is run or changed, and `device` need not be there.
 
@@ -70,7 +70,7 @@ def estimate(
 
 
 def estimated(config: Config, memo: Any = None) -> Estimate:
-    """The estimate of a config; memo: see `start.prepare.estimate_memo`."""
+    """Return the estimate of a config; memo: see `start.prepare.estimate_memo`."""
     from varuna_capslog.start.prepare import profile_run
 
     return Estimate(**vars(profile_run(config, show=False, memo=memo)))

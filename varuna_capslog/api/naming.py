@@ -14,7 +14,7 @@ __all__ = ["function_name", "script_module"]
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """`package.module:function`, by which a worker finds it.
+    """Return `package.module:function`, by which a worker finds the function.
 
     Raises:
         CapslogError: it stands in no module that a worker can import.
@@ -31,10 +31,10 @@ def function_name(function: Callable[..., Any]) -> str:
 
 
 def script_module(name: str) -> str:
-    """The program's own script as a module, as a worker that is started in the same folder imports it.
+    """Return the module name of the program's script, by which a worker started in the same folder imports it.
 
     Args:
-        name: what is looked for in it, for the error.
+        name: the function to find in it, for the error.
 
     Raises:
         CapslogError: the program is no file below the current folder, such as a notebook.

@@ -19,14 +19,16 @@ __all__ = ["own_data_values", "refuse_splits"]
 _FUNCTIONS = ("collate", "loss", "metric", "sample")
 """Keys of the `data` section that are a function or an object that can be called."""
 _SETTINGS = (str, bytes, list, tuple, Mapping)
-"""What a value of the settings may be besides a number, and no data set is."""
+"""Types of settings besides numbers; no data set is of one of them."""
 
 
 def refuse_splits(dataset: Any, name: str = "dataset") -> None:
     """Raises CapslogError for a mapping that holds data sets, such as a `DatasetDict` of Hugging Face."""
     if not isinstance(dataset, Mapping):
         return
-    splits = [key for key, one in dataset.items() if not isinstance(one, _SETTINGS) and hasattr(one, "__getitem__")]
+    splits = [
+        key for key, split in dataset.items() if not isinstance(split, _SETTINGS) and hasattr(split, "__getitem__")
+    ]
     if splits:
         raise CapslogError(
             f"the {type(dataset).__name__} given as {name} holds several data sets "
@@ -90,7 +92,7 @@ def own_data_values(model: Any, dataset: Any, data: Mapping[str, Any], settings:
 
 
 def _refuse_import() -> None:
-    """Raises CapslogError where a process of the run imports the script that started it, which then trains again."""
+    """Raise CapslogError where a process of the run imports the script that started it, which would train again."""
     for frame in inspect.stack(0)[2:]:
         if frame.function == "imported" or frame.function == "_of_script":
             raise CapslogError(

@@ -15,7 +15,7 @@ __all__ = ["Picture", "drawn"]
 
 @dataclass(frozen=True)
 class Picture:
-    """png: the file's content."""
+    """A PNG picture. png: the file's content."""
 
     png: bytes = field(repr=False)
 
@@ -35,7 +35,7 @@ class Picture:
 
 
 def drawn(draw: Callable[[Path], object]) -> Picture:
-    """What `draw` writes to the path that it is given. Raises CapslogError where matplotlib is not installed."""
+    """Return the picture that `draw` writes to a path. Raises CapslogError where matplotlib is not installed."""
     with needed("a picture"), tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "picture.png"
         draw(path)

@@ -32,7 +32,7 @@ __all__ = ["ModelPlan", "plan"]
 class ModelPlan(Plan):
     """A `Plan` with the profile that it was made of: it prints as a table, and shows as one in a notebook.
 
-    profile: what each layer costs.
+    profile: costs of each layer.
     """
 
     profile: Profile | None = field(default=None, compare=False)
@@ -42,7 +42,7 @@ class ModelPlan(Plan):
         write_plan(path, self)
 
     def simulate(self) -> Simulation:
-        """Plays one step: its seconds, where ranks idle, what each holds over time; see `simulate_plan`.
+        """Simulate a step: its seconds, the idle time of ranks, their memory over time; see `simulate_plan`.
 
         Raises:
             CapslogError: the profile has no seconds.
@@ -74,14 +74,14 @@ class ModelPlan(Plan):
         from varuna_capslog.reports.gantt import draw_simulation
 
         step = self.simulate()
-        draw_simulation(path, step, self.capacities_of(rank for one in step.pipelines for rank in one.ranks))
+        draw_simulation(path, step, self.capacities_of(rank for pipeline in step.pipelines for rank in pipeline.ranks))
 
     def _draw_layers(self, path: Path) -> None:
         from varuna_capslog.reports.memory import draw_layers
 
         layers = self._profile.layers
-        isolated, added = [one.isolated_bytes for one in layers], [one.added_bytes for one in layers]
-        draw_layers(path, [one.name for one in layers], isolated, added, self.cut_list)
+        isolated, added = [layer.isolated_bytes for layer in layers], [layer.added_bytes for layer in layers]
+        draw_layers(path, [layer.name for layer in layers], isolated, added, self.cut_list)
 
     @property
     def _profile(self) -> Profile:
@@ -124,11 +124,11 @@ def plan(
         devices: how many, or of which kinds: `"2x a100-80gb"`, `"2x rtx4090, rtx3090"`, from which `device`, `capacity`
             and their relative speeds follow.
         capacity: memory of each device: `"16GiB"`, a number of bytes, or a list with one for each device. Default: no
-            limit, or what a kind of GPU named by `device`, here or in `capslog.estimate`, has.
+            limit, or the memory of a kind of GPU named by `device`, here or in `capslog.estimate`.
         planner: default `budget`, the shortest step that fits, where it can plan the run, else `exact`, the smallest
             peak; others stand in docs/planners.md. It may give stages replicas, unless `settings` has
             `{"train.accumulation_blocks": 1}`.
-        device: what the costs are for; see `capslog.estimate`.
+        device: the device that the costs are for; see `capslog.estimate`.
         minibatch_size: samples of one step; default: four microbatches (each the sample's batch) for each device.
         settings: further keys of a config, such as `{"pipeline.schedule": "1f1b"}`.
 
@@ -136,7 +136,7 @@ def plan(
         The plan. One that does not fit is an answer, too: `fits` is False and `notes` say what is missing.
 
     Raises:
-        CapslogError: more devices than layers, an unknown planner, and what `capslog.estimate` raises.
+        CapslogError: more devices than layers, an unknown planner, and as `capslog.estimate`.
     """
     from varuna_capslog.start.prepare import estimate_memo, plan_run
 
@@ -145,9 +145,9 @@ def plan(
     keys = {"capacity": _with_units(capacity), "planner": planner, **named.pipeline_keys}
     pipeline = {name: value for name, value in keys.items() if value is not None}
     if isinstance(model, Profile):
-        given = {"sample": sample, "device": device}
-        if said := [name for name, value in given.items() if value is not None]:
-            raise CapslogError(f"{said[0]} goes with a model; a profile is of one model and device, so leave it out")
+        model_options = {"sample": sample, "device": device}
+        if refused := [name for name, value in model_options.items() if value is not None]:
+            raise CapslogError(f"{refused[0]} goes with a model; a profile is of one model and device, so leave it out")
         check_kinds(named, model)
         config = config_of_profile(model, pipeline, minibatch_size, settings)
         return ModelPlan(**vars(plan_run(config, model)), profile=model)

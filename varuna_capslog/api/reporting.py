@@ -26,8 +26,8 @@ _NUM_SAMPLES = 8
 
 
 def write_run_report(config: Config, refusal: str | None = None) -> tuple[Path, str | None, RunRecord]:
-    """Writes the page into the folder of a run: its path, a sentence where sample predictions are missing, and what the
-    folder holds.
+    """Write the report page into the folder of a run. Returns its path, a sentence where sample predictions are missing
+    (else None), and the folder's record.
 
     refusal: why the code that the config names may not run; the page is then made of the folder's data alone.
 
@@ -53,7 +53,7 @@ def write_run_report(config: Config, refusal: str | None = None) -> tuple[Path, 
 def peaks_of_stages(config: Config, plan: Plan, shapes: Mapping[str, Sequence[int]]) -> list[int]:
     """Peak bytes of every stage of a run's plan for inputs of these shapes, by a rehearsal of every rank.
 
-    The plan has the last word on what the config leaves to its planner, such as the schedule.
+    The plan decides choices that the config leaves to its planner, such as the schedule.
 
     Raises:
         CapslogError: as `profiling/rehearsal.rehearse_plan`.

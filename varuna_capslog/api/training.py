@@ -39,14 +39,14 @@ class TrainedRun:
 
     @property
     def record(self) -> RunRecord:
-        """What the folder holds: `steps`, `evaluations`, `plans`, `events`."""
+        """Record of the folder: `steps`, `evaluations`, `plans`, `events`."""
         from varuna_capslog.reports.run import read_run
 
         return read_run(self.run_dir)
 
     @property
     def losses(self) -> list[float | None]:
-        """Of the whole minibatch, for every optimizer step."""
+        """Losses of the whole minibatch, for every optimizer step."""
         return [step.loss for step in self.record.steps]
 
     @property
@@ -91,11 +91,11 @@ def train(
     show: bool = True,
     **data: Any,
 ) -> TrainedRun:
-    """Profiles, plans and trains on this machine, and returns when the training has ended.
+    """Profile, plan and train on this machine; return when the training has ended.
 
-    Every rank is a process of its own, so that what they train must be importable: a workload is named, not handed
-    over. A model, a data set and functions of a script of your own are found there by its file's name, so the call
-    stands under `if __name__ == "__main__":`.
+    Every rank is a process of its own, so the workload must be importable: it is named, not handed over. Ranks import
+    the model, data set and functions of your own script by its file's name, so the call stands under
+    `if __name__ == "__main__":`.
 
     With a data set, `train` has AdamW, lr 1e-3, no clipping, minibatches of 32 samples and microbatches of at most 8
     where the settings say nothing else; a line says which of these were not given.

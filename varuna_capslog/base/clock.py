@@ -1,7 +1,7 @@
-"""The time of day: for lines that people read, and for deadlines that come from outside. Nothing else goes by it.
+"""The time of day: for lines that people read, and for deadlines that come from outside. Nothing else uses it.
 
-The clock of a machine may jump, by hours where it is corrected. Whatever waits or measures uses `time.monotonic`. Tests
-give a process another time of day with `use`; the machine's clock is never set.
+The clock of a machine may jump, by hours where it is corrected. Code that waits or measures uses `time.monotonic`.
+Tests replace a process's time of day with `use`; the machine's clock is never set.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _others: list[Callable[[], float]] = []
 
 
 def wall_seconds() -> float:
-    """Seconds since 1970, as this process takes it to be."""
+    """Return the seconds since 1970, from the machine's clock or the source given to `use`."""
     return _others[-1]() if _others else time.time()
 
 
 def use(source: Callable[[], float] | None) -> None:
-    """From now on `wall_seconds` is what this says; None: the machine's clock again."""
+    """Make `wall_seconds` return `source()` from now on; None: the machine's clock again."""
     _others[:] = [] if source is None else [source]

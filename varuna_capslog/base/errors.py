@@ -1,4 +1,4 @@
-"""The errors a user can meet, one class per kind of answer, and what is found of a run before it begins.
+"""The errors that a user can meet, one class per kind of answer, and findings about a run before it begins.
 
 Everything the command line prints in one sentence derives from `CapslogError`; anything else that escapes is a defect
 of ours. A message names the value, the rule it breaks and the next action. Workloads and `start/readiness` make
@@ -82,13 +82,13 @@ class PeerLost(CapslogError):
 
 @dataclass(frozen=True)
 class RunFinding:
-    """One sentence about a run that has not begun.
+    """A finding: one sentence about a run that has not begun.
 
     Attributes:
-        kind: fact: what was looked at; note: the run goes on, and its user should know this; stops: it would stop
+        kind: fact: what was checked; note: the run goes on, and its user should know this; stops: the run would stop
             there, or learn wrong things; does_not_fit: no plan keeps it within its memory, or its disk.
-        part: of the run, such as "data"; "" where whoever asked knows it.
-        error: what the run itself ends with.
+        part: of the run, such as "data"; "" where the caller knows it.
+        error: the error that the run itself ends with.
     """
 
     text: str
@@ -98,12 +98,15 @@ class RunFinding:
 
     @classmethod
     def of_error(cls, error: CapslogError) -> RunFinding:
-        """What a run would end with."""
+        """Return the finding for an error that the run would end with."""
         return cls(str(error), "does_not_fit" if isinstance(error, DoesNotFit) else "stops", error=error)
 
 
 def findings_of(*checks: Callable[[], Iterable[RunFinding] | None]) -> Iterator[RunFinding]:
-    """What several checks find (None: nothing), each sentence once; one that ends with a CapslogError ends alone."""
+    """Yield the findings of several checks, each sentence once. A check may return None for no finding.
+
+    A CapslogError that a check raises becomes its last finding, and the following checks still run.
+    """
     told: set[str] = set()
     for check in checks:
         for finding in _until_error(check):
@@ -120,11 +123,17 @@ def _until_error(check: Callable[[], Iterable[RunFinding] | None]) -> Iterator[R
 
 
 def settle(findings: Iterable[RunFinding]) -> list[str]:
-    """The notes, a line each. Raises the CapslogError of the first finding that stops the run; it counts the others."""
-    known = list(findings)
-    errors = [one.error or CapslogError(one.text) for one in known if one.kind in ("stops", "does_not_fit")]
+    """Return the notes, a line each. Raises the CapslogError of the first finding that stops the run; its message
+    counts the others.
+    """
+    all_findings = list(findings)
+    errors = [
+        finding.error or CapslogError(finding.text)
+        for finding in all_findings
+        if finding.kind in ("stops", "does_not_fit")
+    ]
     if len(errors) > 1:
         raise CapslogError(f"{errors[0]} (and {len(errors) - 1} more: capslog check lists all)") from errors[0]
     if errors:
         raise errors[0]
-    return [one.text for one in known if one.kind == "note"]
+    return [finding.text for finding in all_findings if finding.kind == "note"]

@@ -1,4 +1,4 @@
-"""Which extra of the package brings a module that is not installed: `pip install 'varuna-capslog[report]'`."""
+"""Finds the extra that brings a module that is not installed: `pip install 'varuna-capslog[report]'`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXTRAS = {
     "bo": ("skopt",),
     "hf": ("transformers",),
 }
-"""What each extra brings, as it is imported; setup.py names the distributions."""
+"""Modules of each extra, by import name; setup.py names the distributions."""
 
 
 def extra_of(error: ImportError) -> str | None:
@@ -26,13 +26,13 @@ def extra_of(error: ImportError) -> str | None:
 
 
 def install_sentence(extra: str) -> str:
-    """What to do where a module of the extra is missing, to stand behind a semicolon."""
+    """Return the advice where a module of the extra is missing, to stand behind a semicolon."""
     return f"the extra {extra!r} brings it: pip install 'varuna-capslog[{extra}]', or -e '.[{extra}]' in a clone"
 
 
 @contextmanager
-def needed(what: str) -> Iterator[None]:
-    """While it is open, a missing module of an extra is told in one sentence, which begins with `what`.
+def needed(feature: str) -> Iterator[None]:
+    """Report a missing module of an extra in one sentence that begins with `feature`.
 
     Raises:
         CapslogError: it names the module, the extra, and how to install it.
@@ -44,5 +44,5 @@ def needed(what: str) -> Iterator[None]:
         if extra is None:
             raise
         raise CapslogError(
-            f"{what} needs the module {error.name!r}, which is not installed; {install_sentence(extra)}"
+            f"{feature} needs the module {error.name!r}, which is not installed; {install_sentence(extra)}"
         ) from error

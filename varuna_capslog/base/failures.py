@@ -1,4 +1,4 @@
-"""How workers fail, why each of them was lost, and which of several failures is the cause.
+"""Failures of workers: why each worker was lost, and which of several failures is the cause.
 
 A failure is known from the report that the worker wrote, or from the way its process ended. Supervisors collect the
 failures and ask this module which one to name. Nothing here starts, signals or waits for a process.
@@ -53,7 +53,7 @@ _OF_DEVICES = ("CUDA error", "cuDNN error", "CUBLAS_STATUS", "device-side assert
 
 @dataclass(frozen=True)
 class Failure:
-    """How one worker failed: what it wrote into `workers/<rank>.error.json`, or what its end shows.
+    """The failure of a worker, from its report in `workers/<rank>.error.json` or from the end of its process.
 
     Attributes:
         cause: one sentence without an end stop.
@@ -80,7 +80,7 @@ class Failure:
 
     def sentence(self) -> str:
         """Rank, stage, step, microbatch and cause, as far as they are known."""
-        who = f"rank {self.rank}" if self.member is None else f"worker {self.member}"
+        worker = f"rank {self.rank}" if self.member is None else f"worker {self.member}"
         where = "" if self.stage is None else f" (stage {self.stage})"
         when = ""
         if self.step is not None:
@@ -88,12 +88,12 @@ class Failure:
         elif self.after_step is not None:
             when = f" after step {self.after_step}"
         if self.kind == "signal":
-            return f"{who}{where} {self.cause}{when}"
+            return f"{worker}{where} {self.cause}{when}"
         if self.kind == "hang":
-            return f"{who}{where} does not answer{when}: {self.cause}"
+            return f"{worker}{where} does not answer{when}: {self.cause}"
         if self.kind == "step_refused":
             return self.cause  # all ranks agreed on it: it is no rank's failure
-        return f"{who}{where} failed{when}: {self.cause}"
+        return f"{worker}{where} failed{when}: {self.cause}"
 
 
 def read_failure(path: Path, rank: int, stage: Any, member: str | None = None) -> Failure | None:
@@ -119,47 +119,47 @@ def read_failure(path: Path, rank: int, stage: Any, member: str | None = None) -
         return None  # missing, or cut off by the same failure that it was to report
 
 
-def ended(rank: int, status: int, log: Path, time: float, memory_killed: bool = False, **known: Any) -> Failure:
+def ended(rank: int, status: int, log: Path, time: float, memory_killed: bool = False, **details: Any) -> Failure:
     """The failure that the end of a process shows, for a worker that wrote no report.
 
     Args:
         status: its exit status, or minus the number of the signal that ended it.
         memory_killed: the system has killed a process for lack of memory at that time (`machine_memory.MemoryKills`).
-        known: further fields of the failure.
+        details: further fields of the failure.
     """
     if status < 0:
         for_memory = memory_killed and status == -signal.SIGKILL
         loss = "memory" if for_memory else "crashed" if -status in _OWN_SIGNALS else "killed"
         cause = f"was killed by {signal_name(-status)}" + (" for lack of memory" if for_memory else "")
-        return Failure(rank, cause, "signal", time, loss=loss, **known)
-    return Failure(rank, f"exit status {status}: {_last_line(log)}", "exit", time, **known)
+        return Failure(rank, cause, "signal", time, loss=loss, **details)
+    return Failure(rank, f"exit status {status}: {_last_line(log)}", "exit", time, **details)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on a device or in the memory of a CPU."""
-    named = any(one.__name__ in ("MemoryError", "OutOfMemoryError") for one in type(error).__mro__)
+    """Return whether an allocation failed, on a device or in the memory of a CPU."""
+    named = any(base.__name__ in ("MemoryError", "OutOfMemoryError") for base in type(error).__mro__)
     return named or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
 
 
 def shortage(error: BaseException) -> CapslogError | None:
-    """What to raise where the system had no thread or process for what raised this; None: that is not why."""
+    """Return the error to raise where `error` means that the system had no more threads or processes; else None."""
     sentence = f"{type(error).__name__}: {error}"
     refused = any(words in sentence for words in ("can't start new thread", os.strerror(errno.EAGAIN)))
     return CapslogError(f"no thread or process can be started ({sentence}); {PROCESS_LIMIT}") if refused else None
 
 
 def kind_of(error: BaseException) -> str:
-    """The kind of a failure by an error that nothing expected."""
+    """Return the kind of failure for an unexpected error."""
     if is_out_of_memory(error):
         return "memory"
     if isinstance(error, OSError) and files.is_full(error):
         return "disk"
-    named = any(one.__name__ == "AcceleratorError" for one in type(error).__mro__)
+    named = any(base.__name__ == "AcceleratorError" for base in type(error).__mro__)
     return "device" if named or any(word in str(error) for word in _OF_DEVICES) else "defect"
 
 
 def loss_cause(failure: Failure) -> str:
-    """Why the worker was lost: a name of `CAUSES`."""
+    """Return the cause of the loss, a name of `CAUSES`."""
     by_kind = {"signal": "killed", "hang": "hung", "peer": "network"}.get(failure.kind, failure.kind)
     return failure.loss or (by_kind if by_kind in CAUSES else "failed")
 
@@ -181,7 +181,7 @@ def _last_line(log: Path) -> str:
 
 
 def is_consequence(failure: Failure) -> bool:
-    """Whether this failure only reports that another rank is gone."""
+    """Return whether this failure only reports that another rank is gone."""
     return failure.kind in _SECONDARY_KINDS
 
 

@@ -1,4 +1,4 @@
-"""Checks for values that come from a file: what profile and plan records have in common.
+"""Checks for values that come from a file; profile and plan records share them.
 
 Records (profiles/record.py, plan.py) call these from their constructors, so that no invalid record exists, whether it
 came from a file or from code. This module knows nothing about any particular file format.
@@ -66,12 +66,12 @@ _SHOWN = 200
 """Characters of a value that a message shows."""
 
 
-def refuse_unknown(given: Iterable[str], known: Sequence[str], kind: str = "field") -> None:
-    """Raise CapslogError for the first name in `given` that is not `known`, and suggest the nearest one."""
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            advice = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+def refuse_unknown(names: Iterable[str], allowed: Sequence[str], kind: str = "field") -> None:
+    """Raise CapslogError for the first name in `names` that is not `allowed`, and suggest the nearest one."""
+    for name in names:
+        if name not in allowed:
+            near = difflib.get_close_matches(str(name), allowed, n=1)
+            advice = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(allowed)}"
             raise CapslogError(f"unknown {kind} {name!r}; {advice}")
 
 
@@ -182,14 +182,14 @@ def mapping(value: Any, name: str) -> dict[str, Any]:
     return dict(value)
 
 
-def column(value: Any, name: str, check: Callable[[Any, str], Any], length: int, what: str) -> list[Any]:
-    """Return the checked entries of a list of `length` entries, one per `what`; as many None where `value` is None."""
+def column(value: Any, name: str, check: Callable[[Any, str], Any], length: int, unit: str) -> list[Any]:
+    """Return the checked entries of a list of `length` entries, one per `unit`; as many None where `value` is None."""
     if value is None:
         return [None] * length
-    found = [check(one, f"{name}[{i}]") for i, one in enumerate(listed(value, name))]
-    if len(found) != length:
-        raise CapslogError(f"{name} has {len(found)} entries, but there are {length} {what}")
-    return found
+    checked = [check(cell, f"{name}[{i}]") for i, cell in enumerate(listed(value, name))]
+    if len(checked) != length:
+        raise CapslogError(f"{name} has {len(checked)} entries, but there are {length} {unit}")
+    return checked
 
 
 def cut_list(cuts: Any, num_layers: int | None, name: str = "cuts") -> tuple[int, ...]:

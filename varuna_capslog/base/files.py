@@ -1,8 +1,8 @@
 """Files that survive a crash: whole files that appear at once or not at all, and line files that only grow.
 
-Everything a run writes (profiles, plans, checkpoints' indexes, metrics, events) goes through here, and what is read may
-come from a stranger: every reader has a bound. Never rewrites a line file and never leaves a half-written file under
-its final name.
+Everything that a run writes (profiles, plans, checkpoints' indexes, metrics, events) goes through here. Files may come
+from a stranger, so every reader has a bound. Never rewrites a line file and never leaves a half-written file under its
+final name.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 def is_full(error: OSError) -> bool:
-    """Whether the error means that no process can write to the file system (full, over quota, read-only)."""
+    """Return whether no process can write to the file system (full, over quota, read-only)."""
     return error.errno in _FULL
 
 
@@ -112,7 +112,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Puts a folder's entries on the disk, so that a rename survives a power cut."""
+    """Sync a folder's entries to the disk, so that a rename survives a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -211,7 +211,7 @@ def parse_json(text: str | bytes, where: str) -> Any:
 
     Refused are more than MOST_BYTES characters, more than MOST_LEVELS objects and lists inside each other, numbers that
     no float can hold (NaN, Infinity, 1e400, whole numbers of 309 digits), halves of surrogate pairs, bytes that are not
-    UTF-8. What is returned can be walked recursively and written again as JSON.
+    UTF-8. The returned value can be walked recursively and written again as JSON.
 
     Raises CapslogError that begins with `where`, and names the line where the text is not JSON.
     """
@@ -337,20 +337,20 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        # A line is one object, and no proper beginning of an object is JSON: what does not parse was torn.
-        whole = list(objects_in(line))
-        if not whole:
+        # A line is one object, and no proper prefix of an object is JSON: a line that does not parse was torn.
+        objects = list(objects_in(line))
+        if not objects:
             _log.warning("%s: line %d is torn, or no object, and left out", path, number)
-        records += whole
+        records += objects
     return records
 
 
-def write_failure(what: str, error: OSError) -> CapslogError:
+def write_failure(sentence: str, error: OSError) -> CapslogError:
     """The error for a failed write: DiskFailed if no process can write to the file system."""
     kind = DiskFailed if is_full(error) else CapslogError
     mends = {errno.EROFS: "make the file system writable", errno.ELOOP: "remove it"}
     mend = mends.get(error.errno or 0, "free space")
-    return kind(f"{what}: {error.strerror or error}; {mend} or choose another path")
+    return kind(f"{sentence}: {error.strerror or error}; {mend} or choose another path")
 
 
 def _unreadable(path: str | os.PathLike[str], error: OSError | ValueError) -> CapslogError:

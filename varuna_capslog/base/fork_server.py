@@ -1,4 +1,4 @@
-"""Starts workers without import time: a process that has imported everything forks one whenever the host asks.
+"""Starts workers without import time: a process that has imported everything forks a worker on each request.
 
 `ForkServer` is the host's side of the two pipes to that process (`varuna_capslog.base.forking`). `ForkServer.call` has
 a function called in such a fork, for a process that does not want to import anything itself.
@@ -35,7 +35,7 @@ __all__ = ["PRELOADED", "ForkServer", "NoAnswer"]
 
 
 class NoAnswer(CapslogError):
-    """A function that was called in a fork gave no answer.
+    """Error: a function that was called in a fork gave no answer.
 
     how: its process ended, such as "signal 9"; or it was killed, such as "no answer within 20 s".
     """
@@ -57,8 +57,8 @@ class ForkServer:
         tell: called in that thread with {"ready": True, "pid"} once, {"member", "pid"} per fork, {"member", "pid",
             "status"} or {"member", "pid", "signal"} per end, and at last {"gone": status}: no worker of it is left. The
             last two may have a "why", in one sentence.
-        log: gets the fork server's own output; None: nobody does, until `settle` names a file.
-        modules: imported ahead besides the entry's, and what they name as `PRELOADED`; one that is missing is left out.
+        log: gets the fork server's own output; None: the output is dropped until `settle` names a file.
+        modules: imported ahead besides the entry's, and the modules in their `PRELOADED`; missing ones are left out.
         environment: variables on top of this process's own.
         prepared: this process has imported all of that, so the fork server is a fork of it, if it has one thread only.
 
@@ -114,7 +114,7 @@ class ForkServer:
         self.close()
 
     def settle(self, tell: Callable[[dict[str, Any]], None], log: Path) -> None:
-        """From now on `tell` is called, and `log` gets the fork server's own output. No worker has been asked for."""
+        """Call `tell` from now on, and write the fork server's own output to `log`. To be called before any `fork`."""
         self._tell = tell
         self.fork({"server_log": str(log)})
 
@@ -126,30 +126,30 @@ class ForkServer:
             self._process.stdin.flush()
 
     def call(self, entry: str, *arguments: Any, seconds: float | None = None) -> Any:
-        """Calls "module:function" in a fork that writes to this process's own output and errors.
+        """Call "module:function" in a fork that writes to this process's own output and errors.
 
         Args:
-            arguments: as what the function returns, anything that can be pickled.
-            seconds: after which its process is killed; None: never.
+            arguments: of the function; like its result, anything that can be pickled.
+            seconds: time after which its process is killed; None: never.
 
         Raises:
-            What the function raises (a CapslogError of the same sentence and status where that cannot be pickled).
+            Exception: the function's own (a CapslogError of the same sentence and status where it cannot be pickled).
             NoAnswer: the process ended without an answer, or was killed.
         """
         name = f"call-{next(self._numbers)}"
-        heard = self._calls[name] = queue.SimpleQueue()  # kept, so that nobody else hears of a call that was given up
+        heard = self._calls[name] = queue.SimpleQueue()  # kept, so that reports of an abandoned call go nowhere else
         if self._gone is not None:
             heard.put(self._gone)
         pid = None
         with tempfile.TemporaryDirectory(prefix="capslog-call-") as folder:
             answer = Path(folder) / "answer"
-            given = [entry, base64.b64encode(pickle.dumps(arguments)).decode(), str(answer)]
-            order: Order = {"member": name, "environment": {}, "log": os.devnull, "arguments": given}
+            call_arguments = [entry, base64.b64encode(pickle.dumps(arguments)).decode(), str(answer)]
+            order: Order = {"member": name, "environment": {}, "log": os.devnull, "arguments": call_arguments}
             order |= {"entry": f"{forking.__name__}:answer", "output": self.output, "errors": self.errors}
             self.fork(order)
             try:
-                while not {"status", "signal", "gone"} & (what := heard.get(timeout=seconds if pid else None)).keys():
-                    pid = what.get("pid")
+                while not {"status", "signal", "gone"} & (report := heard.get(timeout=seconds if pid else None)).keys():
+                    pid = report.get("pid")
                 pid = None
             except queue.Empty:
                 raise NoAnswer(entry, f"no answer within {seconds:g} s") from None
@@ -157,7 +157,9 @@ class ForkServer:
                 if pid is not None:
                     signal_group(pid, signal.SIGKILL)
             if not answer.exists():
-                ended = ", ".join(f"{key} {what[key]}" for key in ("status", "signal", "gone", "why") if key in what)
+                ended = ", ".join(
+                    f"{key} {report[key]}" for key in ("status", "signal", "gone", "why") if key in report
+                )
                 raise NoAnswer(entry, ended)
             value, error = pickle.loads(answer.read_bytes())
         if error is not None:
@@ -189,12 +191,12 @@ class ForkServer:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             try:
-                what = json.loads(line)
+                report = json.loads(line)
             except ValueError:  # it was not written whole when the process ended
                 continue
             self._ready = True
-            call = self._calls.get(what.get("member", ""))
-            (self._tell if call is None else call.put)(what)
+            call = self._calls.get(report.get("member", ""))
+            (self._tell if call is None else call.put)(report)
         self._end()
 
     def _fail(self, error: CapslogError) -> None:
@@ -202,7 +204,7 @@ class ForkServer:
         self._end(why=str(error))
 
     def _end(self, **why: str) -> None:
-        """Tells everybody who waits that the process is gone; one that reports no more ends."""
+        """Tell all callers that wait that the process is gone. A process that reports no more is killed."""
         try:
             status = self._process.wait(_LAST_SECONDS)
         except subprocess.TimeoutExpired:
@@ -215,19 +217,19 @@ class ForkServer:
 
 
 class _ServerFork:
-    """What a fork server needs of `subprocess.Popen`, of a fork."""
+    """A forked process with the part of the `subprocess.Popen` interface that a fork server needs."""
 
     def __init__(self, pid: int, stdin: BinaryIO, stdout: BinaryIO) -> None:
         self.pid, self.stdin, self.stdout = pid, stdin, stdout
         self._status: int | None = None
 
     def wait(self, timeout: float | None = None) -> int:
-        """As `Popen.wait`, from any thread."""
+        """Wait for the process like `Popen.wait`, from any thread."""
         until = None if timeout is None else time.monotonic() + timeout
         while self._status is None:
             with contextlib.suppress(ChildProcessError):  # another thread has waited for it
-                found, status = os.waitpid(self.pid, os.WNOHANG)
-                if found:
+                ended_pid, status = os.waitpid(self.pid, os.WNOHANG)
+                if ended_pid:
                     self._status = os.waitstatus_to_exitcode(status)
             if until is not None and self._status is None and time.monotonic() > until:
                 raise subprocess.TimeoutExpired("the fork server", timeout or 0.0)
@@ -248,7 +250,7 @@ def _started_as_fork(
     preexec_fn: Callable[[], None],
     pass_fds: Sequence[int],
 ) -> _ServerFork:
-    """A fork of this process that does what the command would; its arguments are those of `subprocess.Popen`."""
+    """Fork this process in place of starting the command; the arguments are those of `subprocess.Popen`."""
     (orders, order), (reports, report) = os.pipe(), os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,9 +1,9 @@
-"""The fork server's own process: it imports everything once, then forks a worker whenever it is told to.
+"""The fork server's own process: it imports everything once, then forks a worker for each order.
 
 `main`, called with ENTRY MODULE..., reads one JSON line per requested worker, and writes one line per fork and, as soon
 as the system knows it, one per end; `varuna_capslog.base.fork_server` starts it. The process runs no torch operation
 and starts no thread, since a fork would copy its locks but not its threads. Both pipes have descriptors of their own
-before a module is imported: what modules print then is no report, and what they read no order.
+before a module is imported, so that output of modules is not taken for a report, and they cannot read orders.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from varuna_capslog.base.processes import (
 __all__ = ["PRELOADED", "Order", "answer", "main", "may_fork", "renew_threads"]
 
 PRELOADED = ("torch",)
-"""What all workers need and what takes long to import; a workload's package names more (`PRELOADED` in it)."""
+"""Modules that all workers need and that take long to import; a workload's package names more (its `PRELOADED`)."""
 
 Order = dict[str, Any]
 """{"member", "environment", "log", "arguments"}: the name, variables on top of the fork server's own, the file for
@@ -54,13 +54,13 @@ and "entry" is called instead of the fork server's."""
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serves until standard input ends, then kills all its workers."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    command_arguments = list(sys.argv[1:] if arguments is None else arguments)
     outlives(JOB_SIGNALS)  # and the workers do, for which the host answers
-    if given[:1] == ["--alone"]:  # a worker that could not be forked; it dies with the fork server already
-        order = json.loads(given[2])
+    if command_arguments[:1] == ["--alone"]:  # a worker that could not be forked; it dies with the fork server already
+        order = json.loads(command_arguments[2])
         add_current_folder()
-        _become(order, given[1])
-    entry, modules = given[0], given[1:]
+        _become(order, command_arguments[1])
+    entry, modules = command_arguments[0], command_arguments[1:]
     orders, reports = os.dup(0), os.dup(1)
     os.dup2(2, 1)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    gc.disable()  # what is imported stays: looking for garbage in it took a sixth of the time
+    gc.disable()  # imported objects stay: collecting garbage during imports took a sixth of the time
     add_current_folder()
     _preload(entry, modules)
     gc.freeze()  # so that a worker's collector does not touch, hence copy, the shared memory
@@ -106,8 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def renew_threads() -> None:
-    """The first thing in a fork, before it has another thread. Where torch has had a thread pool, it makes a new one
-    when it is first asked for it, and two threads that ask at once abort the process ("Invalid thread pool!").
+    """Renew torch's thread pool; called first in a fork, before it has another thread. Torch would make a new pool at
+    its first use, and two threads that use it at once abort the process ("Invalid thread pool!").
     """
     torch = sys.modules.get("torch")
     if torch is not None:
@@ -119,7 +119,7 @@ def _preload(entry: str, modules: Sequence[str]) -> None:
     for name in names:
         try:
             module = importlib.import_module(name)
-            names += [one for one in getattr(module, "PRELOADED", ()) if one not in names]
+            names += [module_name for module_name in getattr(module, "PRELOADED", ()) if module_name not in names]
         except (Exception, SystemExit):  # a worker that needs the module fails with the same error
             traceback.print_exc()
     if "torch" in sys.modules:
@@ -175,7 +175,7 @@ def _fork(order: Order, entry: str, private: Sequence[int]) -> int:
 
 
 def may_fork() -> bool:
-    """Whether no module has started an accelerator or a thread while it was imported: neither survives a fork."""
+    """Return whether no imported module has started an accelerator or a thread: neither survives a fork."""
     if accelerator_started():
         return False
     with contextlib.suppress(OSError):
@@ -184,11 +184,13 @@ def may_fork() -> bool:
 
 
 def accelerator_started() -> bool:
-    """Whether this process uses an accelerator; False where torch was not imported, which nothing here does."""
+    """Return whether this process uses an accelerator; False where torch was not imported, which this module never
+    does.
+    """
     torch = sys.modules.get("torch")
-    if torch is None or (here := torch.accelerator.current_accelerator()) is None:
+    if torch is None or (device := torch.accelerator.current_accelerator()) is None:
         return False
-    ask = getattr(torch.get_device_module(here), "is_initialized", None)
+    ask = getattr(torch.get_device_module(device), "is_initialized", None)
     return ask is not None and bool(ask())
 
 
@@ -223,7 +225,7 @@ def _become(
 
 
 def _settle(order: Order, private: Sequence[int]) -> None:
-    """Replaces what was inherited from the fork server: signals, pipes, variables."""
+    """Replace the signals, pipes and variables inherited from the fork server."""
     signal.set_wakeup_fd(-1)
     for descriptor in private:
         os.close(descriptor)
@@ -250,9 +252,9 @@ def _write_errors_to(path: str) -> None:
         os.dup2(file.fileno(), 2)
 
 
-def answer(given: Sequence[str]) -> int:
-    """What the process of `ForkServer.call` does: leaves (value, error) in a file."""
-    entry, arguments, path = given
+def answer(order_arguments: Sequence[str]) -> int:
+    """Entry of the process of `ForkServer.call`: call the function and write (value, error) to a file."""
+    entry, arguments, path = order_arguments
     value, error = None, None
     for number in JOB_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has SIGHUP
@@ -275,9 +277,9 @@ def _sendable(error: Exception) -> Exception:
             return error
     if not isinstance(error, CapslogError):
         return RuntimeError(f"{type(error).__name__}: {error}")
-    found = CapslogError(str(error))
-    found.exit_status = error.exit_status
-    return found
+    sendable = CapslogError(str(error))
+    sendable.exit_status = error.exit_status
+    return sendable
 
 
 def _report(reports: int, **report: Any) -> None:

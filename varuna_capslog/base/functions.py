@@ -21,35 +21,37 @@ _OURS = re.compile("varuna_capslog|detr_pipeline")
 _INSTALLED = {"site-packages", "dist-packages", sysconfig.get_path("stdlib")}
 
 
-def imported(name: str, what: str) -> Any:
+def imported(name: str, title: str) -> Any:
     """Imports a user's `package.module:function`, or a class (modules of the current folder included).
 
     Args:
-        what: what it is to the user; every sentence about it begins so.
+        title: what the function is to the user; every message about it begins with it.
 
     Raises:
         ConfigError: no such module or function, or it is not callable.
     """
     module_name, _, function_name = name.partition(":")
     if not function_name:
-        raise ConfigError(f"{what} is not of the form package.module:function")
+        raise ConfigError(f"{title} is not of the form package.module:function")
     try:
-        module = users_module(module_name, what)
+        module = users_module(module_name, title)
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
-            raise _lacks(what, error) from error
+            raise _lacks(title, error) from error
         raise ConfigError(
-            f"{what}: there is no module {error.name!r}; install its package or start from the folder that holds it"
+            f"{title}: there is no module {error.name!r}; install its package or start from the folder that holds it"
         ) from None
     function = getattr(module, function_name, None)
     if not callable(function):
-        near = difflib.get_close_matches(function_name, [known for known in vars(module) if not known.startswith("_")])
+        near = difflib.get_close_matches(
+            function_name, [member for member in vars(module) if not member.startswith("_")]
+        )
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"{what}: {module_name!r} has no function {function_name!r}{hint}")
+        raise ConfigError(f"{title}: {module_name!r} has no function {function_name!r}{hint}")
     return function
 
 
-def users_module(name: str, what: str) -> ModuleType:
+def users_module(name: str, title: str) -> ModuleType:
     """Imports a module of the user's: an installed one, or one of the current folder.
 
     Raises:
@@ -60,11 +62,11 @@ def users_module(name: str, what: str) -> ModuleType:
     module, top = importlib.import_module(name), name.partition(".")[0]
     file = Path(getattr(sys.modules[top], "__file__", None) or "")
     if not _OURS.fullmatch(top) and _INSTALLED & {str(file.parent), *file.parts}:
-        for here in (Path(f"{top}.py"), Path(top, "__init__.py")):
-            if here.is_file() and not here.samefile(file):
+        for file_path in (Path(f"{top}.py"), Path(top, "__init__.py")):
+            if file_path.is_file() and not file_path.samefile(file):
                 raise ConfigError(
-                    f"{what}: the installed module {top!r}, {file}, comes before {here} of the current folder; rename "
-                    "yours, or set PYTHONPATH=. to have it come first"
+                    f"{title}: the installed module {top!r}, {file}, comes before {file_path} of the current folder; "
+                    "rename yours, or set PYTHONPATH=. to have it come first"
                 )
     return module
 
@@ -75,27 +77,27 @@ def add_current_folder() -> None:
         sys.path.append(str(Path.cwd()))
 
 
-def call_function(name: str, what: str, /, *arguments: Any, **keywords: Any) -> Any:
+def call_function(name: str, title: str, /, *arguments: Any, **keywords: Any) -> Any:
     """Calls a user's `package.module:function`; see `imported`.
 
     Raises:
         ConfigError: it cannot be imported, or it failed.
-        CapslogError: what it raised itself.
+        CapslogError: raised by the function itself.
     """
-    function = imported(name, what)
+    function = imported(name, title)
     try:
         return function(*arguments, **keywords)
     except CapslogError:
         raise
     except ModuleNotFoundError as error:
-        raise _lacks(what, error) from error
+        raise _lacks(title, error) from error
     except (Exception, SystemExit) as error:  # any function may be named here, such as os.system or sys.exit
         raise ConfigError(
-            f"{what} failed with {type(error).__name__}: {error}; name another function, or mend this one or what "
+            f"{title} failed with {type(error).__name__}: {error}; name another function, or mend this one or what "
             "it is given (CAPSLOG_DEBUG=1 shows where)"
         ) from error
 
 
-def _lacks(what: str, error: ModuleNotFoundError) -> ConfigError:
+def _lacks(title: str, error: ModuleNotFoundError) -> ConfigError:
     hint = "install it" if (extra := extra_of(error)) is None else install_sentence(extra)
-    return ConfigError(f"{what} needs the module {error.name!r}, which is not installed; {hint}")
+    return ConfigError(f"{title} needs the module {error.name!r}, which is not installed; {hint}")

@@ -1,4 +1,4 @@
-"""Kinds of GPUs that a plan may be for without one being here: what their makers' data sheets say.
+"""Kinds of GPUs that a plan may be for although this machine has none: facts of their makers' data sheets.
 
 `profile.device: cuda:KIND` names one, and so do `--device` and Python's `device=`; `parse_device` reads them all.
 `parse_devices` reads the devices of a plan, a number or kinds. `Gpu.memory_bytes` is the capacity of a plan that says
@@ -21,11 +21,11 @@ __all__ = ["GPUS", "Gpu", "NamedDevices", "gpu_named", "gpu_of", "parse_device",
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU, by its data sheet; rates are per second, of matrix units dense and with float32 sums.
+    """A kind of GPU, by its data sheet; rates are per second, of matrix units dense and with float32 sums.
 
     Attributes:
-        architecture: what kinds have in common whose kernels reach like parts of their rates.
-        memory_gib: what torch calls its total memory, in GiB, rounded down: 1 to 2 % less than it is sold with.
+        architecture: group of kinds whose kernels reach similar fractions of their rates.
+        memory_gib: its total memory as torch reports it, in GiB, rounded down: 1 to 2 % less than it is sold with.
         bytes_per_second: of its memory.
         float32_flops: without matrix units.
         half_flops: in float16 and, where the kind has it, bfloat16.
@@ -58,22 +58,22 @@ class Gpu:
 
     @property
     def pace(self) -> float:
-        """How fast the kind is beside another one: the geometric mean of its rate of arithmetic and its memory's rate.
+        """Relative speed of the kind: the geometric mean of its rate of arithmetic and its memory's rate.
 
-        Products of matrices keep to the former, all else to the latter. The rate of arithmetic is the geometric mean of
-        float32's and 16-bit types', since a plan may be for either. It tells kinds apart by their data sheets alone;
-        measured ratios are better.
+        Matrix products are bound by the former, all other operations by the latter. The rate of arithmetic is the
+        geometric mean of float32's and 16-bit types', since a plan may be for either. It compares kinds by their data
+        sheets alone; measured ratios are better.
         """
         return float(((self.float32_flops * self.half_flops) ** 0.5 * self.bytes_per_second) ** 0.5)
 
     @property
     def hopper_or_later(self) -> bool:
-        """Whether torch gives cuBLAS the larger workspaces: NVIDIA's compute capability 9 and above."""
+        """True where torch gives cuBLAS the larger workspaces: NVIDIA's compute capability 9 and above."""
         return self.architecture in ("hopper", "blackwell", "blackwell-rtx")
 
     @property
     def prefers_cudnn(self) -> bool:
-        """Whether torch takes cuDNN's fused attention first: NVIDIA's compute capabilities 9 and 10."""
+        """True where torch takes cuDNN's fused attention first: NVIDIA's compute capabilities 9 and 10."""
         return self.architecture in ("hopper", "blackwell")
 
 
@@ -145,7 +145,7 @@ GPUS = {
 may have. The total memory of `h200` was read on one."""
 
 _SHORT = {"h100": "h10080gb"}
-"""What people mean by a name that several kinds bear."""
+"""The kind that people mean by a name that several kinds bear."""
 
 
 def gpu_named(text: str) -> str:
@@ -185,17 +185,17 @@ class NamedDevices:
         return max(self.kinds, key=lambda kind: GPUS[kind].pace, default=None)
 
     def refuse_beside(self, others: Mapping[str, Any], name: str, number: str) -> None:
-        """Raises CapslogError where kinds are named and something is given that follows from them.
+        """Raise CapslogError where kinds are named and an option is given that follows from them.
 
         Args:
-            others: names of such things as the caller calls them, and what is given for each; None: nothing.
-            name: the devices as they were given. number: how to give their number alone.
+            others: names of such options as the caller calls them, and their values; None: not given.
+            name: the devices as they were given. number: the option that gives their number alone.
         """
-        for other, value in others.items() if self.kinds else ():
+        for option, value in others.items() if self.kinds else ():
             if value is not None:
                 raise CapslogError(
-                    f"{name} names kinds, from which device and memory follow, but {other} is given too; leave {other} "
-                    f"out, or give the number of devices, {number}"
+                    f"{name} names kinds, from which device and memory follow, but {option} is given too; leave "
+                    f"{option} out, or give the number of devices, {number}"
                 )
 
     @property
@@ -214,10 +214,10 @@ class NamedDevices:
 
 
 def parse_devices(devices: int | str, name: str = "devices") -> NamedDevices:
-    """The devices that a number (`4`) or a list of kinds (`2x a100-80gb, rtx4090`, as `gpu_named` reads them) says.
+    """Return the devices of a number (`4`) or a list of kinds (`2x a100-80gb, rtx4090`, as `gpu_named` reads them).
 
     Args:
-        name: what the caller calls it; messages begin with it.
+        name: the caller's name for it; messages begin with it.
 
     Raises:
         CapslogError: it is neither, or the number is not one of 1 to `fields.MOST_RANKS`; an unknown kind (the nearest
@@ -286,7 +286,7 @@ def parse_device_type(text: str) -> str:
 
 
 def _is_type(text: str) -> bool:
-    """Whether torch, or a backend of somebody else's, may have this type: one word of letters, as no kind is.
-    `gpu`, which people write, nobody has.
+    """Return whether torch, or another backend, may have this type: one word of letters, which no kind is. `gpu`,
+    which people write, is not a type.
     """
     return text != "gpu" and re.fullmatch(r"[a-z_]+", text) is not None

@@ -27,12 +27,12 @@ def granted_bytes(root: Path = _ROOT) -> int:
     """Bytes of main memory that all programs here may use together: the machine's, or the smallest limit of the control
     groups that this process is in.
     """
-    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([whole, *(limit for group in _groups(root) for limit in _limits(group))])
+    machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([machine_bytes, *(limit for group in _groups(root) for limit in _limits(group))])
 
 
 def available_bytes(root: Path = _ROOT) -> int:
-    """Bytes of it that new work may take now: what the system calls available, or less where a group has less."""
+    """Return the bytes that new work may take now: what the system calls available, or less where a group has less."""
     of_machine = _number_after(root / "proc/meminfo", "MemAvailable:")
     rooms = [granted_bytes(root) if of_machine is None else of_machine * 1024]
     for group in _groups(root):
@@ -43,8 +43,8 @@ def available_bytes(root: Path = _ROOT) -> int:
 
 
 def oom_kills(root: Path = _ROOT) -> int:
-    """How many processes the system has ended for lack of memory: in this control group where it counts them, else on
-    this machine; 0 where nobody counts.
+    """Return the number of processes that the system has ended for lack of memory: in this control group where it
+    counts them, else on this machine; 0 where nothing counts them.
     """
     counters = [group / name for group in _groups(root) for name in ("memory.events", "memory.oom_control")]
     counts = (_number_after(path, "oom_kill") for path in [*counters, root / "proc/vmstat"])
@@ -52,7 +52,7 @@ def oom_kills(root: Path = _ROOT) -> int:
 
 
 class MemoryKills:
-    """The processes that the system has ended for lack of memory in the last seconds, for whoever asks now and then."""
+    """Tells whether the system has ended a process for lack of memory in the last seconds."""
 
     _SECONDS = 2.0
     """Between two looks: a process that was killed is seen well within that time."""
@@ -66,15 +66,15 @@ class MemoryKills:
             self._counts, self._looked = [self._counts[1], oom_kills()], now
 
     def any_now(self) -> bool:
-        """Whether there was one since the last look but one."""
+        """Return whether a process was ended since the second-last look."""
         return oom_kills() > self._counts[0]
 
 
 def _groups(root: Path) -> list[Path]:
     """The folders of the control groups that limit this process's memory: its own first, then those above it.
 
-    Where the own group is not below what is mounted (a control group namespace), what is mounted is all that can be
-    seen, and stands for it.
+    Where the process's own group is not below a mounted group (a control group namespace), the mounted groups are all
+    that can be seen, and stand for it.
     """
     groups: list[Path] = []
     for version, path in _memberships(root):
@@ -104,7 +104,7 @@ def _mounts(root: Path) -> Iterator[tuple[int, PurePosixPath, Path]]:
 
 
 def _limits(group: Path) -> list[int]:
-    """The limits of a group in bytes; version 1 also knows the smallest limit above what is mounted."""
+    """Return the limits of a group in bytes; version 1 also has the smallest limit above the mounted group."""
     limits = [_number(group / name) for name in _LIMITS]
     limits.append(_number_after(group / "memory.stat", "hierarchical_memory_limit"))
     return [limit for limit in limits if limit is not None]

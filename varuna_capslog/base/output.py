@@ -1,6 +1,6 @@
 """Standard output and errors to which writing never fails: a run is worth more than its lines.
 
-The command and its workers write through these from their beginning; what a data set prints goes there, too.
+The command and its workers write through these from their beginning; output of data sets goes there, too.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _READER_GONE = (errno.EPIPE, errno.EIO)
 
 
 class LastingStream:
-    """A text stream that swallows what cannot be written, from the first error on.
+    """A text stream that drops text without an error, from the first write on that fails.
 
     Args:
-        stream: all else is asked of it.
+        stream: the stream below, which has all other attributes.
         lost: called with a sentence about the first error, unless the reader has merely gone away.
 
     Attributes:
@@ -34,7 +34,7 @@ class LastingStream:
         self.gone = False
 
     def write(self, text: str) -> int:
-        """As `TextIO.write`."""
+        """Write like `TextIO.write`."""
         try:
             return self._stream.write(text)
         except OSError as error:
@@ -42,12 +42,12 @@ class LastingStream:
             return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """As `TextIO.writelines`."""
+        """Write like `TextIO.writelines`."""
         for line in lines:
             self.write(line)
 
     def flush(self) -> None:
-        """As `TextIO.flush`."""
+        """Flush like `TextIO.flush`."""
         try:
             self._stream.flush()
         except OSError as error:
@@ -57,20 +57,20 @@ class LastingStream:
         return getattr(self._stream, name)
 
     def _give_up(self, error: OSError) -> None:
-        """Puts the null device under the stream, for what it still holds and for programs that are started later."""
+        """Redirect the stream to the null device, for its buffered text and for programs that are started later."""
         with contextlib.suppress(OSError, ValueError):
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._stream.fileno())
             os.close(null)
         first, self.gone = not self.gone, True
         if first and error.errno not in _READER_GONE:
-            with contextlib.suppress(OSError):  # whoever should be told may be gone as well
+            with contextlib.suppress(OSError):  # the receiver of the sentence may be gone as well
                 self._lost(f"standard output cannot be written: {error.strerror}; what follows is not shown")
 
 
 @contextlib.contextmanager
 def lasting_output(lost: Callable[[str], object] = lambda sentence: None) -> Iterator[None]:
-    """In the block this process writes to lasting streams; `lost` is that of standard output."""
+    """Make this process write to lasting streams in the block; `lost` is that of standard output."""
     before: Any = sys.stdout, sys.stderr  # None where the shell has closed them
     lasting: Any = before[0] and LastingStream(before[0], lost), before[1] and LastingStream(before[1])
     sys.stdout, sys.stderr = lasting

@@ -1,4 +1,4 @@
-"""What starting and ending processes of one machine needs from the system: death with the parent, groups, states.
+"""System functions to start and end processes of one machine: death with the parent, process groups, states.
 
 Supervisors and the fork server use it. It knows nothing about runs.
 """
@@ -40,9 +40,9 @@ __all__ = [
 _PR_SET_PDEATHSIG = 1
 
 JOB_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""What Slurm, systemd and a closing terminal send to all processes of a job; the command answers for all of them."""
+"""Signals that Slurm, systemd and a closing terminal send to all processes of a job; the command handles them."""
 PROCESS_LIMIT = "raise the limit of processes and threads (ulimit -u, or pids.max of the container)"
-"""What to do where the system starts none any more."""
+"""Advice where the system starts no more threads or processes."""
 
 _LIMITS = {
     errno.EAGAIN: PROCESS_LIMIT,
@@ -68,17 +68,17 @@ def python_command(module: str, *arguments: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def startable(what: str) -> Iterator[None]:
-    """Around the start of a process: raises CapslogError where the system refuses it, with the limit that it names."""
+def startable(program: str) -> Iterator[None]:
+    """Raise CapslogError, with the limit to raise, where the system refuses to start a process in the block."""
     try:
         yield
     except OSError as error:
         remedy = _LIMITS.get(error.errno or 0, "check the installation")
-        raise CapslogError(f"{what} cannot be started: {error.strerror or error}; {remedy}") from error
+        raise CapslogError(f"{program} cannot be started: {error.strerror or error}; {remedy}") from error
 
 
 def die_with_parent() -> Callable[[], None]:
-    """What a child does before it becomes a worker: its own process group, and on Linux death with this process."""
+    """Return the `preexec_fn` of a worker: makes its own process group, and on Linux lets it die with this process."""
     follow = killed_with(os.getpid())
 
     def prepare() -> None:
@@ -89,7 +89,7 @@ def die_with_parent() -> Callable[[], None]:
 
 
 def killed_with(parent: int) -> Callable[[], None]:
-    """What a child of `parent` does to be killed when `parent` ends; nothing where the system is not Linux.
+    """Return a function by which a child of `parent` asks to be killed when `parent` ends; no effect outside Linux.
 
     SIGKILL, since a worker that is stuck in a collective must not survive either. Linux counts the death of the thread
     that starts the child, too.
@@ -107,10 +107,10 @@ def killed_with(parent: int) -> Callable[[], None]:
 
 
 def outlives(numbers: Sequence[signal.Signals]) -> None:
-    """From now on these signals do nothing to this process; programs that it starts end by them as usual.
+    """Make these signals do nothing to this process from now on; programs that it starts end by them as usual.
 
-    Hence a handler: a signal that is ignored stays so in a program that is started, whose parent then waits for ever
-    for the end that it asked for (`Popen.terminate`, `multiprocessing.Pool`).
+    It uses a handler because an ignored signal stays ignored in a program that is started, and its parent would then
+    wait for ever after `Popen.terminate` or in `multiprocessing.Pool`.
     """
     for number in numbers:
         if not is_spared(number):
@@ -119,7 +119,7 @@ def outlives(numbers: Sequence[signal.Signals]) -> None:
 
 
 def ends_forks_as_usual(numbers: Sequence[signal.Signals] = (*JOB_SIGNALS, signal.SIGINT)) -> None:
-    """From now on these signals end the forks of this process, whatever they do to this process itself."""
+    """Make these signals end the forks of this process from now on, whatever they do to this process itself."""
 
     def restore() -> None:
         for number in numbers:
@@ -130,7 +130,7 @@ def ends_forks_as_usual(numbers: Sequence[signal.Signals] = (*JOB_SIGNALS, signa
 
 
 def is_spared(number: signal.Signals) -> bool:
-    """Whether this is a SIGHUP that nohup has had this process ignore."""
+    """Return whether this is a SIGHUP that this process ignores because of nohup."""
     return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
@@ -154,14 +154,14 @@ def heard_signals(numbers: Sequence[signal.Signals], hear: Callable[[int], objec
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on now."""
+    """Return a free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped by a signal, as far as the system tells (Linux)."""
+    """Return whether a process is stopped by a signal, as far as the system tells (Linux)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     except (OSError, IndexError):
@@ -196,7 +196,7 @@ def reaped(pid: int, options: int = os.WNOHANG) -> int | None:
 
 
 def write_unless_there(path: Path, value: dict[str, Any]) -> None:
-    """Write what is known about a worker, unless the worker has already written its own file, which has more facts."""
+    """Write facts about a worker, unless the worker has already written its own file, which has more of them."""
     temporary = path.with_suffix(".new")
     temporary.unlink(missing_ok=True)  # in a stranger's folder it may be a link
     temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

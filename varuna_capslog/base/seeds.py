@@ -1,4 +1,4 @@
-"""Seeds of random generators: one number from the several that say what is drawn."""
+"""Seeds of random generators: one number from the several integers that identify a draw."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _BEGIN = 0x9E3779B97F4A7C15
 
 
 def mix(*numbers: int, after: int = _BEGIN) -> int:
-    """One well-spread 63-bit number from several integers (splitmix64 steps: each input is added, then scrambled).
+    """Return a well-spread 63-bit number from several integers (splitmix64: each input is added, then scrambled).
 
     after: `mixed` of the numbers before these, which many may share: `mix(a, b) == mix(b, after=mixed(a))`.
     """
@@ -17,7 +17,7 @@ def mix(*numbers: int, after: int = _BEGIN) -> int:
 
 
 def mixed(*numbers: int, after: int = _BEGIN) -> int:
-    """What `mix` goes on from after these numbers."""
+    """Return the 64-bit state after these numbers, from which `mix` can continue."""
     state = after
     for number in numbers:
         state = (state + (number & _MASK) * 0xD1342543DE82EF95 + 0x9E3779B97F4A7C15) & _MASK

@@ -1,6 +1,6 @@
-"""How a supervisor's workers come to be: as new processes of a command, or as forks of a process that is prepared.
+"""Starts a supervisor's workers: as new processes of a command, or as forks of a process that is prepared.
 
-Both give a `Worker`, which is what the supervisor uses of `subprocess.Popen`.
+Both return a `Worker`: the part of `subprocess.Popen` that the supervisor uses.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ class _Started(subprocess.Popen[bytes]):
 
 
 class Forks:
-    """Workers that a fork server forks once it has imported what they need; it begins with that at once.
+    """Workers that a fork server forks once it has imported their modules; it begins to import at once.
 
     Attributes:
-        server: it.
+        server: the fork server.
 
     Args:
         entry: "module:function", called with `arguments`; a worker ends with the status that it returns.
@@ -113,7 +113,7 @@ class Forks:
         self.server.close()
 
     def __call__(self, rank: int, environment: Mapping[str, str], log: Path) -> Worker:
-        """As `Starter`; waits for what is imported."""
+        """Start a worker like `Starter`; wait until its modules are imported."""
         name, worker = str(rank), _Forked(self._changed)
         self._workers[name] = worker
         log.write_bytes(b"")
@@ -128,23 +128,23 @@ class Forks:
             raise CapslogError(f"worker {rank} cannot be started: {why}")
         return worker
 
-    def _hear(self, what: Mapping[str, Any]) -> None:
+    def _hear(self, report: Mapping[str, Any]) -> None:
         with self._changed:
-            if "gone" in what:
-                self._gone = what["gone"]
+            if "gone" in report:
+                self._gone = report["gone"]
                 for worker in self._workers.values():  # the system has killed them
                     worker.returncode = -9 if worker.returncode is None else worker.returncode
-                    worker.why = what.get("why", "")
-            elif "member" in what:
-                worker = self._workers[what["member"]]
-                worker.pid, worker.why = what["pid"] or 0, what.get("why", "")
-                if "signal" in what or "status" in what:
-                    worker.returncode = -what["signal"] if "signal" in what else what["status"]
+                    worker.why = report.get("why", "")
+            elif "member" in report:
+                worker = self._workers[report["member"]]
+                worker.pid, worker.why = report["pid"] or 0, report.get("why", "")
+                if "signal" in report or "status" in report:
+                    worker.returncode = -report["signal"] if "signal" in report else report["status"]
             self._changed.notify_all()
 
 
 class _Forked:
-    """A `Worker` of which the fork server tells."""
+    """A `Worker` whose state the fork server reports."""
 
     def __init__(self, changed: threading.Condition) -> None:
         self._changed, self.pid, self.why = changed, 0, ""

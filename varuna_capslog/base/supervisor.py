@@ -73,7 +73,7 @@ class Supervisor:
 
     Args:
         run_dir: the run's folder; made where it is missing.
-        workers: the worker's command line, or what starts workers otherwise.
+        workers: the worker's command line, or another function that starts workers.
         num_workers: the world size.
         environment: variables for every worker on top of this process's own.
         grace_seconds: time between asking a worker to end (SIGTERM) and killing it.
@@ -142,50 +142,50 @@ class Supervisor:
             write_unless_there(self.folder / f"{rank}.json", started)
 
     def _watch(self) -> None:
-        asked = 0
+        num_signals = 0
         while len(self._ended) < self.num_workers:
-            if len(self._signals) > asked:
-                asked = len(self._signals)
-                if asked > 1:
+            if len(self._signals) > num_signals:
+                num_signals = len(self._signals)
+                if num_signals > 1:
                     self._kill()
                     raise Interrupted(self._farewell("killed in the middle of a step"), 128 + self._signals[0])
                 self.say("stopping at the end of this step; Ctrl-C again kills the workers at once")
                 self._signal(signal.SIGINT)
             self._memory_kills.look(time.monotonic())
             self._collect()
-            # While we stop on request, an end by that same signal, before a worker could install its handler, is no
-            # failure.
-            if any(self._is_failure(rank, asked > 0) for rank in self._ended):
-                self._fail(asked > 0)
+            # During a requested stop, a worker that ends by that same signal, because it had no handler yet, has not
+            # failed.
+            if any(self._is_failure(rank, num_signals > 0) for rank in self._ended):
+                self._fail(num_signals > 0)
             if self._stopped_for_long():
-                self._fail(asked > 0)
-            if asked and any(self._workers[rank].returncode == -signal.SIGINT for rank in self._ended):
+                self._fail(num_signals > 0)
+            if num_signals and any(self._workers[rank].returncode == -signal.SIGINT for rank in self._ended):
                 self._stop()
             time.sleep(POLL_SECONDS)
-        if asked:
+        if num_signals:
             raise Interrupted(self._farewell("stopped cleanly"), 128 + self._signals[0])
 
-    def _is_failure(self, rank: int, asked: bool) -> bool:
-        expected = (0, 130, -signal.SIGINT) if asked else (0,)
+    def _is_failure(self, rank: int, stopping: bool) -> bool:
+        expected = (0, 130, -signal.SIGINT) if stopping else (0,)
         return self._workers[rank].returncode not in expected
 
-    def _fail(self, asked: bool) -> None:
+    def _fail(self, stopping: bool) -> None:
         """Collects the failure reports of the workers, ends all workers and raises the root cause."""
         self._settle(SETTLE_SECONDS, self.num_workers)
-        if all(is_consequence(failure) for failure in self._failures(asked)):
+        if all(is_consequence(failure) for failure in self._failures(stopping)):
             # The cause is a rank that reports nothing. Other ranks may still wait for a rank that waits for it.
             self._settle(HANG_SECONDS, self.num_workers - 1)
-        failures = self._failures(asked)
+        failures = self._failures(stopping)
         hanging, own_end = self._hanging(failures), set(self._ended)
         self._stop()
-        # What a worker wrote while it was being stopped counts as well.
-        known = {failure.rank for failure in failures}
-        late = [self._reported(rank) for rank in range(self.num_workers) if rank not in known | own_end]
+        # A report that a worker wrote while it was being stopped counts as well.
+        reported_ranks = {failure.rank for failure in failures}
+        late = [self._reported(rank) for rank in range(self.num_workers) if rank not in reported_ranks | own_end]
         failures += [failure for failure in late if failure is not None]
         if all(is_consequence(failure) for failure in failures):
             failures += hanging
         root = root_cause(failures)
-        alike = all((other.cause, other.step) == (root.cause, None) for other in failures)
+        alike = all((failure.cause, failure.step) == (root.cause, None) for failure in failures)
         raise WorkerFailed(root, self.log(root.rank), everywhere=alike and len(failures) == self.num_workers > 1)
 
     def _settle(self, seconds: float, enough: int) -> None:
@@ -195,14 +195,14 @@ class Supervisor:
             self._collect()
             time.sleep(POLL_SECONDS)
 
-    def _failures(self, asked: bool) -> list[Failure]:
-        """The failures that workers reported; for workers without a report, what the end of the process shows."""
+    def _failures(self, stopping: bool) -> list[Failure]:
+        """Return the failures that workers reported; for workers without a report, that shown by the process's end."""
         reported = [failure for rank in range(self.num_workers) if (failure := self._reported(rank)) is not None]
-        known, short = {failure.rank for failure in reported}, self._memory_kills.any_now()
+        reported_ranks, short = {failure.rank for failure in reported}, self._memory_kills.any_now()
         seen = [
             ended(rank, self._workers[rank].wait(), self.log(rank), moment, short, **self._where(rank, reported))
             for rank, moment in self._ended.items()
-            if self._is_failure(rank, asked) and rank not in known
+            if self._is_failure(rank, stopping) and rank not in reported_ranks
         ]
         return reported + seen
 
@@ -240,7 +240,7 @@ class Supervisor:
         return f"interrupted: {how}{reached}; the same command continues the run in {self.run_dir}"
 
     def _stopped_for_long(self) -> bool:
-        """Whether a worker has been stopped for STOPPED_SECONDS: the other workers would wait for it for ever."""
+        """Return whether a worker has been stopped for STOPPED_SECONDS; the others would wait for it for ever."""
         now = time.monotonic()
         stopped = [rank for rank, worker in enumerate(self._workers) if is_stopped(worker.pid)]
         self._stopped = {rank: self._stopped.get(rank, now) for rank in stopped if rank not in self._ended}
@@ -273,7 +273,7 @@ class Supervisor:
         self._collect()
 
     def log(self, rank: int) -> Path:
-        """Where the worker's error output goes (and its standard output, but for rank 0)."""
+        """Return the file of the worker's error output (and its standard output, but for rank 0)."""
         return self.folder / f"{rank}.log"
 
 
@@ -327,7 +327,7 @@ def _in_use(run_dir: Path) -> CapslogError:
 
 @contextlib.contextmanager
 def usable(folder: Path) -> Iterator[None]:
-    """For what the block does with a run's folder: raises CapslogError where the system refuses it."""
+    """Raise CapslogError where the system refuses an operation of the block on a run's folder."""
     try:
         yield
     except OSError as error:
@@ -336,7 +336,7 @@ def usable(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def new_run(run_dir: Path) -> Iterator[None]:
-    """Reserves a run's folder, and removes what the workers of an earlier run left in it."""
+    """Reserve a run's folder, and remove the files of an earlier run's workers."""
     with reserve(run_dir):
         for suffix in ("json", "log"):
             for stale in (Path(run_dir) / "workers").glob(f"*.{suffix}"):

@@ -1,7 +1,7 @@
-"""Text for people: a table that the commands print and that answers show, and what of a text a terminal may get.
+"""Text for people: a table that the commands print and that answers show, and text that is safe for a terminal.
 
-Names come from files of strangers, and a terminal obeys what it is sent: everything that a command or a worker says
-goes through `printable`, or is JSON, which has escapes of its own.
+Names come from files of strangers, and a terminal executes control characters: everything that a command or a worker
+prints goes through `printable`, or is JSON, which has escapes of its own.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ _SHORTEST = 8
 
 
 def printable(text: str) -> str:
-    """The text in one line, with escapes in place of what would drive the terminal, such as \\x1b, or hide in it."""
-    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    """Return the text in one line, with escapes for characters that control the terminal, such as \\x1b, or are
+    invisible in it.
+    """
+    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class _Formatter(logging.Formatter):
@@ -68,14 +70,14 @@ class Table:
     names: Collection[int] = ()
 
     def print(self) -> None:
-        """To standard output, in the width of the terminal."""
+        """Print to standard output, in the width of the terminal."""
         from rich.console import Console
 
         console = Console()
         self._print_on(console, console.width)
 
     def text(self) -> str:
-        """As it is printed, without colours."""
+        """Return the table as it is printed, without colours."""
         from rich.console import Console
 
         written = io.StringIO()
@@ -83,7 +85,7 @@ class Table:
         return written.getvalue().rstrip("\n")
 
     def html(self) -> str:
-        """For notebooks: a table without a style sheet of its own."""
+        """Return HTML for notebooks: a table without a style sheet of its own."""
 
         def cells(tag: str, row: Sequence[str]) -> str:
             sides = ("left" if column in self.left else "right" for column in self._columns)
@@ -121,15 +123,15 @@ class Table:
             if widths:
                 widths[place] = max(widths[place], *map(len, heading.split("\n")))
         named = [place for place, column in enumerate(columns) if column in self.names] if widths else []
-        rest = sum(widths) + 3 * len(widths) + 1 - sum(widths[place] for place in named)
+        other_width = sum(widths) + 3 * len(widths) + 1 - sum(widths[place] for place in named)
         longest = max((widths[place] for place in named), default=0)
-        while longest > _SHORTEST and rest + sum(min(widths[place], longest) for place in named) > width:
+        while longest > _SHORTEST and other_width + sum(min(widths[place], longest) for place in named) > width:
             longest -= 1
         for row in cells:
             shown = (_cut(cell, longest) if place in named else cell for place, cell in enumerate(row))
             drawn.add_row(*map(Text, shown))
         # above the table, whose own title would be folded to its width
-        middle = (rest + sum(min(widths[place], longest) for place in named) - len(title)) // 2
+        middle = (other_width + sum(min(widths[place], longest) for place in named) - len(title)) // 2
         if title:
             console.print(Text(" " * min(middle, console.width - len(title)) + title, style="table.title"))
         console.print(drawn)
@@ -138,7 +140,7 @@ class Table:
 
 
 def _cut(name: str, longest: int) -> str:
-    """The name in so many characters; what a longer one has in its middle is left out."""
+    """Return the name in at most `longest` characters; a longer name loses its middle."""
     if len(name) <= longest:
         return name
     ends = longest - 3

@@ -1,4 +1,4 @@
-"""The threads of this package: what a thread did not expect ends its owner with a sentence, never in silence.
+"""The threads of this package: an unexpected error in a thread ends its owner with a sentence, never in silence.
 
 A thread that dies unseen leaves others waiting for it for ever. So every thread is an `OwnedThread`;
 `tests/base/test_threads.py` refuses any other kind.
@@ -20,11 +20,11 @@ __all__ = ["Ends", "OwnedThread", "logged"]
 _log = logging.getLogger(__name__)
 
 Ends = Callable[[CapslogError], object]
-"""Ends whoever needs the thread, with this sentence; called in the thread."""
+"""Ends the owner of the thread with this error; called in the thread."""
 
 
 def logged(error: CapslogError) -> None:
-    """For a thread without which its owner goes on."""
+    """Log the error; for a thread whose owner goes on without it."""
     _log.warning("%s", error)
 
 
@@ -33,7 +33,7 @@ class OwnedThread(threading.Thread):
 
     Args:
         target: called with `arguments`.
-        ends: called with what the target raised, in one sentence.
+        ends: called with the error that the target raised, in one sentence.
     """
 
     def __init__(self, name: str, target: Callable[..., object], ends: Ends, *arguments: object) -> None:
@@ -48,7 +48,7 @@ class OwnedThread(threading.Thread):
             raise CapslogError(f"the thread {self.name} cannot be started: {error}; {PROCESS_LIMIT}") from error
 
     def run(self) -> None:
-        """Calls the target; also a SystemExit, of which Python says nothing, is told to the owner."""
+        """Call the target. The owner also learns of a SystemExit, which Python does not print."""
         try:
             super().run()
         except BaseException as error:

@@ -45,7 +45,7 @@ def parse_bytes(value: str | int | float, name: str = "byte count") -> int:
     """Return the whole number of bytes that `value` stands for.
 
     A number without a unit is bytes; KiB, MiB, GiB, TiB and PiB are powers of 1024, kB, MB, GB, TB and PB powers of
-    1000, in any letter case. A fraction of a byte is cut off. `name` is what the error calls the value.
+    1000, in any letter case. A fraction of a byte is cut off. `name` is the value's name in errors.
 
     Raises CapslogError for anything else, for the ambiguous "16G", and for values that are not above zero.
     """
@@ -98,11 +98,11 @@ def _repeated(value: str, name: str) -> list[str]:
     """The parts between commas, each as often as the number behind its `*` says."""
     parts = []
     for part in value.split(","):
-        what, star, times = part.partition("*")
+        size, star, times = part.partition("*")
         if star and not (re.fullmatch(r"\s*[0-9]{1,6}\s*", times) and 0 < int(times) <= fields.MOST_RANKS):
             many = f"how many devices, 1 to {fields.MOST_RANKS}, such as 16GiB*3"
             raise CapslogError(f"{name} is {value!r}; behind * must stand {many}")
-        parts += [what.strip()] * (int(times) if star else 1)
+        parts += [size.strip()] * (int(times) if star else 1)
     return parts
 
 

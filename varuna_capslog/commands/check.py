@@ -1,4 +1,4 @@
-"""`capslog check`: what would stop a run, or teach it wrong things, before it begins."""
+"""`capslog check`: finds what would stop a run or spoil its training, before it begins."""
 
 from __future__ import annotations
 
@@ -33,35 +33,35 @@ class CheckFlags:
 
 
 @shared.options_of(CheckFlags)
-def check(given: CheckFlags) -> None:
+def check(flags: CheckFlags) -> None:
     """Tell what would stop a run or teach it wrong things (exit status 2), or does not fit (3); train nothing."""
     findings: list[RunFinding] = []
-    with contextlib.redirect_stdout(sys.stderr) if given.as_json else contextlib.nullcontext():
-        for finding in _findings(given):
+    with contextlib.redirect_stdout(sys.stderr) if flags.as_json else contextlib.nullcontext():
+        for finding in _findings(flags):
             findings.append(finding)
-            if not given.as_json:
+            if not flags.as_json:
                 text = finding.text.removeprefix(_BEFORE[finding.kind])
                 shared.say(f"{finding.part}: {_BEFORE[finding.kind]}{' '.join(text.split())}")
-    if given.as_json:
-        shared.print_json([{name: getattr(one, name) for name in ("part", "kind", "text")} for one in findings])
+    if flags.as_json:
+        shared.print_json([{name: getattr(finding, name) for name in ("part", "kind", "text")} for finding in findings])
     kinds = [finding.kind for finding in findings]
     against = kinds.count("stops") + kinds.count("does_not_fit")
     if against:
         shared.tell(f"{against} of these would stop the run or teach it wrong things; mend them and check again")
         raise typer.Exit(2 if "stops" in kinds else 3)
-    if not given.as_json:
+    if not flags.as_json:
         shared.say("nothing stops this run")
 
 
-def _findings(given: CheckFlags) -> Iterator[RunFinding]:
+def _findings(flags: CheckFlags) -> Iterator[RunFinding]:
     configs: list[Config] = []
 
     def load() -> tuple[RunFinding, ...]:
-        configs.append(shared.load(given.config, given.overrides, trust=given.trust))
+        configs.append(shared.load(flags.config, flags.overrides, trust=flags.trust))
         return ()
 
     yield from (dataclasses.replace(finding, part="config") for finding in findings_of(load))
     if configs:
         from varuna_capslog.start.readiness import check_run
 
-        yield from check_run(configs[0], shared.tell, show=not given.as_json and sys.stdout.isatty())
+        yield from check_run(configs[0], shared.tell, show=not flags.as_json and sys.stdout.isatty())

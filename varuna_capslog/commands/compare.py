@@ -38,27 +38,27 @@ class CompareFlags(QuestionFlags):
 
 
 @shared.options_of(CompareFlags)
-def compare(given: CompareFlags) -> None:
+def compare(flags: CompareFlags) -> None:
     """Ask every planner but mcap-bo: peak, margin to the capacity, simulated step time and search time of each."""
     from varuna_capslog.planners import BUDGET
 
-    given = settled(given)
-    (known,) = read_profiles([given.profile] if given.profile else None, given) or (None,)
-    # planner budget leaves open what CONFIG leaves open, as `plan` does with each of the planners
-    config, costs, _ = costs_of(given, question_of(given, BUDGET, known), known, choose=False)
-    rows = _rows(config, costs, given.planners)
-    if given.output is not None:
+    flags = settled(flags)
+    (profile,) = read_profiles([flags.profile] if flags.profile else None, flags) or (None,)
+    # with planner budget, open keys of CONFIG stay open, as in `plan` with each of the planners
+    config, costs, _ = costs_of(flags, question_of(flags, BUDGET, profile), profile, choose=False)
+    rows = _rows(config, costs, flags.planners)
+    if flags.output is not None:
         from varuna_capslog.base import files
         from varuna_capslog.reports.forecasts import draw_comparison
 
-        files.write_json(given.output / "comparison.json", [row.to_json() for row in rows])
-        draw_comparison(given.output / "comparison.png", rows)
-    if given.as_json:
+        files.write_json(flags.output / "comparison.json", [row.to_json() for row in rows])
+        draw_comparison(flags.output / "comparison.png", rows)
+    if flags.as_json:
         shared.print_json([row.to_json() for row in rows])
         return
     _print(rows, costs, config.pipeline.devices)
-    if given.output is not None:
-        shared.say(f"written to {given.output}: comparison.png, comparison.json")
+    if flags.output is not None:
+        shared.say(f"written to {flags.output}: comparison.png, comparison.json")
 
 
 def _rows(config: Config, costs: Profile, planners: str | None) -> list[Row]:
@@ -72,7 +72,7 @@ def _rows(config: Config, costs: Profile, planners: str | None) -> list[Row]:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[int, int, str], None]]:
-    """Shows on standard error which planner is asked: a bar with the seconds on a terminal, else a line for each."""
+    """Show the current planner on standard error: a bar with the seconds on a terminal, else a line for each."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -105,7 +105,7 @@ def _print(rows: Sequence[Row], profile: Profile, devices: int) -> None:
         ]
 
     def _gap(row: Row) -> str:
-        """Whether no plan is faster, or how far the step is above a bound."""
+        """Return "yes" where no plan is faster, else how far the step is above a bound, in percent."""
         if row.step_seconds is None or not row.bound_seconds or row.proven:
             return "yes" if row.proven else ""
         return f"within {(row.step_seconds / row.bound_seconds - 1) * 100:.1f} %"

@@ -82,7 +82,7 @@ class ExportFlags:
 
 
 @shared.options_of(ExportFlags)
-def export(given: ExportFlags) -> None:
+def export(flags: ExportFlags) -> None:
     """Write a plan, or with --weights a run's weights, in the form of another system. What that form leaves unsaid is
     told on standard error.
     """
@@ -92,43 +92,45 @@ def export(given: ExportFlags) -> None:
     from varuna_capslog.profiles.record import read_profile
     from varuna_capslog.schedules import RunShape
 
-    if given.weights is not None:
-        _write_weights(given.plan, given.weights, given.form, given.trust)
+    if flags.weights is not None:
+        _write_weights(flags.plan, flags.weights, flags.form, flags.trust)
         return
-    fields.refuse_unknown([given.to], list(TARGETS), "form")
-    own = shared.run_config(given.plan) if given.plan.is_dir() else None
-    model = _model(given)
-    config = own or model
+    fields.refuse_unknown([flags.to], list(TARGETS), "form")
+    run_config = shared.run_config(flags.plan) if flags.plan.is_dir() else None
+    model = _model(flags)
+    config = run_config or model
     run = RunShape(recompute=False) if config is None else RunShape.of_config(config)
-    path = given.profile
-    if given.plan.is_dir():
-        found = latest_plan(given.plan)
-        if found is None:
+    path = flags.profile
+    if flags.plan.is_dir():
+        newest = latest_plan(flags.plan)
+        if newest is None:
             raise CapslogError(
-                f"{given.plan} holds no plan-<generation>.json; give a plan file, or the folder of a run"
+                f"{flags.plan} holds no plan-<generation>.json; give a plan file, or the folder of a run"
             )
-        plan = found[1]
-        if path is None and (given.plan / "profile.json").is_file():
-            path = given.plan / "profile.json"
+        plan = newest[1]
+        if path is None and (flags.plan / "profile.json").is_file():
+            path = flags.plan / "profile.json"
     else:
-        plan = read_plan(given.plan)
-    changes: dict[str, Any] = {"recompute": given.recompute, "k": given.k}
+        plan = read_plan(flags.plan)
+    changes: dict[str, Any] = {"recompute": flags.recompute, "k": flags.k}
     run = dataclasses.replace(run, **{name: value for name, value in changes.items() if value is not None})
     profile = None if path is None else read_profile(path)
     edges = None if profile is None or plan.routes == "relay" else profile.known_edges
-    names = _names(TARGETS[given.to].needs, profile, model, own, given.trust)
-    text = written(given.to, Request(plan, run, edges, names, given.block_names))
-    if given.output is None:
+    names = _names(TARGETS[flags.to].needs, profile, model, run_config, flags.trust)
+    text = written(flags.to, Request(plan, run, edges, names, flags.block_names))
+    if flags.output is None:
         typer.echo(text, nl=False)
     else:
-        files.write_text(given.output, text)
-        shared.say(f"written to {given.output}")
-    for note in notes(given.to, plan, run):
+        files.write_text(flags.output, text)
+        shared.say(f"written to {flags.output}")
+    for note in notes(flags.to, plan, run):
         shared.say(f"note: {note}", err=True)
 
 
 def _write_weights(run_dir: Path, path: Path, form: str, trust: bool) -> None:
-    """Raises CapslogError where `run_dir` is no run's folder, or has no checkpoint."""
+    """Write the weights of a run's best checkpoint. Raises CapslogError where `run_dir` is no run's folder, or has no
+    checkpoint.
+    """
     from varuna_capslog.base import fields
     from varuna_capslog.model.workload import load_workload
     from varuna_capslog.training.checkpoint import best_checkpoint
@@ -147,39 +149,39 @@ def _write_weights(run_dir: Path, path: Path, form: str, trust: bool) -> None:
     shared.say(f"weights of step {checkpoint.step} written to {path}")
 
 
-def _model(given: ExportFlags) -> Config | None:
-    """The config of the model that --model or --config gives."""
-    if given.config is not None and (given.model is not None or given.folder is not None):
-        other = "--model" if given.model is not None else "--hf"
-        raise CapslogError(f"both --config and {other} are given; name the model in one way")
-    flags = settled(
+def _model(flags: ExportFlags) -> Config | None:
+    """Return the config of the model that --model or --config gives; None without either."""
+    if flags.config is not None and (flags.model is not None or flags.folder is not None):
+        model_option = "--model" if flags.model is not None else "--hf"
+        raise CapslogError(f"both --config and {model_option} are given; name the model in one way")
+    model_flags = settled(
         ModelFlags(
-            model=given.model,
-            folder=given.folder,
-            arguments=given.arguments,
-            inputs=given.inputs,
-            cut_points=given.cut_points,
+            model=flags.model,
+            folder=flags.folder,
+            arguments=flags.arguments,
+            inputs=flags.inputs,
+            cut_points=flags.cut_points,
             device="cpu",
         )
     )
-    if flags.model is not None:
-        return config_of_model(flags, {"pipeline.devices": 1})
-    overrides_of(flags)
-    return None if given.config is None else shared.load(given.config, None, trust=given.trust)
+    if model_flags.model is not None:
+        return config_of_model(model_flags, {"pipeline.devices": 1})
+    overrides_of(model_flags)
+    return None if flags.config is None else shared.load(flags.config, None, trust=flags.trust)
 
 
 def _names(
-    needs: str, profile: Profile | None, model: Config | None, own: Config | None, trust: bool
+    needs: str, profile: Profile | None, model: Config | None, run_config: Config | None, trust: bool
 ) -> ModelNames | None:
-    """What the layers are called: by the model that is given, by the profile, or by the run's own model.
+    """Return the names of the layers: from the given model, from the profile, or from the run's own model.
 
-    A profile knows no modules. Models are built for their names.
+    A profile has no names of modules; for them the model is built.
     """
     from varuna_capslog.planning.export import names_in
 
     if profile is not None and (not needs or (needs == "layers" and model is None)):
         return names_in(profile)
-    config = model or own
+    config = model or run_config
     if config is None:
         return None if profile is None else names_in(profile)
     if not needs:
@@ -188,6 +190,6 @@ def _names(
     from varuna_capslog.model.workload import load_workload  # imports torch, which the other forms do without
     from varuna_capslog.start.named_code import check_run
 
-    if config is own:
+    if config is run_config:
         check_run(config.run_dir, config, trust)
     return names_of(load_workload(config).build_chain())

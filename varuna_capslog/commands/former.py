@@ -1,4 +1,4 @@
-"""Options that earlier versions had, and what stands in their place: they are refused with the new form."""
+"""Options of earlier versions, which are refused with their new form."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ _FORMER = {
 
 
 def former_option(name: str) -> str | None:
-    """One sentence that refuses an option of an earlier version, and says what to write; None for any other option."""
+    """Return a sentence that refuses an option of an earlier version and gives its new form; None for other options."""
     name = name.partition("=")[0]
     return f"{name} {_FORMER[name]}; it is no option any more" if name in _FORMER else None

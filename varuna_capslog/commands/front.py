@@ -1,7 +1,7 @@
 """`capslog front`: memory against step time of one pipeline, as table, picture and JSON.
 
-For cuts alone memory is the peak of the largest stage, and the front is that of planner `throughput`. A planner that
-treats layers has a front of budgets: bytes per device, headroom included.
+For cuts alone, memory is the peak of the largest stage, and the front is that of planner `throughput`. A planner that
+recomputes or offloads layers has a front of budgets: bytes per device, headroom included.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ class FrontFlags(PlannerFlags):
 
 
 @shared.options_of(FrontFlags)
-def front(given: FrontFlags) -> None:
+def front(flags: FrontFlags) -> None:
     """Print memory against step time: what less memory costs. Exit status 3 when nothing fits."""
     from varuna_capslog.planning.registry import planner_named
     from varuna_capslog.profiles.conditions import why_few
     from varuna_capslog.schedules import RunShape
     from varuna_capslog.start.prepare import plan_run
 
-    given = settled(given)
-    (known,) = read_profiles([given.profile] if given.profile else None, given) or (None,)
-    config = question_of(given, given.planner, known)
+    flags = settled(flags)
+    (known_profile,) = read_profiles([flags.profile] if flags.profile else None, flags) or (None,)
+    config = question_of(flags, flags.planner, known_profile)
     planner = config.pipeline.planner
     if planner_named(planner).shape in ("stages", "pipelines"):
         raise CapslogError(f"a front is of one pipeline, planner {planner} makes several; choose another planner")
-    config, profile, memo = costs_of(given, config, known, choose=False)
+    config, profile, memo = costs_of(flags, config, known_profile, choose=False)
     pipeline, planner = config.pipeline, config.pipeline.planner
     if pipeline.devices > profile.num_layers:
         raise CapslogError(
@@ -79,26 +79,26 @@ def front(given: FrontFlags) -> None:
     treats = planner_named(planner).shape == "intervals"
     more, table, draw = (_of_budgets if treats else _of_peaks)(config, profile, find)
     value |= more
-    if given.output is not None and given.output.suffix.lower() == ".png":
-        draw(given.output, title)
-    elif given.output is not None:
+    if flags.output is not None and flags.output.suffix.lower() == ".png":
+        draw(flags.output, title)
+    elif flags.output is not None:
         from varuna_capslog.base.files import write_json
 
-        write_json(given.output, value)
-    if given.as_json:
+        write_json(flags.output, value)
+    if flags.as_json:
         print_json(value)
     else:
         table(title)
 
 
 _Find = Callable[..., "Plan"]
-"""From a planner and a capacity, and of given cuts with these, to the plan."""
+"""Maps a planner and a capacity, and fixed cuts where they are given, to the plan."""
 _Answer = tuple[dict[str, Any], Callable[[str], None], Callable[[Path, str], None]]
-"""What the JSON says of the front; what prints its table; what draws it, with a title."""
+"""The front's JSON fields, a function that prints its table, and a function that draws it; both take a title."""
 
 
 def _of_peaks(config: Config, profile: Profile, find: _Find) -> _Answer:
-    """Cuts alone, which stages keep or recompute as a whole."""
+    """Return the front of cuts alone, whose stages keep or recompute all their layers."""
     from varuna_capslog.memory import MEMORY_MODELS, resolve
     from varuna_capslog.planners.seconds import LayerSeconds
     from varuna_capslog.planners.throughput import pareto_front
@@ -106,23 +106,25 @@ def _of_peaks(config: Config, profile: Profile, find: _Find) -> _Answer:
     from varuna_capslog.schedules import RunShape
 
     pipeline, planner = config.pipeline, config.pipeline.planner
-    given, run = pipeline.capacity, RunShape.of_config(config).share(pipeline.replicas).settled()
+    capacity_limit, run = pipeline.capacity, RunShape.of_config(config).share(pipeline.replicas).settled()
     memory, costs = resolve(pipeline.memory, profile, run)
     if (gap := MEMORY_MODELS[memory].gap(run)) is not None:
         raise CapslogError(f"there is no front without peaks: {gap}")
     problem = Problem.of_config(config, profile)
     seconds = LayerSeconds.of_profile(profile, problem.link)
     front = pareto_front(costs, seconds, run, problem.width, problem.usable)
-    if given is not None:  # what the ranks hold has the last word
-        front = [one for one in front if find(planner, given, list(one.cuts)).fits is not False]
+    if capacity_limit is not None:  # the bytes of the ranks decide
+        front = [point for point in front if find(planner, capacity_limit, list(point.cuts)).fits is not False]
     if not front:
-        raise DoesNotFit("; ".join(find("exact", given).notes))
+        raise DoesNotFit("; ".join(find("exact", capacity_limit).notes))
 
     def draw(path: Path, title: str) -> None:
         from varuna_capslog.reports.forecasts import FrontPoint, draw_front
 
-        points = [FrontPoint(one.peak_bytes, one.step_seconds, one.bound_seconds, one.proven) for one in front]
-        capacity = min(given) if isinstance(given, list) else given
+        points = [
+            FrontPoint(point.peak_bytes, point.step_seconds, point.bound_seconds, point.proven) for point in front
+        ]
+        capacity = min(capacity_limit) if isinstance(capacity_limit, list) else capacity_limit
         draw_front(path, points, title, "predicted peak of the largest stage", capacity)
 
     value = {"memory_model": memory, "front": [_point(point) for point in front]}
@@ -157,7 +159,7 @@ def _print_peaks(front: Sequence[Fastest], title: str) -> None:
 
 
 def _of_budgets(config: Config, profile: Profile, find: _Find) -> _Answer:
-    """Cuts and memory intervals, for budgets from all kept to all treated."""
+    """Return the front of cuts and memory intervals, for budgets from all layers kept to none kept."""
     from varuna_capslog.memory import NEVER
     from varuna_capslog.memory.headroom import Headroom
     from varuna_capslog.planning.budget_front import budget_front
@@ -170,13 +172,13 @@ def _of_budgets(config: Config, profile: Profile, find: _Find) -> _Answer:
         )
 
     def within(limit: int | None) -> Plan:
-        found = find(planner, NEVER - 1 if limit is None else limit)  # no capacity would be that of this machine
-        if not found.ranks or found.ranks[0].bytes is None:
-            raise CapslogError("; ".join(found.notes) or "there is no front without the bytes of ranks")
-        return found
+        plan = find(planner, NEVER - 1 if limit is None else limit)  # no capacity would be that of this machine
+        if not plan.ranks or plan.ranks[0].bytes is None:
+            raise CapslogError("; ".join(plan.notes) or "there is no front without the bytes of ranks")
+        return plan
 
-    def needed(found: Plan) -> int:
-        return max(headroom.device(one.bytes or 0) for one in found.ranks)
+    def needed(plan: Plan) -> int:
+        return max(headroom.device(rank.bytes or 0) for rank in plan.ranks)
 
     front = budget_front(within, needed, capacity)
     if not front:
@@ -186,23 +188,23 @@ def _of_budgets(config: Config, profile: Profile, find: _Find) -> _Answer:
         from varuna_capslog.reports.forecasts import FrontPoint, draw_front
 
         points = [
-            FrontPoint(one.budget_bytes, one.step_seconds, one.plan.bound_seconds, bool(one.plan.proven))
-            for one in front
+            FrontPoint(point.budget_bytes, point.step_seconds, point.plan.bound_seconds, bool(point.plan.proven))
+            for point in front
         ]
         draw_front(path, points, title, "budget of every device", capacity)
 
-    value = {"planner": planner, "front": [_budget_point(one) for one in front]}
+    value = {"planner": planner, "front": [_budget_point(point) for point in front]}
     return value, lambda title: _print_budgets(front, f"{planner}, {title}"), draw
 
 
-def _budget_point(one: BudgetPoint) -> dict[str, Any]:
+def _budget_point(point: BudgetPoint) -> dict[str, Any]:
     return {
-        "budget_bytes": one.budget_bytes,
-        "step_seconds": one.step_seconds,
-        "bound_seconds": one.plan.bound_seconds,
-        "proven": one.plan.proven,
-        "cuts": None if one.plan.cuts is None else list(one.plan.cuts),
-        "memory": [[[a.first, a.end, a.kind] for a in stage.memory or ()] for stage in one.plan.stages],
+        "budget_bytes": point.budget_bytes,
+        "step_seconds": point.step_seconds,
+        "bound_seconds": point.plan.bound_seconds,
+        "proven": point.plan.proven,
+        "cuts": None if point.plan.cuts is None else list(point.plan.cuts),
+        "memory": [[[a.first, a.end, a.kind] for a in stage.memory or ()] for stage in point.plan.stages],
     }
 
 
@@ -210,20 +212,20 @@ def _print_budgets(front: Sequence[BudgetPoint], title: str) -> None:
     from varuna_capslog.base.units import format_bytes
 
     fastest, rows = front[-1].step_seconds, []
-    for one in front:
-        intervals = [part for stage in one.plan.stages for part in stage.memory or ()]
+    for point in front:
+        intervals = [part for stage in point.plan.stages for part in stage.memory or ()]
         again = sum(part.end - part.first for part in intervals if part.recomputes)
         away = sum(part.end - part.first for part in intervals if not part.recomputes)
-        bound, proven = one.plan.bound_seconds, bool(one.plan.proven)
+        bound, proven = point.plan.bound_seconds, bool(point.plan.proven)
         rows.append(
             [
-                format_bytes(one.budget_bytes),
-                format_seconds(one.step_seconds),
-                _against(one.step_seconds, fastest),
-                "" if bound is None else _proof(one.step_seconds, bound, proven),
+                format_bytes(point.budget_bytes),
+                format_seconds(point.step_seconds),
+                _against(point.step_seconds, fastest),
+                "" if bound is None else _proof(point.step_seconds, bound, proven),
                 str(again),
                 str(away),
-                _stages(one.plan),
+                _stages(point.plan),
             ]
         )
     headings = ("budget", "step", "against fastest", "proven", "recomputed", "offloaded", "cuts")
@@ -232,7 +234,7 @@ def _print_budgets(front: Sequence[BudgetPoint], title: str) -> None:
 
 
 def _stages(plan: Plan) -> str:
-    """Its cuts; of stages with branches or replicas the layers of each, and how many ranks they have."""
+    """Return the plan's cuts; for stages with branches or replicas, the layers and the number of ranks of each."""
     from varuna_capslog.plans.parts import ranges_of, spans_of
 
     if plan.cuts is not None:

@@ -28,7 +28,7 @@ KEYS = {
     "image-size": "profile.image_size",
     "sequence": "model.arguments.sequence",
 }
-"""The words that say what grows, and the config's key of each."""
+"""The words for the size that grows, and the config's key of each."""
 
 _LARGEST_MICROBATCH = 65536
 """Samples; the end of the search where the samples of a step are not given."""
@@ -42,9 +42,9 @@ _TOKENS_STEP, _MOST_TOKENS = 64, 1 << 20
 
 @dataclass(frozen=True)
 class _Search:
-    """Values that come into question.
+    """The candidate values of a search.
 
-    values: rising. changed: value -> keys of the config with it, and their values. end: says, behind the answer, why
+    values: rising. changed: maps a value to the config's keys and values for it. end: text behind the answer on why
     there is no larger value to try. every: whether every larger value fits where the last one does.
     """
 
@@ -54,23 +54,23 @@ class _Search:
     every: bool = False
 
     def config(self, config: Config, value: int) -> Config:
-        """The config with the value."""
+        """Return the config with the value."""
         for key, changed in self.changed(value).items():
             config = _with(config, key.split("."), changed)
         return config
 
 
 def _with(section: Any, parts: Sequence[str], value: Any) -> Any:
-    """A config, or a part of it, in which the key of these parts has the value."""
-    name, *rest = parts
-    inner = section[name] if isinstance(section, dict) and rest else getattr(section, name, None)
-    changed = _with(inner, rest, value) if rest else value
+    """Return a config, or a part of it, in which the key of these parts has the value."""
+    name, *inner_parts = parts
+    inner = section[name] if isinstance(section, dict) and inner_parts else getattr(section, name, None)
+    changed = _with(inner, inner_parts, value) if inner_parts else value
     return section | {name: changed} if isinstance(section, dict) else section.model_copy(update={name: changed})
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """One value, and the plan that was estimated for it."""
+    """A value that was tried, and the plan that was estimated for it."""
 
     shown: Any
     config: Config
@@ -82,7 +82,7 @@ class _Trial:
         return self.config.train.minibatch_size / seconds if seconds else None
 
     def to_json(self) -> dict[str, Any]:
-        """For programs; bytes and seconds."""
+        """Return fields for programs; bytes and seconds."""
         plan = self.plan
         return {
             "value": self.shown,
@@ -109,47 +109,47 @@ class LargestFlags(PlannerFlags):
 
 
 @shared.options_of(LargestFlags)
-def largest(given: LargestFlags) -> None:
+def largest(flags: LargestFlags) -> None:
     """Find the largest microbatch, minibatch, image-size or sequence that fits the capacity, by estimates."""
-    what, given = _word_of(given)
-    given = settled(given)
-    if given.config is None and given.model is None:
+    word, flags = _word_of(flags)
+    flags = settled(flags)
+    if flags.config is None and flags.model is None:
         raise CapslogError("largest estimates a model for every value it tries: give a CONFIG file, --model or --hf")
-    if given.estimate is False:
+    if flags.estimate is False:
         raise CapslogError("largest estimates, and never measures; leave --measure out")
-    if what == "minibatch" and given.minibatch is not None:
+    if word == "minibatch" and flags.minibatch is not None:
         raise CapslogError("largest minibatch looks for the samples of a step; leave --minibatch out")
-    if what == "sequence" and (given.folder is None or given.inputs):
+    if word == "sequence" and (flags.folder is None or flags.inputs):
         raise CapslogError("largest sequence changes the inputs that --hf makes itself; give --hf FOLDER, no --input")
-    config = question_of(replace(given, estimate=True), given.planner)
-    keeps_samples = given.config is not None or given.minibatch is not None
-    keeps_samples |= "train.minibatch_size" in keys_of(given.overrides)
-    search = _sequences(given) if what == "sequence" else _search_of(what, config, keeps_samples)
-    found = _find(what, search, config, given)
-    if given.model is not None:
-        say_assumptions(found)
+    config = question_of(replace(flags, estimate=True), flags.planner)
+    keeps_samples = flags.config is not None or flags.minibatch is not None
+    keeps_samples |= "train.minibatch_size" in keys_of(flags.overrides)
+    search = _sequences(flags) if word == "sequence" else _search_of(word, config, keeps_samples)
+    best_config = _find(word, search, config, flags)
+    if flags.model is not None:
+        say_assumptions(best_config)
 
 
-def _word_of(given: LargestFlags) -> tuple[str, LargestFlags]:
-    """The word that says what grows, wherever it stands among the arguments, and the flags without it."""
-    words = [] if given.config is None else [str(given.config)]
-    words += given.overrides or []
-    named = next((word for word in words if word in KEYS), None)
+def _word_of(flags: LargestFlags) -> tuple[str, LargestFlags]:
+    """Return the word for the size that grows, wherever it stands among the arguments, and the flags without it."""
+    words = [] if flags.config is None else [str(flags.config)]
+    words += flags.overrides or []
+    named = next((text for text in words if text in KEYS), None)
     if named is None:
-        unknown = [word for word in words if "=" not in word and not Path(word).is_file()]
+        unknown = [text for text in words if "=" not in text and not Path(text).is_file()]
         fields.refuse_unknown(unknown, list(KEYS), "word of largest")
         raise CapslogError(f"largest needs a word that says what grows: {', '.join(KEYS)}")
     words.remove(named)
     config, overrides = shared.words_of(None, words)
-    return named, replace(given, config=config, overrides=overrides)
+    return named, replace(flags, config=config, overrides=overrides)
 
 
-def _find(what: str, search: _Search, config: Config, given: LargestFlags) -> Config:
-    """Prints every value that was tried and the answer, and writes the plan of the largest value; returns its config.
+def _find(word: str, search: _Search, config: Config, flags: LargestFlags) -> Config:
+    """Print every value that was tried and the answer, and write the plan of the largest value; return its config.
 
     Args:
-        what: one of KEYS.
-        config: says everything but the value; its profile is an estimate.
+        word: one of KEYS.
+        config: has everything but the value; its profile is an estimate.
 
     Raises:
         DoesNotFit: not even the smallest value fits.
@@ -163,10 +163,10 @@ def _find(what: str, search: _Search, config: Config, given: LargestFlags) -> Co
         raise CapslogError(f"largest plans for one pipeline and its copies; choose another planner than {JOINT}")
     if config.pipeline.capacity is None:
         raise CapslogError(
-            f"largest {what} looks for the largest value that fits, but there is no capacity; give --capacity SIZE, "
+            f"largest {word} looks for the largest value that fits, but there is no capacity; give --capacity SIZE, "
             "pipeline.capacity, --device cuda:KIND, or kinds of devices"
         )
-    key, memo, trials = KEYS[what], estimate_memo(config), dict[int, _Trial]()
+    key, memo, trials = KEYS[word], estimate_memo(config), dict[int, _Trial]()
 
     def fits(value: int) -> bool:
         settings, shown = search.config(config, value), search.changed(value)[key]
@@ -180,15 +180,15 @@ def _find(what: str, search: _Search, config: Config, given: LargestFlags) -> Co
     try:
         best = largest(search.values, fits)
     except KeyboardInterrupt:
-        if trials and not given.as_json:
+        if trials and not flags.as_json:
             _print(key, trials, [])
         raise
     answer = _answer(key, search, trials, best)
-    if given.output is not None and best is not None:
+    if flags.output is not None and best is not None:
         from varuna_capslog.plans.plan import write_plan
 
-        write_plan(given.output, trials[best].plan)
-    if given.as_json:
+        write_plan(flags.output, trials[best].plan)
+    if flags.as_json:
         print_json(
             {
                 "key": key,
@@ -209,13 +209,13 @@ def _find(what: str, search: _Search, config: Config, given: LargestFlags) -> Co
     return trials[best].config
 
 
-def _search_of(what: str, config: Config, keeps_samples: bool) -> _Search:
+def _search_of(word: str, config: Config, keeps_samples: bool) -> _Search:
     from varuna_capslog.planning.largest import IMAGE_STEP, image_of, microbatch_sizes
 
     train, count = config.train, config.num_microbatches
-    if what == "minibatch":
+    if word == "minibatch":
         return _minibatches(config)
-    if what == "image-size":
+    if word == "image-size":
         aspect = config.profile.image_size
         search = _Search(
             range(IMAGE_STEP, _LARGEST_SIDE + 1, IMAGE_STEP),
@@ -239,7 +239,7 @@ def _search_of(what: str, config: Config, keeps_samples: bool) -> _Search:
 
 
 def _minibatches(config: Config) -> _Search:
-    """All sizes up to the end of the search; or up to the size from which on memory does not grow."""
+    """Return all sizes up to the end of the search, or up to the size above which memory does not grow."""
     from varuna_capslog.planning.largest import enough_microbatches, microbatch_step
     from varuna_capslog.profiling.conditions import conditions_of_run
     from varuna_capslog.schedules import RunShape
@@ -259,22 +259,22 @@ def _minibatches(config: Config) -> _Search:
     return _Search(multiples, lambda samples: {"train.minibatch_size": samples}, end, every=enough is not None)
 
 
-def _sequences(given: LargestFlags) -> _Search:
-    """Lengths up to that which the model takes."""
+def _sequences(flags: LargestFlags) -> _Search:
+    """Return lengths up to the model's limit."""
     from varuna_capslog.config.reading import assignments
     from varuna_capslog.model.hugging_face import most_tokens
 
-    changes = assignments(given.arguments or [], "--model-arg")
+    changes = assignments(flags.arguments or [], "--model-arg")
     changes.pop("dtype", None)
-    known = most_tokens(str(given.folder), changes)
-    end = f"and the search ends at {_MOST_TOKENS}" if known is None else "and the model takes no more tokens"
-    most = known or _MOST_TOKENS
+    model_limit = most_tokens(str(flags.folder), changes)
+    end = f"and the search ends at {_MOST_TOKENS}" if model_limit is None else "and the model takes no more tokens"
+    most = model_limit or _MOST_TOKENS
     step = min(_TOKENS_STEP, most)
     return _Search(range(step, most + 1, step), lambda tokens: {KEYS["sequence"]: tokens}, end)
 
 
 def _check_has_images(config: Config, search: _Search) -> None:
-    """Refuses a workload whose inputs are the same whatever `profile.image_size` says."""
+    """Refuse a workload whose inputs do not depend on `profile.image_size`."""
     from varuna_capslog.model.workload import load_workload
 
     def inputs(side: int) -> Any:
@@ -288,16 +288,18 @@ def _check_has_images(config: Config, search: _Search) -> None:
 
 
 def _answer(key: str, search: _Search, trials: dict[int, _Trial], best: int | None) -> str:
-    """One sentence: the largest value, what the next one lacks, and which value was faster."""
+    """Return a sentence on the largest value, the memory that the next one lacks, and a faster value, if any."""
     if best is None:
         smallest = trials[search.values[0]]
         return f"not even {key}={smallest.shown} fits: {_lack(smallest.plan)}"
-    found, above = trials[best], [value for value in trials if value > best]
+    best_trial, above = trials[best], [value for value in trials if value > best]
     if above:
         following = trials[min(above)]
-        sentence = f"{key}={found.shown} is the largest that fits; {following.shown} does not: {_lack(following.plan)}"
+        sentence = (
+            f"{key}={best_trial.shown} is the largest that fits; {following.shown} does not: {_lack(following.plan)}"
+        )
     else:
-        sentence = f"{key}={found.shown} fits, {search.end}"
+        sentence = f"{key}={best_trial.shown} fits, {search.end}"
     if key in (KEYS["image-size"], KEYS["sequence"]):
         return sentence
     rates = {value: trial.samples_per_second or 0.0 for value, trial in trials.items() if trial.plan.fits}
@@ -308,7 +310,7 @@ def _answer(key: str, search: _Search, trials: dict[int, _Trial], best: int | No
 
 
 def _lack(plan: Plan) -> str:
-    """What a plan that does not fit says of it, to stand behind a colon."""
+    """Return the notes of a plan that does not fit, to stand behind a colon."""
     return "; ".join(note.removeprefix("nothing fits: ").removeprefix("does not fit: ") for note in plan.notes)
 
 

@@ -1,8 +1,8 @@
-"""The eight options that name a model and its costs, which all commands on a model share, and the config that they
-stand for together with `key=value`.
+"""The eight options that name a model and its costs, which all commands on a model share, and the config that follows
+from them and from `key=value`.
 
-A model of `--model` is estimated, unless `--measure` asks for real runs; a CONFIG says itself what it wants. What was
-assumed is told in one line on standard error.
+A model of `--model` is estimated, unless `--measure` asks for real runs; a CONFIG has its own `profile.source`. A line
+on standard error lists the assumptions.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ Flags = TypeVar("Flags", bound=ModelFlags)
 
 
 def settled(flags: Flags) -> Flags:
-    """The flags, in which --hf stands as the --model that builds it, and a first word KEY=VALUE is no CONFIG.
+    """Return the flags with --hf replaced by the --model that builds it, and with a first word KEY=VALUE not taken for
+    a CONFIG.
 
     Raises:
         CapslogError: --model or a CONFIG is given beside --hf, or both of them.
@@ -136,14 +137,14 @@ def settled(flags: Flags) -> Flags:
 
 
 def keys_of(overrides: Sequence[str] | None) -> dict[str, Any]:
-    """The keys and values of texts KEY=VALUE."""
+    """Return the keys and values of texts KEY=VALUE."""
     from varuna_capslog.config.reading import parse_override
 
     return dict(map(parse_override, overrides or ()))
 
 
 def overrides_of(flags: ModelFlags) -> list[str]:
-    """What the flags change in a CONFIG.
+    """Return the overrides that the flags make in a CONFIG.
 
     Raises:
         CapslogError: a flag that belongs to --model.
@@ -160,14 +161,14 @@ def overrides_of(flags: ModelFlags) -> list[str]:
 
 
 def config_of_model(flags: ModelFlags, settings: Mapping[str, Any], minibatch: int | None = None) -> Config:
-    """The config that the flags stand for.
+    """Return the config that follows from the flags.
 
     Args:
         settings: keys of the config and their values, `pipeline.devices` among them; the flags count before them.
         minibatch: samples of a step; None: as `start/ordinary.ordinary_config`.
 
     Raises:
-        CapslogError: a flag that cannot be read, and what `ModelSection` refuses.
+        CapslogError: a flag that cannot be read, or a value that `ModelSection` refuses.
     """
     from varuna_capslog.config.reading import assignments
     from varuna_capslog.start.ordinary import OrdinaryModel, ordinary_config
@@ -184,8 +185,8 @@ def config_of_model(flags: ModelFlags, settings: Mapping[str, Any], minibatch: i
             "--sequence is for the inputs that --hf makes itself; give sizes with --input, or leave it out"
         )
     if flags.folder is not None:
-        own = {"path": str(flags.folder), "sequence": flags.sequence, "example": not flags.inputs}
-        arguments = {"dtype": "float32", **arguments, **own}
+        folder_arguments = {"path": str(flags.folder), "sequence": flags.sequence, "example": not flags.inputs}
+        arguments = {"dtype": "float32", **arguments, **folder_arguments}
         keys.setdefault("model.name", str(flags.folder))
     if measured and device is not None and device.startswith("cuda:"):
         raise CapslogError(f"--measure runs on the device that is here; --device {device} goes with --estimate")
@@ -195,8 +196,8 @@ def config_of_model(flags: ModelFlags, settings: Mapping[str, Any], minibatch: i
 
 @contextmanager
 def announced(config: Config | None) -> Iterator[None]:
-    """Around the work on a profile: one line on standard error says before it what measuring will take, or behind it
-    what an estimate assumed. None says nothing.
+    """Print a line on standard error: before the block, how long measuring a profile will take, or after it, the
+    assumptions of an estimate. None prints nothing.
     """
     if config is not None and config.profile.source == "measured":
         _announce_runs(config)
@@ -206,7 +207,7 @@ def announced(config: Config | None) -> Iterator[None]:
 
 
 def say_assumptions(config: Config) -> None:
-    """One line on standard error: what an estimate assumed."""
+    """Print the assumptions of an estimate, a line on standard error."""
     from varuna_capslog.base.gpus import gpu_of
     from varuna_capslog.base.units import format_bytes
     from varuna_capslog.planners import LAYERWISE

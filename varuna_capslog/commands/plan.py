@@ -64,37 +64,37 @@ class PlanFlags(PlannerFlags):
 
 
 @shared.options_of(PlanFlags)
-def plan(given: PlanFlags) -> None:
+def plan(flags: PlanFlags) -> None:
     """Choose the cuts. Exit status 3 when nothing fits (the plan is written all the same)."""
-    given = settled(given)
-    if check_purpose(given):
-        found, config, profile = plan_for_inference(given)
+    flags = settled(flags)
+    if check_purpose(flags):
+        chosen_plan, config, profile = plan_for_inference(flags)
     else:
-        found, config, profile = _fastest(given)
-    _show(found, config, profile, given)
-    if found.fits is False:
-        raise DoesNotFit("; ".join(found.notes))
-    for note in found.notes:
+        chosen_plan, config, profile = _fastest(flags)
+    _show(chosen_plan, config, profile, flags)
+    if chosen_plan.fits is False:
+        raise DoesNotFit("; ".join(chosen_plan.notes))
+    for note in chosen_plan.notes:
         shared.say(f"note: {note}", err=True)
-    if (blocks := found.units.blocks) not in (None, config.num_blocks):
+    if (blocks := chosen_plan.units.blocks) not in (None, config.num_blocks):
         shared.say(
             f"note: a run of this plan needs train.accumulation_blocks={blocks}, a constant of the run", err=True
         )
 
 
-def _fastest(given: PlanFlags) -> tuple[Plan, Config, Profile]:
-    """The plan for the only profile, or the fastest that fits of several, with what it was made of."""
-    if given.numerics is not None:
-        fields.choice(given.numerics, "--numerics", ("same", "close", "loose"))
-        if given.profile:
+def _fastest(flags: PlanFlags) -> tuple[Plan, Config, Profile]:
+    """Return the plan for the only profile, or the fastest that fits of several, with its config and profile."""
+    if flags.numerics is not None:
+        fields.choice(flags.numerics, "--numerics", ("same", "close", "loose"))
+        if flags.profile:
             raise CapslogError("--numerics lets planner budget choose variants by runs of its own; leave --profile out")
-    profiles: Sequence[Profile | None] = read_profiles(given.profile, given) or [None]
-    answers = [_planned(given, profile, len(profiles) > 1) for profile in profiles]
+    profiles: Sequence[Profile | None] = read_profiles(flags.profile, flags) or [None]
+    answers = [_planned(flags, profile, len(profiles) > 1) for profile in profiles]
     return min(answers, key=lambda answer: (answer[0].fits is False, answer[0].step_seconds or math.inf))
 
 
-def _planned(given: PlanFlags, profile: Profile | None, several: bool) -> tuple[Plan, Config, Profile]:
-    """The plan for the profile, or for that of the config or model, with what it was made of.
+def _planned(flags: PlanFlags, profile: Profile | None, several: bool) -> tuple[Plan, Config, Profile]:
+    """Return the plan for the profile, or for that of the config or model, with its config and profile.
 
     several: the profile is one of several, each for another size of microbatches, and the same samples of a step.
     """
@@ -103,34 +103,34 @@ def _planned(given: PlanFlags, profile: Profile | None, several: bool) -> tuple[
     from varuna_capslog.start.prepare import plan_run
 
     size = profile.conditions.get("microbatch_size", 1) if several and profile is not None else None
-    more = {"numerics": given.numerics, "train.microbatch_size": size}
-    config = question_of(given, given.planner, profile, **more)
+    more = {"numerics": flags.numerics, "train.microbatch_size": size}
+    config = question_of(flags, flags.planner, profile, **more)
     if several and config.pipeline.planner != JOINT:
         raise CapslogError("several profiles are a choice of microbatch size, which only planner joint makes; give one")
     sized = (
-        given.config is not None or given.minibatch is not None or "train.minibatch_size" in keys_of(given.overrides)
+        flags.config is not None or flags.minibatch is not None or "train.minibatch_size" in keys_of(flags.overrides)
     )
     if several and not sized:
         raise CapslogError("several profiles are for the same samples of a step: give --minibatch SIZE")
-    if given.numerics is not None and config.pipeline.planner != defaults.FASTEST:
+    if flags.numerics is not None and config.pipeline.planner != defaults.FASTEST:
         raise CapslogError(f"--numerics lets planner {defaults.FASTEST} choose variants; name no other planner")
-    config, profile, memo = costs_of(given, config, profile)
+    config, profile, memo = costs_of(flags, config, profile)
     return plan_run(config, profile, memo=memo), config, profile
 
 
-def _show(plan: Plan, config: Config, profile: Profile, given: PlanFlags) -> None:
-    """Writes or draws the plan where -o says so, and prints it."""
+def _show(plan: Plan, config: Config, profile: Profile, flags: PlanFlags) -> None:
+    """Write or draw the plan where -o is given, and print it."""
     from varuna_capslog.planners.seconds import Link
     from varuna_capslog.plans.plan import write_plan
     from varuna_capslog.schedules import RunShape
 
     run, link = RunShape.of_config(config), Link.of_config(config)
-    if given.output is not None and given.output.suffix.lower() == ".png":
-        for note in draw_plan(given.output, plan, profile, run, link):
+    if flags.output is not None and flags.output.suffix.lower() == ".png":
+        for note in draw_plan(flags.output, plan, profile, run, link):
             shared.say(f"note: {note}", err=True)
-    elif given.output is not None:
-        write_plan(given.output, plan)
-    if given.as_json:
+    elif flags.output is not None:
+        write_plan(flags.output, plan)
+    if flags.as_json:
         shared.print_json(plan.to_json())
     else:
         shared.print_plan(plan, profile, memory=False)

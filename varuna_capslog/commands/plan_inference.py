@@ -1,4 +1,4 @@
-"""`capslog plan --for inference`: where to cut a model that is served, and what does not go with it."""
+"""`capslog plan --for inference`: where to cut a model that is served, and the options that do not go with it."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ if TYPE_CHECKING:
 __all__ = ["check_purpose", "plan_for_inference"]
 
 _KEYS = ("pipeline.devices", "pipeline.capacity", "profile.device", "train.microbatch_size")
-"""Those that decide a plan for inference."""
+"""Keys that decide a plan for inference."""
 
 
-def check_purpose(given: PlanFlags) -> bool:
-    """Whether the plan is for inference.
+def check_purpose(flags: PlanFlags) -> bool:
+    """Return whether the plan is for inference.
 
     Raises:
         CapslogError: another purpose; flags of the other one.
     """
     from varuna_capslog.base import fields
 
-    fields.refuse_unknown([given.purpose], ("training", "inference"), "purpose of --for")
-    if given.purpose == "training":
+    fields.refuse_unknown([flags.purpose], ("training", "inference"), "purpose of --for")
+    if flags.purpose == "training":
         for name in ("batch", "dtype", "cache"):
-            if getattr(given, name) is not None:
+            if getattr(flags, name) is not None:
                 raise CapslogError(f"--{name} goes with --for inference")
         return False
-    beside = {f"--{name}": getattr(given, name) for name in ("profile", "memory", "minibatch", "numerics")}
+    beside = {f"--{name}": getattr(flags, name) for name in ("profile", "memory", "minibatch", "numerics")}
     for name in [
         *(name for name, value in beside.items() if value),
-        *sorted(set(keys_of(given.overrides)) - set(_KEYS)),
+        *sorted(set(keys_of(flags.overrides)) - set(_KEYS)),
     ]:
         raise CapslogError(f"{name} belongs to plans of training; leave it out with --for inference")
-    if given.planner not in (None, "exact"):
-        raise CapslogError(f"--planner {given.planner} plans for training; inference is planned by exact, leave it out")
-    if given.estimate is False:
+    if flags.planner not in (None, "exact"):
+        raise CapslogError(f"--planner {flags.planner} plans for training; inference is planned by exact, leave it out")
+    if flags.estimate is False:
         raise CapslogError("--for inference estimates, and never measures; leave --measure out")
-    if given.model is None:
-        what = "a CONFIG describes a training" if given.config is not None else "no model is given"
-        raise CapslogError(f"--for inference plans for a model of --model or --hf, but {what}")
+    if flags.model is None:
+        reason = "a CONFIG describes a training" if flags.config is not None else "no model is given"
+        raise CapslogError(f"--for inference plans for a model of --model or --hf, but {reason}")
     return True
 
 
-def plan_for_inference(given: PlanFlags) -> tuple[Plan, Config, Profile]:
-    """The plan, and what it was made of; one line on standard error says what it assumes."""
+def plan_for_inference(flags: PlanFlags) -> tuple[Plan, Config, Profile]:
+    """Return the plan with its config and profile; a line on standard error lists its assumptions."""
     from varuna_capslog.base import units
     from varuna_capslog.config.reading import section
     from varuna_capslog.model.inference_model import InferenceModel
@@ -62,23 +62,23 @@ def plan_for_inference(given: PlanFlags) -> tuple[Plan, Config, Profile]:
     from varuna_capslog.planning.solve import solve
     from varuna_capslog.profiling.inference import Served, estimate_inference
 
-    batch = given.batch or 1
-    config = question_of(replace(given, sequence=None), None, None)
+    batch = flags.batch or 1
+    config = question_of(replace(flags, sequence=None), None, None)
     devices = config.pipeline.devices
-    size = config.train.microbatch_size if "train.microbatch_size" in keys_of(given.overrides) else batch
+    size = config.train.microbatch_size if "train.microbatch_size" in keys_of(flags.overrides) else batch
     if batch % size:
         raise CapslogError(f"train.microbatch_size={size} does not divide --batch {batch}; choose a size that does")
     settings = section(ModelSection, config.model, "model")
-    if given.folder is not None:
-        own = {"trains": False, "sequence": given.sequence, "dtype": given.dtype}
-        settings = settings.model_copy(update={"arguments": settings.arguments | own})
+    if flags.folder is not None:
+        serving_arguments = {"trains": False, "sequence": flags.sequence, "dtype": flags.dtype}
+        settings = settings.model_copy(update={"arguments": settings.arguments | serving_arguments})
     device, _, kind = (config.profile.device or "cpu").partition(":")
-    cache = None if given.cache is None else units.parse_bytes(given.cache, "--cache")
-    model = InferenceModel(settings, size, given.dtype, given.sequence)
+    cache = None if flags.cache is None else units.parse_bytes(flags.cache, "--cache")
+    model = InferenceModel(settings, size, flags.dtype, flags.sequence)
     profile = estimate_inference(model, Served(size, device, kind, cache))
-    found = solve(Problem.of_serving(profile, devices, batch, config.pipeline.capacity), "exact")
+    plan = solve(Problem.of_serving(profile, devices, batch, config.pipeline.capacity), "exact")
     shared.say(_assumptions(profile, batch, config.pipeline.capacity), err=True)
-    return found, config, profile
+    return plan, config, profile
 
 
 def _assumptions(profile: Profile, batch: int, capacity: int | list[int] | None) -> str:

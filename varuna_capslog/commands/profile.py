@@ -1,4 +1,4 @@
-"""`capslog profile`: what each layer of the configured model costs."""
+"""`capslog profile`: memory and seconds of each layer of the configured model."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ class ProfileFlags(ModelFlags):
 
 
 @shared.options_of(ProfileFlags)
-def profile(given: ProfileFlags) -> None:
+def profile(flags: ProfileFlags) -> None:
     """Measure memory and seconds of every layer with real runs of one- and two-layer stages, or estimate them."""
     from varuna_capslog.profiles.record import write_profile
     from varuna_capslog.start.prepare import profile_run
 
-    given = settled(given)
-    settings = _config(given)
-    with announced(None if given.model is None else settings):
-        result = profile_run(settings, show=not given.as_json)
+    flags = settled(flags)
+    settings = _config(flags)
+    with announced(None if flags.model is None else settings):
+        result = profile_run(settings, show=not flags.as_json)
     learned = _learned(settings, result)
-    path = given.output
-    if path is None and given.model is None:
+    path = flags.output
+    if path is None and flags.model is None:
         path = settings.run_dir / "profile.json"
     if path is not None:
         write_profile(path, result)
-    if given.as_json:
+    if flags.as_json:
         shared.print_json(result.to_json())
     else:
         from varuna_capslog.reports.tables import profile_table
@@ -69,7 +69,7 @@ def profile(given: ProfileFlags) -> None:
 
 
 def _learned(settings: Config, profile: Profile) -> list[str]:
-    """Corrects the seconds of later estimates by a measured profile; a sentence that says how."""
+    """Correct the seconds of later estimates by a measured profile; return a sentence on the correction."""
     if profile.source != "measured":
         return []
     from varuna_capslog.profiling.calibration import learn
@@ -80,23 +80,23 @@ def _learned(settings: Config, profile: Profile) -> list[str]:
         work = {row.layers: estimator.stage(*row.layers).work for row in profile.observations if row.variant is None}
     except CapslogError as error:
         return [f"estimates are not corrected by this profile: {error}"]
-    known = learn(profile, work)
-    if known is None:
+    calibration = learn(profile, work)
+    if calibration is None:
         return []
-    shown = ", ".join(f"{group} {factor:.2f}" for group, factor in known.factors().items())
-    before, after = (known.error(speed) for speed in (known.uncorrected, known.speed))
+    shown = ", ".join(f"{group} {factor:.2f}" for group, factor in calibration.factors().items())
+    before, after = (calibration.error(speed) for speed in (calibration.uncorrected, calibration.speed))
     return [
-        f"estimates for {known.device} are corrected from now on, by measured profiles of {len(known.models)} models: "
-        f"{shown}; median error of a run {before:.0%} before, {after:.0%} after"
+        f"estimates for {calibration.device} are corrected from now on, by measured profiles of "
+        f"{len(calibration.models)} models: {shown}; median error of a run {before:.0%} before, {after:.0%} after"
     ]
 
 
-def _config(given: ProfileFlags) -> Config:
-    if given.config is None and given.model is None:
+def _config(flags: ProfileFlags) -> Config:
+    if flags.config is None and flags.model is None:
         raise CapslogError("nothing to profile: give a CONFIG file, --model package.module:function or --hf FOLDER")
-    if given.config is not None:
-        changes = [] if given.order is None else [f"profile.order={given.order}"]
-        return shared.load(given.config, given.overrides, *changes, *overrides_of(given), trust=given.trust)
-    if given.order is not None:
+    if flags.config is not None:
+        changes = [] if flags.order is None else [f"profile.order={flags.order}"]
+        return shared.load(flags.config, flags.overrides, *changes, *overrides_of(flags), trust=flags.trust)
+    if flags.order is not None:
         raise CapslogError("--order is of measured runs of a CONFIG; leave it out with --model")
-    return config_of_model(given, {"pipeline.devices": 1} | keys_of(given.overrides))
+    return config_of_model(flags, {"pipeline.devices": 1} | keys_of(flags.overrides))

@@ -1,5 +1,5 @@
-"""What `plan`, `front`, `largest` and `compare` ask: options and KEY=VALUE beside a CONFIG, a model or a profile alone
-become one config, which with its profile is all that a plan follows from.
+"""Inputs of `plan`, `front`, `largest` and `compare`: options and KEY=VALUE, with a CONFIG, a model or a profile alone,
+become one config. The config and its profile determine the plan.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class QuestionFlags(ModelFlags):
 
 @dataclass(frozen=True)
 class PlannerFlags(QuestionFlags):
-    """Devices, step and who plans."""
+    """Devices, step and planner."""
 
     planner: Annotated[
         str | None,
@@ -85,7 +85,7 @@ class PlannerFlags(QuestionFlags):
 
 
 def read_profiles(paths: list[Path] | None, flags: ModelFlags) -> list[Profile]:
-    """The profiles of the files. Raises CapslogError where a model, or nothing at all, is given beside them."""
+    """Return the profiles of the files. Raises CapslogError where a model is given too, or where nothing is given."""
     from varuna_capslog.profiles.record import read_profile
 
     if paths and flags.model is not None:
@@ -98,7 +98,7 @@ def read_profiles(paths: list[Path] | None, flags: ModelFlags) -> list[Profile]:
 
 
 def named_devices(flags: QuestionFlags) -> NamedDevices | None:
-    """The devices of --devices. Raises CapslogError where what follows from their kinds is given, too."""
+    """Return the devices of --devices. Raises CapslogError where an option that follows from their kinds is given."""
     if flags.devices is None:
         return None
     devices, keys = parse_devices(flags.devices, "--devices"), keys_of(flags.overrides)
@@ -109,10 +109,10 @@ def named_devices(flags: QuestionFlags) -> NamedDevices | None:
 
 
 def question_of(flags: QuestionFlags, planner: str | None, profile: Profile | None = None, **more: Any) -> Config:
-    """The config that says what is asked.
+    """Return the config to plan for.
 
     Args:
-        profile: where the costs are known; without a CONFIG it is all that is known.
+        profile: the costs, where they are known; without a CONFIG or model the config is made from it alone.
         more: further keys of the section `train`, or `numerics`, of the command itself; None: not given.
 
     Raises:
@@ -149,7 +149,7 @@ def question_of(flags: QuestionFlags, planner: str | None, profile: Profile | No
 
 
 def config_of_keys(profile: Profile, keys: Mapping[str, Any]) -> Config:
-    """The config of a profile alone; keys: of the config, `pipeline.devices` among them.
+    """Return the config of a profile alone; keys: of the config, `pipeline.devices` among them.
 
     Raises CapslogError for those that the profile has decided already, and as `start/ordinary.config_of_profile`.
     """
@@ -166,7 +166,8 @@ def config_of_keys(profile: Profile, keys: Mapping[str, Any]) -> Config:
 def costs_of(
     flags: QuestionFlags, config: Config, profile: Profile | None, choose: bool = True
 ) -> tuple[Config, Profile, Memo | None]:
-    """The profile, taken now where none is given; the config with what follows from it, and the memo of an estimate.
+    """Return the config with the defaults that follow from the profile, the profile (made now where none is given), and
+    the memo of an estimate.
 
     choose: whether a planner may choose variants of layers, which the config then names.
     """

@@ -40,8 +40,8 @@ def evaluate(run_dir: shared.RunDirectory, as_json: shared.AsJson = False, trust
 
 
 def _ranks_of(settings: Config) -> int | None:
-    """The ranks of the run's newest plan: an elastic run may have ended with others than it began with. None where
-    there is no plan.
+    """Return the number of ranks of the run's newest plan, since an elastic run may have ended with another number than
+    it began with. None where there is no plan.
     """
     from varuna_capslog.plans.plan import latest_plan
 

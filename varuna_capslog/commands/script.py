@@ -20,7 +20,7 @@ __all__ = ["elastic_settings", "refuse_chaos", "script"]
 
 
 def refuse_chaos(wish: Any) -> None:
-    """Raises CapslogError with the place of the fault injection, unless `wish` is None: nobody asks for faults."""
+    """Raise CapslogError with the place of the fault injection, unless `wish` is None: no faults are wanted."""
     if wish is not None:
         raise CapslogError(
             "`capslog chaos` and `capslog script --chaos` are now `launch/chaos.sh [CONFIG]` and `launch/chaos.sh "
@@ -63,26 +63,30 @@ class ScriptOptions:
 
 
 @options_of(ScriptOptions)
-def script(given: ScriptOptions) -> None:
+def script(options: ScriptOptions) -> None:
     """Run a data-parallel program on workers that may come and go. Ctrl-C stops after the step; the same continues."""
-    if given.serve is not None and given.store is not None:
+    if options.serve is not None and options.store is not None:
         raise CapslogError("--serve and --store exclude each other; one machine serves, all others join")
-    if given.store is None and given.serve is None and given.nnodes > 1:
-        raise CapslogError(f"--nnodes {given.nnodes} needs --serve HOST:PORT here, --store HOST:PORT on the others")
-    for address in (given.serve, given.store):
+    if options.store is None and options.serve is None and options.nnodes > 1:
+        raise CapslogError(f"--nnodes {options.nnodes} needs --serve HOST:PORT here, --store HOST:PORT on the others")
+    for address in (options.serve, options.store):
         if address is not None:
             check_address(address)
-    if not given.file.is_file():
-        raise CapslogError(f"there is no script {given.file}; check the path")
-    folder, settings = given.run_dir or Path("runs") / given.file.stem, elastic_settings(given.elastic or [])
-    if given.dry_run:
-        part = f"join the store at {given.store}" if given.store else f"serve the store at {given.serve or '127.0.0.1'}"
+    if not options.file.is_file():
+        raise CapslogError(f"there is no script {options.file}; check the path")
+    folder, settings = options.run_dir or Path("runs") / options.file.stem, elastic_settings(options.elastic or [])
+    if options.dry_run:
+        part = (
+            f"join the store at {options.store}"
+            if options.store
+            else f"serve the store at {options.serve or '127.0.0.1'}"
+        )
         say(
-            f"would {part}; {given.nproc} worker(s) here run {given.file}, run_dir {folder}, {given.nnodes} machine(s) "
-            "to begin"
+            f"would {part}; {options.nproc} worker(s) here run {options.file}, run_dir {folder}, "
+            f"{options.nnodes} machine(s) to begin"
         )
     else:
-        _run(given, folder, settings)
+        _run(options, folder, settings)
 
 
 def elastic_settings(pairs: list[str]) -> Elastic:
@@ -94,26 +98,26 @@ def elastic_settings(pairs: list[str]) -> Elastic:
     return section(Elastic, {"enabled": True, **keys}, "elastic")
 
 
-def _run(given: ScriptOptions, folder: Path, settings: Elastic) -> None:
+def _run(options: ScriptOptions, folder: Path, settings: Elastic) -> None:
     from varuna_capslog.base.supervisor import Interrupted
     from varuna_capslog.elastic.host.options import HostOptions
     from varuna_capslog.elastic.host.terminal import Terminal
     from varuna_capslog.start.elastic_host import join_script, run_script
 
-    file, arguments = given.file, given.arguments or []
-    options = HostOptions(
+    file, arguments = options.file, options.arguments or []
+    host_options = HostOptions(
         folder,
-        num_workers=given.nproc,
-        name=given.name,
-        store=given.store,
-        serve_at=given.serve or "127.0.0.1:0",
-        hosts=given.nnodes,
+        num_workers=options.nproc,
+        name=options.name,
+        store=options.store,
+        serve_at=options.serve or "127.0.0.1:0",
+        hosts=options.nnodes,
         settings=settings,
     )
-    if options.store is not None:
-        join_until_end(options, lambda options: join_script(file, arguments, options, given.wait))
+    if host_options.store is not None:
+        join_until_end(host_options, lambda host_options: join_script(file, arguments, host_options, options.wait))
         return
-    with Terminal(folder, None, options.name) as terminal:
-        end = run_script(file, arguments, dataclasses.replace(options, say=terminal.say))
+    with Terminal(folder, None, host_options.name) as terminal:
+        end = run_script(file, arguments, dataclasses.replace(host_options, say=terminal.say))
     if end.how == "left":
         raise Interrupted(f"all devices have left, the run is parked; the same command continues it in {folder}", 143)

@@ -1,4 +1,4 @@
-"""What several sub-commands share: arguments, the values that are made of them, and tables."""
+"""Shared by several sub-commands: arguments, values made of them, and tables."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ SEARCHED = ("pipeline.cuts=null", "pipeline.plan=null")
 
 
 def option(text: str, shown: bool | str = True, *names: str, **rules: Any) -> Any:
-    """An option whose help is `text`, and what the help shows as its default; names: where they are not the field's."""
+    """Return an option with help `text` and `shown` as its default in the help; names: where not the field's."""
     return typer.Option(*names, help=text, show_default=shown, **rules)
 
 
@@ -108,8 +108,8 @@ def options_of(options: type[Options]) -> Callable[[Callable[[Options], None]], 
     """Make a function of one dataclass a command: every field is a parameter, with typer's annotation and default."""
     hints = get_type_hints(options, include_extras=True)
     signature = inspect.signature(options)
-    parameters = [one.replace(annotation=hints[name]) for name, one in signature.parameters.items()]
-    parameters.sort(key=lambda one: one.name in ("as_json", "trust"))  # the last ones of every command
+    parameters = [parameter.replace(annotation=hints[name]) for name, parameter in signature.parameters.items()]
+    parameters.sort(key=lambda parameter: parameter.name in ("as_json", "trust"))  # the last ones of every command
 
     def decorate(run: Callable[[Options], None]) -> Callable[..., None]:
         @functools.wraps(run)
@@ -124,7 +124,7 @@ def options_of(options: type[Options]) -> Callable[[Callable[[Options], None]], 
 
 
 def load(path: Path, overrides: Sequence[str] | None, *more: str, trust: bool = False) -> Config:
-    """The config of a run that CONFIG and overrides say; what its `pipeline.plan` decides is told on standard error.
+    """Load the config of CONFIG and overrides; the decisions of its `pipeline.plan` are printed on standard error.
 
     more: overrides of the command itself, which come last.
 
@@ -138,7 +138,7 @@ def load(path: Path, overrides: Sequence[str] | None, *more: str, trust: bool = 
 
 
 def run_config(run_dir: Path) -> Config:
-    """The resolved config of an existing run, with `run_dir` as it is now (the folder may have been moved)."""
+    """Load the resolved config of an existing run, with `run_dir` as it is now (the folder may have been moved)."""
     from varuna_capslog.config.reading import load_config
 
     path = run_dir / "config.yaml"
@@ -152,7 +152,9 @@ def run_config(run_dir: Path) -> Config:
 
 
 def trusted_config(run_dir: Path, trust: bool) -> Config:
-    """As `run_config`, for commands that run the code it names. Raises CapslogError as `start/named_code.check_run`."""
+    """Load like `run_config`, for commands that run the code that the config names. Raises CapslogError as
+    `start/named_code.check_run`.
+    """
     from varuna_capslog.start.named_code import check_run
 
     config = run_config(run_dir)
@@ -161,7 +163,7 @@ def trusted_config(run_dir: Path, trust: bool) -> Config:
 
 
 def profile_of(path: Path | None, config: Config | None, show: bool) -> Profile:
-    """The profile in a file, or else that of the config, taken now; `show` draws a progress bar."""
+    """Return the profile in a file, or else that of the config, made now; `show` draws a progress bar."""
     if path is not None:
         from varuna_capslog.profiles.record import read_profile
 
@@ -173,28 +175,28 @@ def profile_of(path: Path | None, config: Config | None, show: bool) -> Profile:
 
 
 def words_of(config: Path | None, overrides: Sequence[str] | None) -> tuple[Path | None, list[str]]:
-    """CONFIG and KEY=VALUE of a command, of which CONFIG may be left out: then the first word is a KEY=VALUE, too."""
+    """Return CONFIG and the KEY=VALUE words of a command; without CONFIG the first word is a KEY=VALUE, too."""
     words = [*([] if config is None else [str(config)]), *(overrides or ())]
     named = bool(words) and ("=" not in words[0] or Path(words[0]).is_file())
     return (Path(words[0]), words[1:]) if named else (None, words)
 
 
 def blocks_of(config: Config) -> int | None:
-    """The accumulation blocks that a config sets; without the key it has one per replica, which says nothing."""
+    """Return the accumulation blocks that a config sets; None for the default of one per replica."""
     if config.num_blocks <= config.pipeline.replicas:
         return None
     return config.num_blocks
 
 
 def say(line: str, err: bool = False) -> None:
-    """One line on standard output, or on standard error, with escapes in place of control characters."""
+    """Print a line on standard output, or on standard error, with escapes in place of control characters."""
     if len(line) > _MOST_SAID:
         line = f"{line[: _MOST_SAID // 2]} ... {line[-_MOST_SAID // 2 :]}"
     typer.echo(printable(line), err=err)
 
 
 def tell(line: str) -> None:
-    """One line of the command's own on standard error."""
+    """Print a message of the command itself on standard error."""
     say(f"capslog: {line}", err=True)
 
 

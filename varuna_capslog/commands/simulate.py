@@ -32,7 +32,7 @@ __all__ = ["simulate"]
 
 @dataclass(frozen=True)
 class StepFlags:
-    """What is played: one step of a plan, and where its result goes."""
+    """Flags of one simulated step of a plan, and of its output."""
 
     config: shared.OptionalConfigFile = None
     overrides: shared.Overrides = None
@@ -91,36 +91,36 @@ class SimulateFlags(StepFlags):
 
 
 @shared.options_of(SimulateFlags)
-def simulate(given: SimulateFlags) -> None:
+def simulate(flags: SimulateFlags) -> None:
     """Play one step of a plan: step time, bubbles, memory over time; with --trace, goodput and cost on spot nodes."""
     from varuna_capslog.planners.seconds import Link
     from varuna_capslog.planning.simulation import simulate_plan
     from varuna_capslog.schedules import RunShape
 
-    config_file, overrides = shared.words_of(given.config, given.overrides)
-    given = dataclasses.replace(given, config=config_file, overrides=overrides)
-    if given.config is None and given.profile is None:
+    config_file, overrides = shared.words_of(flags.config, flags.overrides)
+    flags = dataclasses.replace(flags, config=config_file, overrides=overrides)
+    if flags.config is None and flags.profile is None:
         raise CapslogError(
             "nothing to simulate: give a CONFIG file, or --profile FILE with --plan FILE or --trace FILE"
         )
-    if given.config is None and given.plan is None and given.trace is None:
+    if flags.config is None and flags.plan is None and flags.trace is None:
         raise CapslogError("--profile without a CONFIG needs --plan FILE, or --trace FILE to replay; give one of them")
-    keys, settings = keys_of(given.overrides), _config(given)
-    costs = shared.profile_of(given.profile, settings, show=not given.as_json)
-    played = None if given.trace is not None else _plan(settings, costs, given.plan)
+    keys, settings = keys_of(flags.overrides), _config(flags)
+    costs = shared.profile_of(flags.profile, settings, show=not flags.as_json)
+    played = None if flags.trace is not None else _plan(settings, costs, flags.plan)
     devices = 1 if played is None else played.num_ranks
     config = settings or config_of_keys(costs, {"pipeline.devices": devices, **keys})
     link = dataclasses.replace(
         Link.of_config(config),
-        copy_bandwidth=None if given.copy_bandwidth is None else parse_rate(given.copy_bandwidth, "--copy-bandwidth"),
-        shared=given.shared_links,
-        copies_beside=given.copies_beside,
+        copy_bandwidth=None if flags.copy_bandwidth is None else parse_rate(flags.copy_bandwidth, "--copy-bandwidth"),
+        shared=flags.shared_links,
+        copies_beside=flags.copies_beside,
     )
     run = RunShape.of_config(config).unsized().settled()
     if played is None:
-        assert given.trace is not None
-        found = _replay_trace(given, given.trace, costs, config, run, link)
-        _print_replay(found, given.trace, given.output, given.as_json)
+        assert flags.trace is not None
+        replayed = _replay_trace(flags, flags.trace, costs, config, run, link)
+        _print_replay(replayed, flags.trace, flags.output, flags.as_json)
         return
     pipelines = max(len(played.paths()), config.pipeline.replicas)  # a plan of the short form is of one of them
     count = config.num_microbatches // pipelines if "train.minibatch_size" in keys else None
@@ -132,16 +132,16 @@ def simulate(given: SimulateFlags) -> None:
         recompute=run.recompute,
         run=run,
         link=link,
-        speeds=None if given.cores is None else [1.0] * given.cores,
+        speeds=None if flags.cores is None else [1.0] * flags.cores,
     )
-    if settings is not None and given.plan is None and settings.pipeline.replicas > 1:
+    if settings is not None and flags.plan is None and settings.pipeline.replicas > 1:
         step.notes.append(
             f"pipeline.replicas={settings.pipeline.replicas}: one replica is played, and the exchange of gradients "
             "between replicas takes no time here"
         )
-    if given.output is not None:
-        _write(given.output, step, played, costs)
-    if given.as_json:
+    if flags.output is not None:
+        _write(flags.output, step, played, costs)
+    if flags.as_json:
         shared.print_json(step.to_json())
         return
     _print(step, played)
@@ -152,36 +152,36 @@ def simulate(given: SimulateFlags) -> None:
         from varuna_capslog.planning.problem import Problem
 
         limits = played.capacities_of(range(played.num_ranks))
-        if (said := two_versions_note(Problem.of(costs, played.num_ranks, limits, link=link))) is not None:
-            shared.say(f"note: {said}", err=True)
-    if given.output is not None:
+        if (note_text := two_versions_note(Problem.of(costs, played.num_ranks, limits, link=link))) is not None:
+            shared.say(f"note: {note_text}", err=True)
+    if flags.output is not None:
         shared.say(
-            f"written to {given.output}: step.png, step.svg, perfetto.json (open it in ui.perfetto.dev), "
+            f"written to {flags.output}: step.png, step.svg, perfetto.json (open it in ui.perfetto.dev), "
             "simulation.json"
         )
 
 
-def _config(given: SimulateFlags) -> Config | None:
-    """The config of CONFIG; None without one."""
-    if given.config is None:
+def _config(flags: SimulateFlags) -> Config | None:
+    """Return the config of CONFIG; None without one."""
+    if flags.config is None:
         return None
-    aside = () if given.plan is None else ("pipeline.plan=null",)  # --plan is played in its place
-    return shared.load(given.config, given.overrides, *aside, trust=given.trust)
+    aside = () if flags.plan is None else ("pipeline.plan=null",)  # --plan is played in its place
+    return shared.load(flags.config, flags.overrides, *aside, trust=flags.trust)
 
 
 def _plan(settings: Config | None, costs: Profile, plan: Path | None) -> Plan:
-    """The given plan, or the one that the config's planner finds; one that does not fit is played all the same."""
+    """Return the plan of the file, or the one that the config's planner finds, even if it does not fit."""
     if plan is not None:
         from varuna_capslog.plans.plan import read_plan
 
-        given = read_plan(plan)
-        given.check_trains(str(plan))
-        if None not in (given.model, costs.model) and given.model != costs.model:
+        file_plan = read_plan(plan)
+        file_plan.check_trains(str(plan))
+        if None not in (file_plan.model, costs.model) and file_plan.model != costs.model:
             raise CapslogError(
-                f"{plan} is a plan of the model {given.model}, the profile is of {costs.model}; give the profile that "
-                "the plan was made of"
+                f"{plan} is a plan of the model {file_plan.model}, the profile is of {costs.model}; give the profile "
+                "that the plan was made of"
             )
-        return given
+        return file_plan
     assert settings is not None
     from varuna_capslog.start.prepare import plan_run
 
@@ -201,7 +201,7 @@ def _write(folder: Path, step: Simulation, plan: Plan, costs: Profile) -> None:
 
 def _capacity_of_rows(step: Simulation, plan: Plan) -> list[int] | None:
     """The capacity of each rank, in the order of the simulation's rows."""
-    return plan.capacities_of(rank for one in step.pipelines for rank in one.ranks)
+    return plan.capacities_of(rank for pipeline in step.pipelines for rank in pipeline.ranks)
 
 
 def _print(step: Simulation, plan: Plan) -> None:
@@ -243,11 +243,11 @@ def _rows(step: Simulation, plan: Plan) -> Iterator[list[str]]:
 
 
 def _replay_trace(
-    given: SimulateFlags, trace: Path, profile: Profile, config: Config, run: RunShape, link: Link
+    flags: SimulateFlags, trace: Path, profile: Profile, config: Config, run: RunShape, link: Link
 ) -> Replay:
-    """Reads the trace and replays it with a step that is run like `run`.
+    """Read the trace and replay it with a step that is run like `run`.
 
-    given: the flags of --trace; what is None comes from the config, or is the command's default.
+    flags: those of --trace; a value of None is taken from the config, or is the command's default.
     """
     from varuna_capslog.base import units
     from varuna_capslog.planners import DEFAULT_MICROBATCHES_PER_STAGE, JOINT
@@ -255,25 +255,25 @@ def _replay_trace(
     from varuna_capslog.planning.traces.trace_replay import Pauses, Prices, most_nodes, read_trace, replay
     from varuna_capslog.start.ordinary import check_kinds
 
-    rented = None if given.devices is None else parse_devices(given.devices, "--devices")
+    rented = None if flags.devices is None else parse_devices(flags.devices, "--devices")
     limit = config.pipeline.capacity if isinstance(config.pipeline.capacity, int) else None
     if rented is not None and rented.kinds:
         check_kinds(rented, profile)
-        if len(set(rented.kinds)) > 1 or given.capacity is not None:
+        if len(set(rented.kinds)) > 1 or flags.capacity is not None:
             raise CapslogError(
-                f"--trace rents devices of one kind, which says their memory, but --devices is {given.devices}"
-                f"{'' if given.capacity is None else ' and --capacity is given'}; give one kind or a number"
+                f"--trace rents devices of one kind, which says their memory, but --devices is {flags.devices}"
+                f"{'' if flags.capacity is None else ' and --capacity is given'}; give one kind or a number"
             )
         limit = rented.pipeline_keys["capacity"]
-    capacity = limit if given.capacity is None else units.parse_memory(given.capacity, "capacity")
-    duration = None if given.duration is None else units.parse_seconds(given.duration)
+    capacity = limit if flags.capacity is None else units.parse_memory(flags.capacity, "capacity")
+    duration = None if flags.duration is None else units.parse_seconds(flags.duration)
     names = ("planned-pause", "crash-pause", "restart-pause", "notice")
-    pauses = Pauses(*(units.parse_seconds(getattr(given, name.replace("-", "_")), name) for name in names))
-    prices = Prices(given.spot_price, given.on_demand_price)
+    pauses = Pauses(*(units.parse_seconds(getattr(flags, name.replace("-", "_")), name) for name in names))
+    prices = Prices(flags.spot_price, flags.on_demand_price)
     events = read_trace(trace)
     most = most_nodes(events) if rented is None else rented.count
-    minibatch, size = given.minibatch, profile.conditions.get("microbatch_size", 1)
-    if given.config is not None or "train.minibatch_size" in keys_of(given.overrides):
+    minibatch, size = flags.minibatch, profile.conditions.get("microbatch_size", 1)
+    if flags.config is not None or "train.minibatch_size" in keys_of(flags.overrides):
         minibatch = minibatch or config.train.minibatch_size
     if minibatch is None:
         minibatch = DEFAULT_MICROBATCHES_PER_STAGE * most * (size if isinstance(size, int) else 1)
@@ -281,7 +281,7 @@ def _replay_trace(
     answer = Replanner(
         profile,
         minibatch,
-        planner=given.planner or JOINT,
+        planner=flags.planner or JOINT,
         capacity=capacity,
         run=run,
         blocks=shared.blocks_of(config),
@@ -290,20 +290,20 @@ def _replay_trace(
     return replay(events, answer, devices=most, pauses=pauses, prices=prices, duration_seconds=duration)
 
 
-def _print_replay(found: Replay, trace: Path, output: Path | None, as_json: bool) -> None:
+def _print_replay(replayed: Replay, trace: Path, output: Path | None, as_json: bool) -> None:
     """Prints the result as a table or JSON, and writes replay.json and replay.png into a folder if asked to."""
     if output is not None:
         from varuna_capslog.base import files
         from varuna_capslog.reports.forecasts import draw_replay
 
-        files.write_json(output / "replay.json", found.to_json())
-        draw_replay(output / "replay.png", found)
+        files.write_json(output / "replay.json", replayed.to_json())
+        draw_replay(output / "replay.png", replayed)
     if as_json:
-        shared.print_json(found.to_json())
+        shared.print_json(replayed.to_json())
         return
-    title = f"{trace.name}: {found.duration_seconds / 3600:.2f} h, at most {found.devices} devices"
-    shared.print_table(title, ("", ""), list(_replay_rows(found).items()), left=(0,))
-    pauses = found.pauses
+    title = f"{trace.name}: {replayed.duration_seconds / 3600:.2f} h, at most {replayed.devices} devices"
+    shared.print_table(title, ("", ""), list(_replay_rows(replayed).items()), left=(0,))
+    pauses = replayed.pauses
     shared.say(
         f"assumed pauses: {pauses.planned:g} s for a join or announced leave (notice {pauses.notice:g} s), "
         f"{pauses.crash:g} s for a crash, {pauses.restart:g} s for a restart",
@@ -313,24 +313,26 @@ def _print_replay(found: Replay, trace: Path, output: Path | None, as_json: bool
         shared.say(f"written to {output}: replay.png, replay.json")
 
 
-def _replay_rows(found: Replay) -> dict[str, str]:
+def _replay_rows(replayed: Replay) -> dict[str, str]:
     from varuna_capslog.reports.wording import duration
 
-    count = {kind: sum(change.kind == kind for change in found.changes) for kind in ("join", "leave", "crash", "stop")}
-    hours = found.device_hours
+    count = {
+        kind: sum(change.kind == kind for change in replayed.changes) for kind in ("join", "leave", "crash", "stop")
+    }
+    hours = replayed.device_hours
     dollars = [
         "nothing trained" if value is None else f"{value:,.2f}"
-        for value in (found.spot_dollars_per_million, found.on_demand_dollars_per_million)
+        for value in (replayed.spot_dollars_per_million, replayed.on_demand_dollars_per_million)
     ]
     return {
         "joins, leaves, crashes, stops": ", ".join(map(str, count.values())),
-        "devices on average": f"{hours * 3600 / found.duration_seconds:.1f}",
-        "idle device time": f"{100 * found.idle_device_hours / hours:.1f} %" if hours else "",
-        "goodput": f"{found.goodput:.4g} samples/s",
-        "share of the ideal": f"{100 * found.share_of_ideal:.2f} %",
-        "paused": duration(found.paused_seconds),
-        "stopped, nothing fits": duration(found.stopped_seconds),
-        "slowest search": duration(found.slowest_search_seconds),
-        f"$ per million samples, spot at {found.prices.spot:g} $/h": dollars[0],
-        f"$ per million samples, on demand at {found.prices.on_demand:g} $/h": dollars[1],
+        "devices on average": f"{hours * 3600 / replayed.duration_seconds:.1f}",
+        "idle device time": f"{100 * replayed.idle_device_hours / hours:.1f} %" if hours else "",
+        "goodput": f"{replayed.goodput:.4g} samples/s",
+        "share of the ideal": f"{100 * replayed.share_of_ideal:.2f} %",
+        "paused": duration(replayed.paused_seconds),
+        "stopped, nothing fits": duration(replayed.stopped_seconds),
+        "slowest search": duration(replayed.slowest_search_seconds),
+        f"$ per million samples, spot at {replayed.prices.spot:g} $/h": dollars[0],
+        f"$ per million samples, on demand at {replayed.prices.on_demand:g} $/h": dollars[1],
     }

@@ -1,5 +1,5 @@
-"""`capslog train` and `capslog host` start and watch the workers of a run on this machine; `capslog morph` and `capslog
-notice` are what people and schedulers tell an elastic run that is going on.
+"""`capslog train` and `capslog host` start and watch the workers of a run on this machine; with `capslog morph` and
+`capslog notice` people and schedulers change a running elastic run.
 """
 
 from __future__ import annotations
@@ -76,34 +76,34 @@ class HostFlags:
 
 
 @shared.options_of(HostFlags)
-def host(given: HostFlags) -> None:
+def host(flags: HostFlags) -> None:
     """Train on several machines that may come and go: the same command on each, one with --serve."""
     from varuna_capslog.base.supervisor import reserve
     from varuna_capslog.elastic.host.options import HostOptions
     from varuna_capslog.start.elastic_host import check_elastic, join_run, server_of
     from varuna_capslog.start.local_run import prepared_run, run_elastic
 
-    serve, store = given.serve, given.store
+    serve, store = flags.serve, flags.store
     if (serve is None) == (store is None):
         raise CapslogError("give either --serve ADDRESS (on one machine) or --store ADDRESS (on all others)")
     check_address(serve or store or "")
-    settings, workers = _spread(given)
+    settings, workers = _spread(flags)
     check_elastic(settings)
-    if given.dry_run:
+    if flags.dry_run:
         part = f"join the store at {store}" if store else f"profile, plan and {_begin(serve)}"
         shared.say(
-            f"would {part}; {workers} worker(s) here, run_dir {settings.run_dir}, {given.nnodes} machine(s) to begin"
+            f"would {part}; {workers} worker(s) here, run_dir {settings.run_dir}, {flags.nnodes} machine(s) to begin"
         )
         return
-    options = HostOptions(settings.run_dir, num_workers=workers, name=given.name)
+    options = HostOptions(settings.run_dir, num_workers=workers, name=flags.name)
     if store is not None:
         options = dataclasses.replace(options, store=store)
-        join_until_end(options, lambda options: join_run(settings, options, wait_seconds=given.wait))
+        join_until_end(options, lambda options: join_run(settings, options, wait_seconds=flags.wait))
         return
     assert serve is not None
     with reserve(settings.run_dir), server_of(settings) as server:
         _show_plan(*prepared_run(settings, server=server))
-        options = dataclasses.replace(options, serve_at=serve, hosts=given.nnodes, fork_server=server)
+        options = dataclasses.replace(options, serve_at=serve, hosts=flags.nnodes, fork_server=server)
         run_elastic(settings, options, "the same commands continue")
 
 
@@ -114,7 +114,7 @@ def _begin(serve: str | None) -> str:
 
 
 def join_until_end(options: HostOptions, join: Callable[[HostOptions], HostEnd]) -> None:
-    """Joins a run from this machine and says when it has ended. Raises Interrupted when this machine's workers left."""
+    """Join a run from this machine, print when it has ended. Raises Interrupted when this machine's workers left."""
     from varuna_capslog.base.supervisor import Interrupted
 
     say = lambda line: shared.say(f"capslog: {line}")  # noqa: E731
@@ -130,25 +130,25 @@ def _show_plan(plan: Plan, profile: Profile | None) -> None:
         shared.say(f"note: {note}", err=True)
 
 
-def _spread(given: HostFlags) -> tuple[Config, int]:
-    """The config for all machines that begin, and the workers of this one."""
-    overrides, nnodes, nproc = [*(given.overrides or ()), "elastic.enabled=true"], given.nnodes, given.nproc
-    if given.store is not None and nproc is not None:
+def _spread(flags: HostFlags) -> tuple[Config, int]:
+    """Return the config for all machines that begin, and the number of workers of this one."""
+    overrides, nnodes, nproc = [*(flags.overrides or ()), "elastic.enabled=true"], flags.nnodes, flags.nproc
+    if flags.store is not None and nproc is not None:
         overrides.append("pipeline.plan=null")  # a machine may join with any number; the one that serves has the plan
-    if given.store is not None:
-        overrides.append("variants={}")  # what has passed its check is in the folder of the run
-    settings = shared.load(given.config, overrides, trust=given.trust)
+    if flags.store is not None:
+        overrides.append("variants={}")  # the variants that passed their check are in the folder of the run
+    settings = shared.load(flags.config, overrides, trust=flags.trust)
     wanted = settings.world_size
     if nproc is None:
         if wanted % nnodes:
             raise CapslogError(f"{wanted} workers cannot be spread evenly over --nnodes {nnodes}; give --nproc")
         return settings, wanted // nnodes
-    flags = f"--nnodes {nnodes} x --nproc {nproc}"
-    return _of_workers(settings, nproc * nnodes, flags, given.config, overrides), nproc
+    flags_text = f"--nnodes {nnodes} x --nproc {nproc}"
+    return _of_workers(settings, nproc * nnodes, flags_text, flags.config, overrides), nproc
 
 
 def _of_workers(settings: Config, workers: int, flags: str, path: Path, overrides: Sequence[str] | None) -> Config:
-    """The config with `pipeline.devices` for so many workers in all, as these flags ask for."""
+    """Return the config with `pipeline.devices` for this total number of workers, which these flags ask for."""
     pipeline = settings.pipeline
     if workers == settings.world_size:
         return settings
@@ -209,5 +209,5 @@ def notice(
         raise CapslogError("--urgent and --hint exclude each other; a hint moves nobody")
     if host is not None and member is not None:
         raise CapslogError("--host and --member exclude each other; name one")
-    who = give_notice(run_dir, host, member, urgent, seconds, hint)
-    shared.say(f"told that {who} {'may have' if hint else 'is'} to leave")
+    target = give_notice(run_dir, host, member, urgent, seconds, hint)
+    shared.say(f"told that {target} {'may have' if hint else 'is'} to leave")

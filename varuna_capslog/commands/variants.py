@@ -33,47 +33,47 @@ class VariantFlags:
 
 
 @shared.options_of(VariantFlags)
-def variants(given: VariantFlags) -> None:
+def variants(flags: VariantFlags) -> None:
     """Measure every layer in every way that numerics allows, and find the fastest choice, as Collage does."""
     from varuna_capslog.base import files
     from varuna_capslog.config.reading import dump_config
     from varuna_capslog.profiles.variants import compile_seconds
     from varuna_capslog.start.collage_start import collage
 
-    changes = [] if given.numerics is None else [f"numerics={given.numerics}"]
-    config = shared.load(given.config, given.overrides, *changes, trust=given.trust)
-    found = collage(config, given.rounds, given.generations, given.seed, shared.tell)
-    plain, best = found.candidates[0], found.best
+    changes = [] if flags.numerics is None else [f"numerics={flags.numerics}"]
+    config = shared.load(flags.config, flags.overrides, *changes, trust=flags.trust)
+    measured = collage(config, flags.rounds, flags.generations, flags.seed, shared.tell)
+    plain, best = measured.candidates[0], measured.best
     chosen = {f"#{layer}": name for layer, name in best.chosen.items()}
-    if given.output is not None:
-        files.write_text(given.output, dump_config(config.model_copy(update={"variants": chosen})))
-    if given.as_json:
+    if flags.output is not None:
+        files.write_text(flags.output, dump_config(config.model_copy(update={"variants": chosen})))
+    if flags.as_json:
         rows = [
             {
-                "name": one.name,
-                "variants": {f"#{layer}": name for layer, name in one.chosen.items()},
-                "predicted_seconds": one.predicted_seconds,
-                "measured_seconds": list(one.measured_seconds),
+                "name": candidate.name,
+                "variants": {f"#{layer}": name for layer, name in candidate.chosen.items()},
+                "predicted_seconds": candidate.predicted_seconds,
+                "measured_seconds": list(candidate.measured_seconds),
             }
-            for one in found.candidates
+            for candidate in measured.candidates
         ]
         shared.print_json({"best": best.name, "candidates": rows})
         return
     table = [
         (
-            one.name,
-            str(len(one.chosen)),
-            f"{one.predicted_seconds:.4g}",
-            f"{statistics.median(one.measured_seconds):.4g}",
-            f"{one.ratio(plain):.3f}",
+            candidate.name,
+            str(len(candidate.chosen)),
+            f"{candidate.predicted_seconds:.4g}",
+            f"{statistics.median(candidate.measured_seconds):.4g}",
+            f"{candidate.ratio(plain):.3f}",
         )
-        for one in found.candidates
+        for candidate in measured.candidates
     ]
-    spent = compile_seconds(found.profile, set(best.chosen.values()))
+    spent = compile_seconds(measured.profile, set(best.chosen.values()))
     notes = (
         [f"compiling took {spent:.0f} s while the layers were measured; torch keeps the code on disk"] if spent else []
     )
-    written = "not written; -o FILE keeps it" if given.output is None else f"written to {given.output}"
+    written = "not written; -o FILE keeps it" if flags.output is None else f"written to {flags.output}"
     shared.print_table(
         "ways to compute the layers",
         ("choice", "layers", "sum of layers, s", "whole, s", "of as configured"),

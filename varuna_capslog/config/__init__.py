@@ -1,4 +1,4 @@
 """The keys of a run (`settings`) and reading them from YAML and the command line (`reading`).
 
-Nothing here imports torch or opens a data set. Calling the function that `workload:` names belongs to the room `model`.
+Nothing here imports torch or opens a data set. The room `model` calls the function that `workload:` names.
 """

@@ -1,4 +1,4 @@
-"""What a config without these keys means, for plans without a config, which importing `settings` would slow down."""
+"""Defaults of keys, also for plans without a config, which importing `settings` would slow down."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STAGES_PER_RANK: Final = 2
 """`pipeline.stages_per_rank` under schedule interleaved."""
 
 OWN_TRAIN: Final = {"optimizer": "adamw", "lr": 1e-3, "clip_norm": 0.0}
-"""`train` of a run on a model and a data set of the user's: no clipping. Those in `config/train.py` are DETR's."""
+"""`train` of a run on the user's model and data set: no clipping. The defaults in `config/train.py` are DETR's."""
 OWN_MINIBATCH: Final = 32
 """`train.minibatch_size` of own data, or all samples where there are fewer."""
 OWN_MICROBATCH: Final = 8

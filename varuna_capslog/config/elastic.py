@@ -1,4 +1,4 @@
-"""The keys of a config's `elastic` section: how a run goes on when devices leave or join."""
+"""The keys of a config's `elastic` section: how a run continues when devices leave or join."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Elastic"]
 
 
 class Elastic(Section):
-    """How a run goes on when devices leave or join while it trains."""
+    """Settings of a run whose devices leave or join while it trains."""
 
     enabled: bool = False
     """Whether the run may change its members while it trains; otherwise the loss of a worker ends it."""

@@ -15,7 +15,7 @@ _SIZES = ("minibatch_size", "microbatch_size")
 def fill_own_train(
     values: dict[str, Any], samples: Callable[[str], int | None], kept: Mapping[str, Any] | None
 ) -> str | None:
-    """Sets what the `train` section of a config of own data leaves out.
+    """Set the keys that the `train` section of a config of own data leaves out.
 
     Args:
         samples: counts those of "dataset" or of "val", None where there is no such data; called only for sizes that
@@ -37,7 +37,7 @@ def fill_own_train(
 
 
 def _sizes(values: Mapping[str, Any], train: Mapping[str, Any], samples: Callable[[str], int | None]) -> dict[str, int]:
-    """Minibatch and microbatch; none where a given number is none, which the validation says."""
+    """Return minibatch and microbatch sizes; empty where a given value is not a size, which the validation reports."""
     pipeline = values.get("pipeline") or {}
     replicas = pipeline.get("replicas", 1) if isinstance(pipeline, Mapping) else 1
     blocks = train.get("accumulation_blocks") or replicas

@@ -1,7 +1,7 @@
 """A run's YAML file and its `key=value` overrides, read into one validated `Config`.
 
-Every command and every worker begins here. This room reads text and words errors only: it imports no torch, opens no
-data set and never guesses what a misspelt key was meant to be (it suggests).
+Every command and every worker begins here. This room only reads text and words errors: it imports no torch, opens no
+data set, and for a misspelt key it suggests another one but never uses it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 _MOST_BYTES = 1 << 18
-"""Of a config file; the longest config here has 4 kB."""
+"""Limit of a config file; the longest config here has 4 kB."""
 _MOST_NODES = 20_000
-"""Keys and values of a config, with what aliases stand for: 403 bytes of aliases of aliases took 3 GiB."""
+"""Most keys and values of a config, with aliases expanded: 403 bytes of aliases of aliases took 3 GiB."""
 _MOST_PARTS = 20
-"""Of an override's key; the longest of a config have six."""
+"""Most parts of an override's key; the longest of a config have six."""
 _ALIKE, _ALMOST = 0.6, 0.9
-"""Of two names, by difflib's ratio: what is suggested for a misspelt key, and beside a key of that very name."""
+"""Least likeness of two names, difflib's ratio: of a suggestion for a misspelt key, and of one beside a key that has
+exactly that name in another section."""
 _KINDS: dict[str, type[yaml.Node]] = dict.fromkeys(("str", "int", "float", "bool", "null", "merge"), yaml.ScalarNode)
 _KINDS |= {"seq": yaml.SequenceNode, "map": yaml.MappingNode}
 _PREFIX = "tag:yaml.org,2002:"
@@ -46,7 +47,7 @@ class _Loader(yaml.SafeLoader):
     """A YAML loader for which 1e-4 is a number, dates and 12:30 are text, and a repeated key is an error.
 
     It knows lists, keys, text, numbers, true, false and null, and refuses every other tag, more nodes than
-    `_MOST_NODES` and deeper ones than `files.MOST_LEVELS`, what aliases stand for included.
+    `_MOST_NODES` and deeper ones than `files.MOST_LEVELS`, with aliases expanded.
     """
 
     def __init__(self, stream: str, depth: int = 0) -> None:
@@ -63,7 +64,9 @@ class _Loader(yaml.SafeLoader):
         if not aliased:
             self._check(node)
             children = node.value if isinstance(node, yaml.SequenceNode) else []
-            children = [one for pair in node.value for one in pair] if isinstance(node, yaml.MappingNode) else children
+            children = (
+                [child for pair in node.value for child in pair] if isinstance(node, yaml.MappingNode) else children
+            )
             extents = [self._extents[child] for child in children]
             levels = 1 + max((levels for _, levels in extents), default=0)
             self._extents[node] = (1 + sum(count for count, _ in extents), levels)
@@ -79,7 +82,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def _check(self, node: yaml.Node) -> None:
-        """Raises MarkedYAMLError for a tag that a config has not, text that is none, and wrong keys."""
+        """Raise MarkedYAMLError for a tag that configs do not have, invalid text, and wrong keys."""
 
         def refuse(problem: str, node: yaml.Node) -> NoReturn:
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
@@ -97,14 +100,14 @@ class _Loader(yaml.SafeLoader):
             seen.add(key.value)
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Puts what `<<` merges in its place; own keys count before merged ones. (PyYAML's own mixes up keys of one
-        character.)
+        """Replace `<<` by the keys that it merges; direct keys count before merged ones. (PyYAML's own mixes up keys of
+        one character.)
         """
         merged: dict[str, Any] = {}
-        own: dict[str, Any] = {}
+        direct: dict[str, Any] = {}
         for key, value in node.value:
             if key.tag != _MERGE:
-                own[key.value] = (key, value)
+                direct[key.value] = (key, value)
                 continue
             for source in reversed(value.value) if isinstance(value, yaml.SequenceNode) else [value]:
                 if not isinstance(source, yaml.MappingNode):
@@ -112,7 +115,7 @@ class _Loader(yaml.SafeLoader):
                     raise yaml.MarkedYAMLError(problem=problem, problem_mark=source.start_mark)
                 self.flatten_mapping(source)
                 merged |= {pair[0].value: pair for pair in source.value}
-        node.value = list((merged | own).values())
+        node.value = list((merged | direct).values())
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
@@ -148,7 +151,7 @@ for _reader in (_Loader, _Dumper):
 def load_config(
     path: Path | str, overrides: Sequence[str] = (), fill: Callable[[dict[str, Any]], object] = lambda values: None
 ) -> Config:
-    """The validated config of a YAML file with `a.b=value` overrides (values are YAML, so `null` and `[1, 2]` work).
+    """Load the validated config of a YAML file with `a.b=value` overrides (values are YAML: `null` and `[1, 2]` work).
 
     Without a `run_dir` the run goes to `runs/<name of the file>`. fill: sets defaults in the values that were given.
 
@@ -171,13 +174,13 @@ def load_config(
 
 
 def dump_config(config: Config) -> str:
-    """The resolved config as YAML that `load_config` reads back into an equal one."""
+    """Return the resolved config as YAML that `load_config` reads back into an equal one."""
     # Escapes instead of Unicode: PyYAML does not read back all that it would write (U+0085 becomes a space).
     return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, width=120)
 
 
 def section(model: type[Model], values: Mapping[str, Any], where: str) -> Model:
-    """Validates a part of a config in the error style of the whole; a workload does so for its `model` and `data`.
+    """Validate a part of a config with the config's error messages; a workload does so for its `model` and `data`.
 
     Args:
         model: the section's class, best derived from `Section`.
@@ -208,26 +211,26 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def assignments(texts: Iterable[str], option: str) -> dict[str, Any]:
-    """The values of texts `NAME=VALUE`, each as YAML reads it.
+    """Return the values of texts `NAME=VALUE`, each as YAML reads it.
 
     Raises:
         ConfigError: one is not of the form or names no Python variable; it begins with `option`.
     """
-    found: dict[str, Any] = {}
+    assigned: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name.strip().isidentifier():
             raise ConfigError(f"{option} {text!r}: write name=value, for example depth=12")
-        found[name.strip()] = _parsed(value, f"{option} {text!r}: no valid YAML value", "quote it")
-    return found
+        assigned[name.strip()] = _parsed(value, f"{option} {text!r}: no valid YAML value", "quote it")
+    return assigned
 
 
 def _parsed(text: str, where: str, advice: str, depth: int = 0) -> Any:
-    """The value of a YAML text so deep in a config, no part of it there twice. Raises ConfigError that begins with
-    `where`.
+    """Return the value of a YAML text at this depth of a config, with every alias copied. Raises ConfigError that
+    begins with `where`.
     """
     try:
-        # what an alias stands for is one object: an override of the one key would change the other
+        # aliases of a node share one object: an override of the one key would change the other
         return json.loads(json.dumps(_Loader(text, depth).get_single_data()))
     except yaml.YAMLError as error:
         problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
@@ -238,7 +241,7 @@ def _parsed(text: str, where: str, advice: str, depth: int = 0) -> Any:
 
 
 def parse_override(override: str) -> tuple[str, Any]:
-    """The key and the value of a text `a.b=value`, the value as YAML reads it. Raises ConfigError where it is none."""
+    """Return key and value of a text `a.b=value`, the value as YAML reads it. Raises ConfigError for other texts."""
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts) or len(parts) > _MOST_PARTS or _NO_TEXT.search(key):
@@ -246,11 +249,11 @@ def parse_override(override: str) -> tuple[str, Any]:
     return key.strip(), _parsed(text, f"override {override!r}: no valid YAML value", "quote it", len(parts))
 
 
-def assign(values: dict[str, Any], key: str, value: Any, what: str) -> None:
-    """Sets `key`, such as `train.max_steps`, in a config's plain values; sections that are missing are made.
+def assign(values: dict[str, Any], key: str, value: Any, origin: str) -> None:
+    """Set `key`, such as `train.max_steps`, in a config's plain values; missing sections are made.
 
     Raises:
-        ConfigError: a part of the key is no section; it begins with `what`.
+        ConfigError: a part of the key is no section; it begins with `origin`.
     """
     *parts, last = key.split(".")
     target = values
@@ -259,13 +262,13 @@ def assign(values: dict[str, Any], key: str, value: Any, what: str) -> None:
         if inner is None:
             inner = target[part] = {}
         if not isinstance(inner, dict):
-            raise ConfigError(f"{what}: {'.'.join(parts[: depth + 1])} is {inner!r}, not a section")
+            raise ConfigError(f"{origin}: {'.'.join(parts[: depth + 1])} is {inner!r}, not a section")
         target = inner
     target[last] = value
 
 
 def _origin(message: str, path: Path, overrides: Sequence[str]) -> str:
-    """Names the override that set the key a message begins with, or the file."""
+    """Return the override that set the key with which a message begins, or else the file."""
     key = message.split(" ", 1)[0].partition("=")[0].rstrip(":")
     for override in reversed(overrides):
         name = override.partition("=")[0].strip()
@@ -275,7 +278,7 @@ def _origin(message: str, path: Path, overrides: Sequence[str]) -> str:
 
 
 def _explain(model: type[BaseModel], error: ValidationError, where: str) -> str:
-    """One sentence on the first problem; misspelt keys come first, since they cause others (a missing key)."""
+    """Return a sentence on the first problem; misspelt keys come first, since they cause others (a missing key)."""
     problems = sorted(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
     first = problems[0]
     if first["type"] == "extra_forbidden":
@@ -307,25 +310,25 @@ def _rule(problem: Any) -> str:
 
 
 def _locate(model: type[BaseModel], location: Sequence[int | str]) -> tuple[list[str], str]:
-    """The part of a pydantic location that is a user's key (no branch names of unions), and what the key means."""
-    found: list[str] = []
+    """Return the part of a pydantic location that is a user's key (no branch names of unions), and its description."""
+    keys: list[str] = []
     description = ""
     in_dict = False
     current: type[BaseModel] | None = model
     for part in location:
         if current is not None and isinstance(part, str) and part in current.model_fields:
             field = current.model_fields[part]
-            found.append(part)
+            keys.append(part)
             first_sentence = " ".join((field.description or "").split()).partition(". ")[0].rstrip(".")
             description = f" ({first_sentence})" if first_sentence else ""
             current = _model_of(field)
             in_dict = get_origin(field.annotation) is dict
-        elif isinstance(part, int) and found:
-            found[-1] += f"[{part}]"
+        elif isinstance(part, int) and keys:
+            keys[-1] += f"[{part}]"
         elif in_dict:
-            found.append(str(part))
+            keys.append(str(part))
             in_dict = False
-    return found, description
+    return keys, description
 
 
 def _unknown(model: type[BaseModel], location: list[str], where: str) -> str:
@@ -338,11 +341,11 @@ def _unknown(model: type[BaseModel], location: list[str], where: str) -> str:
         parent = inner
     # A right name in the wrong section is as common as a misspelt one, and may be both: pipeline.device.
     everywhere = dict(_all_keys(model, ()))
-    here = {key: (*parents, key) for key in parent.model_fields}
-    near = _nearest(name, here, _ALMOST if name in everywhere else _ALIKE)
-    matches = [here[near]] if near is not None else []
-    other = name if name in everywhere else _nearest(name, everywhere) if near is None else None
-    matches += [everywhere[other]] if other is not None else []
+    same_section = {key: (*parents, key) for key in parent.model_fields}
+    near = _nearest(name, same_section, _ALMOST if name in everywhere else _ALIKE)
+    matches = [same_section[near]] if near is not None else []
+    elsewhere = name if name in everywhere else _nearest(name, everywhere) if near is None else None
+    matches += [everywhere[elsewhere]] if elsewhere is not None else []
     hint = f"known keys: {', '.join(parent.model_fields)}"
     if matches:
         hint = f"did you mean {' or '.join(_join(where, match) for match in matches)}?"
@@ -350,7 +353,7 @@ def _unknown(model: type[BaseModel], location: list[str], where: str) -> str:
 
 
 def _model_of(field: FieldInfo) -> type[BaseModel] | None:
-    """The section a field holds, also where it may be null."""
+    """Return the section that a field holds, also where it may be null; None for other fields."""
     for annotation in (field.annotation, *get_args(field.annotation)):
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             return annotation
@@ -365,8 +368,8 @@ def _all_keys(model: type[BaseModel], prefix: tuple[str, ...]) -> Iterable[tuple
             yield from _all_keys(inner, (*prefix, name))
 
 
-def _nearest(name: str, known: Iterable[str], cutoff: float = _ALIKE) -> str | None:
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+def _nearest(name: str, candidates: Iterable[str], cutoff: float = _ALIKE) -> str | None:
+    matches = difflib.get_close_matches(name, list(candidates), n=1, cutoff=cutoff)
     return matches[0] if matches else None
 
 

@@ -1,4 +1,4 @@
-"""The keys of a run's config: what a user may write, what each key means, and which keys must agree.
+"""The keys of a run's config: their types, their meaning, and the rules between them.
 
 `varuna_capslog.config.reading` reads files into these models and words their errors. Nothing here imports torch or
 opens a file.
@@ -31,7 +31,7 @@ __all__ = ["Config", "Elastic", "Pipeline", "Profiling", "Section", "Train"]
 
 
 def _capacity(value: Any) -> Any:
-    """`16GiB`, `16GiB,8GiB`, `[16GiB, 8GiB]` or a number, as bytes; null stays null."""
+    """Convert `16GiB`, `16GiB,8GiB`, `[16GiB, 8GiB]` or a number to bytes; null stays null."""
     if isinstance(value, list):
         return [units.parse_memory(entry, f"pipeline.capacity[{device}]") for device, entry in enumerate(value)]
     return None if value is None else units.parse_capacity(value, "pipeline.capacity")
@@ -44,17 +44,17 @@ def _transport(value: str) -> str:
 
 
 def _bytes(value: Any, info: ValidationInfo) -> Any:
-    """`16GiB` or a number, as bytes; null stays null."""
+    """Convert `16GiB` or a number to bytes; null stays null."""
     return None if value is None else units.parse_memory(value, f"pipeline.{info.field_name}")
 
 
 def _rate(value: Any, info: ValidationInfo) -> Any:
-    """`12GB/s`, `100Mbit` or a number, as bytes per second; null stays null."""
+    """Convert `12GB/s`, `100Mbit` or a number to bytes per second; null stays null."""
     return None if value is None else units.parse_rate(value, f"pipeline.{info.field_name}")
 
 
 def _seconds(value: Any, info: ValidationInfo) -> float:
-    """`20us` or a number, as seconds."""
+    """Convert `20us` or a number to seconds."""
     return units.parse_seconds(value, f"pipeline.{info.field_name}")
 
 
@@ -64,7 +64,7 @@ def _device(value: Any) -> Any:
 
 
 class Pipeline(Section):
-    """How the chain is cut, placed and scheduled."""
+    """Cuts, placement and schedule of the chain."""
 
     devices: int = Field(2, gt=0, le=fields.MOST_RANKS)
     """Devices (ranks) of one pipeline."""
@@ -159,7 +159,7 @@ class Pipeline(Section):
     @model_validator(mode="before")
     @classmethod
     def _left_open(cls, values: Any) -> Any:
-        """A key that says auto is no key that is given: whether one is decides who plans."""
+        """Drop keys whose value is auto, since the keys that are set decide which planner plans."""
         if isinstance(values, dict):
             open_keys = {"recompute", "stage_inputs"}
             return {key: value for key, value in values.items() if not (key in open_keys and value == "auto")}
@@ -171,7 +171,7 @@ class Pipeline(Section):
 
     @property
     def planner_is_default(self) -> bool:
-        """Whether the config leaves it open who plans."""
+        """True where the config leaves the planner open."""
         return self._is_default
 
     def settle_planner(self, name: str) -> None:
@@ -180,7 +180,7 @@ class Pipeline(Section):
 
     @property
     def rounds(self) -> int:
-        """How often the stages go round the devices of a pipeline."""
+        """Number of times that the stages go round the devices of a pipeline."""
         if self.cuts is not None:
             return max(1, len(self.cuts) // self.devices)
         return self.stages_per_rank or (defaults.STAGES_PER_RANK if self.schedule == "interleaved" else 1)
@@ -354,14 +354,14 @@ class Config(Section):
             pipeline.planner = defaults.FASTEST
         if pipeline.planner == defaults.PLANNER:
             pipeline.settle_planner(self.default_planner)
-        given = pipeline.cuts is not None or pipeline.plan is not None
-        if pipeline.schedule == "auto" and (pipeline.planner != defaults.FASTEST or given):
+        stages_fixed = pipeline.cuts is not None or pipeline.plan is not None
+        if pipeline.schedule == "auto" and (pipeline.planner != defaults.FASTEST or stages_fixed):
             pipeline.schedule = "varuna"
         return self
 
     @property
     def default_planner(self) -> str:
-        """The planner of a run whose config names none, as far as the config says it."""
+        """Planner of a run whose config names none, as far as the config decides it."""
         pipeline = self.pipeline
         others = [
             self.engine != "capslog",
@@ -417,16 +417,16 @@ class Config(Section):
 
     @property
     def source(self) -> str | None:
-        """The file this config was read from, for error messages; None when it was built in code."""
+        """File from which this config was read, for error messages; None when it was built in code."""
         return self._source
 
     @property
     def given_workload(self) -> Any:
-        """The Workload itself, where a program gave it as an object; None where `workload` names its function."""
+        """Workload that a program gave as an object; None where `workload` names its function."""
         return self._given
 
     def with_workload(self, workload: Any) -> Config:
-        """The same config for a Workload that is there as an object; only this process has it, no worker."""
-        found = self.model_copy()
-        found._given = workload
-        return found
+        """Return the same config for a Workload given as an object; only this process has it, no worker."""
+        config = self.model_copy()
+        config._given = workload
+        return config

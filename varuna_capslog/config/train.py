@@ -14,7 +14,7 @@ __all__ = ["ParameterGroup", "Train"]
 
 
 class ParameterGroup(Section):
-    """What holds for the parameters whose address matches a pattern."""
+    """Settings of the parameters whose address matches a pattern."""
 
     match: str = Field("*", min_length=1)
     """Pattern of addresses, such as "*.bias" or "backbone.*": * stands for any text, ? for any character."""
@@ -29,12 +29,12 @@ class ParameterGroup(Section):
     """Weight decay, instead of train.weight_decay."""
 
     def holds(self, address: str, dimensions: int) -> bool:
-        """Whether it is for a parameter of this address with so many dimensions."""
+        """Return whether the group applies to a parameter of this address with this number of dimensions."""
         return fnmatchcase(address, self.match) and not (self.vectors and dimensions > 1)
 
 
 class Train(Section):
-    """How long the model is trained, with which batch sizes and which optimizer.
+    """Length of the training, batch sizes and optimizer.
 
     The defaults of the sizes, of lr and of clip_norm are those of DETR. A run on own data (docs/own-data.md) has
     those of `config/defaults.OWN_TRAIN` and of the names below it instead.
@@ -171,24 +171,24 @@ class Train(Section):
 
     @property
     def blocks_are_open(self) -> bool:
-        """Whether a planner may choose the accumulation blocks."""
+        """True where a planner may choose the accumulation blocks."""
         return self._blocks_open
 
     def leave_blocks_open(self, blocks: int) -> None:
-        """Sets the number that counts until a planner has chosen one."""
+        """Set the number of blocks that applies until a planner has chosen one."""
         self.accumulation_blocks, self._blocks_open = blocks, True
 
     def with_blocks(self, blocks: int) -> Train:
-        """The same keys with a number of accumulation blocks that stays."""
+        """Return the same keys with a fixed number of accumulation blocks."""
         train = self.model_copy(update={"accumulation_blocks": blocks})
         train._blocks_open = False
         return train
 
     @property
     def types(self) -> str:
-        """The run's types in words, such as "bfloat16, weights bfloat16, moments bfloat16"."""
+        """Types of the run in words, such as "bfloat16, weights bfloat16, moments bfloat16"."""
         others = {"weights": self.weights, "moments": self.moments}
-        return ", ".join([self.precision, *(f"{what} {one}" for what, one in others.items() if one != "float32")])
+        return ", ".join([self.precision, *(f"{name} {kind}" for name, kind in others.items() if kind != "float32")])
 
     @model_validator(mode="after")
     def _agree(self) -> Train:

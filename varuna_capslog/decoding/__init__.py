@@ -1,4 +1,4 @@
-"""Greedy decoding of one model over several ranks, whose key-value cache is divided by positions or by heads.
+"""Decodes greedily with one model over several ranks, whose key-value cache is divided by positions or by heads.
 
-`traffic` and `choice` reckon what either way costs, without torch; `decoder` runs both on models of transformers.
+`traffic` and `choice` compute what either way costs, without torch; `decoder` runs both on models of transformers.
 """

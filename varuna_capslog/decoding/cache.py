@@ -1,9 +1,10 @@
-"""A key-value cache whose positions are dealt to ranks, and attention to it: partial results, merged in rank order.
+"""Key-value cache whose positions are dealt to ranks, and attention to it: partial results, merged in rank order.
 
 Position p of request i is on rank (p + i) mod N, so that the shares stay equal however long the answers become. Request
-i is decoded on rank i mod N, its home. For every layer of a step the homes send their queries to all ranks and the new
-keys and values to those that keep them; every rank attends to what it keeps, and returns outputs and log-sum-exps. This
-is cache parallelism (thesis, Sec. 4.4) but for k, v and s, which the thesis sends to more ranks than need them.
+i is decoded on rank i mod N, its home. For every layer of a step the home ranks send their queries to all ranks and the
+new keys and values to the ranks that keep them; every rank attends to the positions that it keeps, and returns outputs
+and log-sum-exps. This is cache parallelism (thesis, Sec. 4.4) except for k, v and s, which the thesis sends to more
+ranks than need them.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ __all__ = ["DealtCache", "attend_to_part"]
 
 
 def attend_to_part(queries: Tensor, keys: Tensor, values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention to some of the positions.
+    """Attend to some of the positions.
 
     Args:
-        queries: [B, H, D], scaled; keys, values: [B, K, S, D], where K divides H; counts: [B], how many of the S
-            positions of each request there are.
+        queries: [B, H, D], scaled; keys, values: [B, K, S, D], where K divides H; counts: [B], number of valid
+            positions among the S of each request.
 
     Returns:
         Outputs [B, H, D] and log-sum-exps [B, H] of the logits; 0 and -inf where there is no position.
@@ -49,7 +50,7 @@ class DealtCache:
     Args:
         dealt: False: this rank is home to all requests and keeps all their positions, as where heads are divided.
         lengths: tokens of each request's prompt.
-        room: tokens that every request may have in all.
+        room: tokens that every request may have in total.
     """
 
     def __init__(self, shape: DecoderShape, wire: Wire, dealt: bool, lengths: Sequence[int], room: int) -> None:
@@ -62,19 +63,19 @@ class DealtCache:
 
     @property
     def own(self) -> list[int]:
-        """The requests that are decoded on this rank."""
+        """Requests that are decoded on this rank."""
         return self.homed(self._rank)
 
     def homed(self, rank: int) -> list[int]:
-        """The requests that are decoded on a rank."""
+        """Return the requests that are decoded on a rank."""
         return list(range(rank, len(self.lengths), self._degree))
 
     def held_bytes(self) -> int:
-        """Of keys and values, filled or not."""
+        """Return the bytes of keys and values, filled or not."""
         return sum(part.nbytes for pair in self._layers.values() for part in pair)
 
     def read_prompt(self, request: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Causal attention of one own request's prompt to itself; its keys and values wait here until `deal`.
+        """Run causal attention of one own request's prompt to itself; its keys and values are kept until `deal`.
 
         Args: q: [1, H, S, D]; k, v: [1, K, S, D]. Returns [1, H, S, D].
         """
@@ -82,11 +83,14 @@ class DealtCache:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
     def deal(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Gives the positions of all prompts to the ranks that keep them, layer by layer."""
+        """Send the positions of all prompts to the ranks that keep them, layer by layer."""
         kv, size, ranks = self._shape.kv_heads, self._shape.head_dim, range(self._degree)
         for layer in range(self._shape.layers):
             read = self._prompts.pop(layer, {})
-            given = {rank: [self._share(part, one, rank) for one in self.own for part in read[one]] for rank in ranks}
+            outgoing = {
+                rank: [self._share(part, request, rank) for request in self.own for part in read[request]]
+                for rank in ranks
+            }
             wanted = {
                 rank: [
                     TensorSpec((kv, self._count(request, self._rank), size), dtype)
@@ -97,14 +101,14 @@ class DealtCache:
             }
             keys = torch.zeros(len(self.lengths), kv, self._slots, size, dtype=dtype, device=device)
             values = torch.zeros_like(keys)
-            for rank, parts in self._exchanged(given, wanted).items():
+            for rank, parts in self._exchanged(outgoing, wanted).items():
                 for request, key, value in zip(self.homed(rank), parts[::2], parts[1::2], strict=True):
                     keys[request, :, : key.shape[1]] = key
                     values[request, :, : value.shape[1]] = value
             self._layers[layer] = keys, values
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Attention of the own requests' next tokens, one of each, to all positions up to themselves.
+        """Attend from the own requests' next tokens, one of each, to all positions up to themselves.
 
         Args: q: [own requests, H, 1, D]; k, v: [own requests, K, 1, D]. Returns [own requests, H, 1, D].
         """
@@ -122,60 +126,60 @@ class DealtCache:
         return self._merged(output, sums)[:, :, None]
 
     def attend_for_others(self, layer: int, dtype: torch.dtype, device: torch.device) -> None:
-        """This rank's part of `attend` where it is home to no request."""
+        """Take part in `attend` on a rank that is home to no request."""
         query = torch.empty(0, self._shape.heads, 1, self._shape.head_dim, dtype=dtype, device=device)
         key = torch.empty(0, self._shape.kv_heads, 1, self._shape.head_dim, dtype=dtype, device=device)
         self.attend(layer, query, key, key, 1.0)
 
     def advance(self) -> None:
-        """Every request has one token more."""
+        """Count one token more for every request."""
         self.lengths = [length + 1 for length in self.lengths]
 
     def _first(self, request: int, rank: int) -> int:
-        """The first position of a request that a rank keeps, in slot 0; the next ones, N later each, follow it."""
+        """Return a request's first position on a rank, in slot 0; the next ones, N later each, follow it."""
         return (rank - request) % self._degree
 
     def _share(self, part: Tensor, request: int, rank: int) -> Tensor:
-        """Of keys or values [K, S, D] of a request's prompt those that a rank keeps."""
+        """Select from keys or values [K, S, D] of a request's prompt the positions that a rank keeps."""
         return part[:, self._first(request, rank) :: self._degree]
 
     def _count(self, request: int, rank: int, more: int = 0) -> int:
-        """Positions of a request, which is to be `more` tokens longer, on a rank."""
+        """Return the number of positions on a rank of a request that becomes `more` tokens longer."""
         return len(range(self._first(request, rank), self.lengths[request] + more, self._degree))
 
     def _keeper(self, request: int) -> int:
-        """The rank that keeps the next position of a request."""
+        """Return the rank that keeps the next position of a request."""
         return (self.lengths[request] + request) % self._degree
 
     def _send_queries(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, list[tuple[list[int], Tensor, Tensor]]]:
-        """All requests' queries [B, H, D], and the new keys and values [requests, K, D] that this rank keeps."""
-        given, wanted, kept = {}, {}, {}
+        """Return all queries [B, H, D], and the new keys and values [requests, K, D] that this rank keeps."""
+        outgoing, wanted, kept = {}, {}, {}
         for rank in range(self._degree):
             sent = [place for place, request in enumerate(self.own) if self._keeper(request) == rank]
             kept[rank] = [request for request in self.homed(rank) if self._keeper(request) == self._rank]
             pair = TensorSpec((len(kept[rank]), *k.shape[1:]), k.dtype)
-            given[rank] = [q, k[sent], v[sent]]
+            outgoing[rank] = [q, k[sent], v[sent]]
             wanted[rank] = [TensorSpec((len(self.homed(rank)), *q.shape[1:]), q.dtype), pair, pair]
-        came = self._exchanged(given, wanted)
+        received = self._exchanged(outgoing, wanted)
         queries = q.new_empty(len(self.lengths), *q.shape[1:])
-        for rank, (theirs, _, _) in came.items():
+        for rank, (theirs, _, _) in received.items():
             queries[rank :: self._degree] = theirs
-        return queries, [(kept[rank], keys, values) for rank, (_, keys, values) in came.items()]
+        return queries, [(kept[rank], keys, values) for rank, (_, keys, values) in received.items()]
 
     def _merged(self, output: Tensor, sums: Tensor) -> Tensor:
-        """The own requests' attention to all positions, from all ranks' parts, rank 0's first."""
-        given = {rank: [part[rank :: self._degree] for part in (output, sums)] for rank in range(self._degree)}
-        specs = [TensorSpec.of(part) for part in given[self._rank]]
-        came = self._exchanged(given, dict.fromkeys(given, specs))
-        return merged(*zip(*(came[rank] for rank in range(self._degree)), strict=True))
+        """Merge the own requests' attention to all positions from all ranks' parts, rank 0's first."""
+        outgoing = {rank: [part[rank :: self._degree] for part in (output, sums)] for rank in range(self._degree)}
+        specs = [TensorSpec.of(part) for part in outgoing[self._rank]]
+        received = self._exchanged(outgoing, dict.fromkeys(outgoing, specs))
+        return merged(*zip(*(received[rank] for rank in range(self._degree)), strict=True))
 
     def _exchanged(
-        self, given: dict[int, list[Tensor]], wanted: dict[int, list[TensorSpec]]
+        self, outgoing: dict[int, list[Tensor]], wanted: dict[int, list[TensorSpec]]
     ) -> dict[int, list[Tensor]]:
-        """What each rank gives to this one, by rank; what this rank gives to itself is not sent."""
-        kept = given.pop(self._rank)
+        """Return the tensors that each rank sends to this one, by rank; this rank's own tensors are not sent."""
+        kept = outgoing.pop(self._rank)
         del wanted[self._rank]
-        return {**self._wire.exchange(given, wanted), self._rank: kept}
+        return {**self._wire.exchange(outgoing, wanted), self._rank: kept}
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -1,8 +1,8 @@
-"""Whether a key-value cache is better divided by positions or by heads: seconds and bytes of both, compared.
+"""Compares dividing a key-value cache by positions and by heads: seconds and bytes of both.
 
 Where the cache is divided by positions every rank has all weights and decodes its own requests (the thesis's cache
 parallelism with data parallelism around it, Sec. 4.4); where it is divided by heads every rank has a part of the heads
-and columns and decodes all requests. There are two answers, so both are computed and the smaller one is taken.
+and columns and decodes all requests. Both are computed and the cheaper one is chosen.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["DecodingDevice", "DecodingPlan", "ShardCost", "choose_shard"]
 
 @dataclass(frozen=True)
 class DecodingDevice:
-    """What one rank's device can do; None: not known, and not counted.
+    """Speed and memory of one rank's device; None: unknown, and not counted.
 
     Attributes:
         capacity_bytes: of its memory.
@@ -45,17 +45,17 @@ class DecodingDevice:
 
 @dataclass(frozen=True)
 class ShardCost:
-    """One way to divide the cache.
+    """Cost of a way to divide the cache.
 
     Attributes:
         shard: `"sequence"` or `"heads"`.
-        sent_bytes: that one rank sends in all layers for one token of every request, the mean over ranks.
+        sent_bytes: bytes that one rank sends in all layers for one token of every request, the mean over ranks.
         link_seconds: of all exchanges of one token, one after the other, each on the rank that has most to send or
             receive; by positions also of the tokens themselves.
         device_seconds: of reading weights and caches, or of the products where these take longer; 0 where the device
             is not known.
         memory_bytes: weights and caches on the rank that holds most.
-        refused: why this way cannot be had; None where it can.
+        refused: why this way is impossible; None where it is possible.
     """
 
     shard: str
@@ -67,16 +67,16 @@ class ShardCost:
 
     @property
     def seconds(self) -> float:
-        """For one token of every request."""
+        """Seconds for one token of every request."""
         return self.link_seconds + self.device_seconds
 
 
 @dataclass(frozen=True)
 class DecodingPlan:
-    """The faster way of those that can be had; where both are as fast, the one that needs less memory.
+    """The faster of the possible ways; where both are equally fast, the one that needs less memory.
 
     Attributes:
-        shard: the way; None where neither can be had.
+        shard: the way; None where neither is possible.
         why: one sentence.
         costs: of both ways.
     """
@@ -91,14 +91,14 @@ class DecodingPlan:
     def _table(self) -> Table:
         rows = [
             [
-                one.shard,
-                format_bytes(round(one.sent_bytes)),
-                f"{1e3 * one.link_seconds:.3f}",
-                f"{1e3 * one.device_seconds:.3f}",
-                format_bytes(one.memory_bytes),
-                "chosen" if one.shard == self.shard else "no" if one.refused else "slower",
+                cost.shard,
+                format_bytes(round(cost.sent_bytes)),
+                f"{1e3 * cost.link_seconds:.3f}",
+                f"{1e3 * cost.device_seconds:.3f}",
+                format_bytes(cost.memory_bytes),
+                "chosen" if cost.shard == self.shard else "no" if cost.refused else "slower",
             ]
-            for one in self.costs
+            for cost in self.costs
         ]
         title = f"{self.batch} request(s) of {self.length} tokens on {self.degree} rank(s)"
         headings = ["shard", "sent for a token", "messages ms", "device ms", "memory of a rank", ""]
@@ -114,7 +114,7 @@ class DecodingPlan:
 def choose_shard(
     shape: DecoderShape, batch: int, length: int, degree: int, link: Link, device: DecodingDevice
 ) -> DecodingPlan:
-    """The faster way to decode.
+    """Choose the faster way to decode.
 
     Args:
         batch: requests that are decoded together.
@@ -128,13 +128,13 @@ def choose_shard(
     for name, value in {"batch": batch, "length": length, "degree": degree}.items():
         fields.whole(value, name, 1)
     first, second = (_cost(shape, batch, length, degree, shard, link, device) for shard in SHARDS)
-    left = [one for one in (first, second) if one.refused is None]
-    if not left:
-        why = "; ".join(f"{one.shard} is out: {one.refused}" for one in (first, second))
+    possible = [cost for cost in (first, second) if cost.refused is None]
+    if not possible:
+        why = "; ".join(f"{cost.shard} is out: {cost.refused}" for cost in (first, second))
         return DecodingPlan(None, why, degree, batch, length, (first, second))
-    best = min(left, key=lambda one: (one.seconds, one.memory_bytes))
-    other = second if best is first else first
-    return DecodingPlan(best.shard, _why(best, other), degree, batch, length, (first, second))
+    best = min(possible, key=lambda cost: (cost.seconds, cost.memory_bytes))
+    worse = second if best is first else first
+    return DecodingPlan(best.shard, _why(best, worse), degree, batch, length, (first, second))
 
 
 def _cost(
@@ -152,7 +152,7 @@ def _cost(
     positions = batch * length if by_heads else most_positions(batch, length, degree)
     cache = shape.layers * positions * 2 * shape.keys * shape.itemsize // (degree if by_heads else 1)
     weights = held + shape.output + shape.rest
-    # of the embeddings only the rows of the tokens are read
+    # only the rows of the tokens are read of the embeddings
     seconds = sum(_roof(numbers, requests, shape.itemsize, device) for numbers in (held, shape.output))
     if device.bytes_per_second is not None:
         seconds += cache / device.bytes_per_second
@@ -166,21 +166,21 @@ def _cost(
 
 
 def _roof(numbers: int, requests: int, itemsize: int, device: DecodingDevice) -> float:
-    """Seconds to multiply a matrix of so many numbers with the hidden states of so many requests."""
+    """Return the seconds to multiply a matrix of so many numbers with the hidden states of so many requests."""
     read = 0.0 if device.bytes_per_second is None else numbers * itemsize / device.bytes_per_second
     multiplied = 0.0 if device.flops is None else 2 * numbers * requests / device.flops
     return max(read, multiplied)
 
 
-def _why(best: ShardCost, other: ShardCost) -> str:
-    if other.refused is not None:
-        return f"{best.shard}: {other.shard} is out, since {other.refused}"
-    if best.seconds == other.seconds:
+def _why(best: ShardCost, worse: ShardCost) -> str:
+    if worse.refused is not None:
+        return f"{best.shard}: {worse.shard} is out, since {worse.refused}"
+    if best.seconds == worse.seconds:
         return f"{best.shard}: both are as fast, and it needs no more memory"
     gained = {
-        "messages": other.link_seconds - best.link_seconds,
-        "the devices' work": other.device_seconds - best.device_seconds,
+        "messages": worse.link_seconds - best.link_seconds,
+        "the devices' work": worse.device_seconds - best.device_seconds,
     }
     saves = [f"{1e3 * value:.3g} ms less for {name}" for name, value in gained.items() if value > 0]
     costs = [f"{-1e3 * value:.3g} ms more for {name}" for name, value in gained.items() if value < 0]
-    return f"{best.shard}: {1e3 * best.seconds:.3g} ms for a token, {' and '.join(saves + costs)} than by {other.shard}"
+    return f"{best.shard}: {1e3 * best.seconds:.3g} ms for a token, {' and '.join(saves + costs)} than by {worse.shard}"

@@ -1,4 +1,4 @@
-"""Greedy decoding on several ranks, each of which runs this with the same model and the same prompts.
+"""Decodes greedily on several ranks, each of which runs this with the same model and the same prompts.
 
 `"sequence"`: the cache is divided by positions (`cache`), every rank has all weights, request i is decoded on rank
 i mod N. `"heads"`: heads and columns are divided (`models`), every rank decodes all requests with its part of them and
@@ -29,13 +29,13 @@ __all__ = ["DecodedTokens", "ShardedDecoder", "decode_greedily"]
 
 @dataclass(frozen=True)
 class DecodedTokens:
-    """What the ranks have decoded, on every one of them.
+    """Tokens that the ranks have decoded, on every one of them.
 
     Attributes:
         tokens: new ones of each request, in the order of the prompts; the last is the end-of-sequence token where the
             model made one.
         sent_bytes: by this rank: `prompt` while prompts were read, `step` in all steps after the first token, `tokens`
-            the tokens themselves.
+            for the tokens themselves.
         cache_bytes: of this rank's keys and values.
         steps: after the first token.
     """
@@ -47,7 +47,7 @@ class DecodedTokens:
 
 
 class ShardedDecoder:
-    """One rank's decoder for one batch of prompts.
+    """Decoder of one rank for one batch of prompts.
 
     Args:
         model: of transformers, of the form of Llama or GPT-2; it stays as it is.
@@ -71,7 +71,7 @@ class ShardedDecoder:
         self.cache: DealtCache | None = None
 
     def read(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Tensor:
-        """Reads the prompts into the cache.
+        """Read the prompts into the cache.
 
         Returns:
             Logits of each own request's first new token, [own requests, vocabulary].
@@ -82,7 +82,7 @@ class ShardedDecoder:
         self._check(prompts, new_tokens)
         room = max(map(len, prompts)) + new_tokens
         self.wire.phase = "prompt"
-        self.cache = DealtCache(self._cached, self.wire, self._dealt, [len(one) for one in prompts], room)
+        self.cache = DealtCache(self._cached, self.wire, self._dealt, [len(prompt) for prompt in prompts], room)
         logits = []
         for request in self.cache.own:
             tokens = torch.tensor([list(prompts[request])], device=self._device)
@@ -92,13 +92,13 @@ class ShardedDecoder:
         return torch.cat(logits) if logits else torch.empty(0, self._vocabulary, dtype=self._dtype, device=self._device)
 
     def step(self, tokens: Tensor) -> Tensor:
-        """One token more for every request.
+        """Decode one token more for every request.
 
         Args:
-            tokens: the last one of each own request, [own requests].
+            tokens: the last token of each own request, [own requests].
 
         Returns:
-            Logits of the next one, [own requests, vocabulary].
+            Logits of the next token, [own requests, vocabulary].
         """
         assert self.cache is not None, "read prompts first"
         self.wire.phase = "step"
@@ -113,21 +113,22 @@ class ShardedDecoder:
         self.cache.advance()
         return logits
 
-    def tokens_of_all(self, own: Tensor) -> Tensor:
-        """The tokens of all requests, from those of each rank's own ones, [own requests]."""
+    def tokens_of_all(self, tokens: Tensor) -> Tensor:
+        """Return the tokens of all requests. tokens: those of this rank's own requests, [own requests]."""
         assert self.cache is not None, "read prompts first"
         if not self._dealt or self.wire.degree == 1:
-            return own
+            return tokens
         self.wire.phase = "tokens"
         homed = {rank: len(self.cache.homed(rank)) for rank in self.wire.peers}
-        came = self.wire.exchange(
-            {rank: [own] for rank in homed}, {rank: [TensorSpec((count,), own.dtype)] for rank, count in homed.items()}
+        received = self.wire.exchange(
+            {rank: [tokens] for rank in homed},
+            {rank: [TensorSpec((count,), tokens.dtype)] for rank, count in homed.items()},
         )
-        found = own.new_empty(len(self.cache.lengths))
-        found[self.wire.rank :: self.wire.degree] = own
-        for rank, (theirs,) in came.items():
-            found[rank :: self.wire.degree] = theirs
-        return found
+        all_tokens = tokens.new_empty(len(self.cache.lengths))
+        all_tokens[self.wire.rank :: self.wire.degree] = tokens
+        for rank, (theirs,) in received.items():
+            all_tokens[rank :: self.wire.degree] = theirs
+        return all_tokens
 
     @property
     def _vocabulary(self) -> int:
@@ -144,14 +145,14 @@ class ShardedDecoder:
         fields.whole(new_tokens, "new_tokens", 1)
         if not prompts:
             raise CapslogError("there is no prompt to decode; give at least one, a list of token numbers")
-        known = int(self._model.get_input_embeddings().weight.shape[0])
+        vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
         most = getattr(self._model.config, "max_position_embeddings", None)
         for place, prompt in enumerate(prompts):
             if not len(prompt):
                 raise CapslogError(f"prompt {place} is empty; give it a token, such as that of the beginning")
-            wrong = next((token for token in prompt if not 0 <= token < known), None)
+            wrong = next((token for token in prompt if not 0 <= token < vocabulary), None)
             if wrong is not None:
-                raise CapslogError(f"prompt {place} has token {wrong}, but the model knows 0 to {known - 1}")
+                raise CapslogError(f"prompt {place} has token {wrong}, but the model knows 0 to {vocabulary - 1}")
             if most is not None and len(prompt) + new_tokens > most:
                 raise CapslogError(
                     f"prompt {place} of {len(prompt)} tokens and {new_tokens} new ones are more than the {most} "
@@ -166,7 +167,7 @@ def decode_greedily(
     communicator: Communicator,
     shard: str = SEQUENCE,
 ) -> DecodedTokens:
-    """The most likely tokens one after the other, as transformers' `generate(do_sample=False)` makes them.
+    """Decode the most likely tokens one after the other, as transformers' `generate(do_sample=False)` does.
 
     Called on every rank with equal arguments. Of the model's generation config only `eos_token_id` counts.
 
@@ -183,19 +184,19 @@ def decode_greedily(
     made: list[list[int]] = [[] for _ in prompts]
     logits, steps = decoder.read(prompts, new_tokens), 0
     while True:
-        own = logits.argmax(-1)
-        for request, token in zip(made, decoder.tokens_of_all(own).tolist(), strict=True):
+        tokens = logits.argmax(-1)
+        for request, token in zip(made, decoder.tokens_of_all(tokens).tolist(), strict=True):
             if not (request and request[-1] in ends):
                 request.append(token)
         if steps == new_tokens - 1 or all(request[-1] in ends for request in made):
             break
-        # a request that has ended goes on unheard, so that the ranks' shares and messages keep their sizes
-        logits, steps = decoder.step(own), steps + 1
+        # a request that has ended goes on unused, so that the ranks' shares and messages keep their sizes
+        logits, steps = decoder.step(tokens), steps + 1
     assert decoder.cache is not None
     return DecodedTokens(made, dict(decoder.wire.sent_bytes), decoder.cache.held_bytes(), steps)
 
 
 def _end_tokens(model: Any) -> set[int]:
-    """Of the model's generation config; empty where it has none."""
-    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    return set() if found is None else {found} if isinstance(found, int) else set(found)
+    """Return the end tokens of the model's generation config; empty where it has none."""
+    token_ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return set() if token_ids is None else {token_ids} if isinstance(token_ids, int) else set(token_ids)

@@ -1,9 +1,9 @@
-"""Models of transformers as one rank decodes with them: a copy of the modules around the same weights.
+"""Makes one rank's copy of a transformers model for decoding: new modules around the same weights.
 
-The model's own forward runs. transformers lets a program add a way to attend by name; ours hands queries, keys and
-values to the function that the caller gives with the inputs. Where heads are divided, the copy has the rank's part of
-the matrices in attention and feed-forward, in two forms: that of Llama (`self_attn.q_proj` ..., `mlp.gate_proj` ...)
-and that of GPT-2 (`attn.c_attn` ..., `mlp.c_fc` ...).
+The model's own forward runs. transformers lets a program register an attention function by name; ours passes queries,
+keys and values to the function that the caller passes with the inputs. Where heads are divided, the copy has the rank's
+part of the matrices in attention and feed-forward, in two forms: that of Llama (`self_attn.q_proj` ...,
+`mlp.gate_proj` ...) and that of GPT-2 (`attn.c_attn` ..., `mlp.c_fc` ...).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NAME = "capslog_decoding"
 _PLENTY = 1 << 40
 """Tokens, more than any window keeps."""
 _HARMLESS = ("position_ids", "cache_position", "use_cache", "is_causal", "output_attentions")
-"""What models tell a way to attend besides, and does not change the attention of one causal decoder."""
+"""Further arguments of an attention function that do not change the attention of one causal decoder."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ _FORMS = (
 
 
 def shape_of(model: nn.Module) -> DecoderShape:
-    """The sizes of a model of transformers, which may lie on the meta device.
+    """Return the sizes of a model of transformers, which may lie on the meta device.
 
     Raises:
         CapslogError: its attention is not known to attend to all earlier tokens with keys and values alone, or its
@@ -92,7 +92,7 @@ def shape_of(model: nn.Module) -> DecoderShape:
     if len(kept) != 1 or min(kept) % (2 * _PLENTY):
         _refuse(config, "some of its layers do not keep all tokens")
     (_, first), *_ = blocks
-    inner = next(_sizes(part)[0] for one, part in first if one.path.startswith("mlp.") and not one.inputs)
+    inner = next(_sizes(part)[0] for spec, part in first if spec.path.startswith("mlp.") and not spec.inputs)
     heads, size = config.num_attention_heads, getattr(config, "head_dim", None)
     size = size or config.hidden_size // heads
     divided = sum(part.weight.numel() for _, parts in blocks for _, part in parts)
@@ -107,14 +107,14 @@ def shape_of(model: nn.Module) -> DecoderShape:
         itemsize=output.weight.element_size(),
         divided=divided,
         output=output.weight.numel(),
-        rest=sum(one.numel() for one in model.parameters()) - divided - output.weight.numel(),
+        rest=sum(parameter.numel() for parameter in model.parameters()) - divided - output.weight.numel(),
     )
 
 
 def rank_model(model: nn.Module, shape: DecoderShape, wire: Wire, shard: str) -> nn.Module:
-    """The model as a rank runs it, which attends by the function that its forward gets as `capslog_attend`.
+    """Return the model as a rank runs it, which attends by the function that its forward gets as `capslog_attend`.
 
-    The model itself stays as it is; the copy has its parameters, but for those that are divided.
+    The model itself stays as it is; the copy has its parameters, except those that are divided.
 
     Raises:
         CapslogError: transformers is not installed; the degree does not divide heads or columns.
@@ -125,17 +125,17 @@ def rank_model(model: nn.Module, shape: DecoderShape, wire: Wire, shard: str) ->
     if refused is not None:
         raise CapslogError(f"{refused}; choose another number of ranks, or shard='sequence'")
     AttentionInterface.register(_NAME, _attend)
-    shared = {id(one): one for one in (*model.parameters(), *model.buffers())}
-    own: Any = copy.deepcopy(model, shared)
-    own.config._attn_implementation = _NAME
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    rank_copy: Any = copy.deepcopy(model, shared)
+    rank_copy.config._attn_implementation = _NAME
     if shard == HEADS and wire.degree > 1:
-        for block, parts in _blocks(own):
-            for one, matrix in parts:
-                block.set_submodule(one.path, _divided(one, matrix, wire))
+        for block, parts in _blocks(rank_copy):
+            for spec, matrix in parts:
+                block.set_submodule(spec.path, _divided(spec, matrix, wire))
             attention: Any = getattr(block, "attn", None)
             if attention is not None:
                 attention.split_size //= wire.degree
-    return own.eval()
+    return rank_copy.eval()
 
 
 class _SummedOverRanks(nn.Module):
@@ -162,7 +162,7 @@ def _attend(
     capslog_attend: Attend,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """A way to attend as transformers calls it: returns [B, S, H, D]."""
+    """Attention function as transformers calls it: returns [B, S, H, D]."""
     strange = [name for name, value in others.items() if value is not None and name not in _HARMLESS]
     if strange:
         raise CapslogError(
@@ -175,40 +175,40 @@ def _attend(
 
 
 def _blocks(model: nn.Module) -> list[tuple[nn.Module, list[tuple[_Matrix, Any]]]]:
-    """Every block with its matrices; blocks of other forms are none."""
-    found = []
+    """Return every block with its matrices; blocks of other forms are left out."""
+    blocks = []
     for module in model.modules():
         for form in _FORMS:
-            parts = [(one, _at(module, one.path)) for one in form]
+            parts = [(spec, _at(module, spec.path)) for spec in form]
             if all(part is not None for _, part in parts):
-                found.append((module, parts))
-    return found
+                blocks.append((module, parts))
+    return blocks
 
 
 def _at(module: nn.Module, path: str) -> nn.Module | None:
-    found: Any = module
+    part: Any = module
     for name in path.split("."):
-        found = getattr(found, name, None)
-    return found if getattr(getattr(found, "weight", None), "ndim", 0) == 2 else None
+        part = getattr(part, name, None)
+    return part if getattr(getattr(part, "weight", None), "ndim", 0) == 2 else None
 
 
 def _sizes(matrix: Any) -> tuple[int, int]:
-    """(outputs, inputs) of an nn.Linear, or of transformers' Conv1D, whose weight is the other way round."""
+    """Return (outputs, inputs) of an nn.Linear, or of transformers' Conv1D, whose weight is transposed."""
     rows, columns = matrix.weight.shape
     return (columns, rows) if hasattr(matrix, "nf") else (rows, columns)
 
 
-def _divided(one: _Matrix, matrix: Any, wire: Wire) -> nn.Module:
-    """The rank's part of a matrix."""
-    size = _sizes(matrix)[1 if one.inputs else 0]
-    group, part = size // one.groups, size // one.groups // wire.degree
-    firsts = [index * group + wire.rank * part for index in range(one.groups)]
+def _divided(spec: _Matrix, matrix: Any, wire: Wire) -> nn.Module:
+    """Return the rank's part of a matrix."""
+    size = _sizes(matrix)[1 if spec.inputs else 0]
+    group, part = size // spec.groups, size // spec.groups // wire.degree
+    firsts = [index * group + wire.rank * part for index in range(spec.groups)]
     ranges = tuple((first, first + part) for first in firsts)
     weight = matrix.weight.detach()
     weight = weight.t() if hasattr(matrix, "nf") else weight
-    piece = TensorPiece("weight", size, int(one.inputs), ranges).of(weight).contiguous()
+    piece = TensorPiece("weight", size, int(spec.inputs), ranges).of(weight).contiguous()
     bias = None if matrix.bias is None else matrix.bias.detach()
-    if one.inputs:
+    if spec.inputs:
         return _SummedOverRanks(_linear(piece, None), bias, wire)
     return _linear(piece, None if bias is None else TensorPiece("bias", size, 0, ranges).of(bias))
 

@@ -1,4 +1,4 @@
-"""Bytes that ranks send while they decode, by formula: as the thesis prints them, corrected, and as we send them.
+"""Computes the bytes that ranks send while they decode: as the thesis prints them, corrected, and as we send them.
 
 Source: chapter 4 of the thesis on "cache parallelism" (Sec. 4.4, the two formulas under "Communication"), a key-value
 cache that is divided along the sequence, beside tensor parallelism, which divides it by heads. Its symbols: N ranks, B
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 TOKEN_BYTES = 8
-"""Of the number of a token, which the ranks tell each other where positions are divided."""
+"""Bytes of a token's number, which ranks exchange where positions are divided."""
 SEQUENCE, HEADS = "sequence", "heads"
 SHARDS = (SEQUENCE, HEADS)
 """Ways to divide a key-value cache over ranks."""
@@ -37,10 +37,10 @@ SHARDS = (SEQUENCE, HEADS)
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """The sizes of a decoder that decide what decoding costs.
+    """Sizes of a decoder that decide the cost of decoding.
 
     Attributes:
-        layers: that attend.
+        layers: layers that attend.
         width: numbers of a hidden state (E).
         heads, kv_heads, head_dim: of queries (H), of keys and values, and numbers of each.
         inner: columns of the feed-forward.
@@ -82,7 +82,7 @@ class DecoderShape:
 
 
 def refuse_heads(shape: DecoderShape, degree: int) -> str | None:
-    """Why heads sharding cannot have this degree; None where it can."""
+    """Say why heads sharding cannot have this degree; None where it can."""
     sizes = {"heads": shape.heads, "key-value heads": shape.kv_heads, "columns of the feed-forward": shape.inner}
     for name, size in sizes.items():
         if size % degree:
@@ -102,7 +102,7 @@ def printed_heads_bytes(shape: DecoderShape, batch: int, degree: int) -> float:
 
 
 def described_sequence_bytes(shape: DecoderShape, batch: int, degree: int) -> float:
-    """(N-1)/N B (4E+2H): what the thesis describes, corrected.
+    """(N-1)/N B (4E+2H): the thesis's description, corrected.
 
     The all-to-all sends an N-th of each rank's results to every other rank, so that "/ 2" must be "/ N". With fewer
     key-value heads, q, k and v together have Q + 2K numbers instead of 3E. m and s travel in the numbers' own type.
@@ -114,7 +114,7 @@ def described_sequence_bytes(shape: DecoderShape, batch: int, degree: int) -> fl
 def heads_bytes(shape: DecoderShape, batch: int, degree: int) -> float:
     """4 (N-1)/N B E: two all-reduces, corrected, in which a rank sends 2 (N-1)/N of the numbers that are summed.
 
-    So many go round a ring, and so many are sent where every rank sums one slice and hands it on, as `decoder` does.
+    A ring sends this much, and so does `decoder`, where every rank sums one slice and sends it to all others.
     """
     return 4 * (degree - 1) * batch * shape.width * shape.itemsize / degree
 
@@ -123,50 +123,50 @@ def sequence_bytes(shape: DecoderShape, batch: int, degree: int) -> float:
     """(N-1)/N B (2Q + 2K/N + H): q goes to all, the new k and v to the one rank that keeps them, (o, log-sum-exp) back.
 
     Q and K are the numbers in the queries and in the keys of one token: 2E + 2E/N + H where both are E. One
-    log-sum-exp says as much as the maximum and the sum of the thesis.
+    log-sum-exp carries the same information as the maximum and the sum of the thesis.
     """
     numbers = 2 * shape.queries + 2 * shape.keys / degree
     return (degree - 1) * batch * (numbers * shape.itemsize + shape.heads * shape.sum_itemsize) / degree
 
 
 def phases(shape: DecoderShape, batch: int, degree: int, shard: str) -> list[float]:
-    """The bytes of each exchange of one layer, one after the other, on the rank that sends or receives most in it.
+    """Return the bytes of each exchange of one layer, in order, on the rank that sends or receives most in it.
 
-    As the two above, but not the mean: where N does not divide the batch, some ranks have a request more.
+    Computed as the two above, but not the mean: where N does not divide the batch, some ranks have a request more.
     """
     if degree == 1:
         return []
     if shard == HEADS:
         slices = _shares(batch * shape.width, degree)
-        # to the rank that sums it, and from there to all: what one of them sends the others receive
-        most = max(max(sum(slices) - one, (degree - 1) * one) for one in slices)
+        # to the rank that sums it, and from there to all: each byte that one rank sends another receives
+        most = max(max(sum(slices) - size, (degree - 1) * size) for size in slices)
         return [float(most * shape.itemsize)] * 4
     query, pair = shape.queries * shape.itemsize, 2 * shape.keys * shape.itemsize / degree
     result = query + shape.heads * shape.sum_itemsize
     out = back = 0.0
-    for own in _shares(batch, degree):
-        others = batch - own
-        out = max(out, (degree - 1) * own * (query + pair), others * (query + pair))
-        back = max(back, others * result, (degree - 1) * own * result)
+    for requests in _shares(batch, degree):
+        others = batch - requests
+        out = max(out, (degree - 1) * requests * (query + pair), others * (query + pair))
+        back = max(back, others * result, (degree - 1) * requests * result)
     return [out, back]
 
 
 def most_positions(batch: int, length: int, degree: int) -> int:
-    """Of `batch` requests of `length` tokens, the positions on the rank that keeps most.
+    """Return the positions of `batch` requests of `length` tokens on the rank that keeps most.
 
     Position p of request i is on rank (p + i) mod N, so that all shares differ by one position at most for each
     request, and hardly at all over many requests.
     """
-    whole, left = divmod(length, degree)
-    # the left positions of request i are on the ranks (whole * N + i) mod N and after it
+    rounds, remainder = divmod(length, degree)
+    # the remaining positions of request i are on the ranks (rounds * N + i) mod N and after it
     extra = [0] * degree
     for request in range(min(batch, degree)):
         times = len(range(request, batch, degree))
-        for place in range(left):
+        for place in range(remainder):
             extra[(request + place) % degree] += times
-    return batch * whole + max(extra)
+    return batch * rounds + max(extra)
 
 
 def _shares(count: int, degree: int) -> list[int]:
-    """`count` things dealt to `degree` ranks, first ranks first."""
+    """Return the shares of `count` things dealt to `degree` ranks, first ranks first."""
     return [count // degree + (rank < count % degree) for rank in range(degree)]

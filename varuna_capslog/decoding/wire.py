@@ -1,6 +1,6 @@
-"""What ranks that decode together send each other, counted where it is handed to the communicator.
+"""Exchanges messages between ranks that decode together, counted where they are handed to the communicator.
 
-The count is of the tensors themselves and knows no formula. A sum is made of gathered parts in the order of the ranks,
+The count is of the tensors themselves and uses no formula. A sum is made of gathered parts in the order of the ranks,
 so that it has the same bits in every run and on every rank.
 """
 
@@ -28,7 +28,7 @@ class Wire:
 
     Attributes:
         sent_bytes: by phase.
-        phase: what is sent counts there.
+        phase: phase in `sent_bytes` that sent bytes are added to.
     """
 
     def __init__(self, communicator: Communicator, device: torch.device) -> None:
@@ -46,7 +46,7 @@ class Wire:
     def exchange(
         self, given: Mapping[int, Sequence[Tensor]], wanted: Mapping[int, Sequence[TensorSpec]]
     ) -> dict[int, list[Tensor]]:
-        """One message to each rank of `given` and one from each of `wanted`; messages without bytes are not sent.
+        """Send a message to each rank of `given`, receive one from each of `wanted`; empty messages are not sent.
 
         Returns:
             The received tensors by rank.
@@ -57,21 +57,23 @@ class Wire:
         sizes = {peer: sum(spec.num_bytes for spec in specs) for peer, specs in wanted.items()}
         self.sent_bytes[self.phase] += sum(message.nbytes for message in messages.values())
         self._exchanges += 1
-        came = self._communicator.exchange(
+        received = self._communicator.exchange(
             messages,
             {peer: TensorSpec((size,), torch.uint8) for peer, size in sizes.items()},
             self._exchanges % _TAGS,
             self._device,
         )
-        return {peer: _unpacked(came[peer], specs) for peer, specs in wanted.items()}
+        return {peer: _unpacked(received[peer], specs) for peer, specs in wanted.items()}
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum of all ranks' parts, which have one shape: each rank adds one slice of them and gives it to all."""
+        """Return the sum of all ranks' parts of one shape: each rank adds one slice of them and sends it to all."""
         if self.degree == 1:
             return part
         slices = part.reshape(-1).tensor_split(self.degree)
-        own = TensorSpec.of(slices[self.rank])
-        parts = self.exchange({peer: [slices[peer]] for peer in self.peers}, {peer: [own] for peer in self.peers})
+        slice_spec = TensorSpec.of(slices[self.rank])
+        parts = self.exchange(
+            {peer: [slices[peer]] for peer in self.peers}, {peer: [slice_spec] for peer in self.peers}
+        )
         parts[self.rank] = [slices[self.rank]]
         total = parts[0][0]
         for rank in range(1, self.degree):
@@ -86,10 +88,10 @@ class Wire:
 def _packed(tensors: Sequence[Tensor]) -> Tensor:
     if not tensors:
         return torch.empty(0, dtype=torch.uint8)
-    return torch.cat([one.contiguous().view(-1).view(torch.uint8) for one in tensors])
+    return torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
 
 
 def _unpacked(message: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
     parts = message.split([spec.num_bytes for spec in specs])
-    # a copy begins where its type may begin
+    # each copy is aligned for its dtype
     return [part.clone().view(spec.dtype).view(spec.shape) for part, spec in zip(parts, specs, strict=True)]

@@ -16,7 +16,7 @@ __all__ = ["on_notice", "request_morph"]
 
 
 def __getattr__(name: str) -> Any:
-    """The hooks, loaded when they are asked for: most who import something of this package need neither."""
+    """Loads a hook at its first use: most importers of this package need neither."""
     if name == "on_notice":
         from varuna_capslog.elastic.notices.gather import on_notice
 

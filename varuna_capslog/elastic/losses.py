@@ -1,4 +1,4 @@
-"""Why each worker of a run was lost, by what the hosts wrote into events.jsonl.
+"""The causes for which the workers of a run were lost, from the hosts' entries in events.jsonl.
 
 A host that is silent counts as gone. If it comes back, it says itself whether it was cut off or stood still.
 """
@@ -19,22 +19,22 @@ def losses_by_cause(events: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 
     events: lines of events.jsonl in their order.
     """
-    found: dict[str, str] = {}
+    causes: dict[str, str] = {}
     silent: dict[str, list[str]] = {}
     for event in events:
         cause = str(event.get("cause"))
         if event.get("kind") == "lost":
             member = str(event.get("member"))
-            found[member] = cause if cause in CAUSES else "failed"
+            causes[member] = cause if cause in CAUSES else "failed"
             if cause == "host":
                 silent.setdefault(str(event.get("host")), []).append(member)
         elif event.get("kind") == "cause" and cause in CAUSES:
             for member in silent.pop(str(event.get("host")), ()):
-                found[member] = cause
-    return found
+                causes[member] = cause
+    return causes
 
 
 def losses_in_words(events: Iterable[Mapping[str, Any]]) -> str | None:
-    """How many workers were lost for each cause, the commonest first; None where none was."""
+    """The number of workers lost for each cause, the commonest first; None where none was."""
     counted = Counter(losses_by_cause(events).values())
     return ", ".join(f"{count} {CAUSES[cause]}" for cause, count in counted.most_common()) or None

@@ -44,27 +44,27 @@ def network_variables(store: str) -> dict[str, str]:
     address = os.environ.get("CAPSLOG_ADDRESS") or address_towards(store)
     if address is None:
         return {}
-    found = {} if ipaddress.ip_address(address).is_loopback else {"CAPSLOG_ADDRESS": address}
+    variables = {} if ipaddress.ip_address(address).is_loopback else {"CAPSLOG_ADDRESS": address}
     interface = interface_of(address)
     if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
-        found["GLOO_SOCKET_IFNAME"] = interface
-    return found
+        variables["GLOO_SOCKET_IFNAME"] = interface
+    return variables
 
 
 def check_gloo_interfaces(environment: Mapping[str, str]) -> None:
-    """Whether gloo finds the network interfaces that GLOO_SOCKET_IFNAME lists: whole names with commas between them.
+    """Checks that gloo finds the network interfaces that GLOO_SOCKET_IFNAME lists: whole names with commas between.
 
     The signs of NCCL_SOCKET_IFNAME mean nothing to gloo, and it passes over a value of one character.
 
     Raises:
         CapslogError: this machine has no interface of a name.
     """
-    named, known = environment.get("GLOO_SOCKET_IFNAME", ""), sorted(name for _, name in socket.if_nameindex())
-    missing = [name for name in named.split(",") if name and name not in known] if len(named) > 1 else []
+    named, interfaces = environment.get("GLOO_SOCKET_IFNAME", ""), sorted(name for _, name in socket.if_nameindex())
+    missing = [name for name in named.split(",") if name and name not in interfaces] if len(named) > 1 else []
     if missing:
         raise CapslogError(
             f"GLOO_SOCKET_IFNAME={named} names {missing[0]!r}, which is no network interface of this machine "
-            f"({', '.join(known)}), so that the ranks cannot meet; change or unset it"
+            f"({', '.join(interfaces)}), so that the ranks cannot meet; change or unset it"
         )
 
 
@@ -121,9 +121,9 @@ def listen(host: str, port: int = 0) -> socket.socket:
         CapslogError: the address is not this machine's, or the port is taken or none.
     """
     try:
-        found = socket.gethostbyname(host)
+        address = socket.gethostbyname(host)
         is_name = host != "localhost" and not host.startswith("127.")
-        at = "0.0.0.0" if is_name and ipaddress.ip_address(found).is_loopback else found
+        at = "0.0.0.0" if is_name and ipaddress.ip_address(address).is_loopback else address
         return socket.create_server((at, port), backlog=_BACKLOG)
     except (OSError, OverflowError) as error:
         if isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:

@@ -181,24 +181,24 @@ class Communicator:
         self._beside: list[Callable[[], None]] = []
 
     def begin_pair_groups(self, pairs: Iterable[tuple[int, int]], opener: Opener, device: torch.device) -> None:
-        """Begins to open the group of each of these ordered pairs (source, destination) that this rank is in, beside
-        what else goes on; see `open_pair_groups`.
+        """Begins to open the group of each of these ordered pairs (source, destination) that this rank is in, without
+        waiting; see `open_pair_groups`.
 
         Args:
             device: of this rank's tensors.
         """
-        own = {pair for pair in pairs if self.rank in pair}
-        if own and self._pairs is None:
+        local_pairs = {pair for pair in pairs if self.rank in pair}
+        if local_pairs and self._pairs is None:
             assert self._store is not None
             store = dist.PrefixStore(str(self.generation), self._store)
             self._pairs = PairGroups(self.rank, store, self._timeout, device, self._is_overdue)
             self.abort_with(self._pairs.abort)
         if self._pairs is not None:
-            self._pairs.begin(own, opener)
+            self._pairs.begin(local_pairs, opener)
 
     @property
     def pair_groups_settled(self) -> bool:
-        """Whether no group of two ranks is being opened."""
+        """True while no group of two ranks is being opened."""
         return self._pairs is None or self._pairs.settled
 
     def open_pair_groups(self, pairs: Iterable[tuple[int, int]], opener: Opener, device: torch.device) -> None:
@@ -206,15 +206,15 @@ class Communicator:
 
         NCCL has no tags and matches by order, so each direction of each pair has a communicator and a stream of its
         own; senders and receivers keep one order per pair anyway. Votes and gathers stay on gloo. Every rank calls this
-        with the same pairs, before its first message; what was begun before only has to be waited for.
+        with the same pairs, before its first message; groups that were begun before are only waited for.
 
         Raises:
             NotOpened: a group cannot be opened.
             PeerLost: this communicator was aborted meanwhile.
         """
-        own = sorted({pair for pair in pairs if self.rank in pair})
-        self.begin_pair_groups(own, opener, device)
-        for pair in own:
+        local_pairs = sorted({pair for pair in pairs if self.rank in pair})
+        self.begin_pair_groups(local_pairs, opener, device)
+        for pair in local_pairs:
             assert self._pairs is not None
             peer = sum(pair) - self.rank
             doing = f"opening a group with {self._name(peer)}"
@@ -239,7 +239,7 @@ class Communicator:
         return self._names.get(peer, f"rank {peer}")
 
     def check_open(self, doing: str, peer: int | None = None) -> None:
-        """Raises PeerLost once it was aborted, with what was being done."""
+        """Raises PeerLost once it was aborted. doing: the operation, for the message."""
         if self.aborted:
             ended = f"{self._name(self.rank)} cannot be {doing}: its generation was ended here"
             raise PeerLost(self._overdue or ended, peer)
@@ -374,19 +374,19 @@ class Communicator:
                     return future.result()
 
     def exchange(
-        self, given: Mapping[int, Tensor], wanted: Mapping[int, TensorSpec], tag: int, device: torch.device
+        self, outgoing: Mapping[int, Tensor], wanted: Mapping[int, TensorSpec], tag: int, device: torch.device
     ) -> dict[int, Tensor]:
         """Sends tensors to some ranks and receives one from each of others; never to or from this rank itself.
 
         Args:
-            given: rank -> what it gets.
-            wanted: rank -> the spec of what it sends.
+            outgoing: rank -> the tensor for it.
+            wanted: rank -> the spec of the tensor that it sends.
 
         Returns:
             The received tensors by rank, on `device`.
         """
         receives = {peer: self.receive(spec, peer, tag, device) for peer, spec in wanted.items()}
-        sends = [self.send(tensor, peer, tag) for peer, tensor in given.items()]
+        sends = [self.send(tensor, peer, tag) for peer, tensor in outgoing.items()]
         theirs = {peer: receive.wait() for peer, receive in receives.items()}
         for send in sends:
             send.wait()
@@ -399,13 +399,13 @@ class Communicator:
     def abort(self) -> None:
         """Ends every pending and every later operation, here and at the peers, within some milliseconds.
 
-        From any thread, also while another one is blocked; what was pending raises PeerLost there, as does everything
-        asked for later. The gloo group ends first: its peers then abort what they have, for which the end of a pair
-        group may have to wait.
+        Callable from any thread, also while another one is blocked; pending operations raise PeerLost there, as do all
+        later ones. The gloo group ends first: its peers then abort their groups, for which the end of a pair group may
+        have to wait.
 
         Nothing in torch interrupts a blocked wait of gloo, but gloo closes all connections of a group in which a wait
         times out: so a receive for a message that no rank sends is given a millisecond. A peer that waits for another
-        peer gets its error when that one aborts, which it does as soon as it loses a message.
+        peer gets its error when the latter aborts, which it does as soon as it loses a message.
         """
         self.aborted = True
         with self._aborting:

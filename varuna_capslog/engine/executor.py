@@ -31,7 +31,7 @@ __all__ = ["Executor", "Observer"]
 
 _TENSORS_PER_MESSAGE = 64
 Contexts: TypeAlias = "Callable[[tuple[int, ...]], MicrobatchContext]"
-"""What a call must know of its microbatches."""
+"""Microbatches of a call -> their context."""
 _UNOBSERVED: AbstractContextManager[None] = contextlib.nullcontext()
 
 
@@ -64,25 +64,25 @@ def acknowledgements(lowered: Lowered, rank: int) -> dict[Message, int]:
     The peer's program says what it received before it sent this; a pure function of the schedule, so no acknowledgement
     ever travels.
     """
-    known: dict[Message, int] = {}
+    arrived: dict[Message, int] = {}
     for peer in range(len(lowered.programs)):
         received = 0
         for instruction in lowered.programs[peer]:
             if isinstance(instruction, Recv) and instruction.peer == rank:
                 received += 1
             elif isinstance(instruction, SendInstruction) and instruction.peer == rank:
-                known[instruction.message] = received
-    return known
+                arrived[instruction.message] = received
+    return arrived
 
 
 class Executor:
-    """One rank's part of a step.
+    """Runs one rank's part of a step.
 
     Args:
         stages: the stages that live here, by number.
-        routes: what travels between the stages.
+        routes: values and gradients that travel between the stages.
         observer: sees every instruction and the work of the stages.
-        joining: joins and parts what goes between calls of different sizes, where there are some.
+        joining: joins and parts tensors between calls of different sizes, where there are some.
 
     Attributes:
         stopwatch: of the work of the stages.
@@ -132,7 +132,7 @@ class Executor:
             contexts: of the microbatches of a call.
             load: microbatch -> inputs of the chain.
             after_backward: called after each B or W with the stage and the last microbatch of the call.
-            evaluate: makes this an evaluation: stages keep nothing, and what the chain puts out goes here.
+            evaluate: makes this an evaluation: stages keep nothing, and the outputs of the chain go here.
         """
         transfers = _Transfers(self, contexts)
         arrived: dict[Message, dict[Any, Tensor]] = {}
@@ -169,7 +169,7 @@ class Executor:
     ) -> None:
         if action.microbatch is None:
             return  # U: the update is the caller's, after the vote
-        number, call = here = action.stage, action.microbatch
+        number, call = place = action.stage, action.microbatch
         stage, microbatches = self._stages[number], self._graph.calls[number][call]
         context = contexts(microbatches)
         if action.kind == "O":
@@ -182,7 +182,7 @@ class Executor:
         before, after = self._graph.upstream[number][call], self._graph.downstream[number][call]
         if action.kind == "F":
             values = self._inputs(stage, context, load)
-            values |= self._joined(arrived, [Message("activation", other, here) for other in before], context)
+            values |= self._joined(arrived, [Message("activation", peer, place) for peer in before], context)
             if evaluate is not None:
                 made, outputs = stage.evaluate(context, values)
                 if outputs is not None:
@@ -192,7 +192,7 @@ class Executor:
                     made = stage.forward(
                         context, values, (number, call) in self._at_once, (number, call) in self._offloaded
                     )
-            self._parted(arrived, [Message("activation", here, other) for other in after], made, contexts)
+            self._parted(arrived, [Message("activation", place, peer) for peer in after], made, contexts)
         elif action.kind == "R":
             with self._working("R", stage, context):
                 stage.recompute(context)
@@ -200,13 +200,14 @@ class Executor:
             with self._working("W", stage, context):
                 stage.backward_weights(context)
         else:
-            gradients = self._joined(arrived, [Message("gradient", here, other) for other in after], context)
+            gradients = self._joined(arrived, [Message("gradient", place, peer) for peer in after], context)
             with self._working(action.kind, stage, context):
-                found = stage.backward(context, gradients, action.kind == "I")
-            self._parted(arrived, [Message("gradient", other, here) for other in before], found, contexts)
+                handed_back = stage.backward(context, gradients, action.kind == "I")
+            self._parted(arrived, [Message("gradient", peer, place) for peer in before], handed_back, contexts)
         if action.kind in "BW" and after_backward is not None:
             after_backward(stage, microbatches[-1])
-        # What left beside this action is let go of here and nowhere earlier, so that memory does not depend on time.
+        # Storages that were offloaded beside this action are freed here and not earlier, so memory does not depend on
+        # timing.
         for settle in leaving:
             settle()
 
@@ -227,19 +228,19 @@ class Executor:
         messages: Sequence[Message],
         context: MicrobatchContext,
     ) -> dict[Any, Tensor]:
-        """What a call gets from the calls of other stages; taken out of `arrived`."""
-        found: dict[Any, Tensor] = {}
+        """Tensors that a call gets from the calls of other stages; taken out of `arrived`."""
+        joined: dict[Any, Tensor] = {}
         pieces: dict[Any, list[Tensor]] = {}
         for message in messages:
             tensors = arrived.pop(message, {})
             if len(self.microbatches_of(message)) == len(context.microbatches):
-                found |= tensors
+                joined |= tensors
                 continue
             for key in list(tensors):
                 pieces.setdefault(key, []).append(tensors.pop(key))
         for key in list(pieces):
-            found[key] = self._joining.join(key, pieces.pop(key), context.specs[value_of(key)])
-        return found
+            joined[key] = self._joining.join(key, pieces.pop(key), context.specs[value_of(key)])
+        return joined
 
     def _parted(
         self,
@@ -248,15 +249,15 @@ class Executor:
         made: Mapping[Any, Tensor],
         contexts: Contexts,
     ) -> None:
-        """Puts what a call made into its messages to the calls of other stages."""
+        """Puts the tensors that a call made into its messages to the calls of other stages."""
         for message in messages:
             gradient = message.kind == "gradient"
             keys = self._routes.gradients[message.edge] if gradient else self._routes.activations[message.edge]
             tensors = {key: made[key] for key in keys if key in made}
             stage, call = message.end(sends=True)
-            own, common = self._graph.calls[stage][call], self.microbatches_of(message)
-            if len(common) < len(own):
-                specs, place = contexts(common).specs, own.index(common[0]) // len(common)
+            microbatches, common = self._graph.calls[stage][call], self.microbatches_of(message)
+            if len(common) < len(microbatches):
+                specs, place = contexts(common).specs, microbatches.index(common[0]) // len(common)
                 tensors = {
                     key: self._joining.part(key, tensor, place, specs[value_of(key)]) for key, tensor in tensors.items()
                 }
@@ -283,7 +284,7 @@ class _Transfers:
     def __init__(self, executor: Executor, contexts: Contexts) -> None:
         self._of = executor
         self._contexts = contexts
-        self._pending = deque(item for item in executor._program if isinstance(item, Recv))
+        self._pending = deque(instruction for instruction in executor._program if isinstance(instruction, Recv))
         self._posted: dict[Message, list[tuple[Any, Pending]]] = {}
         self._posted_bytes = 0
         self._under_way: dict[int, deque[list[Pending]]] = {}
@@ -291,7 +292,7 @@ class _Transfers:
         self._post()
 
     def _specs(self, message: Message) -> list[tuple[Any, TensorSpec]]:
-        """What a message carries, in order: values, or the gradients that there are."""
+        """The content of a message, in order: values, or those gradients that exist, each with its spec."""
         routes, context = self._of._routes, self._contexts(self._of.microbatches_of(message))
         if message.kind == "activation":
             return [(value, context.specs[value]) for value in routes.activations[message.edge]]
@@ -352,6 +353,6 @@ class _Transfers:
         self._under_way.setdefault(instruction.peer, deque()).append(sends)
 
     def finish(self) -> None:
-        """Waits for what is still under way."""
+        """Waits for all messages that are still under way."""
         for peer, queue in self._under_way.items():
             self._release(peer, self._confirmed.get(peer, 0) + len(queue))

@@ -1,8 +1,8 @@
-"""Stages that take several microbatches in one call: what they may hold, and how tensors are joined and parted.
+"""Stages that take several microbatches in one call: which layers they may hold, and how tensors are joined and parted.
 
-Between two stages a message carries the microbatches of the smaller call. The stage of the larger call joins what
-arrives along the dimension of the samples, and parts what it hands back. A value without such a dimension (it does not
-depend on the samples) is handed on as it is, and its gradients are added.
+Between two stages a message carries the microbatches of the smaller call. The stage of the larger call joins arriving
+tensors along the dimension of the samples, and parts the tensors that it hands back. A value without such a dimension
+(it does not depend on the samples) is handed on as it is, and its gradients are added.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def joined_inputs(rows: Sequence[Mapping[str, TensorSpec]], microbatches: Sequen
     for row, microbatch in zip(rows, microbatches, strict=True):
         if dict(row) != first:
             name = next(name for name in first if row.get(name) != first[name])
-            found = "none" if row.get(name) is None else list(row[name].shape)
+            shape = "none" if row.get(name) is None else list(row[name].shape)
             raise CapslogError(
                 f"microbatches {microbatches[0]} and {microbatch} are to be taken in one call, but their input "
-                f"{name!r} is {list(first[name].shape)} and {found}; choose grain 1, or data of one size"
+                f"{name!r} is {list(first[name].shape)} and {shape}; choose grain 1, or data of one size"
             )
     return first if count == 1 else {name: _times(name, spec, count) for name, spec in first.items()}
 
@@ -70,13 +70,13 @@ def sample_dimensions(
     """value -> the dimension in which the samples of several microbatches stand; None: it has none.
 
     layers: those that take several at once; only what they read and write is looked at. Number L is the loss.
-    passing: what else goes through their stages.
+    passing: the other values that go through their stages.
     specs: for one microbatch, and for `count` of them.
 
     Raises CapslogError for a value that grows in several dimensions, or that holds numbers of all samples but no
     dimension of them: such layers give something else for several microbatches than for each.
     """
-    found: dict[Value, int | None] = {}
+    dimensions: dict[Value, int | None] = {}
     for value in sorted(chain.readers, key=lambda value: value.writer):
         if value not in passing and value.writer not in layers and not set(chain.readers[value]) & set(layers):
             continue
@@ -87,15 +87,15 @@ def sample_dimensions(
                 f"{_named(chain, value)} is {list(small)} for one microbatch and {list(large)} for {count}: it has not "
                 "one dimension of samples; choose grain 1 for the stages that write or read it"
             )
-        found[value] = grown[0] if grown else None
+        dimensions[value] = grown[0] if grown else None
         reads = chain.reads[value.writer] if value.writer in layers else ()
-        mixed = specs[0][value].requires_grad and any(found[read] is not None for read in reads)
+        mixed = specs[0][value].requires_grad and any(dimensions[read] is not None for read in reads)
         if not grown and (mixed or len(chain) in {*layers} & {*chain.readers[value]}):
             raise CapslogError(
                 f"{_named(chain, value)} has no dimension of samples, so that it is another one for {count} "
                 "microbatches together than for each; choose grain 1 for the stages that write or read it"
             )
-    return found
+    return dimensions
 
 
 def _named(chain: Chain, value: Value) -> str:
@@ -104,7 +104,7 @@ def _named(chain: Chain, value: Value) -> str:
 
 
 class Joining:
-    """Joins and parts what goes over one edge.
+    """Joins and parts the tensors that go over an edge.
 
     dimensions: of the samples of every value that a stage of a larger grain reads or writes.
     """
@@ -126,7 +126,7 @@ class Joining:
             return spec.empty(tensor.device).copy_(tensor.narrow(dimension, place * size, size))
 
     def join(self, key: Value | GradientKey, tensors: Sequence[Tensor], spec: TensorSpec) -> Tensor:
-        """What a larger call gets of the smaller ones, in the layout of `spec`.
+        """The tensor of a larger call from those of the smaller ones, in the layout of `spec`.
 
         The gradients of a value without samples are added in the order of the calls.
         """

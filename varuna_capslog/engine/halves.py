@@ -1,12 +1,12 @@
 """A backward in two halves: first the gradients of what a graph reads, later those of its parameters.
 
-The first half differentiates only the ways from the outputs to the inputs. On its way it notes the gradient at every
-node from which a way to a parameter branches off; the second half differentiates from these nodes to the parameters.
-Each sum has the terms of a whole backward in the same order, so both ways give the same bits.
+The first half differentiates only the paths from the outputs to the inputs. It records the gradient at every node from
+which a path to a parameter branches off; the second half differentiates from these nodes to the parameters. Each sum
+has the terms of a whole backward in the same order, so both ways give the same bits.
 
-The parts of a graph on ways to parameters alone fall into groups that share no node. Where one use of a parameter lies
-on the way from another use to the inputs (a module that applies one weight twice), a gradient could not be told from
-the other's: such a group is differentiated from the outputs once more. A graph with a part that torch refuses to
+The parts of a graph that lead to parameters only fall into groups that share no node. Where one use of a parameter lies
+on the path from another use to the inputs (a module that applies one weight twice), the gradients of the two uses could
+not be told apart: such a group is differentiated from the outputs once more. A graph with a part that torch refuses to
 differentiate for some inputs alone (`torch.utils.checkpoint` with `use_reentrant`) is differentiated as a whole in the
 first half, and nothing is left for the other.
 """
@@ -30,7 +30,7 @@ _Name = TypeVar("_Name")
 
 @dataclass
 class _Group:
-    """Parameters, and the nodes from which ways to them branch off; None: to be differentiated from the outputs."""
+    """Parameters, and the nodes from which paths to them branch off; None: to be differentiated from the outputs."""
 
     nodes: list[Node] | None
     parameters: list[Tensor]
@@ -38,7 +38,7 @@ class _Group:
 
 @dataclass
 class WeightHalf:
-    """What is left of a backward. It holds the graph until `run`.
+    """The second half of a backward, which computes the gradients of the parameters. It holds the graph until `run`.
 
     outputs: those of the graph that have a gradient, each with it, if a group must be differentiated from them.
     noted: node -> the gradients of its outputs, by number.
@@ -54,8 +54,8 @@ class WeightHalf:
         """Adds the gradients of the parameters to theirs, and lets the graph go."""
         while self.groups:
             group = self.groups.pop()
-            later = {node for one in self.groups for node in one.nodes or ()}
-            again = any(one.nodes is None for one in self.groups)
+            later = {node for remaining in self.groups for node in remaining.nodes or ()}
+            again = any(remaining.nodes is None for remaining in self.groups)
             if group.nodes is None:
                 starts = self.outputs
             else:
@@ -76,8 +76,8 @@ class WeightHalf:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """What it holds besides the graph."""
-        return [one for row in self.noted.values() for one in row.values()]
+        """The gradients that it holds besides the graph."""
+        return [gradient for row in self.noted.values() for gradient in row.values()]
 
 
 def input_half(
@@ -94,23 +94,25 @@ def input_half(
         torch.autograd.backward([edge for edge, _ in outputs], [gradient for _, gradient in outputs])
         return {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}, WeightHalf([])
     seeds = frozenset(gradient.untyped_storage()._cdata for _, gradient in outputs)
-    rest = WeightHalf(outputs, graph.groups(), seeds=seeds)
+    weight_half = WeightHalf(outputs, graph.groups(), seeds=seeds)
     for edge, gradient in outputs:
         if edge.node not in graph.on_the_way:
-            rest.noted.setdefault(edge.node, {})[edge.output_nr] = gradient
-    if all(group.nodes is not None for group in rest.groups):
-        rest.outputs = []  # what lies between them and the noted nodes is let go with the first half
+            weight_half.noted.setdefault(edge.node, {})[edge.output_nr] = gradient
+    if all(group.nodes is not None for group in weight_half.groups):
+        weight_half.outputs = []  # the graph between them and the noted nodes is freed with the first half
     wanted = {name: graph.entries[id(leaf)] for name, leaf in leaves.items() if id(leaf) in graph.entries}
     if not wanted:
-        return {}, rest
+        return {}, weight_half
     hooks = []
-    for node in {node for group in rest.groups for node in group.nodes or ()} & graph.on_the_way:
+    for node in {node for group in weight_half.groups for node in group.nodes or ()} & graph.on_the_way:
 
         def note(gradients: Sequence[Tensor | None], node: Node = node) -> None:
-            rest.noted[node] = {number: one for number, one in enumerate(gradients) if one is not None}
+            weight_half.noted[node] = {
+                number: gradient for number, gradient in enumerate(gradients) if gradient is not None
+            }
 
         hooks.append(node.register_prehook(note))
-    found = torch.autograd.grad(
+    leaf_gradients = torch.autograd.grad(
         [edge for edge, _ in outputs],
         [GradientEdge(node, 0) for node in wanted.values()],
         [gradient for _, gradient in outputs],
@@ -121,16 +123,16 @@ def input_half(
         hook.remove()
     return {
         name: laid_out(gradient, leaves[name].stride())
-        for name, gradient in zip(wanted, found, strict=True)
+        for name, gradient in zip(wanted, leaf_gradients, strict=True)
         if gradient is not None
-    }, rest
+    }, weight_half
 
 
 class _Graph:
     """The nodes behind some outputs.
 
     entries: id of a leaf -> the node at which its gradient arrives.
-    on_the_way: nodes from which a way leads to a leaf.
+    on_the_way: nodes from which a path leads to a leaf.
     """
 
     def __init__(self, outputs: Iterable[tuple[GradientEdge, Tensor]], leaves: Iterable[Any]) -> None:
@@ -145,7 +147,7 @@ class _Graph:
                 self.next[node] = behind
             elif node not in self.next:
                 behind = self._behind(node, wanted)
-                stack += [(node, behind), *((one, None) for one in behind if one not in self.next)]
+                stack += [(node, behind), *((successor, None) for successor in behind if successor not in self.next)]
         entries = set(self.entries.values())
         self.on_the_way: set[Node] = set()
         for node, behind in self.next.items():
@@ -158,16 +160,16 @@ class _Graph:
         if id(leaf) in wanted:
             self.entries[id(leaf)] = node
             return []
-        return [one for one, _ in node.next_functions if one is not None]
+        return [successor for successor, _ in node.next_functions if successor is not None]
 
     @property
     def refuses_halves(self) -> bool:
-        """Whether a part of it computes again, and differentiates by itself what it has computed."""
+        """True where a part of it recomputes and differentiates in its own backward (reentrant checkpointing)."""
         return any(node.name() == "CheckpointFunctionBackward" for node in self.next)
 
     def groups(self) -> list[_Group]:
         """The parameters in groups that are reached from the same nodes."""
-        first: dict[Node, Node] = {}  # a node on ways to parameters alone -> one that stands for all connected with it
+        first: dict[Node, Node] = {}  # a node that leads to parameters only -> the representative of its group
 
         def stands_for(node: Node) -> Node:
             while first[node] is not node:
@@ -178,8 +180,8 @@ class _Graph:
         for node in alone:
             first[node] = node
         for node in alone:
-            for one in self.next[node]:
-                first[stands_for(one)] = stands_for(node)
+            for successor in self.next[node]:
+                first[stands_for(successor)] = stands_for(node)
         parameters: dict[Node, list[Tensor]] = {}
         for node in alone:
             if (variable := getattr(node, "variable", None)) is not None:
@@ -189,16 +191,16 @@ class _Graph:
             if node in first:
                 starts.setdefault(stands_for(node), {})[node] = None
         for node in reversed(self.next):
-            for one in self.next[node]:
-                if node in self.on_the_way and one in first:
-                    starts.setdefault(stands_for(one), {})[node] = None
-        found: dict[tuple[Node, ...], list[Tensor]] = {}
-        for one, tensors in parameters.items():
-            found.setdefault(tuple(starts.get(one, ())), []).extend(tensors)
-        return [_Group(None if self._in_line(nodes) else list(nodes), tensors) for nodes, tensors in found.items()]
+            for successor in self.next[node]:
+                if node in self.on_the_way and successor in first:
+                    starts.setdefault(stands_for(successor), {})[node] = None
+        by_starts: dict[tuple[Node, ...], list[Tensor]] = {}
+        for representative, tensors in parameters.items():
+            by_starts.setdefault(tuple(starts.get(representative, ())), []).extend(tensors)
+        return [_Group(None if self._in_line(nodes) else list(nodes), tensors) for nodes, tensors in by_starts.items()]
 
     def _in_line(self, nodes: Sequence[Node]) -> bool:
-        """Whether a way leads from one of the nodes to another."""
+        """True where a path leads from one of the nodes to another."""
         if len(nodes) < 2:
             return False
         several, leads = set(nodes), set[Node]()

@@ -1,4 +1,4 @@
-"""What a run needs of an engine, and how it finds one by the name in its config.
+"""The interface of an engine, and the table in which a run finds one by the name in its config.
 
 An engine makes the training steps of one rank. Two exist: `PipelineEngine`, our own, and `varuna_plugin.VarunaEngine`,
 which has Varuna compute the step. They share no base class: training loop, journal and evaluation know this protocol
@@ -38,7 +38,7 @@ Example: TypeAlias = "Callable[[], tuple[Mapping[str, Tensor], Any, Mapping[str,
 
 
 class Engine(Protocol):
-    """One rank of a training run. A step is `compute`, `vote`, `apply`; `step.train_step` makes all three.
+    """Engine of one rank of a training run. A step is `compute`, `vote`, `apply`; `step.train_step` makes all three.
 
     Attributes:
         layers: those of this rank's stages, in layer order; what a checkpoint writes and loads.
@@ -64,7 +64,7 @@ class Engine(Protocol):
 
     @property
     def doing(self) -> str:
-        """What is under way, for error messages."""
+        """The action under way, for error messages."""
 
     def compute(self, step: int, minibatch: Minibatch, load: Load) -> None:
         """Forwards, backwards and sums: afterwards the minibatch's gradients lie in `.grad`, and nothing has changed.
@@ -118,7 +118,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What an engine is built from.
+    """Everything from which an engine is built.
 
     Attributes:
         chain: whole, on the CPU, initialised alike on every rank.
@@ -138,7 +138,7 @@ class EngineParts:
 
 @dataclass(frozen=True)
 class EngineKind:
-    """One engine that a config may name.
+    """An engine that a config may name.
 
     Attributes:
         build: makes a rank's engine; raises CapslogError for parts that it cannot run.

@@ -77,21 +77,23 @@ class LayerGraph:
         self.edges.clear()
 
     def backward_inputs(self, gradients: Gradients) -> WeightHalf:
-        """As `backward`, but the gradients of parameters come with the half that it returns."""
-        found, rest = input_half(self._take_outputs(gradients), self.leaves)
-        for value, gradient in found.items():
+        """Differentiates with respect to the inputs only; the returned half computes the gradients of the parameters.
+        Otherwise as `backward`.
+        """
+        leaf_gradients, weight_half = input_half(self._take_outputs(gradients), self.leaves)
+        for value, gradient in leaf_gradients.items():
             gradients.add(value, self.first, gradient)
         self.leaves.clear()
         self.edges.clear()
-        return rest
+        return weight_half
 
     def _take_outputs(self, gradients: Gradients) -> list[tuple[GradientEdge, Tensor]]:
-        found = []
+        outputs = []
         for value in self.writes:
             gradient, edge = gradients.take(value), self.edges.get(value)
             if gradient is not None and edge is not None:
-                found.append((edge, gradient))
-        return found
+                outputs.append((edge, gradient))
+        return outputs
 
 
 def keep_layout(tensor: Tensor) -> None:
@@ -158,7 +160,7 @@ class EngineLayer:
         self._python = any(isinstance(part, (Whole, WholeModel)) for part in layer.module.modules())
         self._stateless = self._plain = False
         self._generators: Mapping[str, Any] | None = None
-        """What its Python code draws from, beside torch; None: its first forward in training will show it."""
+        """Generators beside torch's from which its Python code draws; None until its first forward in training."""
 
     def reset(self) -> None:
         """Forgets the step it was in: gradients and statistics."""
@@ -179,7 +181,7 @@ class EngineLayer:
 
     @property
     def values(self) -> dict[str, nn.Parameter]:
-        """What its state has of its parameters, by name: masters, where there are some."""
+        """Its parameters as its state has them, by name: masters, where there are some."""
         return self.parameters | self.masters
 
     def round_masters(self) -> None:
@@ -191,12 +193,12 @@ class EngineLayer:
 
     @property
     def compiles(self) -> bool:
-        """Whether `compiled` runs: evaluations run the module itself."""
+        """True where `compiled` runs: evaluations run the module itself."""
         return self.compiled is not None and self.layer.module.training
 
     @property
     def builds_graph(self) -> bool:
-        """Whether it builds a graph wherever it runs: compiled code is made with one, and Python code that runs as a
+        """True where it builds a graph in every forward: compiled code is made with one, and Python code that runs as a
         whole may differentiate in its forward.
         """
         return self._python or self.compiles
@@ -221,7 +223,7 @@ class EngineLayer:
         seed = mix(self.index, after=seeds)
         accelerator.seed(self.device, seed)
         if self._plain and self.compiled is None and torch.is_grad_enabled() is graph:
-            return self.layer.run(values)  # what is below, where it would do nothing else
+            return self.layer.run(values)  # shortcut: the code below would do nothing else
         versions = None
         if not self._stateless:
             versions = {name: tensor._version for name, tensor in self.layer.module.named_buffers()}
@@ -230,7 +232,7 @@ class EngineLayer:
         try:
             builds = self.builds_graph
             with (
-                self._drawing(seed, any(isinstance(one, FakeTensor) for one in values.values())),
+                self._drawing(seed, any(isinstance(tensor, FakeTensor) for tensor in values.values())),
                 torch.set_grad_enabled(graph or builds),
                 autocast_context(self.device.type, self._precision),
             ):
@@ -247,7 +249,7 @@ class EngineLayer:
 
     @contextmanager
     def _drawing(self, seed: int, fake: bool) -> Iterator[None]:
-        """While it is open, what the layer's Python code draws, if it draws at all, follows from the seed.
+        """Context in which the random numbers that the layer's Python code draws follow from the seed.
 
         Args:
             fake: the run is an estimate: draws are the highest ones, by which code that leaves something out at random
@@ -314,7 +316,7 @@ def take_layers(
         chain.check_unchanged()
         chain.fill(indices)
     storage: dict[nn.Parameter, Tensor] = {}
-    known: _Masters = {}
+    by_place: _Masters = {}
     taken: dict[int, nn.Module] = {}
     for index in indices:
         layer = chain.layers[index]
@@ -327,9 +329,9 @@ def take_layers(
             _keep_hooks(layer.module, module)
         if shared:
             _refuse_shared_statistics(chain, index)
-            own, originals = dict(module.named_parameters()), dict(layer.module.named_parameters())
+            parameters, originals = dict(module.named_parameters()), dict(layer.module.named_parameters())
             # all tensors but the shared ones are taken as they are
-            memo: dict[int, object] = {id(tensor): tensor for tensor in (*own.values(), *module.buffers())}
+            memo: dict[int, object] = {id(tensor): tensor for tensor in (*parameters.values(), *module.buffers())}
             for name in shared:
                 original = originals[name]
                 if gradient_hooks(original):
@@ -339,8 +341,8 @@ def take_layers(
                         "or use the parameter in one layer"
                     )
                 if original not in storage:
-                    storage[original] = own[name].detach().to(device, copy=True)
-                memo[id(own[name])] = nn.Parameter(storage[original], requires_grad=original.requires_grad)
+                    storage[original] = parameters[name].detach().to(device, copy=True)
+                memo[id(parameters[name])] = nn.Parameter(storage[original], requires_grad=original.requires_grad)
             module = copy.deepcopy(module, memo)
         if any(tensor.device != device for tensor in (*module.parameters(), *module.buffers())):
             module.to(
@@ -352,7 +354,7 @@ def take_layers(
     for index in indices:
         if index in taken:
             layer = replace(chain.layers[index], module=taken[index])
-            masters = _lower(layer.module, weights, known)
+            masters = _lower(layer.module, weights, by_place)
             layers.append(EngineLayer(index, layer, device, precision, chain.shared_names(index), masters))
         else:
             assert ready is not None
@@ -373,12 +375,12 @@ _Masters = dict[tuple[int, int], tuple[nn.Parameter, Tensor]]
 """By storage and place on it: a parameter of float32, and its rounding."""
 
 
-def _lower(module: nn.Module, weights: str, known: _Masters) -> dict[str, nn.Parameter]:
+def _lower(module: nn.Module, weights: str, by_place: _Masters) -> dict[str, nn.Parameter]:
     """Puts leaves of 16 bits in the place of a module's parameters; returns the masters of those that are trained.
 
     A gradient of 16 bits becomes one of float32 where it reaches its leaf, so that microbatches are added in float32.
 
-    known: those of the layers before, with which parameters may share a storage.
+    by_place: masters of the layers before, with which parameters may share a storage.
     """
     lowered = low_parameters(module, weights)
     if not lowered:
@@ -394,9 +396,9 @@ def _lower(module: nn.Module, weights: str, known: _Masters) -> dict[str, nn.Par
     leaves: dict[nn.Parameter, nn.Parameter] = {}
     for parameter, dtype in lowered.items():
         place = parameter.untyped_storage()._cdata, int(parameter.storage_offset())
-        if place not in known:
-            known[place] = parameter, parameter.detach().to(dtype)
-        master, low = known[place]
+        if place not in by_place:
+            by_place[place] = parameter, parameter.detach().to(dtype)
+        master, low = by_place[place]
         leaf = leaves[parameter] = nn.Parameter(low, requires_grad=parameter.requires_grad)
         if leaf.requires_grad:
             leaf.grad_dtype = torch.float32
@@ -407,10 +409,10 @@ def _lower(module: nn.Module, weights: str, known: _Masters) -> dict[str, nn.Par
 
 def _refuse_shared_statistics(chain: Chain, index: int) -> None:
     mine = {id(module): name for name, module in tracking_modules(chain.layers[index].module)}
-    for other in chain.layers[:index]:
-        for _, module in tracking_modules(other.module):
+    for layer in chain.layers[:index]:
+        for _, module in tracking_modules(layer.module):
             if id(module) in mine:
                 raise CapslogError(
-                    f"layers {other.name!r} and {chain.layers[index].name!r} share the module {mine[id(module)]!r}, "
+                    f"layers {layer.name!r} and {chain.layers[index].name!r} share the module {mine[id(module)]!r}, "
                     "which keeps running statistics; share a normalisation without them (GroupNorm, LayerNorm)"
                 )

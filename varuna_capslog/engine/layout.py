@@ -1,4 +1,4 @@
-"""Which stages make a step, where each runs, and which blocks it serves. Plain values, alike on every rank."""
+"""The stages of a step, the rank of each, and the blocks that it serves. Plain values, alike on every rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Layout:
     """The stages of a step, numbered by their place, each some layers on one rank.
 
     num_blocks: accumulation blocks of a step.
-    replicas: how often the same pipeline stands in `stages`, one after the other; it says nothing more than they do.
+    replicas: how often the same pipeline stands in `stages`, one after the other; it follows from them.
     direct: whether tensors go straight from the stage that writes them to those that read them; else through all
         stages between, which are one range of layers each.
 
@@ -92,7 +92,10 @@ class Layout:
     def layers_of_ways(self) -> list[list[Any]]:
         """Way -> the first layer of each of its stages; of a stage of several pieces of the chain all pieces."""
         rows = [[self.stages[number] for number in way] for way in self.ways]
-        return [[one.first if len(one.layers) == 1 else [list(x) for x in one.layers] for one in row] for row in rows]
+        return [
+            [stage.first if len(stage.layers) == 1 else [list(piece) for piece in stage.layers] for stage in row]
+            for row in rows
+        ]
 
     @property
     def devices(self) -> int:
@@ -132,8 +135,8 @@ class Layout:
 
     def layers_of(self, rank: int) -> list[int]:
         """The layers that a rank holds, rising."""
-        own = (self.stages[number] for number in self.stages_of(rank))
-        return sorted(layer for stage in own for layer in stage.numbers)
+        stages = (self.stages[number] for number in self.stages_of(rank))
+        return sorted(layer for stage in stages for layer in stage.numbers)
 
     def moments_away(self, rank: int) -> frozenset[int]:
         """The layers whose optimizer's moments wait in the rank's host tier."""
@@ -158,7 +161,7 @@ class Layout:
             edges: of the graph of the stages; see `graph`.
             shared: the layers of each shared parameter.
         """
-        groups = [{self.ranks[one], self.ranks[other]} for one, other in edges]
+        groups = [{self.ranks[source], self.ranks[target]} for source, target in edges]
         groups += [set(self.holders(layer)) for layer in range(self.num_layers)]
         for layers in shared:
             groups += [{rank, peer} for rank, row in self.uses_from(layers).items() for peer in row.values()]
@@ -177,13 +180,13 @@ class Layout:
 
         Only ranks that hold one of the layers are named. Each asks the ranks of the first block that it serves.
         """
-        found: dict[int, dict[int, int]] = {}
+        sources: dict[int, dict[int, int]] = {}
         for rank in dict.fromkeys(rank for layer in layers for rank in self.holders(layer)):
             block = min(self.blocks_of(rank, layer)[0] for layer in self.layers_of(rank))
-            found[rank] = {
+            sources[rank] = {
                 layer: self.owner(layer, block) for layer in layers if rank not in self._ranks_of_layer[layer]
             }
-        return found
+        return sources
 
     def describe(self, rank: int) -> str:
         """A rank's name in errors: rank, stages and, where its pipeline is one of several, the number of that."""
@@ -193,19 +196,19 @@ class Layout:
         through = [number for number, way in enumerate(self.ways) if set(way) & set(stages)]
         if len(self.ways) > 1 and len(through) == 1:
             stages, pipeline = [self.ways[through[0]].index(stage) for stage in stages], f", replica {through[0]}"
-        what = f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
-        return f"rank {rank} ({what}{pipeline})"
+        label = f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
+        return f"rank {rank} ({label}{pipeline})"
 
     @cached_property
     def _ranks_of_layer(self) -> list[list[int]]:
         """layer -> block -> rank."""
-        found: list[list[int]] = [[] for _ in range(self.num_layers)]
+        ranks: list[list[int]] = [[] for _ in range(self.num_layers)]
         for path in self.paths:
             for number in path:
                 stage = self.stages[number]
                 for layer in stage.numbers:
-                    found[layer].append(stage.rank)
-        return found
+                    ranks[layer].append(stage.rank)
+        return ranks
 
 
 def layout_of(plan: Plan, config: Config) -> Layout:
@@ -226,10 +229,10 @@ def layout_of(plan: Plan, config: Config) -> Layout:
             "make the two agree, or plan again with this config"
         )
     for name, ours in (("samples", train.microbatch_size), ("per_step", config.num_microbatches)):
-        known = getattr(plan.units, name)
-        if known not in (None, ours) and not (plan.short and name == "per_step"):
+        planned = getattr(plan.units, name)
+        if planned not in (None, ours) and not (plan.short and name == "per_step"):
             raise CapslogError(
-                f"units.{name} is {known} in the plan, but the config makes it {ours}; sizes are constants of a run, "
+                f"units.{name} is {planned} in the plan, but the config makes it {ours}; sizes are constants of a run, "
                 "so make the two agree"
             )
     if plan.units.blocks not in (None, config.num_blocks):
@@ -241,6 +244,6 @@ def layout_of(plan: Plan, config: Config) -> Layout:
         cuts, placement = plan.cut_list, plan.placement()
         return Layout.pipelines(cuts, plan.num_layers, placement, pipeline.replicas, config.num_blocks)
     check_runnable(plan.stages)
-    # What is predicted of them is no part of what they do.
-    stages = tuple(dataclasses.replace(one, bytes=None, seconds=None) for one in plan.stages)
+    # Predictions are no part of a layout.
+    stages = tuple(dataclasses.replace(stage, bytes=None, seconds=None) for stage in plan.stages)
     return Layout(stages, config.num_blocks, direct=plan.routes == "direct")

@@ -43,6 +43,6 @@ class LearningRate:
         return rate
 
     def _left(self, step: int) -> float:
-        """What the decay has left at this step: 1 at its beginning, 0 at its end."""
+        """The share of the decay that is left at this step: 1 at its beginning, 0 at its end."""
         done = min(1.0, (step - self.warmup_steps) / max(1, self.decay_steps - self.warmup_steps))
         return 1 - done if self.decay == "linear" else (1 + math.cos(math.pi * done)) / 2

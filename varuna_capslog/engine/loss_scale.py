@@ -1,4 +1,4 @@
-"""The loss scale of a float16 run at one boundary, and what each step makes of it.
+"""The loss scale of a float16 run at one boundary, and its change by each step.
 
 Small gradients of float16 activations would underflow to zero, so the loss of each microbatch, and with it every
 gradient, is multiplied by a scale (Micikevicius et al., "Mixed Precision Training", Sec. 3.2). The scale is a power of
@@ -18,8 +18,8 @@ _LARGEST = 2.0**127
 """The largest power of two that the gradient of a float32 loss can hold."""
 _MOST_SKIPPED = 24
 _SMALLEST = 2.0**-8
-"""Where `_MOST_SKIPPED` steps in a row lead from the first scale, 2^16. Below 1 a scale makes nothing overflow: what
-still does is the model's own."""
+"""The scale after `_MOST_SKIPPED` skipped steps in a row from the first scale, 2^16. Below 1 a scale makes nothing
+overflow: a gradient that still does is the model's own fault."""
 
 
 @dataclass(frozen=True)

@@ -60,36 +60,38 @@ class StageOptimizer:
         self._rounded = [layer for layer in layers if layer.masters]
         self._elsewhere: dict[str, nn.Parameter] = {}
         self._in_turn: list[list[nn.Parameter]] = []
-        """Of each layer whose moments are kept in another type than they are stepped in, or wait in the host tier; the
-        latter come last."""
+        """Parameters of each layer whose moments are kept in another type than they are stepped in, or wait in the host
+        tier; the latter come last."""
         self._places: dict[nn.Parameter, Mapping[str, Any]] = {}
-        """Of the layer that is being stepped, what was kept of its parameters, where it is rounded again."""
+        """The kept state of the parameters of the layer that is being stepped, into which it is rounded again."""
         waiting: list[list[nn.Parameter]] = []
         for layer in layers:
-            own, values = [], layer.values
+            parameters, values = [], layer.values
             for name, parameter in layer.parameters.items():
                 address = layer.address(name)
                 if parameter.requires_grad and self.parameters.setdefault(address, parameter) is parameter:
                     value = self.values[address] = values[name]
-                    own.append(value)
+                    parameters.append(value)
                     if layer.index in elsewhere:
                         self._elsewhere[address] = value
-            if own and layer.index in away:
-                waiting.append(own)
-            elif own and recipe.rounds_moments:
-                self._in_turn.append(own)
+            if parameters and layer.index in away:
+                waiting.append(parameters)
+            elif parameters and recipe.rounds_moments:
+                self._in_turn.append(parameters)
         self._in_turn += waiting
         self._away: HostMoments | None = None
         if waiting:
             assert tier is not None, "moments wait in a tier"
-            self._away = HostMoments(tier, {one: recipe.kept(one) for own in waiting for one in own})
+            self._away = HostMoments(
+                tier, {value: recipe.kept(value) for parameters in waiting for value in parameters}
+            )
         on_cpu = all(layer.device.type == "cpu" for layer in layers)
         is_complex = any(parameter.is_complex() for parameter in self.parameters.values())
         self._is_plain = on_cpu and recipe.is_plain_adamw and not is_complex
-        here = {address: one for address, one in self.values.items() if address not in self._elsewhere}
-        self._torch = recipe.build(here, on_cpu)
+        stepped = {address: value for address, value in self.values.items() if address not in self._elsewhere}
+        self._torch = recipe.build(stepped, on_cpu)
         self._averages: dict[nn.Parameter, Tensor] = {}
-        for value in here.values() if recipe.rounds_moments else ():  # some have moments before their first step
+        for value in stepped.values() if recipe.rounds_moments else ():  # some have moments before their first step
             self._keep(value, recipe.rounded(value, self._kept(value)))
 
     def step(self, step: int, scale: float) -> float:
@@ -109,16 +111,16 @@ class StageOptimizer:
         self._hand_to_masters()
         for parameter in self._elsewhere.values():
             parameter.grad = None
-        waiting = {one: one.grad for own in self._in_turn for one in own}
+        waiting = {parameter: parameter.grad for parameters in self._in_turn for parameter in parameters}
         for parameter in waiting:
             parameter.grad = None
         self._step_those_with_gradients(step, scale)
-        for number, own in enumerate(self._in_turn):
+        for number, parameters in enumerate(self._in_turn):
             self._bring_back(number)
-            for parameter in own:
+            for parameter in parameters:
                 parameter.grad = waiting.pop(parameter)
             self._step_those_with_gradients(step, scale)
-            self._let_leave(own)
+            self._let_leave(parameters)
         if self._away is not None:
             self._away.settle()
         if self._updates is not None:
@@ -142,14 +144,14 @@ class StageOptimizer:
             self.loss_scale = self.loss_scale.after(applied=scale > 0)
         rate = self._recipe.rate.at(step)
         for group in self._torch.param_groups:
-            if isinstance(group["lr"], Tensor):  # what was compiled reads it there
+            if isinstance(group["lr"], Tensor):  # compiled code reads it there
                 group["lr"].fill_(rate * group["lr_factor"])
             else:
                 group["lr"] = rate * group["lr_factor"]
         return rate
 
     def _bring_back(self, number: int) -> None:
-        """The moments of one layer as they are stepped, on the device; begins to bring back those of the next one."""
+        """Puts one layer's moments on the device, as they are stepped; begins to bring back those of the next layer."""
         if number == 0:
             self._call(0)
         for parameter in self._in_turn[number]:
@@ -164,11 +166,11 @@ class StageOptimizer:
 
     def _call(self, number: int) -> None:
         if self._away is not None:
-            for own in self._in_turn[number : number + 1]:
-                self._away.call([parameter for parameter in own if parameter in self._away])
+            for parameters in self._in_turn[number : number + 1]:
+                self._away.call([parameter for parameter in parameters if parameter in self._away])
 
-    def _let_leave(self, own: Sequence[nn.Parameter]) -> None:
-        for parameter in own:
+    def _let_leave(self, parameters: Sequence[nn.Parameter]) -> None:
+        for parameter in parameters:
             kept = self._recipe.rounded(parameter, self._kept(parameter), self._places.pop(parameter))
             if self._away is not None and parameter in self._away:
                 self._away.leave(parameter, kept)
@@ -202,9 +204,9 @@ class StageOptimizer:
 
     @property
     def _steps_in_one_call(self) -> bool:
-        """Whether its step is one call of torch's fused AdamW, and nothing besides."""
+        """True where its step is one call of torch's fused AdamW, and nothing besides."""
         beside = self._recipe.ema is not None or self._updates is not None or self._in_turn
-        trained = [self.values[address] for address, one in self.parameters.items() if one.grad is not None]
+        trained = [self.values[address] for address, parameter in self.parameters.items() if parameter.grad is not None]
         return self._is_plain and not beside and self._have_moments(trained)
 
     @contextmanager
@@ -232,9 +234,11 @@ class StageOptimizer:
         with torch.no_grad():
             held = list(self._averages.items())
             if self._away is not None and self._recipe.ema is not None:
-                waiting = (one for own in self._in_turn for one in own if one in self._away)
-                moments = ((one, self._away.live(one)) for one in waiting)
-                held += [(one, kept[AVERAGE]) for one, kept in moments if AVERAGE in kept]
+                waiting = (
+                    parameter for parameters in self._in_turn for parameter in parameters if parameter in self._away
+                )
+                moments = ((parameter, self._away.live(parameter)) for parameter in waiting)
+                held += [(parameter, kept[AVERAGE]) for parameter, kept in moments if AVERAGE in kept]
             for parameter, average in held:
                 value = parameter.detach().clone()
                 parameter.copy_(average)
@@ -248,10 +252,10 @@ class StageOptimizer:
         self._is_plain = False
 
     def moments(self, address: str) -> dict[str, Any]:
-        """What is kept of one address, by key, such as {"exp_avg", "exp_avg_sq", "step"} and, with an average, "ema".
+        """The state kept of an address, by key, such as {"exp_avg", "exp_avg_sq", "step"} and, with an average, "ema".
 
-        Tensors are live, not copies; an optimizer may also keep plain numbers. {} before its first step, and for what
-        is not trained here.
+        Tensors are live, not copies; an optimizer may also keep plain numbers. {} before its first step, and for
+        parameters that are not trained here.
         """
         parameter = self.values.get(address)
         if parameter is None:
@@ -261,20 +265,20 @@ class StageOptimizer:
         return self._kept(parameter)
 
     def resident(self) -> list[Tensor]:
-        """What is kept on the device of all parameters between the updates."""
-        found: list[Tensor] = []
+        """Tensors kept on the device for all parameters between the updates."""
+        tensors: list[Tensor] = []
         away = self._away
         for parameter in self.values.values():
             kept = self._kept(parameter) if away is None or parameter not in away else away.staying(parameter)
-            found += [value for value in kept.values() if isinstance(value, Tensor)]
-        return found
+            tensors += [value for value in kept.values() if isinstance(value, Tensor)]
+        return tensors
 
     def _kept(self, parameter: nn.Parameter) -> dict[str, Any]:
         average = self._averages.get(parameter)
         return {**in_parts(self._torch.state.get(parameter, {})), **({} if average is None else {AVERAGE: average})}
 
     def _keep(self, parameter: nn.Parameter, moments: Mapping[str, Any]) -> None:
-        """Exchanges what is kept of a parameter on the device ({}: nothing)."""
+        """Replaces the state kept of a parameter on the device ({}: none)."""
         self._averages.pop(parameter, None)
         self._torch.state.pop(parameter, None)
         taken = dict(moments)
@@ -285,7 +289,7 @@ class StageOptimizer:
             self._torch.state[parameter] = self._recipe.joined(parameter, taken)
 
     def take_moments(self, address: str, moments: Mapping[str, Any], copy: bool) -> None:
-        """Takes over what is kept of one address ({}: it starts afresh); one that is not updated here is ignored.
+        """Takes over the state kept of an address ({}: it starts afresh); one that is not updated here is ignored.
 
         Args:
             copy: False takes the tensors themselves.
@@ -301,7 +305,7 @@ class StageOptimizer:
         if copy and moments:
             self._recipe.check_kept(address, parameter, moments)
         for name, value in moments.items():
-            if not isinstance(value, Tensor) or (waits and leaves(value)):  # what leaves is copied anyway
+            if not isinstance(value, Tensor) or (waits and leaves(value)):  # offloaded tensors are copied anyway
                 continue
             # torch's optimizers keep their step counts on the CPU
             place = value.device if name == "step" else parameter.device
@@ -315,35 +319,35 @@ class StageOptimizer:
 
 
 def step_alike(optimizers: Sequence[StageOptimizer], step: int, scale: float) -> None:
-    """`step` of optimizers of one recipe over different parameters, in one call where they can: to the same bits, since
-    a recipe's optimizer treats every parameter by itself.
+    """Steps optimizers of one recipe over different parameters, in one call where they can: to the same bits, since a
+    recipe's optimizer treats every parameter by itself.
     """
-    together = [one for one in optimizers if one._steps_in_one_call] if scale else []
-    for one in optimizers:
-        if one not in together:
-            one.step(step, scale)
-    for one in together:
-        one._begin(step, scale)
-        one._hand_to_masters()
+    together = [optimizer for optimizer in optimizers if optimizer._steps_in_one_call] if scale else []
+    for optimizer in optimizers:
+        if optimizer not in together:
+            optimizer.step(step, scale)
+    for optimizer in together:
+        optimizer._begin(step, scale)
+        optimizer._hand_to_masters()
     if together:
         _step_plainly(together, scale)
-    for one in together:
-        for value in one.values.values():
+    for optimizer in together:
+        for value in optimizer.values.values():
             value.grad = None
-        one._round()
+        optimizer._round()
 
 
 def _step_plainly(optimizers: Sequence[StageOptimizer], scale: float) -> None:
-    """What `AdamW.step` does, for all groups with equal settings at once, and without its search for hooks, profilers
-    and gradients: for layers of some thousand parameters that takes longer than the step.
+    """Does the same as `AdamW.step`, for all groups with equal settings at once, and without its search for hooks,
+    profilers and gradients: for layers of some thousand parameters that takes longer than the step.
     """
     alike: dict[tuple[float, float], list[tuple[nn.Parameter, Tensor, Mapping[str, Tensor]]]] = {}
-    for one in optimizers:
-        for group in one._torch.param_groups:
+    for optimizer in optimizers:
+        for group in optimizer._torch.param_groups:
             row = alike.setdefault((group["lr"], group["weight_decay"]), [])
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    row.append((parameter, parameter.grad, one._torch.state[parameter]))
+                    row.append((parameter, parameter.grad, optimizer._torch.state[parameter]))
     common = optimizers[0]._torch.param_groups[0]
     for (rate, decay), row in alike.items():
         if not row:

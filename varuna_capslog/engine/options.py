@@ -1,4 +1,4 @@
-"""What a step depends on besides model, data and layout: the constants of a run.
+"""The constants of a run: everything besides model, data and layout that a step depends on.
 
 Plain values, the same on every rank; `PipelineEngine` reads them, and a copy of a layer follows by them.
 """

@@ -1,7 +1,7 @@
-"""Groups of two ranks that carry tensors one way: NCCL's, or others with its manners.
+"""Groups of two ranks that carry tensors one way: NCCL's, or others that behave like it.
 
 Such a group has no tags: the n-th send meets the n-th receive. Its operations may wait for ever for a peer that is
-gone, until another thread aborts the group; what a receive leaves behind then is worthless, and no error says so.
+gone, until another thread aborts the group; the received tensor is worthless then, and no error says so.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Waiting(Protocol):
     """A message under way, as torch's `Work`."""
 
     def wait(self) -> Any:
-        """Until what follows on this device may use the tensor; raises RuntimeError."""
+        """Waits until later work on this device may use the tensor; raises RuntimeError."""
 
 
 class PairGroup(Protocol):
-    """Two ranks; number 0 sends, number 1 receives. As torch's process groups, as far as it is used."""
+    """A group of two ranks; number 0 sends, number 1 receives. The used part of the interface of torch's groups."""
 
     def send(self, tensors: list[Tensor], number: int, tag: int) -> Waiting:
         """Begins to send one tensor of bytes to the rank of this number."""
@@ -52,7 +52,9 @@ class PairGroup(Protocol):
         """Begins to receive one."""
 
     def abort(self) -> None:
-        """From any thread, also once more: ends what is under way, on this side; writes to no tensor afterwards."""
+        """Ends all operations under way on this side; no tensor is written to afterwards. Any thread may call it, and
+        more than once.
+        """
 
 
 Opener: TypeAlias = "Callable[[dist.Store, int, datetime.timedelta], PairGroup]"
@@ -61,7 +63,7 @@ other one; it may return before the two have met. Raises RuntimeError."""
 
 
 def opener_of(transport: str) -> Opener | None:
-    """What opens the groups of `pipeline.transport`; None for gloo, which needs none.
+    """The function that opens the groups of `pipeline.transport`; None for gloo, which needs none.
 
     Raises:
         CapslogError: a function of the user's that cannot be imported.
@@ -70,8 +72,8 @@ def opener_of(transport: str) -> Opener | None:
         return None
     if transport == "nccl":
         return _open_nccl
-    found: Opener = imported(transport, f"pipeline.transport={transport!r}")
-    return found
+    opener: Opener = imported(transport, f"pipeline.transport={transport!r}")
+    return opener
 
 
 def _open_nccl(store: dist.Store, number: int, timeout: datetime.timedelta) -> PairGroup:
@@ -92,8 +94,8 @@ class PairGroups:
         store: of the generation.
         timeout: longest wait for a peer.
         device: of this rank's tensors.
-        late: called once, from another thread, where a peer does not answer in time, with what was being done, and why
-            that ended.
+        late: called once, from another thread, where a peer does not answer in time, with the operation and the reason
+            why it ended.
 
     Attributes:
         progress: around every wait for a message.
@@ -137,11 +139,11 @@ class PairGroups:
 
     @property
     def settled(self) -> bool:
-        """Whether nothing is being opened."""
+        """True while no group is being opened."""
         return all(future.done() for future in [*self._begun.values()])
 
     def wait(self, pair: tuple[int, int]) -> None:
-        """Until the group of a pair that was begun is open; returns at once where all are aborted meanwhile.
+        """Waits until the group of a pair that was begun is open; returns at once where all are aborted meanwhile.
 
         Raises:
             RuntimeError: it cannot be opened.
@@ -213,7 +215,7 @@ class PairGroups:
     def _end(self, group: PairGroup) -> None:
         with contextlib.suppress(RuntimeError):  # it is of no more use; if the device has failed, others will see it
             group.abort()
-        accelerator.synchronize(self._device)  # what an aborted kernel was writing to may be used again only after it
+        accelerator.synchronize(self._device)  # memory that an aborted kernel writes to may be used again only after it
 
 
 class Progress:
@@ -224,7 +226,7 @@ class Progress:
 
     Args:
         limit: seconds without any progress while something is waited for.
-        end: called once, from a thread of this object, with what was being done, and why that ended.
+        end: called once, from a thread of this object, with the operation and the reason why it ended.
     """
 
     def __init__(self, limit: float, device: torch.device, end: Callable[[str], None]) -> None:
@@ -237,21 +239,21 @@ class Progress:
 
     @contextlib.contextmanager
     def waiting(self, doing: str) -> Iterator[None]:
-        """Around the wait for a message."""
-        one: list[Any] = [doing, None]
+        """Context around the wait for a message. doing: the operation, for the error message."""
+        message: list[Any] = [doing, None]
         with self._lock:
             if not self._waits:
                 self._since = time.monotonic()
-            self._waits.append(one)
+            self._waits.append(message)
         try:
             yield
         finally:
             with self._lock:
                 self._since = time.monotonic()
                 if self._device.type == "cpu":
-                    self._waits.remove(one)
+                    self._waits.remove(message)
                 else:
-                    one[1] = accelerator.current_stream(self._device).record_event()
+                    message[1] = accelerator.current_stream(self._device).record_event()
 
     def close(self) -> None:
         """Nothing is waited for any more."""
@@ -271,7 +273,7 @@ class Progress:
 
 
 def _is_past(event: torch.Event | None) -> bool:
-    """Whether the stream got past a wait; also where the device has failed, which the caller's own thread will see."""
+    """True where the stream got past a wait, or the device has failed, which the caller's own thread will see."""
     try:
         return event is not None and event.query()
     except RuntimeError:

@@ -56,7 +56,7 @@ __all__ = ["PipelineEngine", "Ready", "build"]
 
 @dataclass(frozen=True)
 class Ready:
-    """What the process that builds an engine has already, so that the engine need not make it.
+    """Parts that the process has already, so that a new engine need not make them.
 
     Attributes:
         table: the shapes of this chain.
@@ -76,13 +76,13 @@ class Ready:
 
 
 class PipelineEngine:
-    """One rank of a training run on our executor; see `interface.Engine`.
+    """Engine of one rank of a training run on our executor; see `interface.Engine`.
 
     Args:
         chain, loss: as for `EngineParts`; the engine takes the layers it needs.
         communicator: connects `layout.world_size` ranks or more. Those beyond it are idle: they have no stages,
             compute nothing, and vote.
-        ready: what need not be made anew.
+        ready: parts that need not be made anew.
         observer: sees every instruction and the work of the stages; None costs nothing.
 
     Raises:
@@ -114,8 +114,8 @@ class PipelineEngine:
             )
         check_grains(chain, layout)
         check_shared_updates(chain, layout)
-        given = None if options.actions is None else from_strings(options.actions)
-        stages = with_memory(layout.stages, options, given, ready.device_type or device.type)
+        actions = None if options.actions is None else from_strings(options.actions)
+        stages = with_memory(layout.stages, options, actions, ready.device_type or device.type)
         layout = dataclasses.replace(layout, stages=tuple(stages))
         self.chain, self.layout, self.options = chain, layout, options
         self.communicator, self.device = communicator, device
@@ -136,7 +136,7 @@ class PipelineEngine:
             ports = self._routes.ports[number]
             self.stages[number] = Stage(number, chain, layers, end, place.memory or (), tier, ports)
         loading = [number for number, stage in self.stages.items() if stage.ports.inputs]
-        self.loaded_microbatches = sorted(one for stage in loading for one in self._graph.microbatches[stage])
+        self.loaded_microbatches = sorted(index for stage in loading for index in self._graph.microbatches[stage])
         self._reported = [layer.index for layer in self.layers if layout.reporter(layer.index) == self.rank]
         self._gradients = GradientBook(chain, self.layers, communicator, layout)
         self._statistics = StatisticsBook(self.layers, communicator, layout, options.num_microbatches)
@@ -157,7 +157,7 @@ class PipelineEngine:
 
     @property
     def compile_seconds(self) -> float:
-        """What compiling layers has taken so far on this rank."""
+        """Seconds that compiling layers has taken so far on this rank."""
         return 0.0 if self._compiler is None else self._compiler.seconds
 
     @property
@@ -167,43 +167,43 @@ class PipelineEngine:
 
     @property
     def judged_microbatches(self) -> Sequence[int]:
-        """As `Engine.judged_microbatches`."""
+        """See `Engine.judged_microbatches`."""
         ends = [number for number, stage in self.stages.items() if stage.ends_in_loss]
-        return sorted(one for stage in ends for one in self._graph.microbatches[stage])
+        return sorted(index for stage in ends for index in self._graph.microbatches[stage])
 
     def pairs(self) -> set[tuple[int, int]]:
         """Every ordered pair of ranks between which tensors travel: over cuts, shared parameters and replicas."""
         return self.layout.pairs(self._graph.edges, [shared.layers for shared in self.chain.shared])
 
     def _made_compiler(self) -> LayerCompiler | None:
-        """None where nothing is compiled."""
+        """The compiler of this rank's layers; None where nothing is compiled."""
         backend = self.options.compile
         if backend is None and not any(backend_of(layer.module) for layer in self.chain.layers):
             return None
-        own = (action for row in self.options.actions or () for action in row)
-        splits = self.options.splits_backwards or any("I" in action for action in own)
+        actions = (action for row in self.options.actions or () for action in row)
+        splits = self.options.splits_backwards or any("I" in action for action in actions)
         if splits or any(stage.offloads for stage in self.layout.stages):
-            what = "splits its backwards" if splits else "offloads what layers save"
-            who, leave = "variant 'compiled'", "leave the variant out"
+            conflict = "splits its backwards" if splits else "offloads what layers save"
+            setting, advice = "variant 'compiled'", "leave the variant out"
             if backend is not None:
-                who, leave = f"train.compile={backend}", "set train.compile to null"
+                setting, advice = f"train.compile={backend}", "set train.compile to null"
             raise CapslogError(
-                f"{who} makes one operation of a layer, but this plan {what}, which needs the layer's own operations; "
-                f"choose another schedule or plan, or {leave}"
+                f"{setting} makes one operation of a layer, but this plan {conflict}, which needs the layer's own "
+                f"operations; choose another schedule or plan, or {advice}"
             )
         return LayerCompiler(backend, self.chain, self.layers, self.communicator, says=self._observer is None)
 
     # -- microbatches ------------------------------------------------------------------------------------------------
 
     def _contexts(self, minibatch: Minibatch, step: int) -> Contexts:
-        """What every call must know of its microbatches, made once."""
+        """The context of each call's microbatches, made once per call."""
         loss_scale = self.optimizer.loss_scale
         scale = 1.0 if loss_scale is None else loss_scale.scale
 
         @functools.cache
         def context(microbatches: tuple[int, ...]) -> MicrobatchContext:
-            inputs = joined_inputs([minibatch.inputs[one] for one in microbatches], microbatches)
-            targets = [minibatch.targets[one] for one in microbatches]
+            inputs = joined_inputs([minibatch.inputs[microbatch] for microbatch in microbatches], microbatches)
+            targets = [minibatch.targets[microbatch] for microbatch in microbatches]
             specs, reach = self._specs_of(inputs)
             return MicrobatchContext(
                 microbatches, specs, reach, targets, minibatch.normalisers, (self.options.seed, step), scale
@@ -212,20 +212,20 @@ class PipelineEngine:
         return context
 
     def _specs_of(self, inputs: Mapping[str, TensorSpec]) -> tuple[dict[Value, TensorSpec], Reach]:
-        """The specs of all values for these inputs, and what gradients come back."""
+        """The specs of all values for these inputs, and the gradients that come back."""
         cuts = self.table.boundaries(inputs)
-        known = self._specs.get(id(cuts))
-        if known is None or known[0] is not cuts:
+        cached = self._specs.get(id(cuts))
+        if cached is None or cached[0] is not cuts:
             places = enumerate(cuts)
             specs = {value: specs[value.name] for cut, specs in places for value in self.chain.values_at(cut)}
-            known = self._specs[id(cuts)] = cuts, specs, Reach(self.chain, specs)
-        return known[1:]
+            cached = self._specs[id(cuts)] = cuts, specs, Reach(self.chain, specs)
+        return cached[1:]
 
     def _executor_of(self, lowered: Lowered, joining: Joining | None = None) -> Executor:
         return Executor(self.communicator, lowered, self.stages, self._routes, self._observer, joining)
 
     def _joining(self, contexts: Contexts) -> Joining | None:
-        """What joins and parts calls of different sizes; None where all take one microbatch."""
+        """The object that joins and parts calls of different sizes; None where all take one microbatch."""
         large = [number for number, grain in enumerate(self._graph.grains) if grain > 1]
         if not large:
             return None
@@ -242,7 +242,7 @@ class PipelineEngine:
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def compute(self, step: int, minibatch: Minibatch, load: Load) -> None:
-        """As `Engine.compute`; the sums are over blocks, replicas and shared uses. What a failure leaves is dropped."""
+        """See `Engine.compute`; the sums are over blocks, replicas and shared uses. A failed step is dropped."""
         check_minibatch(minibatch, self.options)
         contexts = self._contexts(minibatch, step)
         if self._compiler is not None:
@@ -294,7 +294,7 @@ class PipelineEngine:
         ballot: bytes = b"",
         data: RankReport = NO_REPORT,
     ) -> Verdict:
-        """As `Engine.vote`. A step with a `refusal` must not be applied: `forget` drops it."""
+        """See `Engine.vote`. A step with a `refusal` must not be applied: `forget` drops it."""
         norms = self._gradients.squared_norms(self._reported) if self._reported else {}
         loss_scale = self.optimizer.loss_scale if self.layout.reporter(0) == self.rank else None
         if self._executor is not None:
@@ -307,7 +307,7 @@ class PipelineEngine:
             raise
 
     def update_of(self, index: int) -> dict[str, Tensor]:
-        """After `compute`: what `apply` will make of one of this rank's layers, for those who hold a copy of it.
+        """After `compute`: the update that `apply` will make to a layer of this rank, for ranks that hold a copy of it.
 
         Returns:
             "gradients/<name>": of the whole minibatch, times the loss scale; a shared parameter's is the sum over all
@@ -323,11 +323,11 @@ class PipelineEngine:
             if gradient is not None:
                 update[f"gradients/{name}"] = gradient
         for microbatch, calls in self._statistics.of(index).items():
-            update |= {f"statistics/{microbatch}/{k}/{each.module}": each.values for k, each in enumerate(calls)}
+            update |= {f"statistics/{microbatch}/{k}/{batch.module}": batch.values for k, batch in enumerate(calls)}
         return update
 
     def apply(self, verdict: Verdict) -> float:
-        """As `Engine.apply`: clipping, optimizer, running statistics; a skipped step changes the last ones alone."""
+        """See `Engine.apply`: clipping, optimizer, running statistics; a skipped step changes only the last."""
         rate = self.optimizer.step(verdict.step, verdict.scale)
         self._statistics.commit()
         return rate
@@ -343,8 +343,8 @@ class PipelineEngine:
         return self._executor.doing if self._executor else "starting"
 
     def _explain(self, error: BaseException, doing: str) -> None:
-        """Raises PeerLost where the communicator was aborted: what arrived after that is worthless, and so is an error
-        that a model or a loss raises about it.
+        """Raises PeerLost where the communicator was aborted: tensors that arrive after that are worthless, and so is
+        an error that a model or a loss raises about them.
         """
         if isinstance(error, Exception) and not isinstance(error, PeerLost):
             self.communicator.check_open(doing)
@@ -352,7 +352,7 @@ class PipelineEngine:
     def forget(self) -> None:
         """Drops all traces of a broken-off step."""
         if self.communicator.aborted:
-            accelerator.synchronize(self.device)  # what was begun still writes into tensors of this step
+            accelerator.synchronize(self.device)  # operations under way still write into tensors of this step
         if self._executor is not None:
             self._executor.stopwatch.reset()
         for stage in self.stages.values():
@@ -368,7 +368,7 @@ class PipelineEngine:
         load: Callable[[int, int], dict[str, Tensor]],
         take: Callable[[int, int, dict[str, Tensor]], None],
     ) -> None:
-        """As `Engine.evaluate`."""
+        """See `Engine.evaluate`."""
         counts = tuple(len(minibatch.inputs) for minibatch in minibatches)
         # the ways take turns, so that ranks which several of them share serve all of them alike
         turns = sorted((microbatch, way) for way, count in enumerate(counts) for microbatch in range(count))
@@ -384,11 +384,11 @@ class PipelineEngine:
                 calls[number] += 1
             lowered = lower(rows, (), graph)
             executor = self._evaluators[counts] = self._executor_of(lowered)
-        own = [self._contexts(minibatch, 0) for minibatch in minibatches]
+        contexts = [self._contexts(minibatch, 0) for minibatch in minibatches]
 
         def context(microbatches: tuple[int, ...]) -> MicrobatchContext:
             microbatch, way = turns[microbatches[0]]
-            return dataclasses.replace(own[way]((microbatch,)), microbatches=microbatches)
+            return dataclasses.replace(contexts[way]((microbatch,)), microbatches=microbatches)
 
         def loaded(index: int) -> dict[str, Tensor]:
             microbatch, way = turns[index]

@@ -1,4 +1,4 @@
-"""What one rank's stage costs: how many bytes are live at once on its device, and how many seconds its work takes.
+"""Measures the costs of one rank's stage: bytes that are live at once on its device, and seconds of its work.
 
 The profilers of both engines measure steps with it and the trainer one step of a run, so that predicted and measured
 bytes come from one meter. The bytes are allocator statistics; resident set size never stands in for them.
@@ -38,7 +38,7 @@ CPU_SOURCE = "cpu allocator events"
 
 
 def peak_source(device_type: str) -> str:
-    """How peaks are measured on devices of a type, such as "cuda allocator"."""
+    """The source of peaks on devices of a type, such as "cuda allocator"."""
     return CPU_SOURCE if device_type == "cpu" else f"{device_type} allocator"
 
 
@@ -112,9 +112,9 @@ class StageMeter:
 
     Attributes:
         peak_bytes, peak_source: the largest of the peaks, and how they were measured; None before the first.
-        static_bytes: of what was resident when it was last counted.
+        static_bytes: of the tensors that were resident when they were last counted.
         saved_bytes: the most that a forward left behind for its backward.
-        moved_bytes: the part of it that offloading would take: what autograd saved, but not for the loss.
+        moved_bytes: the part of it that offloading would take: tensors that autograd saved, but not for the loss.
         entered_bytes: the same with the tensors that graphs begin with.
         seconds: every duration, by name ("forward", "backward", and "input" and "weight" of its halves).
     """
@@ -128,7 +128,7 @@ class StageMeter:
 
     @contextlib.contextmanager
     def peak(self, more: Iterable[Tensor] = ()) -> Iterator[None]:
-        """The most bytes that are live at once inside the block.
+        """Context that measures the most bytes that are live at once inside the block.
 
         Args:
             more: tensors besides the resident ones that are there when the block begins.
@@ -139,7 +139,7 @@ class StageMeter:
         self.peak_source = probe.peak_source
 
     def count_static(self) -> None:
-        """Counts what is resident now."""
+        """Counts the bytes that are resident now."""
         self.static_bytes = storage_bytes(self._resident())
 
     @contextlib.contextmanager
@@ -150,14 +150,14 @@ class StageMeter:
         entries: Callable[[], Iterable[Tensor]] = tuple,
         in_loss: Callable[[], bool] = bool,
     ) -> Iterator[None]:
-        """Around one forward, or one recomputation.
+        """Context around one forward, or one recomputation: measures the bytes that it saves.
 
         Args:
             own: the storages (`storages_of`) that were resident before; they are not saved by the forward.
-            kept: asked at the end for what waits for the backward besides the tensors that autograd saved; None where
-                this forward leaves nothing behind.
+            kept: called at the end; returns the tensors that wait for the backward besides those that autograd saved,
+                or None where this forward leaves nothing behind.
             entries: asked then for those of them that graphs begin with.
-            in_loss: whether what autograd saves is for the loss.
+            in_loss: whether autograd is saving for the loss.
         """
         saved: dict[int, int] = {}
         moved: dict[int, int] = {}
@@ -166,8 +166,8 @@ class StageMeter:
             (saved if in_loss() else moved).update(storages_of([tensor]))
             return tensor
 
-        def size(found: dict[int, int]) -> int:
-            return sum(size for key, size in found.items() if key not in own)
+        def size(storages: dict[int, int]) -> int:
+            return sum(size for key, size in storages.items() if key not in own)
 
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -181,7 +181,7 @@ class StageMeter:
 
     @contextlib.contextmanager
     def timing(self, name: str) -> Iterator[None]:
-        """Around one forward, backward or half of one, whose duration is added to `seconds`."""
+        """Context around one forward, backward or half of one, whose duration is added to `seconds`."""
         began = self.now()
         try:
             yield
@@ -189,20 +189,20 @@ class StageMeter:
             self.seconds[name].append(self.now() - began)
 
     def now(self) -> float:
-        """Seconds of a clock that does not go back, when the device has done all that it was asked for."""
+        """Seconds of a monotonic clock, read when the device has done all its work."""
         accelerator.synchronize(self._device)
         return time.perf_counter()
 
 
 def held_inputs(load: Load, local: Sequence[int]) -> Load:
-    """The same inputs, loaded now: a measured step counts what a device would hold, not what loading needs."""
+    """The same inputs, loaded now: a measured step counts the bytes that a device would hold, not those of loading."""
     held = {index: load(index) for index in local}
     return lambda microbatch: {name: tensor.clone() for name, tensor in held[microbatch].items()}
 
 
 def resident_tensors(layers: Sequence[EngineLayer], optimizer: StageOptimizer) -> list[Tensor]:
-    """What a rank holds between two steps: parameters, their masters and gradients, buffers and the optimizer's
-    moments, but for what waits in the host tier.
+    """Tensors that a rank holds on its device between two steps: parameters, their masters and gradients, buffers and
+    the optimizer's moments, but for those that wait in the host tier.
     """
     tensors: list[Tensor] = []
     for layer in layers:
@@ -227,11 +227,11 @@ def storages_of(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Address -> bytes of each storage."""
-    found = {}
+    sizes = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        found[storage.data_ptr()] = storage.nbytes()
-    return found
+        sizes[storage.data_ptr()] = storage.nbytes()
+    return sizes
 
 
 def _allocations(tree: Iterable[Any]) -> list[tuple[int, int, int]]:
@@ -240,13 +240,13 @@ def _allocations(tree: Iterable[Any]) -> list[tuple[int, int, int]]:
     def walk(events: Iterable[Any]) -> Iterator[tuple[int, int, int]]:
         for event in events:
             fields = event.typed[1]
-            # the kind of event is an enumeration of torch's own; an allocation is what has an address and a size
+            # the kind of event is an enumeration of torch's own; an event with an address and a size is an allocation
             if hasattr(fields, "alloc_size") and fields.device.type == "cpu":
                 yield event.start_time_ns, fields.ptr, fields.alloc_size
             yield from walk(event.children)
 
     # stable: events of one instant keep the order in which they were recorded
-    return sorted(walk(tree), key=lambda found: found[0])
+    return sorted(walk(tree), key=lambda allocation: allocation[0])
 
 
 def _running_maximum(allocations: Iterable[tuple[int, int, int]], held: dict[int, int]) -> int:

@@ -63,7 +63,9 @@ class Recipe:
 
     @classmethod
     def of_config(cls, train: Train, rate: LearningRate | None = None) -> Recipe:
-        """What the config's `train` section says; without a rate, for who only asks what is kept, the section's lr."""
+        """The recipe of the config's `train` section. rate: None takes the section's lr, which suffices to ask what the
+        optimizer keeps.
+        """
         from varuna_capslog.config.train import ParameterGroup
 
         factors = train.lr_multipliers.items()
@@ -88,7 +90,7 @@ class Recipe:
         return f"{self.optimizer}{f'({arguments})' if arguments else ''}{moments}{'' if self.ema is None else '+ema'}"
 
     def described(self, parameters: Iterable[Tensor]) -> dict[str, Any]:
-        """What a profile's conditions say of it.
+        """The recipe's entries in a profile's conditions.
 
         Args:
             parameters: of the model; those that are not trained do not count.
@@ -117,13 +119,13 @@ class Recipe:
         """
         if ":" in self.optimizer:
             return imported(self.optimizer, f"train.optimizer={self.optimizer!r}")
-        known = {
+        kinds = {
             name.lower(): kind
             for name, kind in vars(torch.optim).items()
             if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
         }
-        fields.refuse_unknown([self.optimizer.lower()], sorted(known), "train.optimizer")
-        return known[self.optimizer.lower()]
+        fields.refuse_unknown([self.optimizer.lower()], sorted(kinds), "train.optimizer")
+        return kinds[self.optimizer.lower()]
 
     @property
     def is_plain_adamw(self) -> bool:
@@ -132,31 +134,32 @@ class Recipe:
 
     @property
     def rounds_moments(self) -> bool:
-        """Whether moments are kept in other types than they are stepped in."""
+        """True where moments are kept in other types than they are stepped in."""
         return self.moments != "float32"
 
     def rounded(
         self, parameter: Tensor, kept: Mapping[str, Any], places: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """What is kept of a parameter between two steps, of what its optimizer has after one, by key: the moments are
-        rounded to the nearest bfloat16 where the recipe says so.
+        """The state of a parameter as it is kept between two steps, by key: moments are rounded to the nearest bfloat16
+        where the recipe says so.
 
         Args:
+            kept: the optimizer's state after a step.
             places: tensors of earlier steps, by key, which take the rounded values.
         """
-        found = dict(kept)
+        rounded = dict(kept)
         for key, value in self._moments_in(parameter, kept).items():
             place = None if places is None else places.get(key)
-            found[key] = value.to(torch.bfloat16) if place is None else place.copy_(value)
-        return found
+            rounded[key] = value.to(torch.bfloat16) if place is None else place.copy_(value)
+        return rounded
 
     def widened(self, parameter: Tensor, kept: Mapping[str, Any]) -> dict[str, Any]:
-        """What the optimizer steps with, of what is kept of a parameter: its moments have the parameter's type."""
+        """The kept state of a parameter as the optimizer steps it: its moments have the parameter's type."""
         moments = self._moments_in(parameter, kept)
         return {**kept, **{key: value.to(parameter.dtype) for key, value in moments.items()}}
 
     def _moments_in(self, parameter: Tensor, kept: Mapping[str, Any]) -> dict[str, Tensor]:
-        """What is rounded, of what is kept of a parameter: floating-point tensors of its shape, but for step counts and
+        """The part of a parameter's state that is rounded: floating-point tensors of its shape, but for step counts and
         the average; nothing where the recipe rounds nothing.
         """
         tensors = (
@@ -170,9 +173,9 @@ class Recipe:
 
     def settings(self, address: str, dimensions: int) -> tuple[float, float]:
         """Factor on the learning rate, and weight decay, of the parameter with this address and so many dimensions."""
-        found = [group for group in self.groups if group.holds(address, dimensions)]
-        factor = next((group.lr_factor for group in found if group.lr_factor is not None), 1.0)
-        decay = next((group.weight_decay for group in found if group.weight_decay is not None), self.weight_decay)
+        groups = [group for group in self.groups if group.holds(address, dimensions)]
+        factor = next((group.lr_factor for group in groups if group.lr_factor is not None), 1.0)
+        decay = next((group.weight_decay for group in groups if group.weight_decay is not None), self.weight_decay)
         return factor, decay
 
     def build(self, parameters: Mapping[str, nn.Parameter], on_cpu: bool) -> torch.optim.Optimizer:
@@ -219,25 +222,25 @@ class Recipe:
         return decay * (1 - math.exp(-step / self.ema_warmup_steps)) if self.ema_warmup_steps else decay
 
     def fresh(self, parameter: Tensor) -> dict[str, Any]:
-        """What is kept of a parameter after its first step, by key; of the tensors only shape and type mean anything.
+        """The state kept of a parameter after its first step, by key; only its tensors' shapes and types mean anything.
 
         Args:
             parameter: a fake one, inside its `FakeTensorMode`.
         """
         if self.is_plain_adamw:  # as below, but quicker: estimates ask for thousands
-            found = {name: torch.empty_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-            found["step"] = torch.empty(())
+            kept = {name: torch.empty_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            kept["step"] = torch.empty(())
         else:
-            found = in_parts(self._stepped(parameter))
-        found = self.rounded(parameter, found)
+            kept = in_parts(self._stepped(parameter))
+        kept = self.rounded(parameter, kept)
         if self.ema is not None:
-            found[AVERAGE] = torch.empty_like(parameter)
-        return found
+            kept[AVERAGE] = torch.empty_like(parameter)
+        return kept
 
     def _stepped(self, parameter: Tensor) -> dict[str, Any]:
-        """What the optimizer itself has of a fake parameter after its first step.
+        """The optimizer's own state of a fake parameter after its first step.
 
-        Raises ConfigError where it cannot step tensors without memory, or has what no checkpoint can keep.
+        Raises ConfigError where it cannot step tensors without memory, or has state that no checkpoint can keep.
         """
         stepped, name = nn.Parameter(parameter.detach()), f"train.optimizer={self.optimizer}"
         stepped.grad = torch.empty_like(stepped)
@@ -252,8 +255,8 @@ class Recipe:
                 f"{name} cannot step tensors without memory ({_told(error)}), from which is known what it keeps; name "
                 "an optimizer that computes with torch's operators"
             ) from error
-        found = dict(built.state[stepped])
-        for key, value in in_parts(found).items():
+        state = dict(built.state[stepped])
+        for key, value in in_parts(state).items():
             if isinstance(value, Tensor):
                 keepable = type(value) in (type(parameter), Tensor, nn.Parameter)
             else:
@@ -263,7 +266,7 @@ class Recipe:
                     f"{name} keeps {key!r} of a parameter as a {type(value).__name__}, but checkpoints and moves keep "
                     "tensors, numbers, and tensors that __tensor_flatten__ takes apart; name another optimizer"
                 )
-        return found
+        return state
 
     def uncompiled(self) -> contextlib.AbstractContextManager[object]:
         """Within it an optimizer that compiles its step does not: nothing can be compiled for tensors without memory.
@@ -272,7 +275,7 @@ class Recipe:
         return torch.compiler.set_stance("force_eager") if ":" in self.optimizer else contextlib.nullcontext()
 
     def joined(self, parameter: Tensor, parts: Mapping[str, Any]) -> dict[str, Any]:
-        """What the optimizer itself has of a parameter, of what `in_parts` made of it."""
+        """The optimizer's own state of a parameter, from its parts: the reverse of `in_parts`."""
         if not any("." in key for key in parts):
             return dict(parts)
         shape, arguments = tuple(parameter.shape), _hashable(self.arguments)
@@ -286,16 +289,16 @@ class Recipe:
     def check_kept(self, address: str, parameter: Tensor, kept: Mapping[str, Any]) -> None:
         """Raises CapslogError where `kept`, by key, is what another optimizer kept of this parameter."""
         wanted = set(self.kept(parameter)) - {AVERAGE}
-        found = {key for key, value in kept.items() if isinstance(value, Tensor)} - {AVERAGE}
-        if wanted != found:
+        present = {key for key, value in kept.items() if isinstance(value, Tensor)} - {AVERAGE}
+        if wanted != present:
             raise CapslogError(
-                f"of {address!r} an optimizer kept {sorted(found)}, but train.optimizer={self.optimizer} keeps "
+                f"of {address!r} an optimizer kept {sorted(present)}, but train.optimizer={self.optimizer} keeps "
                 f"{sorted(wanted)}; set train.optimizer and train.optimizer_args back, or begin a new run with "
                 "init_from"
             )
 
     def check(self, parameters: Mapping[str, int]) -> None:
-        """Whether a run can follow it.
+        """Checks that a run can follow the recipe.
 
         Args:
             parameters: dimensions by address, of all of the model's.
@@ -367,9 +370,9 @@ class Recipe:
 
 
 def in_parts(kept: Mapping[str, Any]) -> dict[str, Any]:
-    """What an optimizer keeps, with every tensor that wraps others taken apart: `exp_avg.codes`, `exp_avg.scale`.
+    """An optimizer's state with every tensor that wraps others taken apart: `exp_avg.codes`, `exp_avg.scale`.
 
-    Parts are live: who changes them changes the whole.
+    Parts are live: changing them changes the wrapping tensor.
     """
     parts: dict[str, Any] = {}
     for key, value in kept.items():
@@ -382,15 +385,15 @@ def in_parts(kept: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _joined(parts: Mapping[str, Any], example: Mapping[str, Any]) -> dict[str, Any]:
-    """The reverse of `in_parts`, as in an example."""
-    whole = dict(parts)
-    for key, one in example.items():
-        if is_traceable_wrapper_subclass(one):
-            names, context = one.__tensor_flatten__()
-            inner = {part.removeprefix(f"{key}."): whole.pop(part) for part in parts if part.startswith(f"{key}.")}
-            inner = _joined(inner, {name: getattr(one, name) for name in names})
-            whole[key] = type(one).__tensor_unflatten__(inner, context, one.size(), one.stride())
-    return whole
+    """The reverse of `in_parts`; example: a state whose tensors say which parts belong together."""
+    joined = dict(parts)
+    for key, template in example.items():
+        if is_traceable_wrapper_subclass(template):
+            names, context = template.__tensor_flatten__()
+            inner = {part.removeprefix(f"{key}."): joined.pop(part) for part in parts if part.startswith(f"{key}.")}
+            inner = _joined(inner, {name: getattr(template, name) for name in names})
+            joined[key] = type(template).__tensor_unflatten__(inner, context, template.size(), template.stride())
+    return joined
 
 
 def _told(error: Exception) -> str:
@@ -401,7 +404,7 @@ def _told(error: Exception) -> str:
 def _example(
     optimizer: str, arguments: tuple[tuple[str, Any], ...], shape: tuple[int, ...], dtype: torch.dtype
 ) -> Mapping[str, Any]:
-    """What an optimizer has of a fake parameter after its first step; equal shapes are tried once."""
+    """The state of a fake parameter after its first step; equal shapes are tried once."""
     with FakeTensorMode():
         return Recipe(optimizer=optimizer, arguments=dict(arguments))._stepped(torch.empty(shape, dtype=dtype))
 
@@ -419,8 +422,8 @@ def _kept(
     ema = 0.0 if averaged else None
     recipe = Recipe(optimizer=optimizer, arguments=dict(arguments), ema=ema, moments=moments)
     with FakeTensorMode():
-        found = recipe.fresh(torch.empty(shape, dtype=dtype))
-        return tuple((key, value.nbytes) for key, value in found.items() if isinstance(value, Tensor))
+        kept = recipe.fresh(torch.empty(shape, dtype=dtype))
+        return tuple((key, value.nbytes) for key, value in kept.items() if isinstance(value, Tensor))
 
 
 def _hashable(arguments: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:

@@ -1,4 +1,4 @@
-"""What each stage takes and makes, and what travels over each edge between two stages.
+"""Values and gradients that each stage takes and hands on, and those that travel over each edge between two stages.
 
 With routes "relay" everything that a later layer reads goes through all stages between. With "direct" a value goes from
 the stage that writes it to each stage that reads it, once, and one gradient per reading layer comes back, so that the
@@ -25,13 +25,13 @@ GradientKey: TypeAlias = "tuple[Value, int | None]"
 
 
 def value_of(key: Value | GradientKey) -> Value:
-    """What an entry of a message is: a value, or the one whose gradient it is."""
+    """The value of a message's entry: the key itself, or the value of a gradient's key."""
     return key if isinstance(key, Value) else key[0]
 
 
 @dataclass(frozen=True)
 class Ports:
-    """What goes into a stage and comes out of it.
+    """Values and gradients that enter and leave a stage.
 
     enters: the values that a forward takes. inputs: those of them that are inputs of the chain and come from the data.
     leaves: the values that it hands on.
@@ -56,19 +56,21 @@ def ports_of(chain: Chain, layers: Sequence[int], direct: bool = False) -> Ports
 
     layers: rising; consecutive ones unless `direct`.
     """
-    own = with_loss(layers, len(chain))
+    inside = with_loss(layers, len(chain))
     if not direct:
         enters = chain.values_at(layers[0])
         inputs = enters if layers[0] == 0 else ()
-        leaves = () if len(chain) in own else chain.values_at(layers[-1] + 1)
+        leaves = () if len(chain) in inside else chain.values_at(layers[-1] + 1)
         return Ports(enters, inputs, leaves, tuple((value, None) for value in enters))
     enters = tuple(
-        value for value, readers in sorted(chain.readers.items()) if value.writer not in own and own & set(readers)
+        value
+        for value, readers in sorted(chain.readers.items())
+        if value.writer not in inside and inside & set(readers)
     )
     leaves = tuple(
-        value for value, readers in sorted(chain.readers.items()) if value.writer in own and set(readers) - own
+        value for value, readers in sorted(chain.readers.items()) if value.writer in inside and set(readers) - inside
     )
-    wanted = tuple((value, reader) for value in enters for reader in chain.readers[value] if reader in own)
+    wanted = tuple((value, reader) for value in enters for reader in chain.readers[value] if reader in inside)
     return Ports(enters, tuple(value for value in enters if value.writer < 0), leaves, wanted, passing=False)
 
 
@@ -76,7 +78,7 @@ class Reach:
     """Over which values gradients come back: those from which the loss can be reached through layers that carry one.
 
     Args:
-        specs: of all values, which say what carries a gradient.
+        specs: of all values; they say which values carry a gradient.
 
     Attributes:
         pairs: (value, layer that has a gradient for it); the loss is layer L.
@@ -84,22 +86,22 @@ class Reach:
 
     def __init__(self, chain: Chain, specs: Mapping[Value, TensorSpec]) -> None:
         self._last: dict[Value, int] = {}
-        found: set[tuple[Value, int]] = set()
+        pairs: set[tuple[Value, int]] = set()
         for reader in reversed(range(len(chain) + 1)):
             if reader == len(chain) or any(value in self._last for value in chain.written(reader)):
                 for value in chain.reads[reader]:
                     if specs[value].requires_grad:
-                        found.add((value, reader))
+                        pairs.add((value, reader))
                         self._last.setdefault(value, reader)
-        self.pairs = frozenset(found)
+        self.pairs = frozenset(pairs)
 
     def has(self, key: GradientKey, cut: int) -> bool:
-        """Whether this gradient comes from the layers behind a cut."""
+        """True where this gradient comes from the layers behind a cut."""
         return key in self.pairs if key[1] is not None else self._last.get(key[0], -1) >= cut
 
 
 class Routes:
-    """What travels between the stages of a layout.
+    """Values and gradients that travel between the stages of a layout.
 
     ports: of every stage.
     activations, gradients: of every edge, in the order in which they are sent.
@@ -110,10 +112,10 @@ class Routes:
         self.ports = [ports_of(chain, stage.numbers, layout.direct) for stage in layout.stages]
         self.activations: dict[Edge, tuple[Value, ...]] = {}
         self.gradients: dict[Edge, tuple[GradientKey, ...]] = {}
-        for one, other in edges:
-            made, taken = set(self.ports[one].leaves), self.ports[other]
-            self.activations[one, other] = tuple(value for value in taken.enters if value in made)
-            self.gradients[one, other] = tuple(key for key in taken.wanted if key[0] in made)
+        for source, target in edges:
+            made, taken = set(self.ports[source].leaves), self.ports[target]
+            self.activations[source, target] = tuple(value for value in taken.enters if value in made)
+            self.gradients[source, target] = tuple(key for key in taken.wanted if key[0] in made)
         self._cuts = [stage.first for stage in layout.stages]
         self.most = max(map(len, (*self.activations.values(), *self.gradients.values())), default=0)
 
@@ -164,9 +166,9 @@ class Gradients:
             self._sum(value, waiting.pop()[1])
 
     def _sum(self, value: Value, gradient: Tensor) -> None:
-        known = self._sums.get(value)
-        self._sums[value] = gradient if known is None else known + gradient
+        total = self._sums.get(value)
+        self._sums[value] = gradient if total is None else total + gradient
 
     def of(self, key: GradientKey) -> Tensor | None:
-        """What goes to the stage before under this name; None where nothing depends on it."""
+        """The gradient that goes to the stage before under this key; None where nothing depends on the value."""
         return self._sums.get(key[0]) if key[1] is None else self.handed_back.get(key)

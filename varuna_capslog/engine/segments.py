@@ -1,7 +1,7 @@
 """Consecutive layers of a stage that are treated alike between their forward and their backward.
 
-A segment runs its layers and builds their graphs. What it keeps of a microbatch meanwhile is what its kind says: the
-graphs ("keep"), its inputs ("recompute"), or the one or the other in the host tier ("offload", "recompute+offload").
+A segment runs its layers and builds their graphs. Its kind says what it keeps of a microbatch meanwhile: the graphs
+("keep"), its inputs ("recompute"), or either of them in the host tier ("offload", "recompute+offload").
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["MicrobatchContext", "SegmentState", "StageSegment", "segments_of"]
 
 @dataclass(frozen=True)
 class MicrobatchContext:
-    """What a stage must know of the microbatches of one call, of which most often there is one.
+    """Data and settings of the microbatches of one call of a stage; most calls have one microbatch.
 
     Attributes:
         microbatches: their global indices in the minibatch, rising.
@@ -52,17 +52,17 @@ class MicrobatchContext:
 
 @dataclass
 class SegmentState:
-    """What is kept of one microbatch: the graphs, or the inputs from which they are built again."""
+    """State kept of one microbatch: the graphs, or the inputs from which they are built again."""
 
     inputs: Mapping[Value, Tensor | OffloadedTensor] | None = None
     graphs: list[LayerGraph] = field(default_factory=list)
 
 
 class _Work(NamedTuple):
-    """One layer of a segment.
+    """Reads and writes of one layer of a segment.
 
-    writes: by name. handed_on: what only the next layer reads; beside: what is alive behind it besides.
-    dead: what is not alive any more behind it.
+    writes: by name. handed_on: values that only the next layer reads; beside: the others that are alive behind it.
+    dead: values that are not alive any more behind it.
     """
 
     layer: EngineLayer
@@ -77,9 +77,9 @@ class StageSegment:
     """Layers [first, end) of a stage.
 
     piece: these layers and the kind of their memory interval, or KEEP.
-    enters: what it needs to run, of all that is alive before it.
-    alive: what is alive in the stage before the first layer, and behind each.
-    ends_in_loss: whether the last one is the chain's last.
+    enters: the values that it needs to run, of those that are alive before it.
+    alive: the values that are alive in the stage before the first layer, and behind each.
+    ends_in_loss: whether the last of these layers is the chain's last.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class StageSegment:
         self.enters = tuple(enters)
         self.layers = list(layers)
         written = [chain.written(layer.index) for layer in layers]
-        here = {*enters, *(value for values in written for value in values)}
-        self._outputs = tuple(value for value in sorted(alive[-1]) if value in here)
+        available = {*enters, *(value for values in written for value in values)}
+        self._outputs = tuple(value for value in sorted(alive[-1]) if value in available)
         self._works: list[_Work] = []
         self._decided: tuple[Mapping[Value, TensorSpec], list[bool]] = {}, []
         for place, layer in enumerate(layers):
@@ -116,11 +116,11 @@ class StageSegment:
             )
 
     def wants_backward(self, context: MicrobatchContext) -> bool:
-        """False where what leaves it carries no gradient (frozen layers only): nothing need be kept of it."""
+        """False where its outputs carry no gradient (frozen layers only): nothing need be kept of it."""
         return self.ends_in_loss or any(context.specs[value].requires_grad for value in self._outputs)
 
     def keep_inputs(self, state: SegmentState, values: Mapping[Value, Tensor], call: OffloadedCall | None) -> None:
-        """Keeps what the segment needs to run, for `run` to begin with once more."""
+        """Keeps the values from which `run` can begin once more."""
         kept = {value: values[value] for value in self.enters}
         if call is not None and self.offloads:
             state.inputs = {value: call.take(tensor) for value, tensor in kept.items()}
@@ -139,13 +139,13 @@ class StageSegment:
         """Runs the layers.
 
         Args:
-            values: what is alive before the segment; taken out, so that no tensor lives longer than it must.
+            values: those alive before the segment; taken out, so that no tensor lives longer than it must.
             graph: build the graphs, into `state`.
             record: count running statistics.
-            call: takes what the graphs save; None: it stays on the device.
+            call: takes the tensors that the graphs save; None: they stay on the device.
 
         Returns:
-            What is alive behind it.
+            The values that are alive behind it.
         """
         live = dict(values)
         # The callers' frames last as long as this one; a frozen first layer's input would too.
@@ -163,13 +163,13 @@ class StageSegment:
                     wants = {value.name: specs[value].requires_grad for value in read}
                     reads = {name: tensor.detach().requires_grad_(wants[name]) for name, tensor in reads.items()}
                 if call is None:
-                    found = layer.forward(reads, context.index, seeds, graph, record)
+                    outputs = layer.forward(reads, context.index, seeds, graph, record)
                 else:
                     with _taken(call, layer):
-                        found = layer.forward(reads, context.index, seeds, graph, record)
+                        outputs = layer.forward(reads, context.index, seeds, graph, record)
                 del reads
-                written = {writes[name]: tensor for name, tensor in found.items()}
-                del found
+                written = {writes[name]: tensor for name, tensor in outputs.items()}
+                del outputs
                 if open_graph is not None:
                     if ends:
                         written = open_graph.close(written)
@@ -186,7 +186,9 @@ class StageSegment:
         return live
 
     def _ends(self, specs: Mapping[Value, TensorSpec]) -> list[bool]:
-        """Of each layer, whether a graph ends behind it: where something besides wants a gradient, too."""
+        """For each layer, whether a graph ends behind it: it does where another value that is alive there wants a
+        gradient, too.
+        """
         if self._decided[0] is not specs:
             self._decided = specs, [any(specs[value].requires_grad for value in work.beside) for work in self._works]
         return self._decided[1]
@@ -199,7 +201,7 @@ class StageSegment:
         live: dict[Value, Tensor],
         call: OffloadedCall | None,
     ) -> Mapping[str, Tensor]:
-        """What the first layer of a graph reads; those that want a gradient begin it."""
+        """The tensors that the first layer of a graph reads; those that want a gradient begin the graph."""
         wanted = [value for value in dict.fromkeys(read) if context.specs[value].requires_grad]
         if call is None:
             for value in wanted:
@@ -217,28 +219,30 @@ def segments_of(
 ) -> list[StageSegment]:
     """The segments of a stage of these layers, in the order of the chain."""
     places = {layer.index: place for place, layer in enumerate(layers)}
-    found, alive = [], _alive(chain, [layer.index for layer in layers], ports)
+    segments, alive = [], _alive(chain, [layer.index for layer in layers], ports)
     for first, end in ranges_of(list(places)):
-        for piece in pieces_of(first, end, [one for one in intervals if first <= one.first and one.end <= end]):
+        for piece in pieces_of(
+            first, end, [interval for interval in intervals if first <= interval.first and interval.end <= end]
+        ):
             part = slice(places[piece.first], places[piece.end - 1] + 1)
             before = alive[part.start]
             inside = with_loss(range(piece.first, piece.end), len(chain))
             read = {value for index in inside for value in chain.reads[index]}
             enters = sorted(before if ports.passing else before & read)
-            found.append(StageSegment(chain, layers[part], piece, enters, alive[part.start : part.stop + 1]))
-    return found
+            segments.append(StageSegment(chain, layers[part], piece, enters, alive[part.start : part.stop + 1]))
+    return segments
 
 
 def _alive(chain: Chain, layers: Sequence[int], ports: Ports) -> list[frozenset[Value]]:
-    """What is alive in a stage before its first layer, and behind each."""
+    """The values that are alive in a stage before its first layer, and behind each."""
     after = set(ports.leaves)
     if layers[-1] == len(chain) - 1:
         after |= {*chain.reads[len(chain)]}
-    found = [frozenset(after)]
+    alive = [frozenset(after)]
     for layer in reversed(layers):
         after = (after - set(chain.written(layer))) | set(chain.reads[layer])
-        found.append(frozenset(after))
-    return found[::-1]
+        alive.append(frozenset(after))
+    return alive[::-1]
 
 
 def _taken(call: OffloadedCall, layer: EngineLayer) -> AbstractContextManager[Any]:
@@ -247,5 +251,5 @@ def _taken(call: OffloadedCall, layer: EngineLayer) -> AbstractContextManager[An
 
 
 def _handed_on(chain: Chain, index: int) -> frozenset[Value]:
-    """What layer `index` writes and only the next layer reads: there one graph may hold both layers."""
+    """Values that layer `index` writes and only the next layer reads: there one graph may hold both layers."""
     return frozenset(value for value in chain.written(index) if chain.readers.get(value) == (index + 1,))

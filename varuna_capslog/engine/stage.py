@@ -1,6 +1,6 @@
-"""One pipeline stage at work: forwards, recomputations and backwards of microbatches, not who asks for them.
+"""Runs the forwards, recomputations and backwards of one pipeline stage; `executor` decides on their order.
 
-A stage is some layers of a chain and, if it holds the last one, the loss. Its memory intervals say what it keeps per
+A stage is some layers of a chain and, if it holds the last one, the loss. Its memory intervals say what it keeps of a
 microbatch between a forward and its backward: see `segments`.
 """
 
@@ -31,12 +31,12 @@ LossFunction = Callable[[Mapping[str, Tensor], Any, Mapping[str, float]], dict[s
 
 @dataclass
 class _Held:
-    """What is kept of one microbatch between its actions.
+    """State kept of one microbatch between its actions.
 
     states: of each segment.
-    call: what goes to the host tier; None: nothing does.
+    call: the storages that go to the host tier; None: nothing does.
     outputs, loss: of the chain, once they were computed with a graph.
-    rests: what is left of a backward whose input half is done.
+    rests: the weight halves of a backward whose input half is done.
     """
 
     states: list[SegmentState]
@@ -47,14 +47,14 @@ class _Held:
 
 
 class Stage:
-    """Some layers of a chain.
+    """A pipeline stage: some layers of a chain.
 
     Args:
         layers: from `take_layers`, rising.
         loss: the workload's loss, which the stage of the last layer computes.
-        ports: what enters and leaves it; None: all that crosses its cuts, for consecutive layers.
-        memory: what is not kept, by memory intervals; see `plans.parts.MemoryInterval`.
-        tier: where they offload to; None: nowhere, what they would offload stays.
+        ports: values that enter and leave it; None: all that cross its cuts, for consecutive layers.
+        memory: memory intervals, which recompute or offload; see `plans.parts.MemoryInterval`.
+        tier: where they offload to; None: tensors that they would offload stay.
 
     Attributes:
         in_loss: whether the loss is being computed.
@@ -80,9 +80,9 @@ class Stage:
         self.ends_in_loss = self.end == len(chain)
         self.segments = segments_of(chain, layers, memory, self.ports)
         self._outputs = chain.reads[len(chain)]
-        own = {layer.index for layer in layers}
+        numbers = {layer.index for layer in layers}
         leaving = [(value, reader) for value in self.ports.leaves for reader in chain.readers[value]]
-        self._behind = frozenset((value, reader) for value, reader in leaving if reader not in own)
+        self._behind = frozenset((value, reader) for value, reader in leaving if reader not in numbers)
         self._tier = tier if any(segment.offloads for segment in self.segments) else None
         self._loss = loss
         self._held: dict[int, _Held] = {}
@@ -110,7 +110,7 @@ class Stage:
                 them.
             whole: the backward follows at once: nothing leaves, and the last segment keeps its graph. The others do as
                 their intervals say, and run again in the backward.
-            later: whether `offload` is called later; else what goes to the host tier leaves as a part of this.
+            later: whether `offload` is called later; else offloading is a part of this action.
         """
         held = self._held[context.index] = _Held([SegmentState() for _ in self.segments])
         if self._tier is not None and not whole:
@@ -125,7 +125,7 @@ class Stage:
                     sent = {value: values[value] for value in self.ports.leaves if value in values}
                     if len(sent) == len(self.ports.leaves):
                         values.clear()
-                        return sent  # what this segment makes is not read before the recomputation makes it again
+                        return sent  # this segment's outputs are not read before the recomputation makes them again
             call = held.call if segment.offloads and not again else None
             values = segment.run(context, values, state, wanted and not again, record=True, call=call)
             _leave_at_once(held, later)
@@ -134,7 +134,7 @@ class Stage:
         return {value: values[value] for value in self.ports.leaves}
 
     def offload(self, context: MicrobatchContext) -> Callable[[], None]:
-        """O: begins to move what the intervals offload to the host tier; returns the wait for it."""
+        """O: begins to offload the microbatch's tensors to the host tier; returns the wait for it."""
         call = self._held[context.index].call
         if call is None:
             return _nothing
@@ -142,7 +142,7 @@ class Stage:
         return call.settle
 
     def load(self, context: MicrobatchContext) -> None:
-        """L: begins to move it back. What reads it waits for it."""
+        """L: begins to bring these tensors back. A read of one waits for it."""
         call = self._held[context.index].call
         if call is not None:
             call.come_back(beside=True)
@@ -222,7 +222,7 @@ class Stage:
         if not inputs_only:
             del self._held[context.index]
         if not self.wants_backward(context):
-            return {}  # nothing that it reads has a gradient from here either
+            return {}  # its inputs have no gradient from here either
         _bring_back(held)
         sums = Gradients(gradients, self.ports.apart)
         for place in reversed(range(len(self.segments))):
@@ -241,7 +241,7 @@ class Stage:
         return {key: _as_spec(sums.of(key), context.specs[key[0]], self.device) for key in wanted}
 
     def _differentiate_loss(self, held: _Held, gradients: Gradients, scale: float) -> None:
-        """Begins the backward with the gradients of what the loss reads."""
+        """Begins the backward with the gradients of the loss's inputs."""
         assert held.loss is not None
         assert held.outputs is not None
         if held.loss.requires_grad:
@@ -260,14 +260,14 @@ class Stage:
             held.call.end()
 
     def kept(self, microbatch: int) -> list[Tensor]:
-        """What is held of a microbatch between its actions, besides the tensors that autograd saved (for profiling)."""
+        """Tensors held of a microbatch between its actions, besides those that autograd saved (for profiling)."""
         held = self._held[microbatch]
         inputs = [kept for state in held.states for kept in (state.inputs or {}).values()]
         more = (*inputs, *(held.outputs or {}).values())
-        return [*self.entries(microbatch), *(one for one in more if isinstance(one, Tensor))]
+        return [*self.entries(microbatch), *(tensor for tensor in more if isinstance(tensor, Tensor))]
 
     def rests(self, microbatch: int) -> list[WeightHalf]:
-        """What is left of its backward whose input half is done, the last graph first (for profiling)."""
+        """The weight halves of its backward whose input half is done, the last graph first (for profiling)."""
         return self._held[microbatch].rests
 
     def entries(self, microbatch: int) -> list[Tensor]:
@@ -277,14 +277,14 @@ class Stage:
 
     def statistics(self, microbatch: int) -> list[Tensor]:
         """The running statistics that its forward has left until the end of the step (for profiling)."""
-        return [one for layer in self.layers for one in layer.statistics.of(microbatch)]
+        return [tensor for layer in self.layers for tensor in layer.statistics.of(microbatch)]
 
     def evaluate(
         self, context: MicrobatchContext, values: dict[Value, Tensor]
     ) -> tuple[dict[Value, Tensor], dict[str, Tensor] | None]:
         """Runs the stage without keeping anything (the caller has set evaluation mode).
 
-        Returns what leaves it, and on the last stage what the loss would read, by name.
+        Returns the values that leave it, and on the last stage the inputs of the loss, by name.
         """
         for segment in self.segments:
             values = segment.run(context, values, SegmentState(), graph=False, record=False)
@@ -292,7 +292,7 @@ class Stage:
         return {value: values[value] for value in self.ports.leaves}, outputs
 
     def forget(self) -> None:
-        """Drops what a broken-off step left, gradients included."""
+        """Drops all traces of a broken-off step, gradients included."""
         for held in self._held.values():
             if held.call is not None:
                 held.call.end()
@@ -310,13 +310,13 @@ def _leave_at_once(held: _Held, later: bool) -> None:
 
 
 def _bring_back(held: _Held) -> None:
-    """Before a recomputation or a backward: what left and was not loaded comes back as a part of it."""
+    """Brings back offloaded tensors that were not loaded, as a part of the action that reads them."""
     if held.call is not None:
         held.call.come_back(beside=False)
 
 
 def _nothing() -> None:
-    """Nothing was moved."""
+    """Does nothing: nothing was offloaded."""
 
 
 def _as_spec(gradient: Tensor | None, spec: TensorSpec, device: torch.device) -> Tensor:

@@ -27,7 +27,7 @@ _TAG = 3 << 28
 
 
 class BatchStatistics(NamedTuple):
-    """What one call of a module saw.
+    """Batch statistics of one call of a module.
 
     module: its number among the layer's. values: mean and variance, [2, features].
     """
@@ -103,21 +103,21 @@ class RunningStatistics:
         assert module.running_mean is not None
         assert module.running_var is not None
         if self._recording is not None:
-            number = next(number for number, one in enumerate(self._modules) if one is module)
+            number = next(number for number, child in enumerate(self._modules) if child is module)
             self._recording.append(BatchStatistics(number, torch.stack([module.running_mean, module.running_var])))
         module.running_mean, module.running_var, module.num_batches_tracked, module.momentum = kept
 
     def arrange(self, microbatch: int) -> None:
-        """After its forward: brings what was recorded into the order of the modules, those that were called again
-        behind all others: the same one for all holders of the layer.
+        """Sorts the statistics of a microbatch after its forward: by module, repeated calls behind all first ones, so
+        that all holders of the layer have the same order.
 
         Raises:
             CapslogError: the layer calls other modules than it did for an earlier microbatch.
         """
         seen = self._seen[microbatch]
-        again = [[one.module for one in seen[:call]].count(each.module) for call, each in enumerate(seen)]
+        again = [[earlier.module for earlier in seen[:call]].count(batch.module) for call, batch in enumerate(seen)]
         seen[:] = [seen[call] for call in sorted(range(len(seen)), key=lambda call: (again[call], seen[call].module))]
-        calls = tuple(each.module for each in seen)
+        calls = tuple(batch.module for batch in seen)
         if self._calls is None:
             self._calls = calls
         if calls != self._calls:
@@ -128,8 +128,8 @@ class RunningStatistics:
             )
 
     def of(self, microbatch: int) -> Sequence[Tensor]:
-        """Those of one microbatch of this step so far."""
-        return [each.values for each in self._seen.get(microbatch, ())]
+        """Statistics of one microbatch of this step so far, in the order of `arrange`."""
+        return [batch.values for batch in self._seen.get(microbatch, ())]
 
     def take(self) -> dict[int, list[BatchStatistics]]:
         """The statistics of this step by microbatch; forgets them."""
@@ -180,8 +180,8 @@ class StatisticsBook:
     def collect(self) -> None:
         """Takes the statistics of all microbatches of the step from the layers and from their other holders."""
         for index, layer in self._layers.items():
-            found, others = layer.statistics.take(), self._others[index]
-            self._found[index] = found | self._ask(index, found, others) if others else found
+            statistics, others = layer.statistics.take(), self._others[index]
+            self._found[index] = statistics | self._ask(index, statistics, others) if others else statistics
 
     def of(self, index: int) -> Mapping[int, list[BatchStatistics]]:
         """After `collect`: a layer's statistics by microbatch; empty without any."""
@@ -189,12 +189,12 @@ class StatisticsBook:
 
     def commit(self) -> None:
         """Folds them into the layers' buffers."""
-        for index, found in self._found.items():
-            self._layers[index].statistics.commit(found)
+        for index, statistics in self._found.items():
+            self._layers[index].statistics.commit(statistics)
         self._found = {}
 
     def forget(self) -> None:
-        """Drops those of a broken-off step."""
+        """Drops the statistics of a broken-off step."""
         self._found = {}
 
     def _ask(
@@ -203,16 +203,16 @@ class StatisticsBook:
         """The statistics that the other holders of a layer have, by microbatch."""
         order = sorted(mine)
         calls = mine[order[0]]
-        sizes = [each.values.numel() for each in calls]
-        flat = torch.cat([each.values.reshape(-1) for microbatch in order for each in mine[microbatch]])
+        sizes = [batch.values.numel() for batch in calls]
+        flat = torch.cat([batch.values.reshape(-1) for microbatch in order for batch in mine[microbatch]])
         wanted = {peer: TensorSpec((sum(sizes) * len(theirs),), flat.dtype) for peer, theirs in others.items()}
-        found = {}
+        statistics = {}
         for peer, values in self._communicator.exchange(
             dict.fromkeys(others, flat), wanted, _TAG + index, flat.device
         ).items():
             pieces = iter(values.split(sizes * len(others[peer])))
             for microbatch in others[peer]:
-                found[microbatch] = [
-                    BatchStatistics(each.module, next(pieces).reshape(each.values.shape)) for each in calls
+                statistics[microbatch] = [
+                    BatchStatistics(batch.module, next(pieces).reshape(batch.values.shape)) for batch in calls
                 ]
-        return found
+        return statistics

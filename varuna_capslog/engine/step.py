@@ -1,9 +1,10 @@
-"""What is the same in every engine's training step: its order, and the vote that ends it.
+"""The order of a training step and the vote that ends it, common to all engines.
 
 The vote tells every rank in one exact sum what it must know of the step, before anything is changed. Loss parts by
-microbatch, squared gradient norms by layer, wishes to stop, who gives a ballot and, in float16, the loss scale are
-slots of one float64 vector; every slot has one owner, so that the sum has the same bits on all ranks and all judge
-alike. No message follows it, but for updated values of layers whose moments only one replica keeps (`holders/updates`).
+microbatch, squared gradient norms by layer, requests to stop, the ranks that give a ballot and, in float16, the loss
+scale are slots of one float64 vector. Every slot has one owner, so the sum has the same bits on all ranks and all
+reach the same verdict. No message follows it, but for updated values of layers whose moments only one replica keeps
+(`holders/updates`).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class RankReport:
-    """How one rank came by the data of a step, and how long it worked.
+    """A rank's report on a step: whether it could read the data, how long it waited for them, how long it worked.
 
     Attributes:
         waited_seconds: how long it computed nothing because inputs or targets were not read yet.
@@ -53,12 +54,12 @@ class RankReport:
 
 
 NO_REPORT = RankReport()
-"""Of a rank that waited for nothing."""
+"""The report of a rank that waited for nothing."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all ranks know of a step after its vote, the same on each of them.
+    """The result of a step's vote, the same on all ranks.
 
     Attributes:
         parts: the loss and its parts, of the whole minibatch.
@@ -91,8 +92,8 @@ class Verdict:
 
     @property
     def skipped(self) -> bool:
-        """Whether the step updates no parameter: its gradients were not finite, but its loss was, in a run whose loss
-        is scaled.
+        """True where the step updates no parameter: its gradients were not finite, but its loss was, in a run whose
+        loss is scaled.
         """
         return self.scale == 0.0
 
@@ -104,8 +105,8 @@ def train_step(
     load: Load,
     before_commit: Callable[[], None] | None = None,
 ) -> Verdict:
-    """One optimizer step on all ranks under the commit rule: nothing of the model changes before all ranks know that
-    the step is finite, and no rank waits for another after that but for values that it does not update itself.
+    """Makes one optimizer step on all ranks under the commit rule: nothing of the model changes before all ranks know
+    that the step is finite. After that a rank waits for others only where they update values for it.
 
     Args:
         step: counted from 1; with the run's seed it fixes all random numbers.
@@ -136,9 +137,9 @@ def check_minibatch(minibatch: Minibatch, options: EngineOptions) -> None:
 
 
 def data_failure(step: int, failures: Sequence[str | None]) -> str | None:
-    """Why the step is refused, where the data of some rank could not be read; None where all could."""
-    found = next((failure for failure in failures if failure is not None), None)
-    return None if found is None else f"step {step}: {found}; nothing was applied"
+    """The reason to refuse the step where a rank could not read its data; None where all could."""
+    reason = next((failure for failure in failures if failure is not None), None)
+    return None if reason is None else f"step {step}: {reason}; nothing was applied"
 
 
 class Poll:
@@ -165,13 +166,13 @@ class Poll:
         data: RankReport = NO_REPORT,
         loss_scale: LossScale | None = None,
     ) -> Verdict:
-        """One vote; every rank calls it, also one without stages.
+        """Holds one vote; every rank calls it, also one without stages.
 
         Args:
             last: the stages here that evaluated the loss; their parts and refusals are taken out.
             squared_norms: by layer, on the rank that reports the layer.
-            ballot: handed to all ranks as it is, by a gather that takes place only if anybody's is not empty.
-            data: of this rank; what it says of a failure is gathered only if anybody had one.
+            ballot: handed to all ranks as it is, by a gather that takes place only if any rank's is not empty.
+            data: report of this rank; failures are gathered only if any rank had one.
             loss_scale: of the step, on the rank that reports layer 0; None elsewhere.
 
         Raises:
@@ -182,7 +183,7 @@ class Poll:
         scaled = self._options.loss_scale
         sizes = [count * len(names), layers, world, world, world, world, 1, *([] if scaled is None else [2])]
         slots = torch.zeros(sum(sizes), dtype=torch.float64)
-        losses, norms, given, waited, busy, failed, stops, *scales = slots.split(sizes)
+        losses, norms, has_ballot, waited, busy, failed, stops, *scales = slots.split(sizes)
         losses = losses.view(count, len(names))
         refusals: dict[int, str] = {}
         for stage in last:
@@ -195,7 +196,7 @@ class Poll:
             stage.refusals.clear()
         for index, value in squared_norms.items():
             norms[index] = value
-        given[self._communicator.rank] = float(bool(ballot))
+        has_ballot[self._communicator.rank] = float(bool(ballot))
         waited[self._communicator.rank] = data.waited_seconds
         busy[self._communicator.rank] = data.busy_seconds
         failed[self._communicator.rank] = float(data.failure is not None)
@@ -226,7 +227,7 @@ class Poll:
                 norm, scale = math.inf, 0.0
         if counted == 0:
             refusal = refusal or no_targets(step)
-        ballots = tuple(self._communicator.gather(ballot)) if any(given.tolist()) else ()
+        ballots = tuple(self._communicator.gather(ballot)) if any(has_ballot.tolist()) else ()
         seconds = {"waited_seconds": tuple(waited.tolist()), "busy_seconds": tuple(busy.tolist())}
         factor = None if scaled is None else scaled.scale
         return Verdict(
@@ -251,7 +252,7 @@ def take_weight(parts: dict[str, float], count: int) -> float:
 
 
 def no_targets(step: int) -> str:
-    """Why a step of weight 0 is refused."""
+    """The reason to refuse a step of weight 0."""
     return f"step {step}: none of its targets counts in the loss; nothing was applied"
 
 
@@ -259,7 +260,7 @@ def _fold(rows: Tensor) -> list[float]:
     """Sum over the rows, one after the other, in float64."""
     total = [0.0] * rows.shape[1]
     for row in rows.tolist():
-        total = [known + value for known, value in zip(total, row, strict=True)]
+        total = [partial + value for partial, value in zip(total, row, strict=True)]
     return total
 
 
@@ -282,8 +283,8 @@ def _refusal(
             )
             where.append(f"microbatch {microbatch} (samples {samples}): {detail}")
     if where:
-        found = "; ".join(where)
-        return f"step {step}: the loss is not finite in {found}; nothing was applied: lower train.lr or look at them"
+        places = "; ".join(where)
+        return f"step {step}: the loss is not finite in {places}; nothing was applied: lower train.lr or look at them"
     layers = [chain.layers[index].name for index, value in enumerate(norms.tolist()) if not math.isfinite(value)]
     samples = [sample for group in minibatch.sample_ids for sample in group]
     total = ", ".join(f"{name}={value:g}" for name, value in zip(names, _fold(parts), strict=True))

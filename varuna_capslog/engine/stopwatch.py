@@ -39,13 +39,13 @@ class Stopwatch:
         self._events.append(event)
 
     def take(self) -> float:
-        """The seconds since the last call; waits for the device where its work is not done yet."""
+        """Seconds of work since the last call; waits until the device has done it."""
         for begun, ended in zip(self._events[::2], self._events[1::2], strict=False):
             ended.synchronize()
             self._seconds += begun.elapsed_time(ended) / 1000
-        found = self._seconds
+        seconds = self._seconds
         self.reset()
-        return found
+        return seconds
 
     def reset(self) -> None:
         """Forgets what was measured; waits for nothing, also where the device has failed."""

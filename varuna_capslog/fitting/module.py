@@ -1,7 +1,7 @@
-"""`fit`: an ordinary module made to train within a budget, in a loop of its user's own.
+"""`fit` makes an ordinary module train within a budget, in a loop of its user's own.
 
 The module is captured as a chain (`model/capture`), `search` chooses its memory intervals, and `segments` runs it with
-them. Whatever is not training (eval mode, no gradients) runs the module's own forward.
+them. Outside training (eval mode, no gradients) the module's own forward runs.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ def fit(
     moments: int = 2,
     host_bandwidth: str | None = None,
 ) -> FittedModule:
-    """Gives the module back so that a training step on one device stays within `budget` bytes and is fastest.
+    """Return the module so that a training step on one device stays within `budget` bytes and is fastest.
 
     Outputs, losses and gradients are bitwise those of `model`, dropout and batch norm included: what is not kept runs
     again with the same random numbers, and counts no running statistics twice. The budget holds for one step of a loop
-    that clears its gradients before each forward: parameters, gradients, moments, buffers, the inputs, and what
-    forward, loss and backward need. On CUDA it is what `torch.cuda.max_memory_allocated` shows; the context and what
-    an optimizer needs while it updates come on top.
+    that clears its gradients before each forward: parameters, gradients, moments, buffers, the inputs, and the memory
+    of forward, loss and backward. On CUDA it is the value of `torch.cuda.max_memory_allocated`; the context and the
+    memory of an optimizer while it updates come on top.
 
     Args:
         model: on the device on which it trains; its parameters, buffers and submodules are used, not copied.
         sample: one batch: a tensor, a tuple of positional or a dict of keyword arguments.
         budget: such as "8GB" or 8e9.
-        loss: takes what the model returns and gives the scalar that is differentiated, so that its memory counts.
+        loss: takes the model's result and returns the scalar that is differentiated, so that its memory counts.
             None: the model's output named `loss`, or the sum of its floating-point outputs.
         cut_points: submodules before which a range may begin or end; None: every repeated block.
         precision: "float32", or "bfloat16" or "float16" where the loop runs the model under autocast, for float16 with
             a scaler of its own.
         moments: tensors of its own size that the optimizer keeps for each parameter: 2 for Adam, 0 for plain SGD.
-        host_bandwidth: between the device and the host, such as "12GB/s": what is saved may then wait on the host as
-            well. None, or a model on the CPU: nothing is offloaded.
+        host_bandwidth: between the device and the host, such as "12GB/s": saved tensors may then be offloaded to the
+            host as well. None, or a model on the CPU: nothing is offloaded.
 
     Raises:
-        DoesNotFit: no choice stays within the budget; the sentence names the static floor and the smallest budget.
+        DoesNotFit: no choice stays within the budget; the sentence gives the static floor and the smallest budget.
         CapslogError: a size that cannot be read; a model that cannot be captured, or run on fake tensors.
     """
     size = parse_bytes(budget, "budget")
@@ -75,13 +75,13 @@ def fit(
 
 
 class FittedModule(nn.Module):
-    """What `fit` gives: the module with its own parameters, buffers and submodules under their own names.
+    """Module returned by `fit`: the model with its own parameters, buffers and submodules under their own names.
 
     A batch of other shapes is fitted when it first comes, within the same budget, which takes as long as `fit`.
     Hooks on the module itself do not run while it trains, nor those of submodules that were cut open.
 
     Attributes:
-        fits: what was chosen, in the order in which shapes came.
+        fits: the choices, in the order in which shapes came.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class FittedModule(nn.Module):
         loop: Loop,
     ) -> None:
         super().__init__()
-        # the module's own tables, so that whatever is moved, loaded or listed here is there too
+        # the module's own tables, so that moving, loading and listing affect both
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
         self.training = model.training
         self._model = (model,)  # in a tuple it is no submodule
@@ -102,32 +102,32 @@ class FittedModule(nn.Module):
 
     @property
     def fits(self) -> list[Fit]:
-        """As above."""
+        """Choices, in the order in which shapes came."""
         return [run.fit for run in self._runs.values()]
 
     def train(self, mode: bool = True) -> FittedModule:
-        """As of the module itself, whose own `train` may leave parts in eval mode."""
+        """Set the mode of the module itself, whose own `train` may leave parts in eval mode."""
         self._model[0].train(mode)
         self.training = mode
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns."""
+        """Return the module's result."""
         model = self._model[0]
         if not (self.training and torch.is_grad_enabled()):
             return model(*args, **kwargs)
         return self.fit_for(args, kwargs)(args, kwargs, model)
 
     def fit_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
-        """How calls with such arguments are run; raises as `fit`. Where the module has other attributes or submodules
-        than when such a call was captured, it is captured again.
+        """Return the run of calls with such arguments; raises as `fit`. Where the module has other attributes or
+        submodules than when such a call was captured, it is captured again.
         """
         model = self._model[0]
         key = _key(_bound(model, args, kwargs))
         run = self._runs.get(key)
         if run is None or run.changed:
-            how = self._budget, self._loss, self._cut_points, self._loop
-            self._runs[key] = run = _Run.of(model, args, kwargs, how, run)
+            options = self._budget, self._loss, self._cut_points, self._loop
+            self._runs[key] = run = _Run.of(model, args, kwargs, options, run)
         return run
 
 
@@ -135,9 +135,9 @@ class _Run:
     """Calls with arguments of certain shapes.
 
     Args:
-        fit: how they are run; nothing but the module itself where it has no intervals.
+        fit: the choice for them; the module itself runs where it has no intervals.
         chain: of the module.
-        state: of those of its modules whose code the chain does not run.
+        state: attributes of those of its modules whose code the chain does not run.
     """
 
     def __init__(self, fit: Fit, chain: Chain, state: PythonState) -> None:
@@ -146,39 +146,44 @@ class _Run:
 
     @property
     def runs_itself(self) -> bool:
-        """Whether the module itself is called."""
+        """True where the module itself is called."""
         return self._segments is None
 
     @property
     def changed(self) -> bool:
-        """Whether the module has other attributes than when it was captured."""
+        """True where the module has other attributes than when it was captured."""
         return not self.runs_itself and bool(self._state.changes())
 
     @classmethod
     def of(
-        cls, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], how: tuple[Any, ...], known: _Run | None
+        cls,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: tuple[Any, ...],
+        previous: _Run | None,
     ) -> _Run:
-        """Captures the module, and chooses the intervals.
+        """Capture the module, and choose the intervals.
 
         Args:
-            known: how such calls were run until some attribute changed; where the same layers are captured, its
-                intervals are taken.
+            previous: run of such calls until some attribute changed; where the same layers are captured, its intervals
+                are used again.
         """
-        budget, loss, cut_points, loop = how
+        budget, loss, cut_points, loop = options
         bound = _bound(model, args, kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves(bound) if isinstance(leaf, Tensor)]
         if not tensors:
             raise CapslogError("the sample holds no tensor; give a batch as the module takes it")
-        devices = {one.device for one in (*model.parameters(), *tensors)}
+        devices = {tensor.device for tensor in (*model.parameters(), *tensors)}
         if len(devices) != 1:
             where = ", ".join(sorted(map(str, devices)))
             raise CapslogError(f"the module and the sample are on {where}; move both to the device that trains")
         with in_training(model):
-            captured = capture_layers(model, cut_points, bound, evaluates=False, compares=known is None, keeps=True)
+            captured = capture_layers(model, cut_points, bound, evaluates=False, compares=previous is None, keeps=True)
         chain = Chain(*captured, type(model).__name__)
         state = open_state(model, chain.layers, modes=True)
-        if known is not None and _structure(known.chain) == _structure(chain):
-            return cls(known.fit, chain, state)
+        if previous is not None and _structure(previous.chain) == _structure(chain):
+            return cls(previous.fit, chain, state)
         specs = {name: TensorSpec.of(tensor.detach()) for name, tensor in zip(chain.inputs, tensors, strict=True)}
         differentiated = _differentiated(chain, loss)
         searched = Chain([*chain.layers, _leaving(chain)], chain.inputs, chain.outputs, chain.name)
@@ -192,7 +197,7 @@ class _Run:
         return cls(search.fit(budget), chain, state)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module) -> Any:
-        """What the model returns."""
+        """Return the model's result."""
         if self._segments is None:
             return model(*args, **kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves(_bound(model, args, kwargs)) if isinstance(leaf, Tensor)]
@@ -202,7 +207,7 @@ class _Run:
 
 
 def _structure(chain: Chain) -> object:
-    """Equal for chains whose layers run the same operators, with whatever numbers."""
+    """Return a key that is equal for chains whose layers run the same operators, with whatever numbers."""
     return [
         (layer.name, layer.reads, layer.writes, [(node.op, str(node.target)) for node in layer.module.graph.nodes])
         if isinstance(layer.module, fx.GraphModule)
@@ -212,10 +217,10 @@ def _structure(chain: Chain) -> object:
 
 
 class _Leaving(nn.Module):
-    """A layer that hands on what it reads."""
+    """A layer that passes on the tensors that it reads."""
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Views of the tensors, so that each is written here."""
+        """Return views of the tensors, so that each is written here."""
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
 
@@ -232,21 +237,21 @@ def _differentiated(chain: Chain, loss: Callable[[Any], Tensor] | None) -> Calla
             return loss(captured_result(chain.layers, outputs))
         if "loss" in outputs:
             return outputs["loss"]
-        own = [one for name, one in outputs.items() if not name.startswith(LEFT)]
-        found = [one.float().sum() for one in own if one.is_floating_point() and one.requires_grad]
-        if not found:
+        tensors = [tensor for name, tensor in outputs.items() if not name.startswith(LEFT)]
+        sums = [tensor.float().sum() for tensor in tensors if tensor.is_floating_point() and tensor.requires_grad]
+        if not sums:
             raise CapslogError(f"{chain.name}: none of its outputs carries a gradient, so there is nothing to train")
-        return torch.stack(found).sum() if len(found) > 1 else found[0]
+        return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
 
     return find
 
 
 def _bound(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments as the capture takes them: by name in the order of the forward's signature, where they have names,
-    so that equal calls look alike.
+    """Return the arguments as the capture takes them: by name in the order of the forward's signature, where they have
+    names, so that equal calls look alike.
     """
     signature = inspect.signature(model.forward)
-    kinds = {one.kind for one in signature.parameters.values()}
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
     if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY}:
         if args and kwargs:
             raise CapslogError(
@@ -254,17 +259,17 @@ def _bound(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             )
         return args or kwargs
     try:
-        found = signature.bind(*args, **kwargs).arguments
+        bound = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
         raise CapslogError(f"these arguments do not go with {type(model).__name__}.forward: {error}") from error
-    for name, one in signature.parameters.items():
-        if one.kind is inspect.Parameter.VAR_KEYWORD:
-            found |= found.pop(name, {})
-    return dict(found)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            bound |= bound.pop(name, {})
+    return dict(bound)
 
 
 def _key(bound: Any) -> object:
-    """Equal for calls that one captured chain serves."""
+    """Return a key that is equal for calls that one captured chain serves."""
     leaves, spec = pytree.tree_flatten(bound)
     return str(spec), tuple(
         (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves

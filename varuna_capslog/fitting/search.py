@@ -1,8 +1,8 @@
-"""The memory intervals with which one device trains a captured module within a budget, and what that peaks at.
+"""Chooses the memory intervals with which one device trains a captured module within a budget, and their peak bytes.
 
-An estimate of the layers and `planners/intervals` with one call in flight propose the fastest choice; the choice's own
-program is then rehearsed on fake tensors, as `profiling/rehearsal` does for ranks. Where the estimate and the rehearsal
-differ, the search is asked again with what it was wrong by. Nothing runs on the device.
+An estimate of the layers and `planners/intervals` with one call in flight propose the fastest choice; its own program
+is then rehearsed on fake tensors, as `profiling/rehearsal` does for ranks. Where the estimate and the rehearsal differ,
+the search is repeated with the error of the estimate. Nothing runs on the device.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from varuna_capslog.profiling.skeleton import with_real_layers
 __all__ = ["Fit", "Loop", "StepSearch"]
 
 _ROUNDS = 8
-"""Choices that are rehearsed for one budget, at most."""
+"""Most choices that are rehearsed for one budget."""
 
 Loss = Callable[[Mapping[str, Tensor]], Tensor]
-"""From the tensors that leave the chain, by name, to what is differentiated."""
+"""Maps the tensors that leave the chain, by name, to the scalar that is differentiated."""
 
 
 @dataclass(frozen=True)
 class Loop:
-    """What is known of the loop in which the module trains.
+    """Settings of the loop in which the module trains.
 
     precision: "float32", or "bfloat16" or "float16" for a loop under autocast. moments: tensors of its own size that
     the optimizer keeps for each trained parameter. host_bandwidth: bytes per second between device and host; None:
@@ -61,11 +61,11 @@ class Loop:
 
 @dataclass(frozen=True)
 class Fit:
-    """How a module is trained within a budget.
+    """Choice for training a module within a budget.
 
     intervals: of the layers `names`; the others keep what autograd saves. peak_bytes: rehearsed, of one step:
-    parameters, moments, gradients, buffers, the inputs, and all that forward, loss and backward need.
-    static_bytes: the part of it that no choice changes. again_seconds: estimated, of forwards that run again, beside
+    parameters, moments, gradients, buffers, the inputs, and the memory of forward, loss and backward.
+    static_bytes: the part of it that no choice changes. again_seconds: estimated seconds of recomputed forwards, beside
     step_seconds, a forward and a backward with everything kept.
     """
 
@@ -79,11 +79,11 @@ class Fit:
 
 
 class StepSearch:
-    """One step of a module on one device.
+    """Search for the intervals of one step of a module on one device.
 
     Args:
-        chain: the captured layers, and behind them one that passes on what leaves them (its loss reads that).
-        specs: of the chain's inputs. loss: what is differentiated. device: where the module is.
+        chain: the captured layers, and behind them one that passes on their outputs (its loss reads those).
+        specs: of the chain's inputs. loss: returns the scalar that is differentiated. device: device of the module.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class StepSearch:
         handling = Handling(host_bandwidth=loop.host_bandwidth, copies_beside=False)
         offloads = loop.host_bandwidth is not None and device.type != "cpu"
         kinds = [kind for kind in INTERVAL_KINDS if offloads or kind == "recompute"]
-        # the last layer, behind which nothing has to run again, is the user's: its outputs leave in any case
+        # nothing is recomputed behind the last layer, which belongs to the user: its outputs leave in any case
         self._fronts_by = partial(
             IntervalFronts, self._ranges, handling=handling, firsts=[0], kinds=kinds, borders=range(self._end + 1)
         )
@@ -106,13 +106,13 @@ class StepSearch:
         self._keeping_seconds = float(seconds.forward[self._end] + seconds.backward[self._end])
         self._peaks: dict[tuple[MemoryInterval, ...], int] = {}
         parameters = self._estimator.chain.named_parameters().values()
-        self._trained_bytes = sum(one.nbytes for one in parameters if one.requires_grad)
-        held = [*parameters, *(one for layer in chain.layers for one in {*layer.module.buffers()})]
-        self.static_bytes = sum(one.nbytes for one in held) + (1 + loop.moments) * self._trained_bytes
+        self._trained_bytes = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+        held = [*parameters, *(buffer for layer in chain.layers for buffer in {*layer.module.buffers()})]
+        self.static_bytes = sum(tensor.nbytes for tensor in held) + (1 + loop.moments) * self._trained_bytes
 
     def fit(self, budget: int) -> Fit:
-        """The fastest choice within the budget. Raises DoesNotFit, with the static floor and the smallest budget that
-        would do.
+        """Return the fastest choice within the budget. Raises DoesNotFit, with the static floor and the smallest budget
+        that would do.
         """
         if self.peak_bytes(()) <= budget:
             return self._fit((), budget, 0.0)
@@ -129,8 +129,10 @@ class StepSearch:
         )
 
     def _fastest(self, budget: int) -> Fit | None:
-        """The fastest of some choices that fit by their rehearsal: the estimate is asked for what it takes for the
-        budget, corrected by what it was wrong by for the last choice, and within what earlier answers leave open.
+        """Return the fastest of some choices that fit by their rehearsal.
+
+        The estimate searches within the budget, corrected by its error for the last choice, and within the bounds of
+        earlier answers.
         """
         low, high = 0.0, float(stage_bytes(self._ranges, 0, self._end, (), 1))
         usable, best = float(budget + self._off(())), None
@@ -154,26 +156,26 @@ class StepSearch:
         return best
 
     def _least(self) -> tuple[int, tuple[MemoryInterval, ...]]:
-        """The fewest bytes of what is rehearsed of the smallest choices, and that choice.
+        """Return the fewest rehearsed bytes among the smallest choices, and that choice.
 
-        Every layer counts as equally slow here: rates that were measured differ from time to time, and a budget that
-        was named once must do again.
+        Every layer counts as equally slow here: measured rates differ from time to time, and a budget that was reported
+        once must be enough again.
         """
         steps = np.arange(self._profile.num_layers + 1, dtype=float)
         fronts = self._fronts_by(LayerSeconds(steps, 2 * steps, 0 * steps, 0 * steps, 0 * steps))
-        smallest, found = fronts.least_bytes(0, self._end, 1)[0], []
-        for part in (1.0, 1.02, 1.05, 1.1):  # what is smallest by the estimate need not be by its own program
+        smallest, candidates = fronts.least_bytes(0, self._end, 1)[0], []
+        for part in (1.0, 1.02, 1.05, 1.1):  # the smallest by the estimate need not be the smallest by its own program
             choice = fronts.cheapest(0, self._end, 1, part * smallest)
             if choice is not None:
-                found.append((self.peak_bytes(choice.intervals), choice.intervals))
-        return min([*found, (self.peak_bytes(()), ())], key=lambda one: one[0])
+                candidates.append((self.peak_bytes(choice.intervals), choice.intervals))
+        return min([*candidates, (self.peak_bytes(()), ())], key=lambda candidate: candidate[0])
 
     def _again(self, intervals: Sequence[MemoryInterval]) -> float:
         forward = self._profile.column("forward_seconds")
-        return sum(sum(forward[one.first : one.end]) for one in intervals if one.recomputes)
+        return sum(sum(forward[interval.first : interval.end]) for interval in intervals if interval.recomputes)
 
     def _off(self, intervals: tuple[MemoryInterval, ...]) -> int:
-        """By how much the estimate of a choice exceeds its rehearsal."""
+        """Return the bytes by which the estimate of a choice exceeds its rehearsal."""
         return stage_bytes(self._ranges, 0, self._end, intervals, 1) - self.peak_bytes(intervals)
 
     def _fit(self, intervals: tuple[MemoryInterval, ...], budget: int, again: float) -> Fit:
@@ -182,7 +184,7 @@ class StepSearch:
         return Fit(names, intervals, budget, peak, self.static_bytes, self._keeping_seconds, again)
 
     def peak_bytes(self, intervals: tuple[MemoryInterval, ...]) -> int:
-        """The most that a step with these intervals takes on the device, as its allocator counts.
+        """Return the most bytes that a step with these intervals takes on the device, as its allocator counts.
 
         Gradients are None when the step begins. Raises CapslogError where a layer or the loss cannot run on fake
         tensors.
@@ -198,11 +200,14 @@ class StepSearch:
             chain = with_real_layers(self._estimator.chain, range(self._end + 1))
             parameters = list(chain.named_parameters().values())
             moments = [
-                torch.empty_like(one) for one in parameters if one.requires_grad for _ in range(self.loop.moments)
+                torch.empty_like(parameter)
+                for parameter in parameters
+                if parameter.requires_grad
+                for _ in range(self.loop.moments)
             ]
             inputs = {name: spec.empty() for name, spec in self._estimator.specs[0].items()}
             held = [*parameters, *moments, *inputs.values()]
-            held += [one for layer in chain.layers for one in layer.module.buffers()]
+            held += [buffer for layer in chain.layers for buffer in layer.module.buffers()]
             followed = Lifetimes(
                 quirks.temporary, held, self._estimator.recipes, on_host=not quirks.has("host staging")
             )
@@ -227,7 +232,7 @@ class StepSearch:
 
 
 class _CapturedModule(Workload):
-    """The estimator's view of a step: a chain that is there, its inputs and its loss."""
+    """The estimator's view of a step: an existing chain, its inputs and its loss."""
 
     def __init__(self, chain: Chain, specs: Mapping[str, TensorSpec], loss: Loss) -> None:
         self.name, self._chain, self._specs, self._loss = chain.name, chain, specs, loss

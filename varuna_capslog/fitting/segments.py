@@ -1,10 +1,10 @@
-"""A captured chain that runs in one autograd graph, each range of its layers treated as its memory interval says.
+"""Runs a captured chain in one autograd graph, each range of its layers treated as its memory interval states.
 
-`torch.utils.checkpoint` (without reentrance) runs a range again, with torch's random numbers replayed; hooks of
-autograd's saved tensors take what is offloaded to the host and bring it back. Values, gradients and the order in which
-gradients are added are those of the chain without intervals. What a range that runs again must not do twice is undone
-here: to count its batch in the running statistics of batch norms, to draw from Python's and numpy's generators, and to
-change attributes.
+`torch.utils.checkpoint` (without reentrance) recomputes a range, with torch's random numbers replayed; hooks of
+autograd's saved tensors offload tensors to the host and bring them back. Values, gradients and the order in which
+gradients are added are those of the chain without intervals. Side effects that a recomputed range must not repeat are
+undone here: counting its batch in the running statistics of batch norms, drawing from Python's and numpy's generators,
+and changing attributes.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from varuna_capslog.plans.parts import MemoryInterval, pieces_of
 __all__ = ["SegmentedChain"]
 
 _Form = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
-"""Type, size, stride and offset of a tensor on its storage."""
+"""Dtype, size, stride and offset of a tensor on its storage."""
 
 
 @dataclass(frozen=True)
 class _Span:
-    """Layers that are treated alike; the names of what they read from before, and of what is read behind them."""
+    """Layers that are treated alike; names of the tensors that they read from before, and of those read behind them."""
 
     piece: MemoryInterval
     reads: tuple[str, ...]
@@ -47,7 +47,7 @@ class SegmentedChain:
 
     Args:
         chain: its layers are run as they are.
-        intervals: in rising order; layers that none of them names keep what autograd saves.
+        intervals: in rising order; layers in none of them keep what autograd saves.
         end: the layer behind the last one that is run.
     """
 
@@ -61,24 +61,24 @@ class SegmentedChain:
         for layer in self._chain.layers[piece.first : piece.end]:
             reads |= dict.fromkeys(name for name in layer.reads if name not in written)
             written |= set(layer.writes)
-        return _Span(piece, tuple(reads), tuple(one for one in self._chain.crossing(piece.end) if one in written))
+        return _Span(piece, tuple(reads), tuple(name for name in self._chain.crossing(piece.end) if name in written))
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors that cross the cut behind the last layer, by name."""
+        """Return the tensors that cross the cut behind the last layer, by name."""
         values = dict(inputs)
         for part in self._parts:
-            found = self._run_part(part, [values[name] for name in part.reads])
+            outputs = self._run_part(part, [values[name] for name in part.reads])
             alive = self._chain.crossing(part.piece.end)
             values = {name: tensor for name, tensor in values.items() if name in alive and name not in part.writes}
-            values |= zip(part.writes, found, strict=True)
-            del found
+            values |= zip(part.writes, outputs, strict=True)
+            del outputs
         return values
 
     def _run_part(self, part: _Span, tensors: list[Tensor]) -> tuple[Tensor, ...]:
         modules = [layer.module for layer in self._chain.layers[part.piece.first : part.piece.end]]
         away: AbstractContextManager[Any] = contextlib.nullcontext()
         if part.piece.offloads:
-            away = _to_host([one for module in modules for one in (*module.parameters(), *module.buffers())])
+            away = _to_host([tensor for module in modules for tensor in (*module.parameters(), *module.buffers())])
 
         def layers(*entering: Tensor) -> tuple[Tensor, ...]:
             values = dict(zip(part.reads, entering, strict=True))
@@ -94,12 +94,12 @@ class SegmentedChain:
                 return layers(*_taken(tensors))
             again = _Again(modules) if self._python else None
             contexts = lambda: (contextlib.nullcontext(), _uncounted(modules, again))  # noqa: E731
-            found: tuple[Tensor, ...] = checkpoint(layers, *_taken(tensors), use_reentrant=False, context_fn=contexts)
-            return found
+            outputs: tuple[Tensor, ...] = checkpoint(layers, *_taken(tensors), use_reentrant=False, context_fn=contexts)
+            return outputs
 
 
 def _taken(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """The tensors one after the other, which the list then has no longer: nobody else holds what a layer has read."""
+    """Yield the tensors and remove them from the list, so that nothing else holds a tensor that a layer has read."""
     taken = tensors[:]
     tensors.clear()
     while taken:
@@ -107,16 +107,18 @@ def _taken(tensors: list[Tensor]) -> Iterator[Tensor]:
 
 
 class _Again:
-    """What the Python code of modules draws from and changes, before it runs for the first time."""
+    """State that the Python code of modules draws from and changes, before it runs for the first time."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._parts = {f"{at}.{name}": part for at, one in enumerate(modules) for name, part in one.named_modules()}
+        self._parts = {
+            f"{at}.{name}": part for at, module in enumerate(modules) for name, part in module.named_modules()
+        }
         self._generators = PythonState(self._parts, files=True).generators
         self._before = RandomStates(self._generators)
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """While it is open, the code draws the same numbers again; what it has drawn and changed then is undone."""
+        """Make the code draw the same numbers again; undo its draws and changes at the end."""
         now, state = RandomStates(self._generators), PythonState(self._parts, files=True)
         self._before.put_back()
         try:
@@ -128,7 +130,7 @@ class _Again:
 
 @contextlib.contextmanager
 def _uncounted(modules: Sequence[nn.Module], again: _Again | None) -> Iterator[None]:
-    """While it is open, batch norms write their running statistics into copies, which are dropped at its end."""
+    """Make batch norms write their running statistics into copies, which are dropped at the end."""
     norms = [
         part
         for module in modules
@@ -137,7 +139,9 @@ def _uncounted(modules: Sequence[nn.Module], again: _Again | None) -> Iterator[N
     ]
     kept = [dict(part._buffers) for part in norms]
     for part in norms:
-        part._buffers.update({name: None if one is None else one.clone() for name, one in part._buffers.items()})
+        part._buffers.update(
+            {name: None if buffer is None else buffer.clone() for name, buffer in part._buffers.items()}
+        )
     try:
         with again.open() if again is not None else contextlib.nullcontext():
             yield
@@ -147,7 +151,7 @@ def _uncounted(modules: Sequence[nn.Module], again: _Again | None) -> Iterator[N
 
 
 class _Away:
-    """One storage that is on the host."""
+    """A storage that is on the host."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._device = storage.device
@@ -157,34 +161,34 @@ class _Away:
         self._back: weakref.ref[torch.UntypedStorage] | None = None
 
     def get(self, form: _Form) -> Tensor:
-        """A tensor on it, on the device again; tensors that are there together share one copy."""
+        """Return a tensor on it, on the device again; tensors that are there together share one copy."""
         dtype, size, stride, offset = form
         back = None if self._back is None else self._back()
         if back is None:
-            whole = torch.empty(self._host.shape, dtype=torch.uint8, device=self._device)
-            back = whole.copy_(self._host, non_blocking=True).untyped_storage()
+            flat = torch.empty(self._host.shape, dtype=torch.uint8, device=self._device)
+            back = flat.copy_(self._host, non_blocking=True).untyped_storage()
             self._back = weakref.ref(back)
-        found: Tensor = torch.empty(0, dtype=dtype, device=self._device)
-        return found.set_(back, offset, size, stride)
+        tensor: Tensor = torch.empty(0, dtype=dtype, device=self._device)
+        return tensor.set_(back, offset, size, stride)
 
 
 def _to_host(apart_from: Collection[Tensor]) -> AbstractContextManager[Any]:
-    """While it is open, what autograd saves is copied to the host, but for tensors on the storages of `apart_from`.
+    """Context in which saved tensors are offloaded to the host, except those on the storages of `apart_from`.
 
     Copies are ordered with the device's work: they run on its current stream, to and from memory that is pinned where
     it can be.
     """
     stays = {tensor.untyped_storage()._cdata for tensor in apart_from}
-    known: dict[tuple[int, int], tuple[weakref.ref[torch.UntypedStorage], _Away]] = {}
+    stored: dict[tuple[int, int], tuple[weakref.ref[torch.UntypedStorage], _Away]] = {}
 
     def pack(tensor: Tensor) -> Tensor | tuple[_Away, _Form]:
         storage = tensor.untyped_storage()
         if storage._cdata in stays or not storage.nbytes():
             return tensor
         key = storage._cdata, tensor._version
-        held = known.get(key)
-        if held is None or held[0]() is None:  # an address may come again, and a tensor may have been written since
-            held = known[key] = weakref.ref(storage), _Away(storage)
+        held = stored.get(key)
+        if held is None or held[0]() is None:  # an address may be used again, and a tensor may have been written since
+            held = stored[key] = weakref.ref(storage), _Away(storage)
         return held[1], (tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(packed: Tensor | tuple[_Away, _Form]) -> Tensor:

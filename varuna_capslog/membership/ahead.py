@@ -1,6 +1,6 @@
-"""A planned change before it is made: which layers will move, and to whom they are copied while training goes on.
+"""Preparation of a planned change: the layers that will move, and the members that get copies while training goes on.
 
-Every member finds out the same by itself, from the layout at work and the wishes that a vote told all of them.
+Every member computes the same by itself, from the present layout and the wishes that a vote told all of them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Ahead:
 
     Attributes:
         targets: layer -> members that will own or copy it and do not hold it, for those layers that this member sends.
-        mine: what comes here.
+        mine: layers that come here.
         sent: layer -> members that were sent a copy in this generation, for whatever change; they get every update.
         began: the copies of this change have been sent.
         hinted: it may never be made; no vote waits for it.
-        layout: who will own and copy what; None where the next generation will wait.
+        layout: owners and copies after the change; None where the next generation will wait.
     """
 
     changes: frozenset[Change]
@@ -37,19 +37,19 @@ class Ahead:
     layout: MemberLayout | None = None
 
     def due(self) -> list[tuple[int, tuple[Member, ...]]]:
-        """What is to be sent now, each copy once: layers and those that have not got them."""
+        """Return what is to be sent now, each copy once: layers and the members that have not got them."""
         self.began = True
-        found = []
+        due = []
         for layer, members in self.targets.items():
             fresh = tuple(member for member in members if member not in self.sent.get(layer, ()))
             if fresh:
                 self.sent[layer] = (*self.sent.get(layer, ()), *fresh)
-                found.append((layer, fresh))
-        return found
+                due.append((layer, fresh))
+        return due
 
 
 def first_owner(layer: int, layout: MemberLayout, members: Sequence[Member]) -> Member | None:
-    """Of several replicas that own a layer, the one that sends it."""
+    """Return the member that sends a layer, of several replicas that own it; None where none does."""
     return next((member for member in members if layer in layout.owned.get(member, ())), None)
 
 
@@ -70,7 +70,7 @@ def find_ahead(
     place: Place,
     layer_bytes: Sequence[int],
 ) -> Ahead:
-    """What moves for these changes. Joining members get nothing ahead: they are not in the generation that sends.
+    """Find the layers that move for these changes. Joining members get none ahead: they are not in this generation.
 
     Args:
         seats: of all members, and of those that asked to be let in; the same everywhere, or the members disagree.

@@ -65,7 +65,7 @@ class Budgeted:
     def of(
         cls, candidates: Candidates, run: RunShape, tier: HostMemory, link: Link, limit_seconds: float | None = None
     ) -> Budgeted | None:
-        """None where the run's planner is another one, or the profile does not tell seconds and bytes of the run."""
+        """Return None where the run's planner is another one, or the profile lacks seconds or bytes of the run."""
         profile, beside = candidates.profile, candidates.beside
         ours = candidates.planner == BUDGET and candidates.described and candidates.timed
         if not ours or profile is None:
@@ -85,19 +85,21 @@ class Budgeted:
         capacities, held = tuple(seat.capacity for seat in seats), tuple(copies) if any(copies) else ()
         key = replicas, capacities, held, speeds_of(seats) or ()
         if key not in self._known:
-            self._known[key] = found = self._search(*key)
-            self._new.append([*key, found.to_json()])
+            self._known[key] = plan = self._search(*key)
+            self._new.append([*key, plan.to_json()])
         return self._known[key]
 
     def replicas(self, devices: int) -> list[int]:
         """Numbers of equal pipelines that so many devices could be, those with the shortest step at best first."""
-        counts = [one for one in range(1, min(devices, self._run.num_blocks) + 1) if self._run.num_blocks % one == 0]
+        counts = [
+            count for count in range(1, min(devices, self._run.num_blocks) + 1) if self._run.num_blocks % count == 0
+        ]
         if len(counts) == 1:  # the usual run has one block, and its members need not wait for bounds when they start
             return counts
-        return sorted(counts, key=lambda one: (self.least_seconds(devices, one), -one))
+        return sorted(counts, key=lambda count: (self.least_seconds(devices, count), -count))
 
     def least_seconds(self, devices: int, replicas: int) -> float:
-        """No plan of so many equal pipelines on these devices has a shorter step, whatever their memory."""
+        """Lower bound in seconds of the step of so many equal pipelines on these devices, whatever their memory."""
         key = min(devices // replicas, self._profile.num_layers), replicas
         if replicas == 1 and self._run.schedule in GRAPH_SCHEDULES:
             return even_share_seconds(self._profile, self._run.microbatches, key[0])
@@ -112,7 +114,7 @@ class Budgeted:
             self.replicas(count)
 
     def lack(self, plan: Plan, capacities: Sequence[int]) -> str | None:
-        """What a plan of any pipelines lacks on these devices by the fold of its ranks, snapshots counted; None: it
+        """Say what a plan of any pipelines lacks on these devices by the fold of its ranks, snapshots counted; None: it
         fits.
         """
         limits = tuple(PlanRank(capacity_bytes=size or None) for size in capacities[: plan.num_ranks])
@@ -125,12 +127,12 @@ class Budgeted:
         return with_step_seconds(self._profile, plan, self._run.settled(), self._link).step_seconds
 
     def taken(self) -> list[Any]:
-        """What was searched since the last call, for `learn` of other members; JSON values."""
-        found, self._new = self._new, []
-        return found
+        """Return the plans searched since the last call, for `learn` of other members; JSON values."""
+        searched, self._new = self._new, []
+        return searched
 
     def learn(self, entries: Sequence[Any]) -> None:
-        """What another member's `taken` gave. Raises CapslogError for what is no plan."""
+        """Take over what another member's `taken` returned. Raises CapslogError for an invalid plan."""
         for replicas, capacities, copies, speeds, plan in entries:
             key = replicas, tuple(capacities), tuple(copies), tuple(speeds)
             self._known.setdefault(key, Plan.from_json(plan, "a plan that was prepared for a change"))
@@ -139,13 +141,13 @@ class Budgeted:
         self, replicas: int, capacities: tuple[int, ...], copies: tuple[int, ...], speeds: tuple[float, ...]
     ) -> Plan:
         profile, headroom = self._profile, Headroom.of(self._profile)
-        own = capacities[: replicas * min(len(capacities) // replicas, profile.num_layers)]
-        limits: list[int | None] = [None] * len(own)
-        if any(own):
-            kept = copies or (0,) * len(own)
-            left = [max(0, headroom.usable(size or _NO_LIMIT) - more) for size, more in zip(own, kept, strict=False)]
-            limits = [max(1, headroom.device(size)) for size in left]
-        of_rank = zip_longest(limits, speeds[: len(own)])
+        used = capacities[: replicas * min(len(capacities) // replicas, profile.num_layers)]
+        limits: list[int | None] = [None] * len(used)
+        if any(used):
+            kept = copies or (0,) * len(used)
+            room = [max(0, headroom.usable(size or _NO_LIMIT) - more) for size, more in zip(used, kept, strict=False)]
+            limits = [max(1, headroom.device(size)) for size in room]
+        of_rank = zip_longest(limits, speeds[: len(used)])
         devices = [PlanRank(capacity_bytes=size, speed=speed) for size, speed in of_rank]
         problem = Problem(
             self._held,
@@ -162,8 +164,8 @@ class Budgeted:
         bare = dataclasses.replace(
             verdict,
             ranks=tuple(
-                dataclasses.replace(one, capacity_bytes=size or None)
-                for one, size in zip(verdict.ranks, own, strict=True)
+                dataclasses.replace(rank, capacity_bytes=size or None)
+                for rank, size in zip(verdict.ranks, used, strict=True)
             ),
             profile_digest=profile.digest,
             fits=None,
@@ -177,21 +179,21 @@ class Budgeted:
 
 
 def neighbours(seats: Sequence[Seat], least: int = 1) -> Iterator[list[Seat]]:
-    """Who may be there after the next changes, the likelier ones first: any one less, one more, ever fewer.
+    """Yield seats that there may be after the next changes, the likelier ones first: one less, one more, ever fewer.
 
-    Those whose devices and hosts are alike, by rank, are named once.
+    Seats whose devices and hosts are alike, by rank, are yielded once.
 
     Args:
         least: fewest devices that the run trains with.
     """
     hosts = {seat.host for seat in seats}
     more = Seat("?", min(hosts) if len(hosts) == 1 else "?", min(seat.capacity for seat in seats))
-    found = [[*seats[:out], *seats[out + 1 :]] for out in range(len(seats))]
-    found += [[*seats, more], *(list(seats[:count]) for count in range(len(seats) - 2, 0, -1))]
+    groups = [[*seats[:out], *seats[out + 1 :]] for out in range(len(seats))]
+    groups += [[*seats, more], *(list(seats[:count]) for count in range(len(seats) - 2, 0, -1))]
     seen = set()
-    for one in found:
+    for group in groups:
         order: dict[str, int] = {}
-        alike = tuple((seat.capacity, seat.speed, order.setdefault(seat.host, len(order))) for seat in one)
-        if len(one) >= least and alike not in seen:
+        alike = tuple((seat.capacity, seat.speed, order.setdefault(seat.host, len(order))) for seat in group)
+        if len(group) >= least and alike not in seen:
             seen.add(alike)
-            yield one
+            yield group

@@ -1,4 +1,4 @@
-"""Which pipelines a number of devices could be: replicas, stages and cuts, what they hold and how long a step takes.
+"""Candidate pipelines for a number of devices: replicas, stages and cuts, their bytes and the seconds of a step.
 
 `placing` asks here for the quickest that fits. Everything that does not depend on the devices present (memory costs,
 bounds, schedules, cuts) is kept between questions, so that a change of membership only chooses. Pure; no torch.
@@ -31,13 +31,13 @@ __all__ = ["BY_TIME", "TICK", "Candidate", "Candidates"]
 
 Floats = NDArray[np.float64]
 Speeds = tuple[float, ...] | None
-"""Of the device of each stage beside the fastest, at most 1; None: all are alike."""
+"""Speed of each stage's device beside the fastest, at most 1; None: all are alike."""
 
 BY_TIME = ("throughput", BUDGET, JOINT)
 """Planners that look at seconds, and at capacities."""
 
 _NARROW = 32
-"""Width of the beam of `throughput`: haste."""
+"""Width of the beam of `throughput`: narrow, since members wait for the answer."""
 
 TICK = 1e-9
 """Seconds in which step times are compared, so that all members see the same ties."""
@@ -58,16 +58,16 @@ class Candidate:
 
     @property
     def devices(self) -> int:
-        """All that it uses."""
+        """Number of devices that it uses."""
         return self.replicas * len(self.cuts)
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """What is chosen is the smallest: the quickest, then the one with most devices, then with fewest replicas."""
+        """Sort key; the smallest is chosen: the quickest, then with most devices, then with fewest replicas."""
         return (self.step_ticks or 0, -self.devices, self.replicas)
 
     def fits(self, usable: Sequence[int] | None) -> bool:
-        """Whether each stage keeps to what its devices can use; True where nothing limits or is known."""
+        """Return True if each stage fits the bytes that its devices can use, or if no limit or no bytes are known."""
         if usable is None or self.stage_bytes is None:
             return True
         return all(held <= limit for held, limit in zip(self.stage_bytes, usable, strict=True))
@@ -100,7 +100,7 @@ class Candidates:
     beside: Sequence[int] | None = None
     link: Link = field(default_factory=Link)
     described: bool = field(init=False)
-    """Whether stage bytes are those of the run; otherwise nothing is compared with a capacity."""
+    """True if stage bytes are those of the run; otherwise nothing is compared with a capacity."""
     headroom: Headroom = field(init=False)
 
     def __post_init__(self) -> None:
@@ -122,9 +122,9 @@ class Candidates:
         if profile is not None and profile.timed:
             self._seconds = LayerSeconds.of_profile(profile, self.link)
         parameters = [] if profile is None else [layer.parameter_bytes for layer in profile.layers]
-        known = [size for size in parameters if size is not None]
-        self._parameters = _running(known if len(known) == self.num_layers else [0] * self.num_layers)
-        told = profile is not None and len(known) == self.num_layers
+        sizes = [size for size in parameters if size is not None]
+        self._parameters = _running(sizes if len(sizes) == self.num_layers else [0] * self.num_layers)
+        told = profile is not None and len(sizes) == self.num_layers
         self._update_rate: float = profile.conditions.get(UPDATE_RATE, 0.0) if profile is not None and told else 0.0
         profiled = None if profile is None else profile.conditions.get("microbatch_size")
         same_size = None in (profiled, self.run.microbatch_size) or profiled == self.run.microbatch_size
@@ -138,7 +138,7 @@ class Candidates:
 
     @property
     def timed(self) -> bool:
-        """Whether the profile tells the seconds of every layer."""
+        """True if the profile tells the seconds of every layer."""
         return self._seconds is not None
 
     def _replicas(self, most: int) -> list[int]:
@@ -200,22 +200,22 @@ class Candidates:
         for replicas, stages in self._in_order(devices):
             if not may_win(replicas, stages, self.bound_ticks(replicas, stages)):
                 continue
-            limits, own = usable(replicas, stages), speeds(replicas, stages)
-            candidate = self._weighed(replicas, stages, None, own)
+            limits, stage_speeds = usable(replicas, stages), speeds(replicas, stages)
+            candidate = self._weighed(replicas, stages, None, stage_speeds)
             if candidate.fits(limits):
                 consider(candidate)
             elif limits is not None and self._limits_matter(limits):
-                limited.append((replicas, stages, limits, own))
+                limited.append((replicas, stages, limits, stage_speeds))
         bounds = [
-            (bound, -replicas * stages, replicas, stages, limits, own)
-            for replicas, stages, limits, own in limited
+            (bound, -replicas * stages, replicas, stages, limits, stage_speeds)
+            for replicas, stages, limits, stage_speeds in limited
             if may_win(replicas, stages, self.bound_ticks(replicas, stages))
             and (bound := self._limited_bound(replicas, stages, limits)) is not None
         ]
-        for bound, _, replicas, stages, limits, own in sorted(bounds, key=lambda entry: entry[:4]):
+        for bound, _, replicas, stages, limits, stage_speeds in sorted(bounds, key=lambda entry: entry[:4]):
             if not may_win(replicas, stages, bound):
                 continue
-            candidate = self._weighed(replicas, stages, tuple(limits), own)
+            candidate = self._weighed(replicas, stages, tuple(limits), stage_speeds)
             if candidate.fits(limits):
                 consider(candidate)
         return found
@@ -235,20 +235,20 @@ class Candidates:
         Cuts that are the best without a limit and fit are the best with it, so the planner is asked again only where
         they do not fit.
         """
-        found = self._weighed(replicas, stages, None, None)
-        if usable is None or found.fits(usable):
-            return found
-        return self._weighed(replicas, stages, tuple(usable), None) if self._limits_matter(usable) else found
+        candidate = self._weighed(replicas, stages, None, None)
+        if usable is None or candidate.fits(usable):
+            return candidate
+        return self._weighed(replicas, stages, tuple(usable), None) if self._limits_matter(usable) else candidate
 
     def _limits_matter(self, usable: Sequence[int]) -> bool:
-        """Whether the planner looks at capacities: `exact` only where they differ, the other table planners never."""
+        """Return True if the planner looks at capacities: `exact` only if they differ, other table planners never."""
         return self.planner in BY_TIME or (self.planner == "exact" and len(set(usable)) > 1)
 
     def _weigh(self, replicas: int, stages: int, usable: tuple[int, ...] | None, speeds: Speeds) -> Candidate:
         return self.of_cuts(replicas, tuple(self._cuts(replicas, stages, usable, speeds)), speeds)
 
     def of_cuts(self, replicas: int, cuts: tuple[int, ...], speeds: Speeds = None) -> Candidate:
-        """Given cuts, weighed; the replicas share the blocks evenly."""
+        """Return the candidate of these cuts; the replicas share the blocks evenly."""
         held = None
         if self.described:
             costs = self._costs[replicas] if replicas in self._costs else self._costs_of(replicas)
@@ -261,8 +261,8 @@ class Candidates:
             return PLANNERS[self.planner](costs, stages, usable)
         if self._seconds is None:
             return exact_cuts(costs, stages, usable)
-        found = fastest_cuts(costs, self._seconds, self.run.share(replicas), stages, usable, speeds, _NARROW)
-        return exact_cuts(costs, stages, usable) if found is None else found.cuts
+        solution = fastest_cuts(costs, self._seconds, self.run.share(replicas), stages, usable, speeds, _NARROW)
+        return exact_cuts(costs, stages, usable) if solution is None else solution.cuts
 
     def _step_ticks(self, replicas: int, cuts: tuple[int, ...], speeds: Speeds = None) -> int | None:
         """The step of one pipeline by the simulator, the exchange with the others, and the slowest update."""
@@ -283,7 +283,7 @@ class Candidates:
         return exchange + self._update_rate * parameter_bytes
 
     def bound_ticks(self, replicas: int, stages: int) -> int:
-        """No cut list of so many pipelines of so many stages takes less; 0 without seconds."""
+        """Lower bound in ticks of the step of so many pipelines of so many stages; 0 without seconds."""
         if self._seconds is None:
             return 0
         return self._in_ticks(replicas, stages, float(self._bounds(replicas)[stages]))
@@ -333,7 +333,7 @@ class Candidates:
         return bounds
 
     def _limited_bound(self, replicas: int, stages: int, usable: Sequence[int]) -> int | None:
-        """As `bound_ticks`, over the cut lists that fit; None if there are none. The search is that of
+        """Lower bound as `bound_ticks`, over the cut lists that fit; None if there are none. The search is that of
         `_least_seconds` for one number of stages: stage s begins at one of layers s .. s + L - S.
         """
         if any(least > size for least, size in zip(self._least_bytes(replicas, stages), usable, strict=True)):
@@ -342,9 +342,9 @@ class Candidates:
         slack = self.num_layers - stages + 1
         reached = np.where(np.arange(slack) == 0, 0.0, np.inf)
         for stage in range(stages - 1):
-            here = np.s_[stage : stage + slack, stage + 1 : stage + 1 + slack]
-            fits = costs.matrix(stage, stages)[here] <= usable[stage]
-            reached = np.where(fits, np.maximum(reached[:, None], inner[here]), np.inf).min(axis=0)
+            window = np.s_[stage : stage + slack, stage + 1 : stage + 1 + slack]
+            fits = costs.matrix(stage, stages)[window] <= usable[stage]
+            reached = np.where(fits, np.maximum(reached[:, None], inner[window]), np.inf).min(axis=0)
             if np.isinf(reached).all():
                 return None
         fits = costs.matrix(stages - 1, stages)[stages - 1 :, -1] <= usable[-1]
@@ -382,5 +382,5 @@ def _running(sizes: Sequence[int]) -> NDArray[np.int64]:
 def _ranges(sizes: Sequence[int], nothing: int) -> NDArray[np.int64]:
     """[L, L + 1]: the sizes of layers first .. end-1 together, `nothing` where end <= first."""
     running = _running(sizes)
-    found = running[None, :] - running[:-1, None]
-    return np.where(np.tri(*found.shape, dtype=np.bool_), nothing, found)
+    sums = running[None, :] - running[:-1, None]
+    return np.where(np.tri(*sums.shape, dtype=np.bool_), nothing, sums)

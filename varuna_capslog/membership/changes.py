@@ -1,4 +1,4 @@
-"""How a membership changes: one member's way from one generation to the next, whatever the cause.
+"""Changes of the membership: one member's way from one generation to the next, whatever the cause.
 
 The part of `protocol.step` that answers notices, lost peers and the store. Every cause (leave, crash, hang, partition,
 join, straggler) ends in the same three acts: stop answering, found the successor or hear of it, adopt it.
@@ -29,25 +29,27 @@ __all__ = [
 
 
 def hint(state: State, change: m.Change) -> Step:
-    """A change that may be wished later becomes part of this member's votes; nothing else comes of it here."""
+    """Make a change that may be wished later a part of this member's votes; it has no other effect here."""
     if state.phase is Phase.OUTSIDE or change[1] not in state.record.members:
         return state, ()
     return replace(state, wishes=replace(state.wishes, hints=state.wishes.hints | {change})), ()
 
 
 def wish(state: State, change: m.Change, urgent: bool, save: bool = False) -> Step:
-    """A change becomes part of the next vote; in a generation that waits and does not vote, it is made at once."""
+    """Make a change a part of the next vote; in a generation that waits and does not vote, it is made at once."""
     kind, member = change
     if state.phase is Phase.OUTSIDE:
         gives_up = change == ("leave", state.me) and state.wants_in
         return outside(state, state.record, wants_in=False) if gives_up else (state, ())
     if (member in state.record.members) == (kind == "join"):
         return state, ()
-    known = state.wishes
-    known = replace(known, changes=known.changes | {change}, urgent=known.urgent or urgent, save=known.save or save)
-    if state.phase is Phase.WAIT:  # a member that joins may hold what was waited for: no reason to go back
-        return stop_answering(replace(state, wishes=replace(known, planned=True), regress=False))
-    return replace(state, wishes=known), ()
+    wishes = state.wishes
+    wishes = replace(
+        wishes, changes=wishes.changes | {change}, urgent=wishes.urgent or urgent, save=wishes.save or save
+    )
+    if state.phase is Phase.WAIT:  # a member that joins may hold the missing layers: no reason to go back
+        return stop_answering(replace(state, wishes=replace(wishes, planned=True), regress=False))
+    return replace(state, wishes=wishes), ()
 
 
 def broken(state: State) -> Step:
@@ -70,7 +72,7 @@ def tightened(state: State, capacity: int) -> Step:
 
 
 def suspects(state: State, members: frozenset[Member]) -> Step:
-    """Takes over whom the failure detector suspects; only participants of its own generation count."""
+    """Take over the members that the failure detector suspects; only participants of its own generation count."""
     state = replace(state, suspects=members.intersection(state.record.participants))
     if (state.phase is Phase.CHANGE and state.votes) or _concerned(state):
         return stop_answering(state)
@@ -78,11 +80,11 @@ def suspects(state: State, members: frozenset[Member]) -> Step:
 
 
 def _concerned(state: State) -> bool:
-    """Whether this voter waits, or will wait, for a member that is suspected; one that leaves founds nothing."""
+    """Return True if this voter waits, or will wait, for a suspected member; a leaving member founds nothing."""
     if not state.votes:
         return False
     match state.phase:
-        case Phase.GATHER | Phase.INSTALL:  # those that leave may still have to send
+        case Phase.GATHER | Phase.INSTALL:  # leaving members may still have to send
             return not state.suspects.isdisjoint(state.record.participants)
         case Phase.RUN:
             return not state.suspects.isdisjoint(state.record.members)
@@ -91,10 +93,10 @@ def _concerned(state: State) -> bool:
 
 
 def stop_answering(state: State) -> Step:
-    """From now on this member answers its generation never again; and it founds the next one, if it may.
+    """Stop answering this generation for ever, and found the next one if this member may.
 
-    It may at once when a vote said so, or when it knows who is lost and those that are left hold every layer. Otherwise
-    others may be better placed, and it waits for `Tick`.
+    It may at once when a vote said so, or when it knows the lost members and the remaining ones hold every layer.
+    Otherwise others may be better placed, and it waits for `Tick`.
     """
     effects: list[m.Effect] = []
     if state.phase is not Phase.CHANGE:
@@ -104,13 +106,13 @@ def stop_answering(state: State) -> Step:
             state, more = adopt(state, state.unseen)
             return state, (*effects, *more)
     lost = not state.suspects.isdisjoint(state.record.participants)
-    left = frozenset(state.record.participants) - state.suspects
-    sure = state.wishes.planned or (lost and state.roles.layout is not None and state.roles.layout.covers(left))
+    remaining = frozenset(state.record.participants) - state.suspects
+    sure = state.wishes.planned or (lost and state.roles.layout is not None and state.roles.layout.covers(remaining))
     return state, (*effects, *(_proposal(state) if sure else (m.ReadStore(),)))
 
 
 def _proposal(state: State) -> tuple[m.Effect, ...]:
-    """The compare-and-set that founds the next generation.
+    """Return the compare-and-set that founds the next generation.
 
     Only a voter may: with it, its generation has ended before the next one begins; and it alone knows for sure whether
     there was a step, and from where.
@@ -121,7 +123,7 @@ def _proposal(state: State) -> tuple[m.Effect, ...]:
     leave = {member for kind, member in state.wishes.changes if kind == "leave"}
     stay = [member for member in stay_with(record, state.wishes.changes) if member not in gone]
     leaving = [member for member in record.members if member in leave and member not in gone]
-    if state.at.generation != record.number:  # nothing was trained yet: those that leave may hold what is needed
+    if state.at.generation != record.number:  # nothing was trained yet: leaving members may hold layers that are needed
         leaving += [member for member in record.leaving if member not in gone and member not in stay]
     regress = state.regress or (record.regress and state.base is None)
     proposal = record.successor(stay, leaving, state.base, state.checkpoint, state.at.step, regress)
@@ -146,7 +148,7 @@ def tick(state: State) -> Step:
 
 
 def store_says(state: State, record: Generation) -> Step:
-    """What the store holds, or held: an older record than the one known says nothing."""
+    """Handle a record that the store holds or held; one older than the known record changes nothing."""
     if record.number > state.record.number:
         if state.phase is Phase.RUN and state.cast:
             # Its vote may have been the last one missing: the tally, or the end of communication, will tell.
@@ -159,7 +161,7 @@ def store_says(state: State, record: Generation) -> Step:
 
 
 def adopt(state: State, record: Generation) -> Step:
-    """Takes part in a generation that the store holds, or sees that it was made without this member."""
+    """Take part in a generation that the store holds, or note that it was made without this member."""
     effects: list[m.Effect] = []
     if state.phase not in (Phase.OUTSIDE, Phase.CHANGE):
         effects.append(m.Abort(state.record.number))
@@ -171,9 +173,9 @@ def adopt(state: State, record: Generation) -> Step:
         leaves = leaves or state.me in record.leaving
         state, more = outside(state, record, wants_in=not leaves and (inside or state.wants_in))
         return state, (*effects, *more)
-    members, known = frozenset(record.members), state.wishes
-    # A join that was not taken up must be asked for again, or two views of who is lost would change places for ever.
-    changes = frozenset(change for change in known.changes if change[0] == "leave" and change[1] in members)
+    members, wishes = frozenset(record.members), state.wishes
+    # A join that was not taken up must be asked for again, or two views of the lost members would alternate for ever.
+    changes = frozenset(change for change in wishes.changes if change[0] == "leave" and change[1] in members)
     if not inside and not state.wants_in:  # it changed its mind on the way
         changes |= {("leave", state.me)}
     state = replace(
@@ -188,9 +190,9 @@ def adopt(state: State, record: Generation) -> Step:
         suspects=state.suspects.intersection(record.participants),
         wishes=Wishes(
             changes,
-            urgent=known.urgent and bool(changes),
-            hints=frozenset(change for change in known.hints if change[1] in members),
-            save=known.save and bool(changes),
+            urgent=wishes.urgent and bool(changes),
+            hints=frozenset(change for change in wishes.hints if change[1] in members),
+            save=wishes.save and bool(changes),
         ),
         unseen=None,
         wants_in=False,
@@ -204,7 +206,7 @@ def adopt(state: State, record: Generation) -> Step:
 
 
 def outside(state: State, record: Generation, wants_in: bool) -> Step:
-    """Not, or no longer, a participant. What it holds is kept: the generation may turn out to need it."""
+    """Become a member outside the generation. Its layers are kept: the generation may turn out to need them."""
     state = replace(
         state,
         phase=Phase.OUTSIDE,
@@ -222,13 +224,13 @@ def outside(state: State, record: Generation, wants_in: bool) -> Step:
     if not wants_in:
         return state, (m.Release(),)
     if not record.members:  # no member can be training: the next one that asks goes on
-        found = record.successor((state.me,), (), None, state.checkpoint, regress=record.regress)
-        return state, (m.CompareAndSet(record.number, found),)
+        successor = record.successor((state.me,), (), None, state.checkpoint, regress=record.regress)
+        return state, (m.CompareAndSet(record.number, successor),)
     return state, (m.Ask(record.members),)
 
 
 def _heard_of(state: State, generation: int) -> frozenset[m.Heard]:
-    """What was heard of this generation and later ones; all else is fenced out."""
+    """Values heard of this generation and later ones; older ones are fenced out."""
     return frozenset(heard for heard in state.heard if heard.generation >= generation)
 
 

@@ -1,4 +1,4 @@
-"""What some devices become, as the placement of copies looks at it: ways through the stages, bytes of the ranks.
+"""A layout of some devices as the placement of copies sees it: ways through the stages, bytes of the ranks.
 
 A `Candidate` of equal pipelines and a plan of any stages are both read as a `Choice`. Pure; no torch.
 """
@@ -25,9 +25,9 @@ class Choice:
 
     Attributes:
         ways: every way through the stages once.
-        rank_bytes: by rank, what its device holds with what lies beside training, 0 for a rank without stages; None
-            where that is not known.
-        links: (rank, rank that takes what its stages make) where tensors go straight to the stages that read them; None
+        rank_bytes: bytes of each rank's device, with what lies beside training, 0 for a rank without stages; None where
+            they are not known.
+        links: (rank, rank that reads its stages' outputs) where tensors go straight to the stages that read them; None
             where the stages of a way hand on to each other in their order.
     """
 
@@ -36,18 +36,19 @@ class Choice:
     links: frozenset[Edge] | None = None
 
     @classmethod
-    def of_candidate(cls, found: Candidate, num_layers: int) -> Choice:
-        """Equal pipelines, one after the other."""
-        stages, ends = len(found.cuts), [*found.cuts[1:], num_layers]
-        layers = [tuple(range(first, end)) for first, end in zip(found.cuts, ends, strict=True)]
+    def of_candidate(cls, candidate: Candidate, num_layers: int) -> Choice:
+        """Return the choice of equal pipelines, one after the other."""
+        stages, ends = len(candidate.cuts), [*candidate.cuts[1:], num_layers]
+        layers = [tuple(range(first, end)) for first, end in zip(candidate.cuts, ends, strict=True)]
         ways = [
-            [(replica * stages + stage, layers[stage]) for stage in range(stages)] for replica in range(found.replicas)
+            [(replica * stages + stage, layers[stage]) for stage in range(stages)]
+            for replica in range(candidate.replicas)
         ]
-        return cls(ways, None if found.stage_bytes is None else found.stage_bytes * found.replicas)
+        return cls(ways, None if candidate.stage_bytes is None else candidate.stage_bytes * candidate.replicas)
 
     @classmethod
     def of_plan(cls, plan: Plan, beside: Sequence[int], one_memory: bool = False, edges: Iterable[Edge] = ()) -> Choice:
-        """Any stages; the bytes are those that the plan predicts.
+        """Return the choice of a plan of any stages; the bytes are those that the plan predicts.
 
         Args:
             beside: bytes on the device beside training, per layer that a rank holds.
@@ -59,16 +60,16 @@ class Choice:
         ways = [[(ranks[number], layers[number]) for number in path] for path in plan.paths()]
         held: list[int] = []
         for rank in range(plan.num_ranks):
-            own = [number for number, at in enumerate(ranks) if at == rank]
-            sizes = [plan.stages[number].bytes for number in own]
+            numbers = [number for number, at in enumerate(ranks) if at == rank]
+            sizes = [plan.stages[number].bytes for number in numbers]
             if plan.ranks and (told := plan.ranks[rank].bytes) is not None:
                 sizes = [told + ((plan.ranks[rank].host_bytes or 0) if one_memory else 0)]
-            known = [size for size in sizes if size is not None]
-            if len(known) == len(sizes):
-                held.append(sum(known) + sum(beside[layer] for number in own for layer in layers[number]))
+            told_sizes = [size for size in sizes if size is not None]
+            if len(told_sizes) == len(sizes):
+                held.append(sum(told_sizes) + sum(beside[layer] for number in numbers for layer in layers[number]))
         links = None
         if plan.routes == "direct":
-            links = frozenset((ranks[one], ranks[other]) for one, other in plan.stage_graph(edges).edges)
+            links = frozenset((ranks[writer], ranks[reader]) for writer, reader in plan.stage_graph(edges).edges)
         return cls(ways, tuple(held) if len(held) == plan.num_ranks else None, links)
 
     def of_members(
@@ -78,7 +79,7 @@ class Choice:
         ways: list[list[tuple[Member, Sequence[int]]]] = [
             [(members[rank], layers) for rank, layers in way] for way in self.ways
         ]
-        links = None if self.links is None else [(members[one], members[other]) for one, other in self.links]
+        links = None if self.links is None else [(members[writer], members[reader]) for writer, reader in self.links]
         return ways, links
 
     @property
@@ -87,7 +88,7 @@ class Choice:
         return {rank for way in self.ways for rank, _ in way}
 
     def fits(self, usable: Sequence[int]) -> bool:
-        """Whether each rank keeps to what its device can use, by rank; True where nothing is known."""
+        """Return True if each rank fits the bytes that its device can use, or where no bytes are known."""
         return self.rank_bytes is None or all(
             held <= limit for held, limit in zip(self.rank_bytes, usable, strict=False)
         )

@@ -1,7 +1,7 @@
-"""The entries of the store's log: what hosts, members and people tell all who take part in a run.
+"""The entries of the store's log: messages of hosts, members and people to all participants of a run.
 
 Every entry is a record that checks itself when it is made, so none that is invalid is ever written or acted on.
-`to_json` gives the form in which the store keeps it, `read` is the way back. `docs/elastic.md` says who tells which.
+`to_json` gives the form in which the store keeps it, `read` is the way back. `docs/elastic.md` lists their writers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _KINDS: dict[str, type[Entry]] = {}
 
 @dataclass(frozen=True)
 class Entry:
-    """What all entries have in common: a field of one name means the same in each of them.
+    """Base of all entries: a field of one name means the same in each of them.
 
     Raises:
         CapslogError: the value of a field is not valid.
@@ -233,8 +233,8 @@ def read(value: Mapping[str, Any]) -> Entry | None:
         return None
     if record is GenerationEntry:
         return GenerationEntry(Generation.from_json(value.get("record"), "the store"))
-    given = {name: part for name, part in value.items() if name != "kind"}
-    return fields.build(record, given, f"the store's log ({record.kind})")
+    parts = {name: part for name, part in value.items() if name != "kind"}
+    return fields.build(record, parts, f"the store's log ({record.kind})")
 
 
 def _time(value: Any, name: str) -> None:

@@ -29,17 +29,17 @@ class Fleets:
 
     @classmethod
     def of(cls, candidates: Candidates) -> Fleets | None:
-        """None where the run's planner is another one, or the profile does not tell seconds and bytes of the run."""
-        found = candidates.planner in (BUDGET, JOINT) and candidates.described and candidates.timed
-        return cls(candidates) if found else None
+        """Return None where the run's planner is another one, or the profile lacks seconds or bytes of the run."""
+        is_ours = candidates.planner in (BUDGET, JOINT) and candidates.described and candidates.timed
+        return cls(candidates) if is_ours else None
 
     def _plan(self, kinds: tuple[tuple[int, float], ...]) -> Plan | None:
         """The plan for devices of (bytes, speed), by rank; 0 bytes: no limit known. None where nothing fits."""
         ours = self._candidates
         assert ours.profile is not None
         devices = [Device(size or None, speed) for size, speed in kinds]
-        found = best_fleet_of_run(ours.profile, devices, ours.run, ours.memory, ours.link, ours.beside)
-        return found.plan if isinstance(found, JointPlan) else None
+        fleet = best_fleet_of_run(ours.profile, devices, ours.run, ours.memory, ours.link, ours.beside)
+        return fleet.plan if isinstance(fleet, JointPlan) else None
 
     def prepare(self, devices: int, capacity: int) -> None:
         """Plans for up to `devices` devices of this capacity, while no member waits for them."""

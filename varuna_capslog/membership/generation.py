@@ -1,4 +1,4 @@
-"""What a generation is: its members, the boundaries on its past, and the stamp that every state of a layer carries.
+"""Generations: their members, the boundaries on their past, and the stamp that every state of a layer carries.
 
 The store holds exactly one `Generation`, replaced by compare-and-set on its number; every message of a run names one.
 """
@@ -40,7 +40,7 @@ class Stamp(NamedTuple):
 
 
 LINEAGE_ENTRIES = 64
-"""Of changes between which training went on; a record names no more of them, so it does not grow with the run. Three
+"""Changes, between which training went on, that a record names at most, so that it does not grow with the run. Three
 would be enough: their bases rise, and no boundary is needed that is older than the newest by more than two steps.
 """
 
@@ -48,17 +48,17 @@ INITIAL = Stamp(0, 0)
 """The state before step 1: every rank can make it from the seed, so it is the checkpoint of a run without one."""
 
 Held = frozenset[tuple[int, Stamp]]
-"""What one member can give of the training state: (layer, boundary) pairs, whatever it keeps them for."""
+"""Training state that one member can send: (layer, boundary) pairs, whatever it keeps them for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One membership of the run. Its record in the store is its whole existence.
+    """Membership of the run. It exists only as its record in the store.
 
     Attributes:
         number: one more than its predecessor's.
-        members: who votes, in the order of ranks. Empty: the run waits with its state on disk.
-        leaving: who still serves the layers it held, but neither votes nor owns a layer.
+        members: voters, in the order of ranks. Empty: the run waits with its state on disk.
+        leaving: members that still send the layers they held, but neither vote nor own a layer.
         lineage: (generation, base) of earlier generations that may have trained since `checkpoint`: the boundary from
             which each went on, bases rising. States beyond such a base from before it were taken back and are void.
             What a later entry voids as well is left out, and so are all but the newest `LINEAGE_ENTRIES`.
@@ -67,8 +67,8 @@ class Generation:
         regress: it may go back beyond settled steps, to the checkpoint, where no member is left that holds them.
         forgotten: generation of the newest entry that the lineage left out because there were too many, 0 if there was
             none. What generations before it made counts as void: nobody can tell any more what of it was taken back.
-        plan: what its founder chose that the members run, its ranks in the order of `members`; None: every member
-            computes the same plan by itself.
+        plan: the plan that its founder chose, its ranks in the order of `members`; None: every member computes the same
+            plan by itself.
         copies: after a loss, the layers of which each member keeps the copy that it has, where no new copies are
             made before the next step (`small_motion`); None: copies are placed as `redundancy` asks.
         motion: what its founder weighed after a loss, for people (`small_motion.Weighed.told`).
@@ -97,11 +97,11 @@ class Generation:
 
     @property
     def participants(self) -> tuple[Member, ...]:
-        """All who take part in its first round, the leaving ones included."""
+        """Participants of its first round, the leaving ones included."""
         return self.members + self.leaving
 
     def continues(self, stamp: Stamp) -> bool:
-        """Whether a state lies on this generation's past: never taken back, and not older than its checkpoint."""
+        """Return True if a state lies on this generation's past: never taken back, not older than its checkpoint."""
         if stamp == self.checkpoint:
             return True
         if stamp.step <= self.checkpoint.step or stamp.generation < max(self.checkpoint.generation, self.forgotten):
@@ -129,16 +129,16 @@ class Generation:
             checkpoint: one that the founder knows of; left aside where it is not on the lineage.
         """
         lineage = self.lineage
-        if base is not None:  # what went on from this boundary or a later one voids nothing that this one does not
+        if base is not None:  # an entry that went on from this boundary or a later one voids nothing beyond this one
             lineage = (*(entry for entry in lineage if entry[1].step < base.step), (self.number, base))
-        known = checkpoint if self.continues(checkpoint) else self.checkpoint
+        newest = checkpoint if self.continues(checkpoint) else self.checkpoint
         reached = self.reached if base is None else reached
         # A stamp of a generation before the checkpoint's is older than the checkpoint: what voids it need not be kept.
-        lineage = tuple(entry for entry in lineage if entry[0] > known.generation)
+        lineage = tuple(entry for entry in lineage if entry[0] > newest.generation)
         left_out, lineage = lineage[:-LINEAGE_ENTRIES], lineage[-LINEAGE_ENTRIES:]
         forgotten = left_out[-1][0] if left_out else self.forgotten
         return Generation(
-            self.number + 1, tuple(members), tuple(leaving), lineage, known, reached, regress, forgotten=forgotten
+            self.number + 1, tuple(members), tuple(leaving), lineage, newest, reached, regress, forgotten=forgotten
         )
 
     def parked(self, checkpoint: Stamp = INITIAL) -> Generation:
@@ -171,20 +171,20 @@ class Generation:
             step, generation = fields.listed(pair, name, length=2)
             return Stamp(fields.whole(step, name), fields.whole(generation, name))
 
-        def copied(found: Any) -> dict[Member, tuple[int, ...]]:
+        def copied(copies: Any) -> dict[Member, tuple[int, ...]]:
             return {
                 fields.text(member, "copies"): tuple(fields.whole(layer, "copies") for layer in layers)
                 for member, layers in (
-                    (one, fields.listed(row, "copies")) for one, row in fields.mapping(found, "copies").items()
+                    (member, fields.listed(row, "copies")) for member, row in fields.mapping(copies, "copies").items()
                 )
             }
 
         def make() -> Generation:
             if not isinstance(value, Mapping) or value.get("format") != FORMAT:
                 raise CapslogError(f"format is not {FORMAT!r}; the store belongs to another program or version")
-            known = ["format", "number", "members", "leaving", "lineage", "checkpoint", "reached", "regress"]
-            fields.refuse_unknown(value, [*known, "plan", "forgotten", "copies", "motion"])
-            for key in known:
+            required = ["format", "number", "members", "leaving", "lineage", "checkpoint", "reached", "regress"]
+            fields.refuse_unknown(value, [*required, "plan", "forgotten", "copies", "motion"])
+            for key in required:
                 if key not in value:
                     raise CapslogError(f"field {key!r} is missing")
             return cls(
@@ -210,12 +210,12 @@ class Generation:
 
 
 EMPTY = Generation(0, ())
-"""What a store holds before a run: no members. Any member that asks may found the next generation."""
+"""Record of a store before a run: no members. Any member that asks may found the next generation."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberLayout:
-    """Who holds what in a generation.
+    """Layout of a generation: the layers that each member owns and copies.
 
     Attributes:
         num_layers: of the chain.
@@ -223,7 +223,7 @@ class MemberLayout:
             own a layer where the pipeline has replicas.
         copied: layers that a member keeps copies of for others.
         problem: a sentence where the copies do not protect as the run asks.
-        plan: what the members run, its ranks in the order of the generation's members; None for what has no stages.
+        plan: the members' plan, its ranks in the order of the generation's members; None for a layout without stages.
     """
 
     num_layers: int
@@ -246,7 +246,7 @@ class MemberLayout:
         copied: Mapping[Member, tuple[int, ...]],
         problem: str | None = None,
     ) -> MemberLayout:
-        """Who trains what where these members, by rank, run a plan."""
+        """Return the layout of a plan that these members, by rank, run."""
         owned: dict[int, list[int]] = {}
         for stage in plan.stages:
             for rank in stage.ranks:
@@ -263,7 +263,7 @@ class MemberLayout:
         return (*self.owned.get(member, ()), *self.copied.get(member, ()))
 
     def covers(self, members: Collection[Member]) -> bool:
-        """Whether these members hold every layer between them, copies counted."""
+        """Return True if these members hold every layer between them, copies counted."""
         return len(self._holders) == self.num_layers and not any(map(set(members).isdisjoint, self._holders.values()))
 
     def __hash__(self) -> int:

@@ -1,4 +1,4 @@
-"""The stages of lost members given to those that are left, which keep all that they have: plans of a small motion.
+"""The stages of lost members given to the remaining ones, which keep all that they have: plans of a small motion.
 
 A stage goes whole to one member, or in two parts to two. It becomes a stage more there, or part of one that it
 continues. Pure; no torch.
@@ -19,17 +19,21 @@ from varuna_capslog.plans.plan import Plan
 __all__ = ["Part", "among", "bare", "follows_a_loss", "given", "ways_to_give"]
 
 Part = tuple[int, int, int]
-"""Of a stage's layers [first, end) and who gets them, by rank. A stage of several pieces goes whole, from its first
+"""Layers [first, end) of a stage, and the rank that gets them. A stage of several pieces goes whole, from its first
 layer to its last one.
 """
 
 
 def follows_a_loss(state: State, record: Generation) -> bool:
-    """Whether a member may found this generation by handing out the stages of those that are lost: nothing else has
-    changed, and it has applied a step of the generation that lost them, all copies of which are therefore there.
+    """Return True if a member may found this generation by handing out the stages of lost members: nothing else has
+    changed, and it has applied a step of the generation that lost them, so all copies of that generation are there.
     """
-    members, left = state.record.members, record.members
-    lost = left != members and left == tuple(one for one in members if one in left) and not record.leaving
+    members, remaining = state.record.members, record.members
+    lost = (
+        remaining != members
+        and remaining == tuple(member for member in members if member in remaining)
+        and not record.leaving
+    )
     return lost and state.at.generation == state.record.number
 
 
@@ -44,20 +48,20 @@ def bare(plan: Plan) -> Plan | None:
 
 
 def ways_to_give(plan: Plan, number: int, ranks: Sequence[int]) -> Iterator[tuple[Part, ...]]:
-    """Every way to give a stage to one of these ranks, or its first layers to one and its last ones to another.
+    """Yield every way to give a stage to one of these ranks, or its first layers to one and its last ones to another.
 
     A rank that has some of these layers for other blocks takes them only as the very stage that it has.
     """
     stage = plan.stages[number]
-    own: dict[int, list[PlanStage]] = {}
-    for at, one in enumerate(plan.stages):
+    held: dict[int, list[PlanStage]] = {}
+    for at, kept in enumerate(plan.stages):
         if at != number:
-            own.setdefault(one.rank, []).append(one)
+            held.setdefault(kept.rank, []).append(kept)
 
     @cache
     def takes(rank: int, first: int, end: int) -> bool:
         part = {layer for layer in stage.numbers if first <= layer < end}
-        return all(part.isdisjoint(one.numbers) or part == set(one.numbers) for one in own.get(rank, ()))
+        return all(part.isdisjoint(kept.numbers) or part == set(kept.numbers) for kept in held.get(rank, ()))
 
     for rank in ranks:
         if takes(rank, stage.first, stage.end):
@@ -67,22 +71,31 @@ def ways_to_give(plan: Plan, number: int, ranks: Sequence[int]) -> Iterator[tupl
             first = [rank for rank in ranks if takes(rank, stage.first, cut)]
             last = [rank for rank in ranks if takes(rank, cut, stage.end)]
             yield from (
-                ((stage.first, cut, one), (cut, stage.end, other)) for one in first for other in last if one != other
+                ((stage.first, cut, rank), (cut, stage.end, following))
+                for rank in first
+                for following in last
+                if rank != following
             )
 
 
 def given(plan: Plan, number: int, parts: Sequence[Part]) -> Plan | None:
-    """The plan with a stage given away so; None where that is no plan, as a rank holds a layer once only."""
+    """Return the plan with a stage given away in these parts; None where a rank would hold a layer twice."""
     stages = list(plan.stages)
     gone = stages.pop(number)
     for part in reversed(parts):
         stages.insert(number, _part(gone, part))
     for first, end, rank in parts:
-        own = next(at for at, one in enumerate(stages) if one.rank == rank and (one.first, one.end) == (first, end))
-        for at, other in enumerate(stages):
-            if at != own and other.rank == rank and (joined := _joined(stages[own], other, plan.routes)) is not None:
-                stages[min(own, at)] = joined
-                del stages[max(own, at)]
+        place = next(
+            at for at, stage in enumerate(stages) if stage.rank == rank and (stage.first, stage.end) == (first, end)
+        )
+        for at, stage in enumerate(stages):
+            if (
+                at != place
+                and stage.rank == rank
+                and (joined := _joined(stages[place], stage, plan.routes)) is not None
+            ):
+                stages[min(place, at)] = joined
+                del stages[max(place, at)]
                 break
     try:
         return dataclasses.replace(plan, stages=tuple(stages))
@@ -91,7 +104,7 @@ def given(plan: Plan, number: int, parts: Sequence[Part]) -> Plan | None:
 
 
 def among(plan: Plan, places: Mapping[int, int]) -> Plan:
-    """The plan with the ranks of those that are left; places: rank -> its new number."""
+    """Return the plan with the ranks of the remaining members; places: rank -> its new number."""
     stages = [dataclasses.replace(stage, ranks=(places[stage.rank],)) for stage in plan.stages]
     return dataclasses.replace(plan, stages=tuple(stages))
 
@@ -106,26 +119,26 @@ def _part(stage: PlanStage, part: Part) -> PlanStage:
 
 
 def _within(intervals: Sequence[MemoryInterval], first: int, end: int) -> tuple[MemoryInterval, ...]:
-    """What these intervals are among the layers [first, end)."""
+    """Return the parts of these intervals within the layers [first, end)."""
     return tuple(
-        MemoryInterval(max(first, one.first), min(end, one.end), one.kind)
-        for one in intervals
-        if max(first, one.first) < min(end, one.end)
+        MemoryInterval(max(first, interval.first), min(end, interval.end), interval.kind)
+        for interval in intervals
+        if max(first, interval.first) < min(end, interval.end)
     )
 
 
-def _joined(one: PlanStage, other: PlanStage, routes: str) -> PlanStage | None:
-    """Two stages of one rank as one: the same layers for more blocks, or a longer range of the chain for the same."""
-    if one.grain != other.grain or (one.memory is None) != (other.memory is None):
+def _joined(stage: PlanStage, joining: PlanStage, routes: str) -> PlanStage | None:
+    """Join two stages of one rank: the same layers for more blocks, or a longer range of the chain for the same."""
+    if stage.grain != joining.grain or (stage.memory is None) != (joining.memory is None):
         return None
-    limits = (one.in_flight, other.in_flight)
+    limits = (stage.in_flight, joining.in_flight)
     in_flight = None if None in limits else max(limit for limit in limits if limit is not None)
-    treated = (one.memory, one.moments) == (other.memory, other.moments)
-    if one.layers == other.layers and treated and one.blocks is not None and other.blocks is not None:
-        return dataclasses.replace(one, blocks=tuple(sorted({*one.blocks, *other.blocks})), in_flight=in_flight)
-    before, after = (one, other) if one.first < other.first else (other, one)
-    single = len(one.layers) == len(other.layers) == 1 and routes == "relay"
-    if not single or before.end != after.first or one.blocks != other.blocks:
+    treated = (stage.memory, stage.moments) == (joining.memory, joining.moments)
+    if stage.layers == joining.layers and treated and stage.blocks is not None and joining.blocks is not None:
+        return dataclasses.replace(stage, blocks=tuple(sorted({*stage.blocks, *joining.blocks})), in_flight=in_flight)
+    before, after = (stage, joining) if stage.first < joining.first else (joining, stage)
+    single = len(stage.layers) == len(joining.layers) == 1 and routes == "relay"
+    if not single or before.end != after.first or stage.blocks != joining.blocks:
         return None
     return dataclasses.replace(
         before,

@@ -1,8 +1,8 @@
 """Values that members cast in a round, events that the runtime feeds to the protocol, effects that it must carry out.
 
 Every event and effect of a generation names it. `protocol.step` drops events of older generations, so the runtime may
-deliver late, twice or out of order; it must keep the promises written at each class. What is no longer in `State.held`
-after the effects were carried out is needed no more: the runtime frees it.
+deliver late, twice or out of order; it must keep the promises written at each class. Layers that are no longer in
+`State.held` after the effects were carried out are needed no more: the runtime frees them.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Proof(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """Cast in round 0 of a generation: what a participant brings.
+    """Value cast in round 0 of a generation: the state and the device of a participant.
 
     Attributes:
         held: everything of the training state that it can send.
@@ -130,7 +130,7 @@ Value = Contribution | Vote
 
 
 class ProtocolEvent:
-    """What a member hears: an event of `protocol.step`."""
+    """Event that a member hears: input of `protocol.step`."""
 
     __slots__ = ()
 
@@ -164,7 +164,7 @@ class StoreLost(ProtocolEvent):
 
 @dataclass(frozen=True, slots=True)
 class Heard(GenerationEvent):
-    """One participant's value in a round, this member's own included. Promise: only what that member cast.
+    """Value of a participant in a round, this member's own included. Promise: only what that member cast.
 
     Round 0 is always heard value by value. Each value then carries the proofs of its sender (see `Proof`), which the
     runtime adds when it carries out Cast: only the runtime can read memory.
@@ -179,7 +179,7 @@ class Heard(GenerationEvent):
 class Tally(GenerationEvent):
     """A whole round at once: the values of all participants (round 0) or members (steps), as a collective gives them.
 
-    Promise: each of them cast, and all who get this tally get the same values. The others may not get it.
+    Promise: each of them cast, and all members that get this tally get the same values. The others may not get it.
     """
 
     round: int
@@ -196,8 +196,8 @@ class Computed(GenerationEvent):
 
 @dataclass(frozen=True, slots=True)
 class Copied(GenerationEvent):
-    """What the vote on `step` waits for here: fed once the step has begun here, and only where this member follows
-    layers of others.
+    """Copies that the vote on `step` waits for are here: fed once the step has begun here, and only where this member
+    follows layers of others.
 
     sync: the owners' final gradients of `step` for every copy and shadow, and the copies at the boundary before it.
     async: every copy at the boundary before `step` (shadows as in sync).
@@ -227,7 +227,7 @@ class Broken(GenerationEvent):
 
 @dataclass(frozen=True, slots=True)
 class Suspects(ProtocolEvent):
-    """Whom the failure detector (supervisors, leases) takes for lost now; replaces what it said before.
+    """Members that the failure detector (supervisors, leases) takes for lost now; replaces what it said before.
 
     Only participants of the member's generation count, so it is fed again after each change of generation. It may be
     wrong: safety never depends on it. Promise for progress: it becomes right some time.
@@ -240,7 +240,7 @@ class Suspects(ProtocolEvent):
 class Tick(ProtocolEvent):
     """A time limit has passed in a phase that waits (CHANGE, OUTSIDE, SERVE): ask, or propose, again.
 
-    The first in CHANGE comes later than a usual detection of who died; those after it may come quicker."""
+    The first in CHANGE comes later than a usual detection of dead members; later ones may come quicker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,14 +290,14 @@ class Tightened(GenerationEvent):
 
 @dataclass(frozen=True, slots=True)
 class Farewell(GenerationEvent):
-    """The generation has taken its first step without those that leave: they may go."""
+    """The generation has taken its first step without the leaving members: they may go."""
 
 
 # -- effects, carried out in the order given ---------------------------------------------------------------------------
 
 
 class Effect:
-    """What `protocol.step` answers: something that the runtime must do."""
+    """Output of `protocol.step`: something that the runtime must do."""
 
     __slots__ = ()
 
@@ -410,7 +410,7 @@ class Ask(Effect):
 
 @dataclass(frozen=True, slots=True)
 class Prepare(GenerationEffect):
-    """Begin to copy ahead what would move for these changes; Prepared when what comes here has come.
+    """Begin to copy ahead the layers that would move for these changes; Prepared when all that come here have come.
 
     hinted: they may never be made, so no vote waits for the copies, and no event says when they are there.
     """
@@ -426,7 +426,7 @@ class SaveAll(GenerationEffect):
 
 @dataclass(frozen=True, slots=True)
 class Bid(GenerationEffect):
-    """Tell these that they may go (they get Farewell)."""
+    """Tell these members that they may go (they get Farewell)."""
 
     members: tuple[Member, ...]
 

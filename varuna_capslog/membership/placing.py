@@ -1,4 +1,4 @@
-"""From the members that are left to who trains and copies what: `recovery.Place` for the pipeline engine.
+"""Layout of the remaining members, with the layers that each trains and copies: `recovery.Place` for the engine.
 
 Every participant of a generation asks with the same seats and gets the same layout, so nothing here depends on the
 clock, on chance or on what was asked before. `candidates` weighs the pipelines, `redundancy` places the copies. It
@@ -118,10 +118,10 @@ class Placer:
         return cls(candidates, config.elastic, gradient_bytes, plan, tier, edges, budgeted)
 
     def __call__(self, seats: Sequence[Seat], plan: Plan | None = None) -> MemberLayout | str:
-        """Who owns and copies what, or the sentence that says for what the run waits.
+        """Return the owners and copies of the layers, or the sentence that says for what the run waits.
 
         Args:
-            plan: what the generation's founder chose for these seats; None: the seats alone decide.
+            plan: the plan that the generation's founder chose for these seats; None: the seats alone decide.
 
         Raises:
             CapslogError: `plan` is of another run.
@@ -138,56 +138,56 @@ class Placer:
         if plan is not None:
             self._check(plan)
             return self._layout(plan, self._choice_of(plan), seats, limits)
-        given, choice = self._given_for(seats, limits)
-        if given is not None and choice is not None:
-            return self._layout(given, choice, seats, limits)
+        run_plan, choice = self._given_for(seats, limits)
+        if run_plan is not None and choice is not None:
+            return self._layout(run_plan, choice, seats, limits)
         least, lost = self._protection(seats, limits)
         kinds = tuple((seat.capacity, seat.speed) for seat in seats)
-        # with planner `budget` who proposes weighs joint plans as well
+        # with planner `budget` the member that proposes weighs joint plans as well
         joint = None if self._fleets is None or self.budgeted is not None else self._fleets.plan(kinds)
         shared = None if joint is None else self._choice_of(joint)
         if joint is not None and shared is not None and lost(shared) <= least:
             return self._layout(joint, shared, seats, limits)
         size = len(self.layer_bytes)
-        found = self.candidates.quickest(
+        candidate = self.candidates.quickest(
             len(seats),
             limits.usable,
             limits.speeds,
-            rank=lambda one: lost(Choice.of_candidate(one, size)),
+            rank=lambda candidate: lost(Choice.of_candidate(candidate, size)),
             best_rank=least,
         )
         if joint is not None and shared is not None:
-            protected = found is not None and lost(Choice.of_candidate(found, size)) < lost(shared)
+            protected = candidate is not None and lost(Choice.of_candidate(candidate, size)) < lost(shared)
             if not protected:
                 return self._layout(joint, shared, seats, limits)
-        if found is None:
+        if candidate is None:
             return self._waiting(seats, limits)
-        plan = self.pipelines(found.cuts, found.replicas)
+        plan = self.pipelines(candidate.cuts, candidate.replicas)
         if words := self._lack(plan, seats):
             return f"the job fits {len(seats)} device(s) in no way that was found ({words}); waiting for more"
-        return self._layout(plan, Choice.of_candidate(found, size), seats, limits)
+        return self._layout(plan, Choice.of_candidate(candidate, size), seats, limits)
 
     def propose(self, seats: Sequence[Seat]) -> Plan | None:
-        """The plan for the record of a generation of these seats; None where every member computes it alike, which
-        joint plans are not left to: their search adds and compares times in ways that two machines may round apart.
+        """The plan for the record of a generation of these seats; None where every member computes the same. A joint
+        plan is always proposed: its search adds and compares times, which two machines may round differently.
         """
-        speeds, found = speeds_of(seats), None
+        speeds, plan = speeds_of(seats), None
         if self.budgeted is not None:
-            found = self._proposed(seats) if len(seats) >= max(1, self.elastic.min_devices) else None
+            plan = self._proposed(seats) if len(seats) >= max(1, self.elastic.min_devices) else None
         elif self._fleets is not None or speeds:
             layout = self(seats)
-            found = layout.plan if isinstance(layout, MemberLayout) else None
-        if found is None or found.ranks or not speeds:
-            return found
-        return dataclasses.replace(found, ranks=tuple(PlanRank(speed=one) for one in speeds[: found.num_ranks]))
+            plan = layout.plan if isinstance(layout, MemberLayout) else None
+        if plan is None or plan.ranks or not speeds:
+            return plan
+        return dataclasses.replace(plan, ranks=tuple(PlanRank(speed=speed) for speed in speeds[: plan.num_ranks]))
 
     def _given_for(self, seats: Sequence[Seat], limits: _Limits) -> tuple[Plan, Choice] | tuple[None, None]:
         """The run's own plan, where it is for so many devices of one speed and fits them."""
-        given, choice = self._given or (None, None)
-        fits = given is not None and given.num_ranks == len(seats) and not speeds_of(seats)
-        if given is None or choice is None or not fits or not limits.allow(choice):
+        run_plan, choice = self._given or (None, None)
+        fits = run_plan is not None and run_plan.num_ranks == len(seats) and not speeds_of(seats)
+        if run_plan is None or choice is None or not fits or not limits.allow(choice):
             return None, None
-        return given, choice
+        return run_plan, choice
 
     def _protection(self, seats: Sequence[Seat], limits: _Limits) -> tuple[int, Callable[[Choice], int]]:
         """The host losses that no placement protects from, since the hosts are too few; and those from which the copies
@@ -221,52 +221,52 @@ class Placer:
         """
         assert self.budgeted is not None
         limits = _Limits(seats, self.candidates)
-        given, _ = self._given_for(seats, limits)
-        if given is not None:
-            return given
+        run_plan, _ = self._given_for(seats, limits)
+        if run_plan is not None:
+            return run_plan
         least, lost = self._protection(seats, limits)
         size = len(self.layer_bytes)
 
-        def loss(one: Candidate) -> int:
-            return lost(Choice.of_candidate(one, size))
+        def loss(candidate: Candidate) -> int:
+            return lost(Choice.of_candidate(candidate, size))
 
-        found: _Weighed | None = None
+        best: _Weighed | None = None
         for replicas in self.budgeted.replicas(len(seats)):
             bound_of = self.budgeted.least_seconds
-            if found is not None and found[0] <= least and found[1] <= bound_of(len(seats), replicas) * (1 + SAME):
+            if best is not None and best[0] <= least and best[1] <= bound_of(len(seats), replicas) * (1 + SAME):
                 break
             plan = self.budget_plan(seats, replicas)
             if plan.fits and plan.step_seconds is not None:
                 weight = lost(self._choice_of(plan)), plan.step_seconds
-                if found is None or weight < found[:2]:
-                    found = *weight, plan
-        found = self._or_joint(seats, lost, found)
+                if best is None or weight < best[:2]:
+                    best = *weight, plan
+        best = self._or_joint(seats, lost, best)
         equal = self.candidates.quickest(len(seats), limits.usable, limits.speeds, rank=loss, best_rank=least)
         if equal is None or self._lack(pipelines := self.pipelines(equal.cuts, equal.replicas), seats):
-            return None if found is None else found[2]
+            return None if best is None else best[2]
         seconds = (equal.step_ticks or 0) * TICK
-        if found is not None and found[:2] <= (loss(equal), seconds):
-            return found[2]
+        if best is not None and best[:2] <= (loss(equal), seconds):
+            return best[2]
         return dataclasses.replace(pipelines, step_seconds=seconds)
 
-    def _or_joint(
-        self, seats: Sequence[Seat], lost: Callable[[Choice], int], found: _Weighed | None
-    ) -> _Weighed | None:
-        """What was found, or pipelines of unequal length, where they are better."""
+    def _or_joint(self, seats: Sequence[Seat], lost: Callable[[Choice], int], best: _Weighed | None) -> _Weighed | None:
+        """Return the best plan so far, or pipelines of unequal length, where they are better."""
         if self._fleets is None or self.budgeted is None:
-            return found
+            return best
         joint = self._fleets.plan(tuple((seat.capacity, seat.speed) for seat in seats))
         if joint is None or self._lack(joint, seats) is not None:
-            return found
+            return best
         if (seconds := self.budgeted.step_seconds(joint)) is None:
-            return found
+            return best
         weight = lost(self._choice_of(joint)), seconds
-        if found is not None and found[:2] <= weight:
-            return found
+        if best is not None and best[:2] <= weight:
+            return best
         return *weight, dataclasses.replace(joint, step_seconds=seconds)
 
     def _lack(self, plan: Plan, seats: Sequence[Seat]) -> str | None:
-        """Where planner `budget` is the run's: what equal pipelines lack by the fold, which judges that planner's."""
+        """Say what a plan lacks by the fold, which judges the plans of `budget`; None where it fits, or `budget` is not
+        the run's planner.
+        """
         return None if self.budgeted is None else self.budgeted.lack(plan, [seat.capacity for seat in seats])
 
     def budget_plan(self, seats: Sequence[Seat], replicas: int = 1) -> Plan:
@@ -278,34 +278,34 @@ class Placer:
         assert self.budgeted is not None
         limits = _Limits(seats, self.candidates)
         first, copies = self.budgeted.plan(seats, replicas=replicas), [0] * len(seats)
-        found = first
+        plan = first
         for _ in range(_ROUNDS):
-            if not found.fits:
+            if not plan.fits:
                 return first
-            layout = self._layout(found, choice := self._choice_of(found), seats, limits)
+            layout = self._layout(plan, choice := self._choice_of(plan), seats, limits)
             wanted = self._place_copies(choice, seats, None).kept
             if not limits.any or sum(map(len, layout.copied.values())) >= sum(map(len, wanted.values())):
-                return found
+                return plan
             before, copies = copies, [sum(self.copy_bytes[n] for n in wanted.get(seat.member, ())) for seat in seats]
             if before == copies:
                 break
-            found = self.budgeted.plan(seats, copies, replicas)
+            plan = self.budgeted.plan(seats, copies, replicas)
         return first
 
     def look_ahead(self, seats: Sequence[Seat]) -> Iterator[list[Any]]:
-        """Searches for what may follow these seats, and gives what is new, for `learn` of other members."""
+        """Search for plans of the seats that may follow these, and yield the new ones, for `learn` of other members."""
         if self.budgeted is not None:
-            for one in neighbours(seats, self.elastic.min_devices):
-                self._proposed(one)
+            for following in neighbours(seats, self.elastic.min_devices):
+                self._proposed(following)
                 yield self.budgeted.taken()
 
     def learn(self, entries: Sequence[Any]) -> None:
-        """Takes over what another member's `look_ahead` has found. Raises CapslogError for what is no plan."""
+        """Take over the plans of another member's `look_ahead`. Raises CapslogError for an invalid plan."""
         if self.budgeted is not None:
             self.budgeted.learn(entries)
 
     def prepare(self, devices: int, capacity: int = 0) -> None:
-        """Weighs what up to `devices` devices of this capacity (0: no limit) could be, while no member waits."""
+        """Weigh the layouts of up to `devices` devices of this capacity (0: no limit), while no member waits."""
         self.candidates.prepare(devices)
         if self.budgeted is not None:
             self.budgeted.prepare(devices)
@@ -320,7 +320,7 @@ class Placer:
         return self._layout(plan, choice, seats, _Limits(seats, self.candidates)), choice.rank_bytes
 
     def needed(self, plan: Plan) -> list[int] | None:
-        """By rank, the bytes that its device must have, snapshots and headroom counted; None: not known."""
+        """Bytes that the device of each rank must have, snapshots and headroom counted; None: not known."""
         sizes = self._choice_of(plan).rank_bytes
         return None if sizes is None else [self.candidates.headroom.device(size) for size in sizes]
 
@@ -329,7 +329,7 @@ class Placer:
         return MemberLayout.of_plan(plan, [seat.member for seat in seats], dict(copies.kept), copies.problem)
 
     def _choice_of(self, plan: Plan) -> Choice:
-        """A plan of equal pipelines is weighed like every candidate; of others the plan itself says what they hold."""
+        """Return a plan as a choice: equal pipelines weighed like every candidate, others by the plan's own bytes."""
         if (alike := pipelines_of(plan)) is not None:
             return Choice.of_candidate(self.candidates.of_cuts(alike[1], alike[0]), plan.num_layers)
         profile = self.candidates.profile
@@ -352,7 +352,7 @@ class Placer:
     # -- copies
 
     def _place_copies(self, choice: Choice, seats: Sequence[Seat], limits: _Limits | None) -> Copies:
-        """Who keeps copies of what; limits: what the devices have room for, None: as if that were no matter."""
+        """Place the copies; limits: bytes of the devices, None: as if they had room for all copies."""
         ways, links = choice.of_members([seat.member for seat in seats])
         used = choice.used
         spare = [seat.member for rank, seat in enumerate(seats) if rank not in used]
@@ -360,14 +360,14 @@ class Placer:
         room = None
         if limits is not None and limits.any and choice.rank_bytes is not None:
             held = [*choice.rank_bytes, *[0] * (len(seats) - len(choice.rank_bytes))]
-            left = [max(0, usable - taken) for usable, taken in zip(limits.of_rank, held, strict=True)]
-            room = {seat.member: size for seat, size in zip(seats, left, strict=True)}
+            free = [max(0, usable - taken) for usable, taken in zip(limits.of_rank, held, strict=True)]
+            room = {seat.member: size for seat, size in zip(seats, free, strict=True)}
         return place_copies(ways, hosts, self.elastic.redundancy, self.copy_bytes, spare, room, links)
 
     # -- what is lacking
 
     def _waiting(self, seats: Sequence[Seat], limits: _Limits) -> str:
-        """What does not fit where, by how much, and what would do."""
+        """Say which stage does not fit which device, by how much, and what would do."""
         stages = min(len(seats), len(self.layer_bytes))
         usable = limits.usable(1, stages)
         candidate = self.candidates.candidate(1, stages, usable)
@@ -392,7 +392,7 @@ class Placer:
 
 
 class _Limits:
-    """What each seat's device can use and how fast it is, by rank, and by stage of a candidate."""
+    """Usable bytes and speed of each seat's device, by rank, and by stage of a candidate."""
 
     def __init__(self, seats: Sequence[Seat], candidates: Candidates) -> None:
         usable = candidates.headroom.usable
@@ -402,17 +402,17 @@ class _Limits:
         self.any = candidates.described and any(seat.capacity for seat in seats)
 
     def allow(self, choice: Choice) -> bool:
-        """Whether every rank keeps to what its device can use, or nothing limits."""
+        """Return True if every rank fits the bytes that its device can use, or no capacity is known."""
         return not self.any or choice.fits(self.of_rank)
 
     def usable(self, replicas: int, stages: int) -> list[int] | None:
-        """Per stage, the least that a device of any replica can use; None where nothing limits."""
+        """Fewest bytes of each stage that a device of any replica can use; None where no capacity is known."""
         if not self.any:
             return None
         return [min(self.of_rank[device : replicas * stages : stages]) for device in range(stages)]
 
     def speeds(self, replicas: int, stages: int) -> tuple[float, ...] | None:
-        """Per stage, the slowest device of any replica; None where all devices are alike."""
+        """Speed of each stage's slowest device, over all replicas; None where all devices are alike."""
         if self._speeds is None:
             return None
         return tuple(min(self._speeds[device : replicas * stages : stages]) for device in range(stages))

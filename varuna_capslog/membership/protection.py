@@ -1,4 +1,4 @@
-"""What protection takes of the devices, before a run: in a plan's notes, in its verdict, and in the cuts.
+"""Bytes that protection takes of the devices, before a run: in a plan's notes, in its verdict, and in the cuts.
 
 `placing` answers the same for the members of a run. Pure; no torch.
 """
@@ -40,27 +40,27 @@ def state_bytes(profile: Profile) -> tuple[list[int], list[int]] | None:
     return states, gradients
 
 
-def describe_reserves(found: Mapping[Member, Reserve]) -> str:
-    """What protection takes, in a sentence: the rank with most of it, and all of them together."""
-    most = max(found.values(), key=sum)
+def describe_reserves(reserve_of: Mapping[Member, Reserve]) -> str:
+    """Say in a sentence what protection takes: on the rank with most of it, and on all of them together."""
+    most = max(reserve_of.values(), key=sum)
     parts = [f"{format_bytes(most.snapshot)} for its own layers at the last boundary"]
     if most.copies:
         parts.append(f"{format_bytes(most.copies)} for copies of others'")
     if most.updates:
         parts.append(f"{format_bytes(most.updates)} for their gradients")
-    total = sum(map(sum, found.values()))
+    total = sum(map(sum, reserve_of.values()))
     return (
         f"protection takes up to {format_bytes(sum(most))} of a rank's memory on the device beside training "
-        f"({', '.join(parts)}), {format_bytes(total)} over {len(found)} rank(s)"
+        f"({', '.join(parts)}), {format_bytes(total)} over {len(reserve_of)} rank(s)"
     )
 
 
 @dataclass(frozen=True)
 class RunProtection:
-    """What protects a run before it begins, its hosts taken to be equal; a `planning.solve.Protection`.
+    """Protection of a run before it begins, its hosts taken to be equal; a `planning.solve.Protection`.
 
     Raises:
-        CapslogError: as `Placer`: what a run that changes its members cannot be planned with.
+        CapslogError: as `Placer`: settings with which a run that changes its members cannot be planned.
     """
 
     config: Config
@@ -83,8 +83,8 @@ class RunProtection:
         if placer.budgeted is None:
             return None
         limits = [0] * pipeline.devices if capacities is None else capacities
-        every = enumerate([*limits] * pipeline.replicas)
-        seats = [Seat(f"rank {rank}", f"host {rank}", size) for rank, size in every]
+        limit_of_rank = enumerate([*limits] * pipeline.replicas)
+        seats = [Seat(f"rank {rank}", f"host {rank}", size) for rank, size in limit_of_rank]
         return placer.propose(seats) or placer.budget_plan(seats, pipeline.replicas)
 
     def reserve(self, plan: Plan, find: Callable[..., Plan]) -> tuple[Plan, list[int]]:
@@ -112,24 +112,24 @@ def _with_reserves(config: Config, profile: Profile, plan: Plan, find: Callable[
         return dataclasses.replace(plan, notes=(*plan.notes, note)), [0] * len(plan.stages)
     edges = profile.known_edges or ()
     placer, width = Placer.of_config(config, profile, *sizes, edges=edges), plan.num_ranks
-    limits = [one.capacity_bytes or 0 for one in plan.ranks] or [0] * width
+    limits = [rank.capacity_bytes or 0 for rank in plan.ranks] or [0] * width
     seats = [Seat(f"rank {rank}", f"host {rank}", limits[rank % width]) for rank in range(config.world_size)]
 
-    def placed(one: Plan) -> tuple[MemberLayout, MemoryVerdict | None]:
-        """Who copies what, and whether the ranks with what lies beside training fit their devices."""
-        whole = placer.pipelines(one.cut_list, replicas) if one.short else one
-        layout, held = placer.weighed(whole, seats)
-        verdict = None if held is None else judge_ranks(one, held[:width], Headroom.of(profile))
-        return layout, verdict and dataclasses.replace(verdict, of="stage" if one.short else "rank")
+    def placed(plan: Plan) -> tuple[MemberLayout, MemoryVerdict | None]:
+        """Return the layout with its copies, and whether the ranks fit, with what lies beside training."""
+        full = placer.pipelines(plan.cut_list, replicas) if plan.short else plan
+        layout, held = placer.weighed(full, seats)
+        verdict = None if held is None else judge_ranks(plan, held[:width], Headroom.of(profile))
+        return layout, verdict and dataclasses.replace(verdict, of="stage" if plan.short else "rank")
 
     lack, (layout, verdict) = "", placed(plan)
     if plan.fits and verdict is not None and not verdict.fits:
         anew = None
         if plan.short and pipeline.cuts is None and pipeline.plan is None:
             anew = find(capacity=pipeline.capacity, cuts=placer.cuts(seats, replicas, width))
-        if anew is not None and (other := placed(anew))[1] is not None and other[1].fits:
+        if anew is not None and (moved := placed(anew))[1] is not None and moved[1].fits:
             plan = dataclasses.replace(anew, planner=plan.planner, search_seconds=plan.search_seconds)
-            layout = other[0]
+            layout = moved[0]
         else:
             plan = dataclasses.replace(plan, fits=False, shortfall=verdict.shortfall(None))
             lack = (

@@ -33,7 +33,7 @@ __all__ = ["Job", "Phase", "State", "step"]
 
 
 def step(job: Job, state: State, event: m.ProtocolEvent) -> Step:
-    """One event at one member. Unknown, late and doubled events change nothing."""
+    """Handle an event at one member. Unknown, late and doubled events change nothing."""
     if state.phase is Phase.STOPPED:
         return state, ()
     match event:
@@ -53,10 +53,10 @@ def step(job: Job, state: State, event: m.ProtocolEvent) -> Step:
             return changes.store_says(state, event.record)
         case m.StoreLost():
             return changes.store_lost(state)
-        case m.Damaged() | m.Broken():  # what arrived damaged is not taken, and is sent again only after a change
+        case m.Damaged() | m.Broken():  # a damaged layer is not taken, and is sent again only after a change
             return changes.broken(state)
         case m.Tightened(voted=True) if state.phase is Phase.RUN and state.cast:
-            # as where the tally is lost on its way; but all hold the boundary before the step, and this one no older
+            # as if the tally was lost on its way; but all hold the boundary before the step, this member no older
             kept = replace(state, cast=False, held=_kept(state, state.at))
             return changes.tightened(kept, event.capacity)
         case m.Tightened(voted=False):
@@ -74,8 +74,8 @@ def step(job: Job, state: State, event: m.ProtocolEvent) -> Step:
         case m.Prepared():
             return _prepared(state, event)
         case m.Checkpointed():
-            # One from before a roll-back is void; what else lies on the lineage only grows. One that was written beside
-            # the steps is of a boundary behind this one, of which nobody may hold a layer any more.
+            # A checkpoint from before a roll-back is void; the others on the lineage only grow. One that was written
+            # beside the steps is of an earlier boundary, of which nobody may hold a layer any more.
             behind = event.stamp.step <= state.at.step and state.record.continues(event.stamp)
             newer = event.stamp > state.checkpoint and (behind or event.stamp in {stamp for _, stamp in state.held})
             return (replace(state, checkpoint=event.stamp) if newer else state), ()
@@ -89,22 +89,22 @@ def step(job: Job, state: State, event: m.ProtocolEvent) -> Step:
 
 
 def _heard(job: Job, state: State, event: m.Heard) -> Step:
-    """Collects a round value by value; a newer generation's value says that there is one, an older one's is dropped."""
+    """Collect a round value by value. A value of a newer generation shows that there is one; older ones are dropped."""
     if event.generation < state.record.number:
         return state, ()
-    known = max((heard.generation for heard in state.heard), default=state.record.number)
+    newest = max((heard.generation for heard in state.heard), default=state.record.number)
     state = replace(state, heard=state.heard | {event})
     if event.generation > state.record.number:
-        return state, (m.ReadStore(),) if event.generation > known else ()
+        return state, (m.ReadStore(),) if event.generation > newest else ()
     return _complete(job, state)
 
 
 def _complete(job: Job, state: State) -> Step:
-    """Acts on the present round once all of its values were heard."""
+    """Act on the present round once all of its values were heard."""
     if not state.cast:
         return state, ()
     voters = state.record.members if state.round else state.record.participants
-    if len(state.heard) < len(voters):  # so that a round of many members is not counted anew with each value
+    if len(state.heard) < len(voters):  # a round of many members is not counted anew with each value
         return state, ()
     values = {
         heard.sender: heard.value
@@ -117,7 +117,7 @@ def _complete(job: Job, state: State) -> Step:
 
 
 def _tally(job: Job, state: State, number: int, values: Mapping[Member, m.Value]) -> Step:
-    """A round of the present generation in which this member has cast is complete."""
+    """Handle a complete round of the present generation in which this member has cast."""
     if number != state.round or not state.cast:
         return state, ()
     if state.phase is Phase.GATHER:
@@ -128,7 +128,7 @@ def _tally(job: Job, state: State, number: int, values: Mapping[Member, m.Value]
 
 
 def _first_round(job: Job, state: State, values: Mapping[Member, m.Value]) -> Step:
-    """Round 0: all participants know what all of them hold. Copies that are not trusted are left out by all alike."""
+    """Handle round 0: all participants know what all of them hold, and all leave the same untrusted copies out."""
     decision, decided, left_out = job.remembered(state.record, values, _decide)
     mine = frozenset(entry for entry in state.held if (state.me, entry[0]) in left_out) if left_out else frozenset()
     state, effects = _decided(replace(state, held=state.held - mine), decision)
@@ -138,7 +138,7 @@ def _first_round(job: Job, state: State, values: Mapping[Member, m.Value]) -> St
 def _decide(
     job: Job, record: Generation, told: Mapping[Member, m.Value]
 ) -> tuple[recovery.Decision, m.Decided, frozenset[tuple[Member, int]]]:
-    """What all participants decide: they hear the same values and take them in the same order."""
+    """Decide as all participants do: they hear the same values and take them in the same order."""
     brought: dict[Member, m.Contribution] = {member: told[member] for member in record.participants}  # type: ignore[misc]
     left_out = recovery.distrusted(brought, record.continues)
     brought = recovery.without(brought, left_out)
@@ -149,7 +149,7 @@ def _decide(
 
 
 def _decided(state: State, decision: recovery.Decision) -> Step:
-    """From the decision of the first round to what this member does next."""
+    """Carry the decision of the first round out at this member."""
     base, layout = decision.boundary.stamp, decision.layout
     state = replace(state, checkpoint=decision.checkpoint)
     if layout is None:
@@ -158,15 +158,15 @@ def _decided(state: State, decision: recovery.Decision) -> Step:
             state, more = changes.outside(state, state.record, wants_in=False)
             return state, (m.Persist(why), *more)
         waiting = replace(state, phase=Phase.WAIT, regress=decision.for_holders)
-        said = (m.Persist(why), m.Wait(why))
+        told = (m.Persist(why), m.Wait(why))
         if not state.wishes.changes:
-            return waiting, said
+            return waiting, told
         # Wished while values were gathered; there will be no vote to bring it up.
         waiting, more = changes.stop_answering(
             replace(waiting, wishes=replace(waiting.wishes, planned=True), regress=False)
         )
-        return waiting, (*said, *more)
-    # Roll-back: what lies beyond the base was never settled, or no member can complete it.
+        return waiting, (*told, *more)
+    # Roll-back: boundaries beyond the base were never settled, or no member can complete them.
     kept = frozenset(entry for entry in state.held if entry[1] == base or entry[1].step < base.step)
     mine = [move for move in decision.moves if state.me in (move.source, move.target)]
     generation = state.record.number
@@ -200,7 +200,7 @@ def _received(state: State, event: m.Received) -> Step:
 
 
 def _start(state: State) -> Step:
-    """All own layers are here: train."""
+    """Start training once all own layers are here."""
     if state.phase is not Phase.INSTALL or state.roles.missing or state.roles.layout is None:
         return state, ()
     install = m.Install(state.record.number, state.at, state.roles.layout)
@@ -223,9 +223,9 @@ def _next_step(state: State) -> Step:
 def _computed(state: State, event: m.Computed) -> Step:
     if state.phase is not Phase.RUN or event.step != state.round or state.computed:
         return state, ()
-    if state.wishes.saving:  # that lies behind: a checkpoint that could not be written is not tried again
+    if state.wishes.saving:  # that is over: a checkpoint that could not be written is not tried again
         state = replace(state, wishes=replace(state.wishes, save=False, saving=False))
-    if not event.finite:  # what is not finite needs no protection
+    if not event.finite:  # a step that is not finite needs no protection
         return _cast(replace(state, computed=True), finite=False)
     return _cast_if_ready(replace(state, computed=True))
 
@@ -238,7 +238,7 @@ def _copied(state: State, event: m.Copied) -> Step:
 
 
 def _cast_if_ready(state: State) -> Step:
-    """The receipt of the copies is part of the vote."""
+    """Cast the vote once the step is computed and its copies are here: their receipt is part of the vote."""
     protected = state.copied == state.round or not (state.roles.copies or state.roles.shadows)
     if not state.computed or state.cast or not protected:
         return state, ()
@@ -246,13 +246,13 @@ def _cast_if_ready(state: State) -> Step:
 
 
 def _cast(state: State, finite: bool) -> Step:
-    known, number = state.wishes, state.record.number
-    vote = m.Vote(finite, known.changes, known.prepared, known.urgent, known.hints, known.save)
+    wishes, number = state.wishes, state.record.number
+    vote = m.Vote(finite, wishes.changes, wishes.prepared, wishes.urgent, wishes.hints, wishes.save)
     return replace(state, cast=True, voted=(number, state.at)), (m.Cast(number, state.round, vote),)
 
 
 class _Counted(NamedTuple):
-    """What the votes of all members say together; prepared: the changes that all are prepared for, if the same."""
+    """Votes of all members together; prepared: the changes that all are prepared for, if the same."""
 
     finite: bool
     changes: frozenset[m.Change]
@@ -276,7 +276,7 @@ def _count(job: Job, record: Generation, told: Mapping[Member, m.Value]) -> _Cou
 
 
 def _voted(job: Job, state: State, votes: _Counted) -> Step:
-    """The vote on a step, as it came out here. What the others learned of it is unknown."""
+    """Act on the vote on a step, as it came out here. Whether the others learned of it is unknown."""
     generation, number = state.record.number, state.round
     if not votes.finite:
         why = f"step {number} was voted down; nothing was changed"
@@ -291,28 +291,28 @@ def _voted(job: Job, state: State, votes: _Counted) -> Step:
     if state.unseen is not None:
         state, more = changes.adopt(state, state.unseen)
         return state, (*effects, *more)
-    # A change that may be cut off waits for the checkpoint, one step long. All remember it, or it would go with the
-    # generation, or with the one that was told.
+    # A change that may be cut off waits one step for the checkpoint. All members remember it, or it would be lost with
+    # the generation, or with the only member that was told.
     wished, hinted, save = votes.changes, votes.hints, votes.save
-    known = state.wishes
-    known = replace(known, changes=known.changes | wished, hints=known.hints | hinted, save=known.save or save)
-    state = replace(state, wishes=known)
+    wishes = state.wishes
+    wishes = replace(wishes, changes=wishes.changes | wished, hints=wishes.hints | hinted, save=wishes.save or save)
+    state = replace(state, wishes=wishes)
     if wished and not save and (votes.urgent or not job.shadows or votes.prepared == wished):
-        state, more = changes.stop_answering(replace(state, wishes=replace(known, planned=True)))
+        state, more = changes.stop_answering(replace(state, wishes=replace(wishes, planned=True)))
         return state, (*effects, *more)
-    if wished and known.prepared != wished:
+    if wished and wishes.prepared != wished:
         effects.append(m.Prepare(generation, wished))
     elif hinted and not wished and job.shadows:
         effects.append(m.Prepare(generation, hinted, hinted=True))
     if save:
         effects.append(m.SaveAll(generation))
-        state = replace(state, wishes=replace(known, saving=True))
+        state = replace(state, wishes=replace(wishes, saving=True))
     state, more = _next_step(state)
     return state, (*effects, *more)
 
 
 def _kept(state: State, before: Stamp) -> Held:
-    """What must outlive a vote that succeeded here: the boundary before it, in the roles of this generation.
+    """State to keep after a vote that succeeded here: the boundary before it, in the roles of this generation.
 
     All voters hold that boundary, copies included, or they would not have voted; so nothing older is ever needed.
     """
@@ -325,6 +325,6 @@ def _prepared(state: State, event: m.Prepared) -> Step:
         return state, ()  # too late for this step: Prepare will be said again
     held = state.held | {(layer, state.at) for layer in event.layers}
     roles = replace(state.roles, shadows=event.layers - state.roles.own - state.roles.copies)
-    known = replace(state.wishes, prepared=event.changes)
-    # a change for which nothing comes here may take away all that the vote waited for
-    return _cast_if_ready(replace(state, wishes=known, roles=roles, held=held))
+    wishes = replace(state.wishes, prepared=event.changes)
+    # a change for which nothing comes here may remove everything that the vote waited for
+    return _cast_if_ready(replace(state, wishes=wishes, roles=roles, held=held))

@@ -1,4 +1,4 @@
-"""From what the survivors hold to where training goes on: the newest boundary, who owns what, and what must move.
+"""Recovery from what the survivors hold: the newest boundary, the owners of the layers, and the layers that move.
 
 Pure: every participant of a generation calls `decide` with the same contributions and gets the same decision, so no
 member has to lead. Placement of layers is asked from a planner given by the caller.
@@ -50,20 +50,20 @@ class Seat(NamedTuple):
 
 
 def speeds_of(seats: Sequence[Seat]) -> tuple[float, ...] | None:
-    """Of the devices of these seats, by rank; None where all are alike."""
+    """Speeds of the devices of these seats, by rank; None where all are alike."""
     speeds = tuple(seat.speed for seat in seats)
     return speeds if len(set(speeds)) > 1 else None
 
 
 class Place(Protocol):
-    """Seats in rank order -> who owns and copies what, or a sentence that says for what the run must wait."""
+    """Seats in rank order -> layout of owners and copies, or a sentence that says for what the run must wait."""
 
     def __call__(self, seats: Sequence[Seat], plan: Plan | None = None) -> MemberLayout | str:
         """`plan`: the one that the generation's record carries; None: the seats alone decide."""
 
 
 class Move(NamedTuple):
-    """One layer on its way to a new owner; the source is a member, or CHECKPOINT."""
+    """Layer on its way to a new owner; the source is a member, or CHECKPOINT."""
 
     layer: int
     source: Member | None
@@ -73,7 +73,7 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """Where the survivors can resume.
+    """Boundary at which the survivors can resume.
 
     Attributes:
         stamp: the newest boundary at which every layer can be had.
@@ -88,14 +88,14 @@ class Boundary:
     passed_over: tuple[tuple[Stamp, tuple[int, ...]], ...] = ()
 
     def loses_settled(self, reached: int, voted: int = 0) -> bool:
-        """Whether steps would be lost that had been settled, as far as the survivors can tell.
+        """Return True if settled steps would be lost, as far as the survivors can tell.
 
-        Who applied step s saw its vote succeed, so all voters held boundary s-1: that one was settled. Where layers
+        A member that applied step s saw its vote succeed, so all voters held boundary s-1: it was settled. Where layers
         have to come from the checkpoint, even the newest boundary may have been: its holders can all be lost.
 
         Args:
             reached: newest step that an earlier founder is known to have applied.
-            voted: newest boundary from which all survivors of the last vote voted; those that are gone may have, too.
+            voted: newest boundary from which all survivors of the last vote voted; the lost members may have, too.
         """
         newest = max(reached, self.passed_over[0][0].step if self.passed_over else 0)
         lost = self.stamp.step < newest - 1 or (self.stamp.step < newest and not all(self.holders))
@@ -104,10 +104,10 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What every participant of a generation does after its first round.
+    """Decision of every participant of a generation after its first round.
 
     Either `layout` is set, and the generation goes on from `boundary` after `moves`; or it waits, and `waiting` says
-    why: for devices, or (`for_holders`) for members that hold what otherwise only the checkpoint has.
+    why: for devices, or (`for_holders`) for members that hold layers which otherwise only the checkpoint has.
     """
 
     boundary: Boundary
@@ -128,7 +128,7 @@ def newest_boundary(
 
     Args:
         held: what each survivor holds; the order of members decides the order of holders.
-        valid: whether a stamp lies on the lineage; others are passed by in silence.
+        valid: True if a stamp lies on the lineage; other stamps are ignored.
         checkpoint: a complete checkpoint on the lineage, the last resort; it counts as a holder of all its layers.
     """
     holders: dict[Stamp, dict[int, list[Member]]] = {checkpoint: {}}
@@ -141,18 +141,18 @@ def newest_boundary(
                 holders.setdefault(stamp, {}).setdefault(layer, []).append(member)
     passed: list[tuple[Stamp, tuple[int, ...]]] = []
     for stamp in sorted(holders, reverse=True):
-        found = holders[stamp]
-        if stamp == checkpoint or len(found) == num_layers:
-            by_layer = tuple(tuple(found.get(layer, ())) for layer in range(num_layers))
+        holders_of = holders[stamp]
+        if stamp == checkpoint or len(holders_of) == num_layers:
+            by_layer = tuple(tuple(holders_of.get(layer, ())) for layer in range(num_layers))
             return Boundary(stamp, by_layer, stamp == checkpoint, tuple(passed))
-        passed.append((stamp, tuple(layer for layer in range(num_layers) if layer not in found)))
+        passed.append((stamp, tuple(layer for layer in range(num_layers) if layer not in holders_of)))
     raise AssertionError("the checkpoint is a boundary")  # it is among the stamps
 
 
 def list_moves(
     boundary: Boundary, owned: Mapping[Member, Iterable[int]], layer_bytes: Sequence[int]
 ) -> tuple[Move, ...]:
-    """Which layers change owner: each goes at most once to each owner that lacks it, and none that is there moves.
+    """List the layers that change owner: each goes at most once to each owner that lacks it, and no other layer moves.
 
     The source is the holder that has sent the fewest bytes so far (the first of equals); the checkpoint only where no
     holder is left.
@@ -181,14 +181,14 @@ def decide(
     layer_bytes: Sequence[int],
     place: Place,
 ) -> Decision:
-    """What a generation does after its first round.
+    """Decide how a generation goes on after its first round.
 
     Args:
-        contributions: of all participants of `record`, those that leave included: they may be asked to send.
+        contributions: of all participants of `record`, the leaving ones included: they may be asked to send.
         place: called with the members' seats and the plan that `record` carries.
     """
-    known = [value.checkpoint for value in contributions.values()]
-    checkpoint = max((stamp for stamp in known if record.continues(stamp)), default=record.checkpoint)
+    checkpoints = [value.checkpoint for value in contributions.values()]
+    checkpoint = max((stamp for stamp in checkpoints if record.continues(stamp)), default=record.checkpoint)
     checkpoint = max(checkpoint, record.checkpoint)
     held = {member: contributions[member].held for member in record.participants}
     boundary = newest_boundary(len(layer_bytes), held, record.continues, checkpoint)
@@ -210,7 +210,7 @@ def decide(
 
 
 def _lack(boundary: Boundary, record: Generation, checkpoint: Stamp) -> str:
-    """What is waited for, in a sentence."""
+    """Say in a sentence what the run waits for."""
     newest, missing = record.reached, tuple(range(len(boundary.holders)))
     if boundary.passed_over:
         newest, missing = boundary.passed_over[0][0].step, boundary.passed_over[0][1]
@@ -234,7 +234,7 @@ def distrusted(
     owner takes part, no participant can judge the copy, and it is used.
 
     Args:
-        valid: whether a stamp lies on the generation's lineage; proofs of states that were taken back say nothing.
+        valid: True if a stamp lies on the generation's lineage; proofs of states that were taken back are ignored.
     """
     owners: dict[int, list[Proof]] = {}
     for value in values.values():

@@ -1,4 +1,4 @@
-"""Where copies of each layer's state are kept in other ranks' memory, and what they cost there.
+"""Placement of copies of each layer's state in other ranks' memory, and the bytes that they take there.
 
 `redundancy: k` asks that any k simultaneous host losses are survived without a checkpoint, and that no two neighbours
 in a pipeline hold all copies of a layer. Pure arithmetic on names and bytes, for planners and the protocol's layouts.
@@ -21,7 +21,7 @@ __all__ = ["Copies", "Reserve", "place_copies", "reserves"]
 
 @dataclass(frozen=True)
 class Copies:
-    """Who keeps copies of what.
+    """Placement of the copies.
 
     Attributes:
         kept: member -> layers of others that it keeps, rising; members that keep none are left out.
@@ -120,12 +120,12 @@ def place_copies(
 
 
 def _short(holders: Sequence[Member], hosts: Mapping[Member, str], redundancy: int) -> int:
-    """How many hosts are lacking until the loss of any `redundancy` hosts leaves a holder."""
+    """Number of hosts that are lacking until the loss of any `redundancy` hosts leaves a holder."""
     return max(0, redundancy + 1 - len({hosts[member] for member in holders}))
 
 
 def _paired(holders: Sequence[Member], neighbours: Collection[frozenset[Member]]) -> bool:
-    """Whether two neighbours hold everything there is."""
+    """Return True if the only holders are two neighbours."""
     return len(set(holders)) == 2 and frozenset(holders) in neighbours
 
 
@@ -138,12 +138,12 @@ def _lightest(
     room: Mapping[Member, int] | None,
     size: int,
 ) -> Member | None:
-    """The next holder, taken out of the heap: on a new host while hosts lack, no neighbour of a single owner if another
-    can be had, the lightest of these.
+    """Return the next holder, taken out of the heap: on a new host while hosts lack, no neighbour of a single
+    owner if another can be had, the lightest of these.
     """
     taken = {hosts[member] for member in holders}
-    passed, found, second = [], None, None
-    while by_load and found is None:
+    passed, lightest, second = [], None, None
+    while by_load and lightest is None:
         entry = heapq.heappop(by_load)
         member = entry[2]
         fits = member not in holders and (room is None or room.get(member, 0) >= size)
@@ -153,13 +153,13 @@ def _lightest(
             second = second or entry
             passed.append(entry)
         else:
-            found = entry
-    if found is None and second is not None:
-        found = second
+            lightest = entry
+    if lightest is None and second is not None:
+        lightest = second
         passed.remove(second)
     for entry in passed:
         heapq.heappush(by_load, entry)
-    return None if found is None else found[2]
+    return None if lightest is None else lightest[2]
 
 
 def _problem(
@@ -170,7 +170,7 @@ def _problem(
     hosts: Sequence[str],
     room_bytes: Mapping[Member, int] | None,
 ) -> str | None:
-    """What cannot be placed, why, and what to do."""
+    """Say what cannot be placed, why, and what to do."""
     count = len(set(hosts))
     if unplaced and count <= redundancy:
         return (
@@ -215,7 +215,7 @@ class Reserve(NamedTuple):
 def reserves(
     layout: MemberLayout, sync: bool, layer_bytes: Sequence[int], gradient_bytes: Sequence[int]
 ) -> dict[Member, Reserve]:
-    """What the commit rule and the copies cost each rank, in bytes.
+    """Return the bytes that the commit rule and the copies cost each rank.
 
     A copy exists twice: at the boundary before the step and, from the vote (`sync`) or the arrival (`async`) on, at the
     next; a rank's own layers are trained anyway, so only the previous boundary counts.
@@ -224,9 +224,9 @@ def reserves(
         layer_bytes: state of each layer: parameters, buffers, moments.
         gradient_bytes: gradients of each layer as they are sent.
     """
-    found = {}
+    reserve_of = {}
     for member in dict.fromkeys([*layout.owned, *layout.copied]):
         mine, theirs = (sum(layer_bytes[layer] for layer in of.get(member, ())) for of in (layout.owned, layout.copied))
         updates = sum(gradient_bytes[layer] for layer in layout.copied.get(member, ())) if sync else 0
-        found[member] = Reserve(mine, 2 * theirs, updates)
-    return found
+        reserve_of[member] = Reserve(mine, 2 * theirs, updates)
+    return reserve_of

@@ -1,6 +1,6 @@
-"""What the store's log says so far: which hosts and workers there are, which generation is the newest, who answers.
+"""State of the store's log so far: the hosts and workers, the newest generation, and the members that answer.
 
-A pure fold over entries: all that have read the log up to one entry have the same roster. No clock, no I/O.
+A pure fold over entries: all readers of the log up to the same entry have the same roster. No clock, no I/O.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Roster:
         members: workers that have neither ended nor been declared dead, oldest first, with their hosts.
         dead: declared dead, by any host or member.
         here: workers that have loaded and read the log.
-        gone: whose own host has reported their end, so that it is certain.
+        gone: workers whose own host has reported their end, so that it is certain.
         noticed: workers that have got a notice to leave.
         generation: the newest.
         broken: newest generation that a member said is broken.
@@ -98,7 +98,7 @@ class Roster:
 
     @property
     def is_bereft(self) -> bool:
-        """Whether all who could train, or found the next generation, are gone for certain."""
+        """True once all members that could train, or found the next generation, are gone for certain."""
         voters = self.generation.members
         return bool(voters) and self.finished is None and self.gone.issuperset(voters)
 
@@ -108,18 +108,18 @@ class Roster:
         return self._named.keys() - self.gone - self.dead - set(self.generation.participants)
 
     def is_complete(self, hosts: int) -> bool:
-        """Whether so many hosts have named all their first workers, and no generation was founded yet."""
+        """Return True if so many hosts have named all their first workers, and no generation was founded yet."""
         if self.generation.number or len(self.hosts) < hosts:
             return False
         named = [*self.members.values()]
         return all(named.count(host) >= workers for host, workers in self.hosts.items())
 
     def was_named(self, member: Member) -> bool:
-        """Whether it ever took part in a generation."""
+        """Return True if this member ever took part in a generation."""
         return member in self._named
 
     def silent(self, generation: int) -> tuple[Member, ...]:
-        """Who took part in a generation and has said nothing since it broke, nor was named in a later one."""
+        """Members of a generation that have said nothing since it broke, nor were named in a later one."""
         return tuple(
             member
             for member, last in self._named.items()
@@ -132,7 +132,7 @@ class Roster:
         return [member for member in self.members if member not in self.noticed]
 
     def share(self, host: str, devices: int) -> tuple[int, tuple[Member, ...]]:
-        """What one host does so that the run has `devices` workers: how many to start, and which of its own leave.
+        """Return one host's share so that the run has `devices` workers: how many to start, and which of its own leave.
 
         All hosts work out the same division. Missing workers are started by the hosts in the order of their names, up
         to what each can have; of too many the youngest leave.
@@ -142,8 +142,8 @@ class Roster:
         if missing <= 0:
             return 0, tuple(member for member in staying[devices:] if self.members[member] == host)
         for name in sorted(self.hosts):
-            here = sum(1 for member in staying if self.members[member] == name)
-            start = min(missing, max(0, self.hosts[name] - here))
+            present = sum(1 for member in staying if self.members[member] == name)
+            start = min(missing, max(0, self.hosts[name] - present))
             if name == host:
                 return start, ()
             missing -= start

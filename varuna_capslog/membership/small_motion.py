@@ -1,9 +1,9 @@
 """After a loss: new cuts at once, or the lost layers alone handed out now and the new cuts beside the training.
 
 With new cuts the members wait for the layers that change owner, and the first vote for the copies. In a small motion
-all keep what they have: whoever holds copies of the lost layers trains them, no copy is made anew, and often nothing
-moves. Steps are longer until the new cuts, and the copies that protection lacks, were made beside the training. Each
-way is weighed by the seconds of training that it is expected to lose:
+all keep what they have: the members that hold copies of the lost layers train them, no copy is made anew, and often
+nothing moves. Steps are longer until the new cuts, and the copies that protection lacks, were made beside the training.
+Each way is weighed by the seconds of training that it is expected to lose:
 
     new cuts        waiting for layers and copies
     small motion    waiting for the layers that move all the same; the part of the time until the new cuts are there by
@@ -57,7 +57,7 @@ LINK = 100e6
 SECOND_PAUSE = 0.1
 """Seconds that the planned change to the new cuts pauses (`benchmarks/morph/planned`)."""
 BESIDE = 1.5
-"""So many times as long copies take beside the training."""
+"""Factor by which copies take longer beside the training."""
 FOLLOW_STEPS = 3
 """Steps until new cuts for which nothing moves: they are wished for, prepared, and voted on."""
 USUAL_GAP = 600.0
@@ -71,12 +71,12 @@ _NO_LIMIT = 1 << 62
 
 @dataclass(frozen=True)
 class Loss:
-    """What is known where members were lost.
+    """Loss of members, and what is known then.
 
     Attributes:
         before: the layout that the lost generation trained with, and its members by rank.
-        seats: of those that are left, in the same order.
-        proposed: what `Placer.propose` gives for them.
+        seats: of the remaining members, in the same order.
+        proposed: the plan of `Placer.propose` for them.
         rate: bytes per second that state travels at; None: not measured.
         step_seconds: of the last steps as they were measured; 0: unknown.
         gap_seconds: expected until the next change.
@@ -94,13 +94,13 @@ class Loss:
 
     @property
     def left(self) -> list[Member]:
-        """Those that are left."""
+        """Remaining members."""
         return [seat.member for seat in self.seats]
 
 
 @dataclass(frozen=True)
 class Weighed:
-    """Both ways, and which was chosen.
+    """Outcome of weighing both ways.
 
     Attributes:
         plan, copies: of the small motion, for the generation's record, where it was chosen; else None.
@@ -114,18 +114,18 @@ class Weighed:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What travels before a step counts: layers to owners before it is computed, then copies before it is voted on."""
+    """State that travels before a step counts: layers to owners before it is computed, then copies before its vote."""
 
     moves: tuple[Move, ...]
     copies: tuple[Move, ...]
 
     @property
     def bytes(self) -> int:
-        """All together."""
+        """Bytes of all moves and copies."""
         return sum(move.bytes for move in (*self.moves, *self.copies))
 
     def seconds(self, rate: float) -> float:
-        """How long the busiest member sends or receives; one turn after the other."""
+        """Seconds that the busiest member sends or receives, first the moves, then the copies."""
         return (_busiest(self.moves) + _busiest(self.copies)) / rate
 
 
@@ -140,7 +140,7 @@ def _busiest(moves: Sequence[Move]) -> int:
 def traffic_of(
     before: MemberLayout, after: MemberLayout, members: Sequence[Member], layer_bytes: Sequence[int]
 ) -> Traffic:
-    """What these members, which hold every layer between them, send each other to go from one layout to another."""
+    """Return what these members, which hold every layer between them, send each other from one layout to another."""
     held = {member: [(layer, INITIAL) for layer in before.holds(member)] for member in members}
     boundary = newest_boundary(len(layer_bytes), held, lambda stamp: True, INITIAL)
     moves = list_moves(boundary, {member: after.owned.get(member, ()) for member in members}, layer_bytes)
@@ -157,9 +157,9 @@ def traffic_of(
 def kept_copies(
     before: MemberLayout, owned: Mapping[Member, Collection[int]], members: Sequence[Member]
 ) -> dict[Member, tuple[int, ...]]:
-    """What each of these members held before and does not own now: all that they have stays."""
-    found = {member: tuple(sorted(set(before.holds(member)) - set(owned.get(member, ())))) for member in members}
-    return {member: layers for member, layers in found.items() if layers}
+    """Return the layers that each of these members held before and does not own now: all that they have stays."""
+    kept = {member: tuple(sorted(set(before.holds(member)) - set(owned.get(member, ())))) for member in members}
+    return {member: layers for member, layers in kept.items() if layers}
 
 
 def expected_loss(pause: float, slow: float, ratio: float, second: float, gap: float, back: float = 0.0) -> float:
@@ -180,13 +180,13 @@ def exposed(layout: MemberLayout, before: MemberLayout, members: Sequence[Member
     for member in members:
         for layer in {*before.holds(member), *layout.owned.get(member, ())}:
             holders.setdefault(layer, set()).add(member)
-    alone = {member for found in holders.values() if len(found) == 1 for member in found}
+    alone = {member for keepers in holders.values() if len(keepers) == 1 for member in keepers}
     return len(alone) / len(members)
 
 
 @dataclass(frozen=True)
 class _Costed:
-    """A layout of those that are left, and what it costs."""
+    """A layout of the remaining members, and what it costs."""
 
     layout: MemberLayout
     traffic: Traffic
@@ -195,7 +195,7 @@ class _Costed:
 
     @property
     def told(self) -> dict[str, Any]:
-        moves, copies = (sum(one.bytes for one in row) for row in (self.traffic.moves, self.traffic.copies))
+        moves, copies = (sum(move.bytes for move in row) for row in (self.traffic.moves, self.traffic.copies))
         return {
             "moved_bytes": moves,
             "copied_bytes": copies,
@@ -217,10 +217,10 @@ class SmallMotion:
         self._profile = placer.candidates.profile if placer.candidates.timed else None
 
     def weigh(self, loss: Loss) -> Weighed | None:
-        """Which way these members go on; None where there is nothing to choose between."""
-        left, sizes = loss.left, self._placer.layer_bytes
+        """Choose the way in which these members go on; None where there is no choice."""
+        remaining, sizes = loss.left, self._placer.layer_bytes
         plan = loss.before.plan
-        if self._setting == "never" or plan is None or not left or not loss.before.covers(left):
+        if self._setting == "never" or plan is None or not remaining or not loss.before.covers(remaining):
             return None
         layout = self._placer(loss.seats, loss.proposed)
         if isinstance(layout, str):
@@ -237,7 +237,7 @@ class SmallMotion:
             scale = loss.step_seconds / planned
         cuts = self._way(loss, layout, self.step_seconds(layout), scale)
         small = self._best(loss, plan, cuts, rate, scale)
-        back = exposed(layout, loss.before, left) * loss.back_seconds
+        back = exposed(layout, loss.before, remaining) * loss.back_seconds
         lost = expected_loss(pause, 0.0, 1.0, 0.0, loss.gap_seconds, back)
         cuts = dataclasses.replace(cuts, lost_seconds=lost)
         chosen, why = self._choice(cuts, small)
@@ -250,7 +250,7 @@ class SmallMotion:
             "back_seconds": loss.back_seconds,
         }
         if small is not None:
-            follow = traffic_of(small.layout, cuts.layout, left, sizes)
+            follow = traffic_of(small.layout, cuts.layout, remaining, sizes)
             told["small_motion"] = {**small.told, "pause_seconds": small.traffic.seconds(rate)}
             told["follow_bytes"] = follow.bytes
         if not chosen or small is None:
@@ -258,7 +258,7 @@ class SmallMotion:
         return Weighed(small.layout.plan, small.layout.copied, told)
 
     def step_seconds(self, layout: MemberLayout) -> float | None:
-        """Of a layout's plan by the profile, on devices of its own speeds; None where it cannot be played."""
+        """Seconds of a step of a layout's plan by the profile, at its devices' speeds; None if it cannot be played."""
         return None if layout.plan is None else self._played(layout.plan)
 
     def _choice(self, cuts: _Costed, small: _Costed | None) -> tuple[bool, str]:
@@ -276,21 +276,21 @@ class SmallMotion:
 
     def _best(self, loss: Loss, plan: Plan, cuts: _Costed, rate: float, scale: float) -> _Costed | None:
         """The way with the least loss, of those that have room; None where none has."""
-        found: list[_Costed] = []
-        for one in self._handed_out(loss, plan, cuts, rate, scale):
-            owned = MemberLayout.of_plan(one, loss.left, {}).owned
+        candidates: list[_Costed] = []
+        for handed_out in self._handed_out(loss, plan, cuts, rate, scale):
+            owned = MemberLayout.of_plan(handed_out, loss.left, {}).owned
             copies = kept_copies(loss.before, owned, loss.left)
-            fitting = self._fitting(one, loss.seats, copies)
+            fitting = self._fitting(handed_out, loss.seats, copies)
             if fitting is None:
                 continue
             layout = MemberLayout.of_plan(fitting, loss.left, copies)
             way = self._way(loss, layout, fitting.step_seconds, scale)
-            found.append(self._weighed(loss, way, cuts, rate))
-            if len(found) >= _PLAYED:
+            candidates.append(self._weighed(loss, way, cuts, rate))
+            if len(candidates) >= _PLAYED:
                 break
-        order = enumerate(found)
+        order = enumerate(candidates)
         key = lambda entry: (entry[1].lost_seconds or 0.0, entry[1].traffic.bytes, entry[0])  # noqa: E731
-        return min(order, key=key)[1] if found else None
+        return min(order, key=key)[1] if candidates else None
 
     def _weighed(self, loss: Loss, way: _Costed, cuts: _Costed, rate: float) -> _Costed:
         if way.step_seconds is None or cuts.step_seconds is None:
@@ -303,24 +303,24 @@ class SmallMotion:
         return dataclasses.replace(way, lost_seconds=lost)
 
     def _handed_out(self, loss: Loss, plan: Plan, cuts: _Costed, rate: float, scale: float) -> Iterator[Plan]:
-        """Plans in which those that are left have the stages of the others, those that promise most first."""
-        members, left = loss.members, set(loss.left)
-        places = {rank: loss.left.index(one) for rank, one in enumerate(members) if one in left}
-        found = bare(plan)
-        if found is None:
+        """Yield plans in which the remaining members have the stages of the lost ones, the most promising first."""
+        members, remaining = loss.members, set(loss.left)
+        places = {rank: loss.left.index(member) for rank, member in enumerate(members) if member in remaining}
+        bare_plan = bare(plan)
+        if bare_plan is None:
             return
-        lost = sum(stage.rank not in places for stage in found.stages)
-        if not lost:  # who is gone kept copies only
-            yield among(found, places)
+        lost = sum(stage.rank not in places for stage in bare_plan.stages)
+        if not lost:  # the lost members kept copies only
+            yield among(bare_plan, places)
         holds = {rank: frozenset(loss.before.holds(members[rank])) for rank in places}
         for turn in range(lost):
-            gone = [number for number, stage in enumerate(found.stages) if stage.rank not in places]
-            number = max((self._work(found, found.stages[at]), -at, at) for at in gone)[2]
-            ways = self._in_order(found, number, holds, cuts, rate, scale)
-            plans = filter(None, map(partial(given, found, number), ways[:_BUILT]))
+            gone = [number for number, stage in enumerate(bare_plan.stages) if stage.rank not in places]
+            number = max((self._work(bare_plan, bare_plan.stages[at]), -at, at) for at in gone)[2]
+            ways = self._in_order(bare_plan, number, holds, cuts, rate, scale)
+            plans = filter(None, map(partial(given, bare_plan, number), ways[:_BUILT]))
             if turn == lost - 1:
-                yield from (among(one, places) for one in plans)
-            elif (found := next(plans, None)) is None:
+                yield from (among(handed_out, places) for handed_out in plans)
+            elif (bare_plan := next(plans, None)) is None:
                 return
 
     def _in_order(
@@ -332,14 +332,14 @@ class SmallMotion:
         rate: float,
         scale: float,
     ) -> list[tuple[Part, ...]]:
-        """The ways to give a stage away: the one that moves fewest bytes, then those that by their busiest rank lose
-        least.
+        """Return the ways to give a stage away: the one that moves fewest bytes, then the others, by the least loss of
+        their busiest rank.
         """
         sizes, stage = self._placer.layer_bytes, plan.stages[number]
         busy = dict.fromkeys(holds, 0.0)
-        for one in plan.stages:
-            if one.rank in busy:
-                busy[one.rank] += self._work(plan, one)
+        for planned in plan.stages:
+            if planned.rank in busy:
+                busy[planned.rank] += self._work(plan, planned)
         follow, most = BESIDE * cuts.traffic.seconds(rate), max(busy.values())
         work: dict[tuple[int, int], float] = {}
         coming: dict[Part, int] = {}
@@ -366,20 +366,20 @@ class SmallMotion:
             return []
         fewest = min(ways, key=lambda entry: entry[0][1:])[1]
         ordered = [parts for _, parts in sorted(ways, key=lambda entry: entry[0])]
-        return [fewest, *(one for one in ordered if one != fewest)]
+        return [fewest, *(parts for parts in ordered if parts != fewest)]
 
     def _work(self, plan: Plan, stage: PlanStage, layers: Sequence[int] | None = None) -> float:
-        """Seconds of a stage in a step, of some layers of it; without a profile their bytes."""
+        """Seconds of a stage, or of some of its layers, in a step; without a profile their bytes."""
         layers = stage.numbers if layers is None else layers
         if self._profile is None:
             return float(sum(self._placer.layer_bytes[layer] for layer in layers))
         run, rows = self._placer.candidates.run, [self._profile.layers[layer] for layer in layers]
         again = stage.recomputes(run) and stage.end < plan.num_layers  # the last stage's backwards follow at once
         units = len(stage.blocks) * plan.units.of_block if stage.blocks is not None else plan.units.per_step or 1
-        one = sum((row.forward_seconds or 0.0) * (1 + again) + (row.backward_seconds or 0.0) for row in rows)
-        return units * one
+        unit_seconds = sum((row.forward_seconds or 0.0) * (1 + again) + (row.backward_seconds or 0.0) for row in rows)
+        return units * unit_seconds
 
-    # -- what a layout costs -------------------------------------------------------------------------------------------
+    # -- cost of a layout ----------------------------------------------------------------------------------------------
 
     def _way(self, loss: Loss, layout: MemberLayout, seconds: float | None, scale: float = 1.0) -> _Costed:
         traffic = traffic_of(loss.before, layout, loss.left, self._placer.layer_bytes)
@@ -399,11 +399,11 @@ class SmallMotion:
             return None
 
     def _fitting(self, plan: Plan, seats: Sequence[Seat], copies: Mapping[Member, tuple[int, ...]]) -> Plan | None:
-        """The plan with what is known of its ranks, where each has room for it, snapshots and these copies."""
+        """Return the plan with its ranks' bytes, if each has room for it, snapshots and these copies; else None."""
         placer, speeds = self._placer, [None if seat.speed == 1.0 else seat.speed for seat in seats]
         shown = plan
         if any(speeds):
-            shown = dataclasses.replace(plan, ranks=tuple(PlanRank(speed=one) for one in speeds))
+            shown = dataclasses.replace(plan, ranks=tuple(PlanRank(speed=speed) for speed in speeds))
         seconds = self._played(shown)
         if self._profile is not None and seconds is None:
             return None
@@ -422,6 +422,6 @@ class SmallMotion:
         if not tight.fits:
             return None
         pairs = zip(seats, speeds, strict=True)
-        own = tuple(PlanRank(capacity_bytes=seat.capacity or None, speed=speed) for seat, speed in pairs)
-        found = judged(profile, dataclasses.replace(plan, ranks=own), candidates.run, tier=placer.tier)
-        return dataclasses.replace(found, step_seconds=seconds)
+        devices = tuple(PlanRank(capacity_bytes=seat.capacity or None, speed=speed) for seat, speed in pairs)
+        verdict = judged(profile, dataclasses.replace(plan, ranks=devices), candidates.run, tier=placer.tier)
+        return dataclasses.replace(verdict, step_seconds=seconds)

@@ -1,4 +1,4 @@
-"""What one member knows: its `State`, the phases it goes through, and the `Job` that is the same for all."""
+"""State of one member: `State`, the phases that it goes through, and the `Job` that is the same for all."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _KEPT = 4
 Result = TypeVar("Result")
 
 Step = tuple["State", tuple[m.Effect, ...]]
-"""What an event makes of a state, and what the runtime must do, in order."""
+"""State after an event, and the effects that the runtime must carry out, in order."""
 
 
 class Phase(Enum):
-    """Where a member stands."""
+    """Phase of a member."""
 
     OUTSIDE = "outside"  # not in the generation, and not wanted or not yet in
-    GATHER = "gather"  # adopted it, told what it holds, waits to hear what the others hold
+    GATHER = "gather"  # adopted it, told its layers, waits to hear those of the others
     INSTALL = "install"  # knows its layers, waits for those that must come
     RUN = "run"  # trains
     CHANGE = "change"  # answers its generation never again, tries to found the next or hears of it
     WAIT = "wait"  # the generation is too small for the job; its state is kept
-    SERVE = "serve"  # leaving: sends what others still need
+    SERVE = "serve"  # leaving: sends layers that others still need
     STOPPED = "stopped"  # the end: refused step, or no store at a change; all that was held is on disk
 
     __hash__ = object.__hash__  # members are singletons; Enum's own hash is slow
@@ -38,7 +38,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """What is the same on every rank for a whole run.
+    """Settings that are the same on every rank for a whole run.
 
     Attributes:
         layer_bytes: state of each layer.
@@ -62,14 +62,14 @@ class Job:
         values: Mapping[Member, m.Value],
         make: Callable[[Job, Generation, Mapping[Member, m.Value]], Result],
     ) -> Result:
-        """What `make` says of a whole round of a generation, made once for this very object of values.
+        """Return what `make` makes of a whole round of a generation, made once for this very object of values.
 
         It is the same for all members. In a simulation they get one object; without this the cost of a change would
         grow with the square of their number.
         """
-        for of, by, found in self._remembered:
+        for of, by, result in self._remembered:
             if of is values and by == record:
-                return cast(Result, found)
+                return cast(Result, result)
         made = make(self, record, values)
         self._remembered.appendleft((values, record, made))
         return made
@@ -77,7 +77,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """What a member does for the layers of the last decided generation.
+    """Roles of a member for the layers of the last decided generation.
 
     Attributes:
         own, copies, shadows: layers it trains, keeps copies of, holds ahead of a planned change.
@@ -123,7 +123,7 @@ class State:
         record: the newest generation it adopted, or, OUTSIDE, the newest it saw.
         round: 0 while it gathers, then the step that is under way.
         cast: it has cast in this round.
-        computed, copied: what the vote waits for is here (`copied` is the step it is here for).
+        computed, copied: the gradients and copies that the vote waits for are here (`copied`: the step of the copies).
         heard: single values of rounds of this generation or later ones, kept until the round is complete.
         held: all of the training state that it can send, whatever for; at first what earlier members wrote to disk
             (`Persist`) and this one can read.
@@ -161,5 +161,5 @@ class State:
 
     @property
     def votes(self) -> bool:
-        """Whether it is a voter of its generation."""
+        """True if this member is a voter of its generation."""
         return self.me in self.record.members

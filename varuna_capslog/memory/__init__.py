@@ -21,7 +21,7 @@ __all__ = ["AUTO", "MEMORY_MODELS", "NEVER", "MemoryModel", "StageCosts", "resol
 
 
 class MemoryModel(NamedTuple):
-    """What a memory model offers.
+    """The two functions of a memory model.
 
     stage_costs: from a profile and a run to the bytes of every stage. Raises CapslogError naming what the profile
         lacks for it.
@@ -35,7 +35,7 @@ class MemoryModel(NamedTuple):
 MEMORY_MODELS = {
     "additive": MemoryModel(additive.stage_costs, functools.partial(additive.gap, "additive")),
     "composition": MemoryModel(composition.stage_costs, functools.partial(additive.gap, "composition")),
-    # cut lists are searched with the fold's closed form; a list of actions says all that the fold must know
+    # cut lists are searched with the fold's closed form; a list of actions contains all that the fold needs
     inference.INFERENCE: MemoryModel(inference.stage_costs, lambda run: None),
     inflight.RANKS: MemoryModel(functools.partial(inflight.stage_costs, inflight.RANKS), lambda run: None),
 } | {

@@ -82,18 +82,18 @@ def compose(single: Sequence[Observation], pair: Sequence[Observation]) -> Compo
 
 
 def lasting(rows: Sequence[Observation]) -> Bytes:
-    """What libraries of the device keep after each run, a part of its peak; 0 where it is not known."""
+    """Return the bytes that the device's libraries keep after each run, a part of its peak; 0 where not known."""
     sizes = [0 if row.action_bytes is None else row.action_bytes.lasting_bytes or 0 for row in rows]
     return np.array(sizes, dtype=np.int64)
 
 
 def lasting_of_ranges(single: Bytes, pair: Bytes) -> Bytes:
-    """The same of every range of layers, [L, L + 1]: once, the most that any of its runs has left."""
+    """Return `lasting` for every range of layers, [L, L + 1]: the maximum over the runs of the range."""
     size = len(single)
-    found = np.zeros((size, size + 1), dtype=np.int64)
-    found[:, 1:] = np.triu(np.broadcast_to(np.append(0, np.maximum(pair, single[1:])), (size, size)), 1)
-    np.fill_diagonal(found[:, 1:], single)
-    return np.maximum.accumulate(found, axis=1)
+    lasting_bytes = np.zeros((size, size + 1), dtype=np.int64)
+    lasting_bytes[:, 1:] = np.triu(np.broadcast_to(np.append(0, np.maximum(pair, single[1:])), (size, size)), 1)
+    np.fill_diagonal(lasting_bytes[:, 1:], single)
+    return np.maximum.accumulate(lasting_bytes, axis=1)
 
 
 def observed(
@@ -109,8 +109,8 @@ def observed(
     wanted = stage_runs(size)
     groups: dict[str, dict[tuple[int, int], Observation]] = {}
     for row in profile.observations:
-        known = row.variant is None and row.microbatch_size == profile.samples(grain)
-        if known and row.layers[1] - row.layers[0] <= 2:
+        usable = row.variant is None and row.microbatch_size == profile.samples(grain)
+        if usable and row.layers[1] - row.layers[0] <= 2:
             groups.setdefault(row.condition, {}).setdefault(row.layers, row)
     lacks = {condition: _lack(rows, wanted) for condition, rows in groups.items()}
     complete = [[groups[condition][run] for run in wanted] for condition, lack in lacks.items() if lack is None]
@@ -134,7 +134,7 @@ def stage_costs(profile: Profile, run: RunShape) -> RangeCosts:
 
 
 def lacking(model: str, lack: str) -> CapslogError:
-    """The error for a profile that misses something which a memory model needs."""
+    """Return the error for a profile that misses something which a memory model needs."""
     return CapslogError(
         f"memory model '{model}' needs {lack}, which the profile lacks; profile again with `capslog profile`, or use "
         "memory model 'additive'"
@@ -142,7 +142,7 @@ def lacking(model: str, lack: str) -> CapslogError:
 
 
 def _lack(rows: dict[tuple[int, int], Observation], wanted: Sequence[tuple[int, int]]) -> str | None:
-    """What is missing from the runs of one condition, or None."""
+    """Return the run or field that is missing from the runs of one condition, or None."""
     for run in wanted:
         if run not in rows:
             return f"an observation of layers {list(run)}"
@@ -153,14 +153,14 @@ def _lack(rows: dict[tuple[int, int], Observation], wanted: Sequence[tuple[int, 
 
 
 def _columns(rows: Sequence[Observation]) -> tuple[Bytes, Bytes, Bytes]:
-    """Peak, static and saved bytes of each row."""
+    """Return peak, static and saved bytes of each row."""
     names = ("peak_bytes", *_PARTS)
     peak, static, saved = (np.array([getattr(row, name) for row in rows], dtype=np.int64) for name in names)
     return peak, static, saved
 
 
 def _sums(alone: Bytes, increments: Bytes) -> Bytes:
-    """[L, L + 1]: entry [l, m] is alone[l] plus the increments of layers l+1 .. m-1; 0 where m <= l."""
+    """Return [L, L + 1]: entry [l, m] is alone[l] plus the increments of layers l+1 .. m-1; 0 where m <= l."""
     running = np.append(0, np.cumsum(increments))
     sums = np.zeros((len(alone), len(alone) + 1), dtype=np.int64)
     sums[:, 1:] = (alone - running)[:, None] + running

@@ -1,7 +1,7 @@
-"""What a planner asks of a memory model: the bytes of every stage that could be, for one run.
+"""Stage costs: the bytes of every possible stage in one run. Memory models compute them and planners read them.
 
-The models beside this file make `StageCosts` from a profile and a `RunShape`; planners read them. No profile is read
-and nothing is searched here.
+The models beside this file make `StageCosts` from a profile and a `RunShape`. This file reads no profile and searches
+nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StageCosts(Protocol):
 
     @property
     def position_free(self) -> bool:
-        """Whether the bytes are the same for every (stage, stages)."""
+        """True where the bytes are the same for every (stage, stages)."""
         ...
 
     def stage_bytes(self, first: int, end: int, stage: int = 0, stages: int = 1) -> int:

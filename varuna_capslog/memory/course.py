@@ -1,14 +1,13 @@
 """The bytes that a stage holds at every moment of a step, from the timed actions of a schedule.
 
-    bytes(t) = static + live graphs * saved + waiting inputs * input + what the action under way needs besides
+    bytes(t) = static + live graphs * saved + waiting inputs * input + working bytes of the running action
 
 The simulation calls `stage_memory` for the parts of this sum and `memory_courses` for its course. Between actions a
-stage holds graphs (from the F or R that built them to B) and the inputs that wait for an R; while an action builds or
-consumes a graph, that graph counts with all it needs: `working_bytes`, so that a stage with one graph peaks at exactly
-what its memory model says. It is the course of the equation in `memory.inflight`, for stages that are kept or
-recomputed as a whole, less the outputs sent ahead, which wait beside the stage only where the device is the CPU.
-Levels change at begins and ends of actions. `fold_course` is the course of a whole rank under any plan, where its bytes
-are folded.
+stage holds graphs (from the F or R that built them to B) and the inputs that wait for an R. While an action builds or
+consumes a graph, that graph counts as `working_bytes`, so that a stage with one graph peaks at exactly the bytes of its
+memory model. It is the course of the equation in `memory.inflight`, for stages that are kept or recomputed as a whole,
+less the outputs sent ahead, which wait beside the stage only where the device is the CPU. Levels change when actions
+begin and end. `fold_course` returns the course of a whole rank under any plan, from the rank's fold.
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ class StageMemory:
 
 
 def stage_memory(profile: Profile, stages: Sequence[tuple[int, int]], run: RunShape) -> list[StageMemory] | str:
-    """The parts of the bytes of stages of layers (first, end), or the sentence that says what the profile lacks.
+    """Return the parts of the bytes of each stage of layers (first, end), or a sentence naming what the profile lacks.
 
-    With the observations of single layers and pairs they are those of the schedule's own memory model; else sums over
-    the layers, and the additive model's peak for one graph.
+    With the observations of single layers and pairs, the parts come from the schedule's own memory model; otherwise
+    they are sums over the layers, with the additive model's peak for one graph.
     """
     layers = profile.layers
     if any(layer.static_bytes is None or layer.saved_bytes is None for layer in layers):
@@ -63,7 +62,7 @@ def stage_memory(profile: Profile, stages: Sequence[tuple[int, int]], run: RunSh
     except CapslogError:
         costs = None
     sums = additive.stage_costs(profile, run)
-    found = []
+    memories = []
     for first, end in stages:
         static = sum(layer.static_bytes or 0 for layer in layers[first:end])
         if costs is None:
@@ -74,48 +73,48 @@ def stage_memory(profile: Profile, stages: Sequence[tuple[int, int]], run: RunSh
             inputs = int(costs.inputs[first, end])
         working = max(0, peak - static)
         alone = max(layer.isolated_bytes - (layer.static_bytes or 0) for layer in layers[first:end])
-        found.append(StageMemory(static, saved, working, min(working, max(0, alone)), inputs if on_device else 0))
-    return found
+        memories.append(StageMemory(static, saved, working, min(working, max(0, alone)), inputs if on_device else 0))
+    return memories
 
 
 def memory_courses(
     timed: Iterable[Iterable[TimedAction]], schedule: Schedule, stages: Sequence[StageMemory]
 ) -> list[Course]:
-    """The bytes of every stage over one step.
+    """Return the bytes of every stage over one step.
 
     Args:
-        timed: per rank, its actions in order.
-        schedule: the same actions, which say what forwards keep their graph.
-        stages: per stage.
+        timed: each rank's actions in order.
+        schedule: the same actions; it determines which forwards keep their graph.
+        stages: the memory of each stage.
     """
     keeping = graph_keeping_forwards(schedule)
     courses = []
     for stage, parts in enumerate(stages):
-        actions = [one for row in timed for one in row if one.action.stage == stage]
+        actions = [timed_action for row in timed for timed_action in row if timed_action.action.stage == stage]
         courses.append(_course(actions, keeping, parts))
     return courses
 
 
 def fold_course(timed: Sequence[TimedAction], fold: RankFold) -> Course:
-    """The bytes of a rank over one step: while each action is at work, and what is there between two of them.
+    """Return the bytes of a rank over one step: during each action, and between actions.
 
     Args:
-        timed: the actions of the rank's list in order, and its updates behind them, for which `fold.end_bytes` counts;
+        timed: the actions of the rank's list in order, followed by its updates, during which `fold.end_bytes` counts;
             without updates it counts from the last action's end.
-        fold: of that list.
+        fold: the fold of that list.
     """
     course, ended = [(0.0, fold.between_bytes[0])], 0.0
-    for one, during, after in zip(timed, fold.bytes, fold.between_bytes[1:], strict=False):
-        if one.start_seconds == ended and len(course) > 1:
-            course.pop()  # what is there between two actions without a pause
-        course += [(one.start_seconds, during), (one.end_seconds, after)]
-        ended = one.end_seconds
+    for timed_action, during, after in zip(timed, fold.bytes, fold.between_bytes[1:], strict=False):
+        if timed_action.start_seconds == ended and len(course) > 1:
+            course.pop()  # the level between two actions without a pause
+        course += [(timed_action.start_seconds, during), (timed_action.end_seconds, after)]
+        ended = timed_action.end_seconds
     updates = timed[len(fold.bytes) :]
     return [*course, (updates[0].start_seconds if updates else ended, fold.end_bytes)]
 
 
 def peak_of(course: Course) -> int:
-    """The most bytes of a course."""
+    """Return the peak bytes of a course."""
     return max(size for _, size in course)
 
 
@@ -130,15 +129,15 @@ def _course(actions: Sequence[TimedAction], keeping: set[tuple[int, int]], parts
 
     def note(seconds: float, size: int, after_end: bool = False) -> None:
         if after_end and len(course) > 1 and course[-1][0] == seconds:
-            course.pop()  # what was held between two actions without a pause
+            course.pop()  # the level between two actions without a pause
         if size != course[-1][1]:
             course.append((seconds, size))
 
-    for one in actions:
-        kind, microbatch = one.action.kind, one.action.microbatch
+    for timed_action in actions:
+        kind, microbatch = timed_action.action.kind, timed_action.action.microbatch
         during = held()
         if microbatch is not None:
-            if kind == "R" or (kind == "F" and (one.action.stage, microbatch) in keeping):
+            if kind == "R" or (kind == "F" and (timed_action.action.stage, microbatch) in keeping):
                 inputs.discard(microbatch)
                 during = held() + parts.working_bytes
                 graphs.add(microbatch)
@@ -150,7 +149,7 @@ def _course(actions: Sequence[TimedAction], keeping: set[tuple[int, int]], parts
                 during = held() + parts.working_bytes
                 if kind == "I":
                     graphs.add(microbatch)
-        note(one.start_seconds, during, after_end=one.start_seconds == ended)
-        note(one.end_seconds, held())
-        ended = one.end_seconds if one.end_seconds > one.start_seconds else None
+        note(timed_action.start_seconds, during, after_end=timed_action.start_seconds == ended)
+        note(timed_action.end_seconds, held())
+        ended = timed_action.end_seconds if timed_action.end_seconds > timed_action.start_seconds else None
     return course

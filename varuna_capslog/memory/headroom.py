@@ -18,8 +18,9 @@ __all__ = ["Headroom"]
 
 
 class Headroom(NamedTuple):
-    """`conditions["headroom"]` of a profile; a measured one has none, and nothing is added. Its "parts" say for people
-    what the two numbers are made of (`profiling.estimation.headroom`).
+    """`conditions["headroom"]` of a profile. A measured profile has none, and nothing is added.
+
+    The entry's "parts" explain the two numbers to people (`profiling.estimation.headroom`).
     """
 
     fixed_bytes: int = 0
@@ -27,22 +28,22 @@ class Headroom(NamedTuple):
 
     @classmethod
     def of(cls, profile: Profile) -> Headroom:
-        """The headroom in the profile's conditions, which `profiles.conditions` has checked; without an entry, none."""
+        """Return the headroom of the profile's conditions (checked by `profiles.conditions`); none without an entry."""
         stated = profile.conditions.get("headroom", {})
         return cls(**{name: stated[name] for name in cls._fields if name in stated})
 
     def reserved(self, peak_bytes: int) -> int:
-        """The bytes that the allocator holds for a stage of this peak."""
+        """Return the bytes that the allocator holds for a stage of this peak."""
         return math.ceil(peak_bytes * self.fragmentation)
 
     def device(self, peak_bytes: int) -> int:
-        """The bytes that a stage of this peak takes of its device."""
+        """Return the bytes that a stage of this peak takes of its device."""
         return self.reserved(peak_bytes) + self.fixed_bytes
 
     def usable(self, capacity: int) -> int:
-        """The largest peak whose device needs no more than the capacity."""
+        """Return the largest peak that fits on a device of this capacity."""
         peak = max(0, int((capacity - self.fixed_bytes) / self.fragmentation))
-        # Division rounds; what counts is what `device` says.
+        # Division rounds, so the result is checked with `device`.
         while peak > 0 and self.device(peak) > capacity:
             peak -= 1
         return peak

@@ -29,12 +29,12 @@ INFERENCE = "inference"
 
 
 def is_for_inference(profile: Profile) -> bool:
-    """Whether a profile holds forwards alone."""
+    """Return True for a profile of inference, which holds only forwards."""
     return profile.conditions.get(PURPOSE) == INFERENCE
 
 
 def stage_costs(profile: Profile, run: RunShape) -> RangeCosts:
-    """The bytes of every stage, for as many sequences as the microbatches of the run hold together.
+    """Return the bytes of every stage, for all sequences of the run's microbatches together.
 
     Raises:
         CapslogError: the profile is one of training.
@@ -61,15 +61,15 @@ def stage_costs(profile: Profile, run: RunShape) -> RangeCosts:
 
 
 def _sums(sizes: list[int]) -> Bytes:
-    """[L, L + 1]: entry [first, end] is the sum of sizes first .. end-1."""
+    """Return [L, L + 1]: entry [first, end] is the sum of sizes first .. end-1."""
     running = np.append(0, np.cumsum(np.array(sizes, dtype=np.int64)))
     return only_ranges(running[None, :] - running[:-1, None], 0)
 
 
 def _counted_twice(profile: Profile) -> Bytes:
-    """[L, L + 1]: bytes of shared parameters that the layers' own weights count more than once in a range."""
-    found = np.zeros((profile.num_layers, profile.num_layers + 1), dtype=np.int64)
+    """Return [L, L + 1]: bytes of shared parameters that the layers' own weights count more than once in a range."""
+    excess = np.zeros((profile.num_layers, profile.num_layers + 1), dtype=np.int64)
     for shared in profile.shared:
         uses = _sums([int(layer in shared.layers) for layer in range(profile.num_layers)])
-        found += shared.bytes * np.maximum(0, uses - 1)
-    return found
+        excess += shared.bytes * np.maximum(0, uses - 1)
+    return excess

@@ -51,18 +51,18 @@ RANKS = "ranks"
 """The model that describes every schedule (`fold`)."""
 
 DESCRIBED = ("gpipe", "1f1b", "varuna")
-"""Schedules that have a memory model of this kind. For others these costs guide planners, and the fold says what a
-rank holds.
+"""Schedules that have a memory model of this kind. For other schedules these costs guide planners, and the fold gives
+the bytes of a rank.
 """
 
 
 def model_of(schedule: str) -> str:
-    """The name of the memory model that describes a schedule."""
+    """Return the name of the memory model that describes a schedule."""
     return schedule if schedule in DESCRIBED else RANKS
 
 
 class InFlight(NamedTuple):
-    """What a stage's device holds of other microbatches while one is at work: numbers of graphs, inputs, outputs."""
+    """Numbers of graphs, inputs and outputs of waiting microbatches that a stage holds while it computes another."""
 
     graphs: int
     inputs: int
@@ -86,11 +86,11 @@ def waiting(run: RunShape, stages: int, one_memory: bool) -> list[InFlight]:
     kept = one_memory or run.stage_inputs == "device"
     return [
         InFlight(
-            graphs=0 if recompute else here - 1,
-            inputs=here - 1 if recompute and kept else 0,
-            outputs=max(0, here - after) if one_memory else 0,
+            graphs=0 if recompute else count - 1,
+            inputs=count - 1 if recompute and kept else 0,
+            outputs=max(0, count - next_count) if one_memory else 0,
         )
-        for here, after in zip(in_flight, [*in_flight[1:], in_flight[-1]], strict=True)
+        for count, next_count in zip(in_flight, [*in_flight[1:], in_flight[-1]], strict=True)
     ]
 
 
@@ -111,7 +111,7 @@ class InflightCosts(RangeCosts):
 
     @property
     def parts(self) -> tuple[Bytes, Bytes, Bytes]:
-        """What waits, in the order of `InFlight`."""
+        """Bytes of one waiting graph, input and output, in the order of `InFlight`."""
         return self.saved, self.inputs, self.outputs
 
     def stage_bytes(self, first: int, end: int, stage: int = 0, stages: int = 1) -> int:
@@ -165,12 +165,12 @@ def gap(model: str, run: RunShape) -> str | None:
     """Return why the model of one schedule does not describe another, or None."""
     if run.schedule == model:
         return None
-    other = run.schedule
-    return f"memory model '{model}' describes schedule '{model}', not '{other}'; use memory model '{model_of(other)}'"
+    name = run.schedule
+    return f"memory model '{model}' describes schedule '{model}', not '{name}'; use memory model '{model_of(name)}'"
 
 
 def check_halves(rows: Iterable[Observation], model: str) -> None:
-    """Refuses rows that do not tell the halves of a split backward (CapslogError naming the field and what to do)."""
+    """Raise CapslogError, naming the field and a remedy, for rows that do not tell the halves of a split backward."""
     for row in rows:
         for name in ("weight_bytes", *HALVES):
             if getattr(row if name == "weight_bytes" else row.action_bytes, name, None) is None:
@@ -182,7 +182,7 @@ def check_halves(rows: Iterable[Observation], model: str) -> None:
 
 
 def _split(row: Observation) -> Observation:
-    """The row as if its run had split its backward; its own peak counts where it is higher."""
+    """Return the row as if its run had split its backward; its measured peak counts where it is higher."""
     actions = row.action_bytes
     assert actions is not None
     held, static = row.weight_bytes or 0, (row.static_bytes or 0) + (actions.lasting_bytes or 0)
@@ -194,18 +194,18 @@ def _split(row: Observation) -> Observation:
 
 
 def _boundary(row: Observation, name: str, model: str) -> int:
-    value: int | None = getattr(row, name)
-    if value is None:
+    size: int | None = getattr(row, name)
+    if size is None:
         raise lacking(model, f"{name} of the observation of layers {list(row.layers)}")
-    return value
+    return size
 
 
 def one_in_flight(row: Observation, profile: Profile) -> Observation:
-    """The row without the bytes that its run held for other microbatches.
+    """Return the row without the bytes that its run held for other microbatches.
 
-    A run that another stage follows had a second microbatch in flight, one that holds the last layer had none: so it is
-    in the program of `profiling.trim`, which measuring and estimating carry out. A profile that names no source says
-    nothing about it; its rows are taken for runs with one.
+    In the program of `profiling.trim`, which measurements and estimates execute, a run of a stage before the last has a
+    second microbatch in flight, and a run with the last layer has none. For a profile that names no source, every run
+    is assumed to have had one microbatch in flight.
     """
     if profile.source is None or row.layers[1] == profile.num_layers:
         return row

@@ -19,8 +19,9 @@ __all__ = ["MomentBytes", "likely_gradients"]
 
 
 def likely_gradients(profile: Profile, static: Bytes) -> Bytes:
-    """[L] bytes of the gradients of layers whose rows do not tell them: what is static is a parameter, its gradient and
-    what is kept beside both.
+    """Estimate the gradient bytes of each layer, [L], where the rows do not tell them.
+
+    The static bytes are taken as parameters, their gradients and the copies that the optimizer keeps.
     """
     if any(layer.parameter_bytes is None for layer in profile.layers):
         return np.zeros(len(static), dtype=np.int64)
@@ -30,7 +31,7 @@ def likely_gradients(profile: Profile, static: Bytes) -> Bytes:
 
 
 class MomentBytes:
-    """What an optimizer keeps of each layer.
+    """The bytes of each layer's optimizer moments.
 
     sizes: [L], of each layer alone; None: not known. gradients: [L] bytes.
     """
@@ -41,12 +42,14 @@ class MomentBytes:
 
     @property
     def known(self) -> bool:
-        """Whether the profile tells them."""
+        """True where the profile tells the moments' bytes."""
         return self._sizes is not None
 
     def of(self, layers: Collection[int], away: Collection[int]) -> dict[int, int]:
-        """Layer -> the bytes of its moments, for those of a rank's layers whose moments wait elsewhere, rising. Those
-        of a shared parameter are where the first of its uses on the rank is.
+        """Return layer -> the bytes of its moments, in rising order, for the layers in `away`.
+
+        layers: all layers of the rank. away: those whose moments are not on the device. The moments of a shared
+        parameter belong to the first layer of the rank that uses it.
 
         Raises CapslogError where the profile does not tell them.
         """
@@ -57,22 +60,24 @@ class MomentBytes:
                 "the profile does not say what the optimizer keeps of each layer (moment_bytes), which a plan whose "
                 "moments are not all on their device needs; profile again with `capslog profile`"
             )
-        found = {layer: int(self._sizes[layer]) for layer in sorted(away)}
-        for one in (one for one in self._shared if one.bytes >= LEAST_MOMENT_BYTES):
-            for layer in [layer for layer in one.layers if layer in layers][1:]:
-                if layer in found and self._gradients[layer] >= one.bytes:
-                    found[layer] = max(0, found[layer] - int(self._copies * one.bytes))
-        return found
+        moment_bytes = {layer: int(self._sizes[layer]) for layer in sorted(away)}
+        for parameter in (parameter for parameter in self._shared if parameter.bytes >= LEAST_MOMENT_BYTES):
+            for layer in [layer for layer in parameter.layers if layer in layers][1:]:
+                if layer in moment_bytes and self._gradients[layer] >= parameter.bytes:
+                    moment_bytes[layer] = max(0, moment_bytes[layer] - int(self._copies * parameter.bytes))
+        return moment_bytes
 
     def at_update(self, layers: Collection[int], away: Collection[int], gradients: Bytes, work: Bytes) -> int:
-        """The most of them and of gradients that is on the device while these layers are updated, one after the other
-        and behind all others: the moments of two neighbours, and the gradients that are not used up yet.
+        """Return the peak bytes of moments and gradients on the device while the `away` layers are updated.
 
-        gradients: [L] bytes, of the parameters that have moments. work: [L], what the update of a layer needs besides.
+        They are updated one after the other, after all other layers: the moments of two neighbours and the gradients
+        that are not used up yet are on the device at a time.
+
+        gradients: [L] bytes, of the parameters that have moments. work: [L] additional bytes of each layer's update.
         """
         rows = [(layer, size) for layer, size in self.of(layers, away).items() if size]
-        left, before, most = sum(int(gradients[layer]) for layer, _ in rows), 0, 0
+        gradients_left, before, most = sum(int(gradients[layer]) for layer, _ in rows), 0, 0
         for (layer, size), behind in zip(rows, [*(size for _, size in rows[1:]), 0], strict=False):
-            most = max(most, left + size + max(before, behind) + int(work[layer]))
-            left, before = left - int(gradients[layer]), size
+            most = max(most, gradients_left + size + max(before, behind) + int(work[layer]))
+            gradients_left, before = gradients_left - int(gradients[layer]), size
         return most

@@ -1,6 +1,6 @@
-"""What any range of layers takes at its actions, from the runs of single layers and of pairs.
+"""Bytes of any range of layers at its actions, from the runs of single layers and of pairs.
 
-`fold` asks for whole stages and for the parts of a stage that are treated alike. Each number is a maximum over saved
+`fold` asks for whole stages and for the segments of a stage. Each number is a maximum over saved
 prefixes as in `composition`, one per action. A profile whose rows have no `action_bytes` knows one peak for all
 actions, and every action then counts with it.
 """
@@ -44,10 +44,11 @@ class _Sums(NamedTuple):
 
 
 class _Halves(NamedTuple):
-    """What is held between the halves of a backward, the gradients among it, and by name the most of each half, with
-    what was there when it began: of single layers [L] and of pairs [L - 1].
+    """Bytes of split backwards, of single layers [L] and of pairs [L - 1].
 
-    seeds: [L]; the gradients of a layer's outputs among those noted. of_loss: what is let go of with the loss.
+    held: between the halves. noted: the gradients among `held`. most: by name, the peak of each half, with all that was
+        there when it began.
+    seeds: [L]; the gradients of a layer's outputs among those noted. of_loss: freed with the loss.
     """
 
     held: _Sums
@@ -58,10 +59,10 @@ class _Halves(NamedTuple):
 
 
 class BackwardWork(NamedTuple):
-    """What an action of a backward takes at a range of layers. All are ints, or arrays of them.
+    """Peak bytes of a backward action at a range of layers. All are ints, or arrays of them.
 
-    whole: the most as long as everything is held that entered the range. later: the most after some of it was let go.
-    gone: bytes of what may have been let go then.
+    whole: the peak while all inputs of the range are held. later: the peak after some of them were freed.
+    gone: bytes of the inputs that may have been freed then.
     """
 
     whole: Any
@@ -69,20 +70,20 @@ class BackwardWork(NamedTuple):
     gone: Any = 0
 
     @classmethod
-    def of(cls, most: Bytes, left: Bytes) -> BackwardWork:
-        """most, left: while each layer is at work, bytes, and bytes of what entered that were let go of before."""
-        later = left > 0
+    def of(cls, most: Bytes, freed: Bytes) -> BackwardWork:
+        """Make it from each layer's peak bytes (most), and the bytes of inputs that were freed before (freed)."""
+        later = freed > 0
         if not later.any():
             return cls(int(most.max()))
-        return cls(int(most[~later].max(initial=0)), int(most[later].max()), int(left.max()))
+        return cls(int(most[~later].max(initial=0)), int(most[later].max()), int(freed.max()))
 
     @property
     def most(self) -> int:
-        """The most of both."""
+        """The larger of `whole` and `later`."""
         return max(self.whole, self.later)
 
     def without(self, elsewhere: Any) -> Any:
-        """The most, where so many bytes of what entered count elsewhere; below 0: where there is more here."""
+        """Return the peak without input bytes that are counted elsewhere; negative: bytes that are added to it."""
         if isinstance(elsewhere, int):  # several times quicker
             return max(self.whole - elsewhere, self.later - max(0, elsewhere - self.gone) - min(0, elsewhere))
         still = np.maximum(0, elsewhere - self.gone) + np.minimum(0, elsewhere)
@@ -94,18 +95,18 @@ class RangeBytes(CutBytes):
 
     Args:
         model: the memory model that asks, for errors.
-        recompute: whether rows of a run with recomputation are wanted, where there is a choice.
-        alone: what is alive in one stage with direct routes. None: stages hand on all that crosses their cuts.
+        recompute: prefer rows of a run with recomputation, where there is a choice.
+        alone: the tensors of one stage with direct routes. None: stages pass on all tensors that cross their cuts.
         grain: microbatches of a call; all bytes are those of one call.
 
     Raises CapslogError naming the run or field that the profile lacks.
 
     Attributes:
         one_memory: the device is the CPU, so that messages and what waits on the host share its memory.
-        told: whether the rows say what each action takes.
+        told: True where the rows tell the bytes of each action.
         gradient: as of `CutBytes`; where `told` is False the gradients are part of every backward.
         shared_parameters: those that several layers use.
-        moments, moments_wait: the optimizer's moments, and whether those of all layers wait in the host tier.
+        moments, moments_wait: the optimizer's moments; True where those of all layers wait in the host tier.
         gradients: of each layer's parameters [L]; where the rows do not tell, by the layers' parameter_bytes; where
             these are missing too, 0: gradients then count as resident.
     """
@@ -126,17 +127,17 @@ class RangeBytes(CutBytes):
         more = self._graph(pair)
         self._saved = _Sums.of(self._graph(single), more)
         last = np.array([*np.zeros(len(single) - 1), self.crossing[-1]], dtype=np.int64)
-        rest = self._known_part(single, "staying_bytes", last), self._known_part(pair, "staying_bytes", last[1:])
-        self._staying = _Sums.of(*rest)
-        moved = self._known_part(pair, "moved_bytes", more - rest[1])
-        self._moved = _Sums.of(self._known_part(single, "moved_bytes", self._saved.alone - rest[0]), moved)
+        staying = self._known_part(single, "staying_bytes", last), self._known_part(pair, "staying_bytes", last[1:])
+        self._staying = _Sums.of(*staying)
+        moved = self._known_part(pair, "moved_bytes", more - staying[1])
+        self._moved = _Sums.of(self._known_part(single, "moved_bytes", self._saved.alone - staying[0]), moved)
         self._statistics = self._part(single, "statistics_bytes")
         static = _column(single, "static_bytes")
         self.gradients = self._part(single, "gradient_bytes") if self.told else likely_gradients(profile, static)
         self._update, self._shared = self._part(single, "update_bytes"), self._part(single, "shared_bytes")
         self._pair_shared = self._part(pair, "shared_bytes")
         if self._knows("moved_bytes", rows):
-            # what the layers on both sides of a cut save; rows that run again tell nothing else of their outputs
+            # tensors that the layers on both sides of a cut save; rows with recomputation tell no more of their outputs
             both = self._moved.alone[1:] - self._moved.more
             self._shared[:-1] = np.maximum(self._shared[:-1], both)
             self._pair_shared[:-1] = np.maximum(self._pair_shared[:-1], both[1:])
@@ -151,50 +152,50 @@ class RangeBytes(CutBytes):
         self._known: dict[tuple[object, ...], Any] = {}
 
     def of_stage(self, layers: Collection[int]) -> RangeBytes:
-        """The bytes of the same layers in a stage of these layers with direct routes."""
+        """Return the bytes of the same layers in a stage of these layers with direct routes."""
         alone = StageTensors.of(self.tensors, layers, self.num_layers)
         return self._like(RangeBytes(self._profile, self._model, self._recompute, alone, self._grain))
 
     def of_grain(self, grain: int) -> RangeBytes:
-        """The bytes of the same layers in calls of so many microbatches."""
-        own = self._profile, self._model, self._recompute, None, grain
-        return self if grain == self._grain else self.once(("grain", grain), lambda: self._like(RangeBytes(*own)))
+        """Return the bytes of the same layers in calls of `grain` microbatches."""
+        arguments = self._profile, self._model, self._recompute, None, grain
+        return self if grain == self._grain else self.once(("grain", grain), lambda: self._like(RangeBytes(*arguments)))
 
     def with_waiting_moments(self) -> RangeBytes:
-        """The bytes of the same layers where all moments wait in the host tier."""
-        other = copy.copy(self)
-        other.moments_wait, other._known = True, {key: one for key, one in self._known.items() if key[0] != "grain"}
-        return other
+        """Return the bytes of the same layers where all moments wait in the host tier."""
+        ranges = copy.copy(self)
+        ranges.moments_wait, ranges._known = True, {key: fact for key, fact in self._known.items() if key[0] != "grain"}
+        return ranges
 
-    def _like(self, other: RangeBytes) -> RangeBytes:
-        return other.with_waiting_moments() if self.moments_wait else other
+    def _like(self, ranges: RangeBytes) -> RangeBytes:
+        return ranges.with_waiting_moments() if self.moments_wait else ranges
 
     def saved(self, first: int, end: int) -> int:
-        """What a forward of the range keeps for its backward, its inputs included."""
+        """Return the bytes that a forward of the range keeps for its backward, its inputs included."""
         return self._saved.range(first, end)
 
     def moved(self, first: int, end: int) -> int:
-        """The part of `saved` that goes to the host tier where the range is offloaded."""
+        """Return the part of `saved` that goes to the host tier where the range is offloaded."""
         return self._moved.range(first, end)
 
     def staying(self, first: int, end: int) -> int:
-        """The part of `saved` that stays on the device then."""
+        """Return the part of `saved` that stays on the device where the range is offloaded."""
         return self._staying.range(first, end)
 
     def only_entered(self, layer: int) -> int:
-        """The part of a layer's `saved` with which its graph begins and which nothing else needs: the rest."""
+        """Return the remaining part of a layer's `saved`: inputs of its graph that nothing else needs."""
         return max(0, int(self._saved.alone[layer] - self._moved.alone[layer] - self._staying.alone[layer]))
 
     def statistics(self, first: int, end: int) -> int:
-        """Running statistics, which a forward of the range leaves until the end of the step."""
+        """Return bytes of the running statistics that a forward of the range keeps until the end of the step."""
         return int(self._statistics[first:end].sum())
 
     def forward(self, first: int, end: int) -> int:
-        """The most of a forward or recomputation that keeps its graph, its inputs included."""
+        """Return the peak of a forward or recomputation that keeps its graph, its inputs included."""
         return self.once(("F", first, end), lambda: int(self._prefixes("forward_bytes", first, end).max()))
 
     def bare(self, first: int, end: int) -> int:
-        """The most of a forward that keeps only its inputs, these included."""
+        """Return the peak of a forward that keeps only its inputs, these included."""
         alone = self._single["bare_bytes"][first:end]
         if not self.told or end == first + 1:
             return min(int(alone.max()), self.forward(first, end)) if not self.told else int(alone[0])
@@ -202,7 +203,7 @@ class RangeBytes(CutBytes):
         return max(int(alone[0]), int((alone[1:] + np.array(beside)).max()))
 
     def backward(self, first: int, end: int, makes_gradients: bool = False) -> BackwardWork:
-        """A backward, its graph and the gradients of its outputs included.
+        """Return the bytes of a backward, with its graph and the gradients of its outputs.
 
         makes_gradients: it makes those of the parameters, which count too.
         """
@@ -212,18 +213,18 @@ class RangeBytes(CutBytes):
             if not makes_gradients:
                 return self._work(first, end, self._prefixes("backward_bytes", first, end) + behind)
             behind += np.cumsum(self.gradients[first:end][::-1])[::-1]
-            if self.told:  # the layer's own are in what its first backward takes
+            if self.told:  # the layer's own gradients are in the bytes of its first backward
                 behind = behind - self.gradients[first:end]
             return self._work(first, end, self._prefixes("first_backward_bytes", first, end) + behind)
 
         return self.once(("B", first, end, makes_gradients), found)
 
     def _work(self, first: int, end: int, most: Bytes) -> BackwardWork:
-        """most: while each layer of the range is at work."""
+        """Return the backward's bytes; most: the peak at each layer of the range."""
         return BackwardWork.of(most, self.left_before(first, end))
 
     def held_between_halves(self, first: int, end: int) -> int:
-        """What a backward in two halves holds between them: what is left of the graph, and the gradients noted in it.
+        """Return the bytes held between the halves of a backward: the rest of the graph and the noted gradients.
 
         Raises CapslogError, as the two methods below, where the profile does not tell the halves.
         """
@@ -233,32 +234,32 @@ class RangeBytes(CutBytes):
         return self._prefix(first, until, end) + self.gradient[until] + behind
 
     def input_half(self, first: int, end: int) -> BackwardWork:
-        """The input half of a backward, its graph and the gradients of its outputs included."""
+        """Return the bytes of the input half of a backward, with its graph and the gradients of its outputs."""
 
         def found() -> BackwardWork:
             if (until := self._differentiated_later(first, end)) > first:
                 if until == end < self.num_layers:
                     return BackwardWork(self.saved(first, end) + self.gradient[end])
-                # the loss is differentiated, which is a part of what the last layer takes
+                # the loss is differentiated, which is a part of the last layer's bytes
                 until = min(until, end - 1)
                 return BackwardWork(self._prefix(first, until, end) + self.input_half(until, end).most)
             before, work = self._halves_at_work("input_half_bytes", self._saved, first, end)
             behind = np.zeros(end - first, dtype=np.int64)
             for layer, until in self.graph_ends(first, end):
-                # of one graph nothing is let go before its end; those behind it have left what waits for W
+                # a graph frees nothing before its end; of the graphs behind it only the bytes that W needs remain
                 same = self._saved.more[layer : until - 1].sum() + self._halves.noted.more[layer : until - 1].sum()
                 behind[layer - first] = same + self._halves.held.more[until - 1 : end - 1].sum()
                 if until > layer + 1:  # the gradient with which the graph's backward began, where it is not noted
                     behind[layer - first] += self.gradient[until] - self._halves.seeds[until - 1]
                 if end == self.num_layers and layer < end - 1:
                     behind[layer - first] -= self._halves.of_loss
-            left = self.left_before(first, end)[-len(work) :]
-            return BackwardWork.of(before + work + behind[-len(work) :] + self._held_by_longer_graphs(first, end), left)
+            gone = self.left_before(first, end)[-len(work) :]
+            return BackwardWork.of(before + work + behind[-len(work) :] + self._held_by_longer_graphs(first, end), gone)
 
         return self.once(("I", first, end), found)
 
     def weight_half(self, first: int, end: int, makes_gradients: bool = False) -> int:
-        """The most of the weight half, what is held between the halves included.
+        """Return the peak of the weight half, with all that is held between the halves.
 
         makes_gradients: it makes those of the parameters, which count too.
         """
@@ -274,8 +275,7 @@ class RangeBytes(CutBytes):
             before, work = self._halves_at_work(name, self._halves.held, first, end)
             single, pair = self._halves.most[name]
             new = self.gradients * makes_gradients
-            # of one graph nothing is sure to be let go before its end, neither what was held nor what was made again
-            # by layers that checkpoint themselves
+            # a graph may free nothing before its end, not even tensors recomputed by layers that checkpoint themselves
             grows = np.maximum(self._halves.held.more + new[1:], pair - single[:-1])
             behind = np.zeros(end - first, dtype=np.int64)
             for layer, until in self.graph_ends(first, end):
@@ -285,22 +285,22 @@ class RangeBytes(CutBytes):
         return self.once(("W", first, end, makes_gradients), found)
 
     def _held_by_longer_graphs(self, first: int, end: int) -> int:
-        """What is held between the halves besides, where a graph of a stage with direct routes holds layers that have
-        graphs of their own in the rows: the layers before those keep all that they saved.
+        """Return additional bytes between the halves where a graph of a stage with direct routes spans several graphs
+        of the rows: the layers before the last of these graphs keep all that they saved.
         """
-        found, until = 0, end
+        extra, until = 0, end
         while until > first:
             ends = range(until - 1, first, -1)
             begin = next((cut for cut in ends if not self.joined[cut]), first)
             new = next((cut for cut in range(until - 1, begin, -1) if not self.joined_in_rows[cut]), None)
             if new is not None:
-                found += max(0, self.saved(begin, new) - self._halves.held.range(begin, new))
+                extra += max(0, self.saved(begin, new) - self._halves.held.range(begin, new))
             until = begin
-        return found
+        return extra
 
     def _differentiated_later(self, first: int, end: int) -> int:
-        """The end of the range's first graph where no gradient enters the range, so that the weight half differentiates
-        that graph whole; else, and where rows tell all of the range, `first`.
+        """Return the end of the range's first graph where the inputs need no gradient, so that the weight half
+        differentiates that whole graph; else, and where the rows describe the whole range, `first`.
         """
         entered = self.read_with_gradient(first, first + 1) if self.tensors else first
         told = end == first + 1 or (end == first + 2 and self.joined[first + 1] == self.joined_in_rows[first + 1])
@@ -309,11 +309,11 @@ class RangeBytes(CutBytes):
         return dict(self.graph_ends(first, end))[first]
 
     def _prefix(self, first: int, until: int, end: int) -> int:
-        """What the layers before `until` save, beside what those behind it do."""
+        """Return the bytes that the layers before `until` save in addition to those behind it."""
         return self.saved(first, end) - (self.saved(until, end) if until < end else 0)
 
     def _halves_at_work(self, name: str, held: _Sums, first: int, end: int) -> tuple[Bytes, Bytes]:
-        """For each pair of the range, or its only layer: what the layers before it hold, and what it takes itself."""
+        """Return, for each pair of the range or its only layer, the bytes held by the layers before it, and its own."""
         single, pair = self._halves.most[name]
         if end == first + 1:
             return np.zeros(1, dtype=np.int64), single[first:end]
@@ -338,80 +338,80 @@ class RangeBytes(CutBytes):
         return _Halves(_Sums.of(*held), _Sums.of(*noted), seeds, of_loss, most)
 
     def made(self, first: int, end: int) -> int:
-        """Bytes of the gradients of the range's parameters, each use of a shared one counted."""
+        """Return the gradient bytes of the range's parameters; each use of a shared parameter counts."""
         return int(self.gradients[first:end].sum())
 
     def shared(self, first: int, end: int, offloaded: bool = False) -> int:
-        """The part of the range's outputs that its graph keeps too, or at least so much of it.
+        """Return a lower bound of the outputs' bytes that the range's graph keeps too.
 
-        offloaded: what the graph only begins with is not kept.
+        offloaded: inputs of the graph that nothing else needs are not kept.
         """
-        found = int(self._shared[first] if end == first + 1 else self._pair_shared[end - 2])
+        size = int(self._shared[first] if end == first + 1 else self._pair_shared[end - 2])
         if offloaded:
             part = max(first, end - 2), end
             begun = max(0, self.saved(*part) - self.moved(*part) - self.staying(*part))
-            found = max(0, found - min(begun, self.read_and_passed(*part)))
-        # a row's stage hands on what it has read as well
-        return found if self._alone is None else max(0, found - self._alone.gone(max(first, end - 2), end))
+            size = max(0, size - min(begun, self.read_and_passed(*part)))
+        # the stage of a row also passes on the tensors that it has read
+        return size if self._alone is None else max(0, size - self._alone.gone(max(first, end - 2), end))
 
     def resident(self, layers: Collection[int], away: Collection[int] = ()) -> int:
-        """What a rank of these layers always holds: parameters, moments, buffers (and gradients, see `gradients`), and
-        once what libraries of its device keep.
+        """Return the bytes that a rank of these layers always holds: parameters, moments, buffers (and gradients, see
+        `gradients`), and once the bytes that the libraries of its device keep.
 
-        away: those whose moments wait in the host tier, or are another rank's.
+        away: layers whose moments wait in the host tier, or are kept by another rank.
         """
         total = sum(
             int(self._resident.more[layer - 1] if layer - 1 in layers else self._resident.alone[layer])
             for layer in layers
         )
-        for one in self._profile.shared:
-            uses = [layer for layer in one.layers if layer in layers]
-            # pairs know of uses in neighbouring layers
+        for parameter in self._profile.shared:
+            uses = [layer for layer in parameter.layers if layer in layers]
+            # the pairs account for uses in neighbouring layers
             apart = sum(after - before > 1 for before, after in pairwise(uses))
-            trained = all(self.gradients[layer] >= one.bytes for layer in uses)
-            total -= int(apart * one.bytes * (1 + sum(kept_copies(self._profile.conditions)) if trained else 1))
-        # where rows tell no actions, it is in their peaks
+            trained = all(self.gradients[layer] >= parameter.bytes for layer in uses)
+            total -= int(apart * parameter.bytes * (1 + sum(kept_copies(self._profile.conditions)) if trained else 1))
+        # where rows tell no actions, the libraries' bytes are in their peaks
         kept = self.once(("lasting",), lambda: [(lasting(rows) * self.told).tolist() for rows in self._rows])
         (single, pair), both = kept, [layer - 1 for layer in layers if layer - 1 in layers]
         total += max([*(single[layer] for layer in layers), *(pair[layer] for layer in both)], default=0)
         return total - sum(self.moments.of(layers, layers if self.moments_wait else away).values())
 
     def update(self, layers: Collection[int], away: Collection[int] = (), elsewhere: Collection[int] = ()) -> int:
-        """The most while parameters are updated, with gradients, beside what is resident; elsewhere: by other ranks."""
+        """Return the peak of the update beside the resident bytes; elsewhere: layers that other ranks update."""
         away = layers if self.moments_wait else away
-        # a CPU's kernels update in place, those of a GPU all parameters together; the rest is for the norms
+        # kernels of a CPU update in place, those of a GPU all parameters together; other bytes are for the norms
         work = np.minimum(self._update, self.gradients) * (not self.one_memory)
         together = sum(int(work[layer]) for layer in layers if layer not in away and layer not in elsewhere)
-        if MOMENTS in self._profile.conditions:  # rounded ones become whole for one layer after the other
+        if MOMENTS in self._profile.conditions:  # rounded moments are widened one layer after the other
             work, together = self._update, 0
         besides = max(together, max((int(self._update[layer]) for layer in layers), default=0))
         waiting = self.moments.at_update(layers, away, self.gradients, work)
         return max(sum(int(self.gradients[layer]) for layer in layers) + besides, waiting)
 
     def once(self, key: tuple[object, ...], make: Callable[[], Known]) -> Known:
-        """What `make` gives, made once; it holds wherever the moments wait, unless its name is "grain"."""
+        """Return the result of `make`, computed once; valid wherever the moments wait, unless the key is "grain"."""
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
 
     def _prefixes(self, name: str, first: int, end: int) -> Bytes:
-        """The most while each layer of the range is at work, what the layers before it saved included."""
+        """Return the peak at each layer of the range, with the bytes that the layers before it saved."""
         held = self._saved.alone[first] + np.append(0, np.cumsum(self._saved.more[first : max(first, end - 2)]))
-        found = np.empty(end - first, dtype=np.int64)
-        found[0] = self._single[name][first]
-        found[1:] = held[: end - first - 1] + self._pair[name][first : end - 1]
-        return found
+        peaks = np.empty(end - first, dtype=np.int64)
+        peaks[0] = self._single[name][first]
+        peaks[1:] = held[: end - first - 1] + self._pair[name][first : end - 1]
+        return peaks
 
     def _seeds(self, first: int, end: int) -> Bytes:
-        """For each layer of the range: by how much the gradient with which its graph's backward began, and which lives
-        as long as that backward, exceeds that of the layer's own outputs.
+        """Return, for each layer of the range, how much larger than the gradient of its own outputs the gradient is
+        with which the backward of its graph began, and which lives as long as that backward.
 
         Layers share a graph where each tensor with a gradient is read by the next layer alone (`engine/stage`).
         """
-        found = np.zeros(end - first, dtype=np.int64)
+        excess = np.zeros(end - first, dtype=np.int64)
         for layer, until in self.graph_ends(first, end):
-            found[layer - first] = max(0, self.gradient[until] - self.gradient[layer + 1])
-        return found
+            excess[layer - first] = max(0, self.gradient[until] - self.gradient[layer + 1])
+        return excess
 
     def _part(self, rows: Sequence[Observation], name: str) -> Bytes:
         if not self.told:
@@ -428,7 +428,7 @@ class RangeBytes(CutBytes):
         return self._known_part(rows, "graph_bytes", _column(rows, "saved_bytes"))
 
     def _beside(self, rows: Sequence[Observation], name: str) -> Bytes:
-        """The most of an action, with its inputs, or its graph and the gradients of its outputs."""
+        """Return the peak of an action, with its inputs, or with its graph and the gradients of its outputs."""
         if not self.told:
             kept = [one_in_flight(row, self._profile) for row in rows]
             return np.array([row.peak_bytes - (row.static_bytes or 0) for row in kept], dtype=np.int64)
@@ -440,7 +440,7 @@ class RangeBytes(CutBytes):
         return self._part(rows, name) + np.array(self.crossing)[[row.layers[0] for row in rows]]
 
     def _with_seeds(self, rows: Sequence[Observation]) -> Bytes:
-        """The graphs and the gradients of their outputs."""
+        """Return the bytes of the graphs and of the gradients of their outputs."""
         end = np.array([row.layers[1] for row in rows], dtype=np.int64)
         return self._graph(rows) + np.where(end == self.num_layers, 0, np.array(self.gradient)[end])
 

@@ -37,11 +37,11 @@ class Ranges:
 
     def bytes(self, stage: int, chosen: slice) -> Bytes:
         """Return the bytes of some of the ranges as this stage; do not write to them."""
-        found = self.alone[chosen]
+        sizes = self.alone[chosen]
         for counts, part in self.parts:
             if counts[stage]:
-                found = found + counts[stage] * part[chosen]
-        return found
+                sizes = sizes + counts[stage] * part[chosen]
+        return sizes
 
     def within(self, most: int, stages: int) -> Ranges:
         """Return, perhaps with others, the ranges of at most `most` bytes as one of the first `stages` stages."""

@@ -1,8 +1,8 @@
-"""What is alive in a stage that takes and hands on nothing but what its layers read and write (routes "direct").
+"""The tensors of a stage that receives and sends only what its layers read and write (routes "direct").
 
-A profile's rows come from stages that hand everything on (routes "relay"). In a stage of direct routes the tensors that
-only others read are missing, a tensor that it takes is gone after its last reader here, and of a tensor that several
-layers read each reader's gradient travels, waits and comes in by itself (engine rule 8).
+The rows of a profile come from stages that pass everything on (routes "relay"). A stage with direct routes does not
+hold tensors that only other stages read, frees a received tensor after its last local reader, and exchanges a separate
+gradient for each reader of a tensor that several layers read (engine rule 8).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["Handed", "StageTensors"]
 class StageTensors:
     """The tensors of one stage.
 
-    tensors: those of the profile that its layers read or write, their writers and readers elsewhere left out: what it
-        takes has no writer, and what it hands on is read at its end.
-    gradient: cut -> bytes of the gradients that are there when the backward has come down to it [L + 1].
-    added: layer -> bytes of the sum that is made before its backward, where the readers of what it writes are all
-        elsewhere [L].
-    entering: (tensor of the profile, its last reader in the stage) of those that it takes.
+    tensors: those of the profile that its layers read or write, without writers and readers in other stages: a received
+        tensor has no writer, and a sent one is read at the stage's end.
+    gradient: cut -> bytes of the gradients in memory when the backward has reached it [L + 1].
+    added: layer -> bytes of the sum that is made before its backward, where all readers of its output are in other
+        stages [L].
+    entering: (tensor of the profile, its last reader in the stage) for each received tensor.
     """
 
     tensors: tuple[TensorRecord, ...]
@@ -38,50 +38,50 @@ class StageTensors:
 
     @classmethod
     def of(cls, tensors: Iterable[TensorRecord], layers: Collection[int], num_layers: int) -> StageTensors:
-        """Those of a stage of these layers."""
+        """Return the tensors of a stage of these layers."""
         end = max(layers) + 1
-        own = {*layers} | ({num_layers} if end == num_layers else set())
-        found, entering = [], []
+        readable = {*layers} | ({num_layers} if end == num_layers else set())
+        kept_tensors, entering = [], []
         gradient, added = (np.zeros(num_layers + more, dtype=np.int64) for more in (1, 0))
-        for one in tensors:
-            here = [reader for reader in one.readers if reader in own]
-            if one.writer not in own:
-                if here:
-                    found.append(dataclasses.replace(one, writer=None, readers=tuple(here)))
-                    entering.append((one, here[-1]))
-                for reader in here if one.gradient and one.writer is not None else ():
-                    gradient[: reader + 1] += one.bytes
+        for tensor in tensors:
+            local = [reader for reader in tensor.readers if reader in readable]
+            if tensor.writer not in readable:
+                if local:
+                    kept_tensors.append(dataclasses.replace(tensor, writer=None, readers=tuple(local)))
+                    entering.append((tensor, local[-1]))
+                for reader in local if tensor.gradient and tensor.writer is not None else ():
+                    gradient[: reader + 1] += tensor.bytes
                 continue
-            others = [reader for reader in one.readers if reader not in own]
-            ends = [end] if others and end not in here else []
-            found.append(dataclasses.replace(one, readers=(*here, *ends)))
-            if not one.gradient:
+            others = [reader for reader in tensor.readers if reader not in readable]
+            ends = [end] if others and end not in local else []
+            kept_tensors.append(dataclasses.replace(tensor, readers=(*local, *ends)))
+            if not tensor.gradient:
                 continue
-            for cut in range(one.writer + 1, end + 1):
-                # a gradient from elsewhere waits until that of a reader before it is made here
-                next_one = next((reader for reader in here if reader >= cut), None)
-                waiting = sum(next_one is None or reader < next_one for reader in others)
-                gradient[cut] += one.bytes * (waiting + (next_one is not None))
-            if len(others) > 1 and not here:
-                added[one.writer] = max(added[one.writer], one.bytes)
-        return cls(tuple(found), gradient, added, tuple(entering))
+            for cut in range(tensor.writer + 1, end + 1):
+                # a gradient from another stage waits until that of an earlier reader is computed in this stage
+                next_reader = next((reader for reader in local if reader >= cut), None)
+                waiting = sum(next_reader is None or reader < next_reader for reader in others)
+                gradient[cut] += tensor.bytes * (waiting + (next_reader is not None))
+            if len(others) > 1 and not local:
+                added[tensor.writer] = max(added[tensor.writer], tensor.bytes)
+        return cls(tuple(kept_tensors), gradient, added, tuple(entering))
 
     def gone(self, first: int, end: int) -> int:
-        """Bytes of what enters, is read by layers [first, end), and has other readers behind them, but none here."""
+        """Return bytes of the received tensors whose last local reader is in [first, end) and that are read later."""
         return sum(
-            one.bytes
-            for one, last in self.entering
-            if last < end <= one.readers[-1] and any(first <= reader < end for reader in one.readers)
+            tensor.bytes
+            for tensor, last in self.entering
+            if last < end <= tensor.readers[-1] and any(first <= reader < end for reader in tensor.readers)
         )
 
 
 @dataclass(frozen=True)
 class Handed:
-    """Bytes that go from stages to stages.
+    """Bytes of the messages between pairs of stages.
 
-    activations, gradients: of each pair of stages: of a message from the first to the second, and of the one that comes
-        back (-1 where none does).
-    together: (bytes, numbers of pairs) of the tensors of one stage that it hands on over the same pairs.
+    activations, gradients: for each pair, bytes of the message from the first stage to the second, and of the reply (-1
+        where there is none).
+    together: (bytes, numbers of pairs) of the tensors of one stage that it sends over the same pairs.
     """
 
     activations: list[int]
@@ -92,37 +92,40 @@ class Handed:
     def of(
         cls, tensors: Sequence[TensorRecord], pairs: Sequence[tuple[Collection[int], Collection[int]]], num_layers: int
     ) -> Handed:
-        """What direct routes carry. pairs: the layers of both stages; a stage's are one object in all its pairs."""
-        found, groups = cls([0] * len(pairs), [-1] * len(pairs), []), dict[tuple[int, ...], int]()
+        """Return the bytes that direct routes carry.
+
+        pairs: the layers of both stages. The layers of one stage must be the same object in all its pairs.
+        """
+        handed, groups = cls([0] * len(pairs), [-1] * len(pairs), []), dict[tuple[int, ...], int]()
         reached = _reached(tensors, num_layers)
-        for number, one in enumerate(tensors):
+        for number, tensor in enumerate(tensors):
             over: dict[int, list[int]] = {}
             for place, (above, below) in enumerate(pairs):
-                own = [layer for layer in one.readers if (layer if layer < num_layers else layer - 1) in below]
-                if one.writer not in above or not own:
+                readers = [layer for layer in tensor.readers if (layer if layer < num_layers else layer - 1) in below]
+                if tensor.writer not in above or not readers:
                     continue
                 over.setdefault(id(above), []).append(place)
-                found.activations[place] += one.bytes
-                if count := sum((number, reader) in reached for reader in own):
-                    found.gradients[place] = max(0, found.gradients[place]) + count * one.bytes
+                handed.activations[place] += tensor.bytes
+                if count := sum((number, reader) in reached for reader in readers):
+                    handed.gradients[place] = max(0, handed.gradients[place]) + count * tensor.bytes
             for places in over.values():
-                groups[tuple(places)] = groups.get(tuple(places), 0) + one.bytes
-        found.together.extend((size, places) for places, size in groups.items())
-        return found
+                groups[tuple(places)] = groups.get(tuple(places), 0) + tensor.bytes
+        handed.together.extend((size, places) for places, size in groups.items())
+        return handed
 
 
 def _reached(tensors: Sequence[TensorRecord], num_layers: int) -> set[tuple[int, int]]:
-    """(tensor, layer that has a gradient for it): those from which the loss, layer L, is reached by gradients."""
-    reaching, found = {num_layers}, set()
+    """Return pairs (tensor, reader that returns a gradient for it), for readers that a gradient of the loss reaches."""
+    reaching, reached = {num_layers}, set()
     by_reader: dict[int, list[int]] = {}
-    for number, one in enumerate(tensors):
-        for reader in one.readers if one.gradient else ():
+    for number, tensor in enumerate(tensors):
+        for reader in tensor.readers if tensor.gradient else ():
             by_reader.setdefault(reader, []).append(number)
     for reader in sorted(by_reader, reverse=True):
         if reader in reaching:
             for number in by_reader[reader]:
-                found.add((number, reader))
+                reached.add((number, reader))
                 writer = tensors[number].writer
                 if writer is not None:
                     reaching.add(writer)
-    return found
+    return reached

@@ -1,10 +1,11 @@
-"""What one call of a stage holds and needs at each of its actions, under the stage's memory intervals.
+"""Bytes that one call of a stage holds and needs at each of its actions, under the stage's memory intervals.
 
-A stage's layers fall into segments: those that no interval names keep their graph, the others run again or leave the
-device. `fold` adds these numbers up over the calls of a rank; nothing here knows positions.
+A stage's layers form segments: layers outside every interval keep their graph, the others run again or are offloaded.
+`fold` adds these numbers up over the calls of a rank; this file knows no positions.
 
-Where a profile knows the tensors of every cut, one that several of a call's segments hold counts once, on the device
-and, where a call's O takes them together, in the host tier. What comes back is other tensors than what stayed.
+Where a profile knows the tensors of every cut, a tensor that several of a call's segments hold counts once, on the
+device and, where a call's O moves them together, in the host tier. Tensors that come back are copies, apart from those
+that stayed.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ __all__ = ["TreatedHalves", "Treatment", "treated"]
 
 @dataclass(frozen=True)
 class Treatment:
-    """Bytes of one call of a stage. "Beside" means: beside what was there when the action began.
+    """Bytes of one call of a stage. "Additional" bytes do not count those that were there when the action began.
 
-    forward: of F, beside; its inputs were there. behind: the same without its first segment, at whose end what is not
-        kept of the inputs is let go. held: what F leaves, without what it hands on.
-    shared: the part of the outputs that is among `held`, and of the inputs (`input_kept`).
-    away: the part of `held` that O takes off the device; host: what is then in the host tier and comes back, at L or
-        else at the next R or B. Without an O it has left when F ends.
-    recompute: of R, beside, after what returns; grown: what R adds to what is held; input_kept_then: as `input_kept`,
-        after R.
-    backward, first_backward: of B, everything of this call included, the gradients of the outputs as well; the latter
-        where it makes the parameters' gradients.
+    forward: additional bytes of F; its inputs were there. behind: the same without its first segment, at whose end the
+        inputs that are not kept are freed. held: bytes that remain after F, without the outputs that it passes on.
+    shared: the part of the outputs that is among `held`; input_kept: that of the inputs.
+    away: the part of `held` that O moves off the device; host: bytes that are then in the host tier and come back, at L
+        or else at the next R or B. Without an O they have left when F ends.
+    recompute: additional bytes of R, after what returns; grown: held bytes that R adds; input_kept_then: as
+        `input_kept`, after R.
+    backward, first_backward: of B, with everything of this call, the gradients of the outputs as well; the latter where
+        it makes the parameters' gradients.
     halves: of I and W, where the backward is split.
     """
 
@@ -54,8 +55,8 @@ class Treatment:
 class TreatedHalves:
     """Bytes of a call whose backward is split.
 
-    inputs: of I, everything of this call included, the gradients of the outputs as well, and what it leaves: between.
-    weights, first_weights: of W, everything of this call included; the latter where it makes the parameters' gradients.
+    inputs: of I, with everything of this call, the gradients of the outputs as well. between: what remains after I.
+    weights, first_weights: of W, with everything of this call; the latter where it makes the parameters' gradients.
     """
 
     inputs: int = 0
@@ -73,12 +74,12 @@ def treated(
     whole: bool = False,
     split: bool = False,
 ) -> Treatment:
-    """A call of a stage of these ranges of layers with these intervals.
+    """Return the bytes of a call of a stage with these ranges of layers and these intervals.
 
     recomputed: the list has an R for the call, which runs the last recompute interval again; else B does.
-    later: it has an O for the call, until which all stays; else each segment leaves when F has run it.
-    whole: the backward follows at once: nothing leaves for the host tier, and the last segment keeps its graph; the
-        others run again in B where their intervals say so. (Graphs end where they would all the same.)
+    later: the list has an O for the call, until which all stays; else each segment leaves when F has run it.
+    whole: the backward follows at once: nothing goes to the host tier, and the last segment keeps its graph; the
+        others run again in B where their intervals require it. (The ends of graphs do not change.)
     split: the backward is in two halves.
 
     Raises CapslogError where the profile does not tell the halves of a split one.
@@ -93,19 +94,24 @@ def treated(
     if end < ranges.num_layers and not last.part.offloads:
         part = last.part
         shared = ranges.inputs_kept(part.first, end, end) if part.recomputes else ranges.shared(part.first, end)
-    # every tensor that enters a recomputed first segment is kept as it is; what was away is another tensor when back
-    own = start.read if start.kept and not start.part.offloads else 0
-    input_kept = start.stays if start.part.recomputes else own
-    again = max((number for number, (one, _) in enumerate(segments) if one.kept and one.part.recomputes), default=-1)
+    # every input of a recomputed first segment is kept as it is; an offloaded input comes back as another tensor
+    input_read = start.read if start.kept and not start.part.offloads else 0
+    input_kept = start.stays if start.part.recomputes else input_read
+    again = max(
+        (number for number, (segment, _) in enumerate(segments) if segment.kept and segment.part.recomputes), default=-1
+    )
     again = again if recomputed else -1
     sums, works = Sums(), []
-    for number, (one, beside) in enumerate(segments):
-        sums = sums._replace(forward=0).behind(one, beside, later, number == again)
+    for number, (segment, beside) in enumerate(segments):
+        sums = sums._replace(forward=0).behind(segment, beside, later, number == again)
         works.append(sums.forward)
     rerun = grown = 0
     if again >= 0:
-        one, beside = segments[again]
-        rerun, grown = one.rerun(), one.rebuilt(beside, later) - one.waits(beside) - one.returned(beside, later)
+        segment, beside = segments[again]
+        rerun, grown = (
+            segment.rerun(),
+            segment.rebuilt(beside, later) - segment.waits(beside) - segment.returned(beside, later),
+        )
     halves = TreatedHalves(*map(int, (sums.inputs, sums.between, sums.weights, sums.first_weights)))
     return Treatment(
         forward=max(0, *(int(size) - ranges.crossing[first] for size in works)),
@@ -117,7 +123,7 @@ def treated(
         host=int(sums.host),
         recompute=int(rerun),
         grown=int(grown),
-        input_kept_then=own if again == 0 else input_kept,
+        input_kept_then=input_read if again == 0 else input_kept,
         backward=int(sums.backward),
         first_backward=int(sums.first_backward),
         halves=halves if split else None,
@@ -130,23 +136,25 @@ def _segments(
     intervals: Sequence[MemoryInterval],
     how: tuple[bool, bool],
 ) -> list[tuple[CallSegment, Beside]]:
-    """The segments, and what of the inputs of each those before it hold.
+    """Return the segments, each with the part of its inputs that segments before it hold.
 
     how: `whole` and `split` as above.
     """
-    whole, split = how
-    found, before, last = [], Before(), pieces[-1][1]
+    at_once, split = how
+    segments, before, last = [], Before(), pieces[-1][1]
     for part in _parts(pieces, intervals):
-        if whole:
+        if at_once:
             kind = "recompute" if part.recomputes and part.end != last else KEEP
             part = MemoryInterval(part.first, part.end, kind)
-        one = CallSegment.of(ranges, part, split)
-        found.append((one, before.beside(ranges, part.first) if one.kept else Beside()))
-        before = before.behind(part, one.kept)
-    return found
+        segment = CallSegment.of(ranges, part, split)
+        segments.append((segment, before.beside(ranges, part.first) if segment.kept else Beside()))
+        before = before.behind(part, segment.kept)
+    return segments
 
 
 def _parts(pieces: Sequence[tuple[int, int]], intervals: Sequence[MemoryInterval]) -> Iterator[MemoryInterval]:
-    """What is treated alike in all ranges, in order."""
+    """Yield the intervals and kept pieces of all ranges, in order."""
     for first, end in pieces:
-        yield from pieces_of(first, end, [one for one in intervals if first <= one.first and one.end <= end])
+        yield from pieces_of(
+            first, end, [interval for interval in intervals if first <= interval.first and interval.end <= end]
+        )

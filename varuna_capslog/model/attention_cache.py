@@ -57,43 +57,43 @@ def attention_caches(model: nn.Module, tokens: int | None, itemsize: int) -> dic
 
 
 def cache_of_layers(caches: Mapping[str, int], layers: Iterable[Layer]) -> list[int]:
-    """What each layer of a captured chain caches: the attention modules that it is the first to run."""
-    found, waiting = [], dict(caches)
+    """Bytes that each layer of a captured chain caches: those of the attention modules that it is the first to run."""
+    layer_bytes, waiting = [], dict(caches)
     for layer in layers:
-        own = [
+        paths = [
             path
             for path in waiting
             if any(name == path or name.startswith(f"{path}.") for name in source_modules(layer) or ())
         ]
-        found.append(sum(waiting.pop(path) for path in own))
-    return found
+        layer_bytes.append(sum(waiting.pop(path) for path in paths))
+    return layer_bytes
 
 
 def _places(model: nn.Module) -> dict[str, int]:
-    """The innermost modules that know their place and look back -> that place."""
-    found: dict[str, int] = {}
+    """Innermost modules that know their position (`layer_idx`) and look back -> that position."""
+    places: dict[str, int] = {}
     for path, module in model.named_modules():
         place = getattr(module, "layer_idx", None)
         if isinstance(place, int) and getattr(module, "is_causal", False):
-            found = {name: one for name, one in found.items() if not path.startswith(f"{name}.")}
-            found[path] = place
-    return found
+            places = {name: index for name, index in places.items() if not path.startswith(f"{name}.")}
+            places[path] = place
+    return places
 
 
 def _limits(config: Any, text: Any, count: int, tokens: int) -> list[int]:
-    """How many tokens each layer keeps at most; layers that take the keys and values of others have no entry."""
+    """Largest number of tokens that each layer keeps; layers that reuse other layers' keys and values have no entry."""
     kinds = getattr(text, "layer_types", None)
     if kinds is None:
-        known = {kind: getattr(text, key, None) for kind, key in _LIMITS.items()}
-        kinds = [next((kind for kind, limit in known.items() if limit is not None), "full_attention")] * count
+        configured = {kind: getattr(text, key, None) for kind, key in _LIMITS.items()}
+        kinds = [next((kind for kind, limit in configured.items() if limit is not None), "full_attention")] * count
     shared = getattr(text, "num_kv_shared_layers", None) or 0
-    found = []
+    limits = []
     for kind in kinds[: len(kinds) - shared]:
         if kind != "full_attention" and kind not in _LIMITS:
             _refuse(config, f"it has layers of {kind}")
         limit = getattr(text, _LIMITS[kind], None) if kind in _LIMITS else None
-        found.append(tokens if limit is None else limit)
-    return found
+        limits.append(tokens if limit is None else limit)
+    return limits
 
 
 def _refuse(config: Any, why: str) -> None:

@@ -1,6 +1,6 @@
-"""A model as an ordered list of layers, and what crosses each cut between them.
+"""A model as an ordered list of layers, and the tensors that cross each cut between them.
 
-Everything else rests on this room: profiles cost a chain's layers, planners cut it, the engine runs its pieces. It
+Everything else rests on this module: profiles cost a chain's layers, planners cut it, the engine runs its pieces. It
 knows names and parameters but never runs anything; shapes come from `varuna_capslog.model.trace`.
 """
 
@@ -29,7 +29,7 @@ __all__ = ["Chain", "Layer", "LayerFactory", "TensorSpec", "TiedParameter", "Val
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a receiver must know of a tensor before it arrives.
+    """Description of a tensor that a receiver needs before the tensor arrives.
 
     `stride` keeps the memory format (channels_last sent as contiguous changes results; left out, it is contiguous);
     `requires_grad` says that a gradient of the same shape comes back.
@@ -46,7 +46,7 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
-        """The spec of an existing (or fake) tensor; a non-dense layout is described by its contiguous form."""
+        """Return the spec of an existing (or fake) tensor; a non-dense layout is described by its contiguous form."""
         stride = tensor.stride() if _is_dense(tensor) else _contiguous_stride(tensor.shape)
         return cls(tuple(tensor.shape), tensor.dtype, tuple(stride), tensor.requires_grad)
 
@@ -56,11 +56,11 @@ class TensorSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def empty(self, device: torch.device | str = "cpu") -> Tensor:
-        """An uninitialised tensor of this spec (without requires_grad)."""
+        """Return an uninitialised tensor of this spec (without requires_grad)."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
     def zeros(self, device: torch.device | str = "cpu") -> Tensor:
-        """A tensor of zeros of this spec (without requires_grad)."""
+        """Return a tensor of zeros of this spec (without requires_grad)."""
         return self.empty(device).zero_()
 
 
@@ -85,9 +85,9 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 class Value(NamedTuple):
-    """One tensor of a chain: its name, and the layer that writes it (-1: an input of the chain).
+    """A tensor of a chain: its name, and the layer that writes it (-1: an input of the chain).
 
-    Names are reused along a chain, so a name alone says which tensor is meant only at one cut.
+    Names are reused along a chain, so a name alone identifies a tensor only at one cut.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class TiedParameter:
-    """One parameter used by several layers: one value, the sum of all its gradients (engine rule 3).
+    """A parameter used by several layers: one value, the sum of all its gradients (engine rule 3).
 
     Attributes:
         name: its address, `<first layer>.<parameter>`.
@@ -121,10 +121,10 @@ class Chain:
         layers: the layers, in a topological order of the model's graph.
         inputs: names of the tensors that enter before layer 0 (they travel on as far as a layer reads them).
         outputs: names of the tensors that leave after layer L-1; the loss reads them.
-        factories: what builds the layers, whose modules are hollow; see `from_factories`.
+        factories: factories of the layers, whose modules are hollow; see `from_factories`.
 
     Raises:
-        CapslogError: two layers of one name, a layer that reads, or an output that names, what no layer wrote.
+        CapslogError: two layers of one name; a layer reads, or an output names, a tensor that no layer wrote.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Chain:
         self._ties: tuple[TiedParameter, ...] = ()
         if not self.layers:
             raise CapslogError("a chain needs at least one layer, got none")
-        known, names = set(self.inputs), set()
+        available, names = set(self.inputs), set()
         for layer in self.layers:
             if layer.name in names:
                 raise CapslogError(
@@ -153,15 +153,17 @@ class Chain:
                 )
             names.add(layer.name)
             for read in layer.reads:
-                if read not in known:
+                if read not in available:
                     raise CapslogError(
                         f"layer {layer.name!r} reads {read!r}, which is neither an input nor written before it; "
-                        f"known there: {sorted(known)}"
+                        f"known there: {sorted(available)}"
                     )
-            known.update(layer.writes)
+            available.update(layer.writes)
         for output in self.outputs:
-            if output not in known:
-                raise CapslogError(f"the output {output!r} is written by no layer; known at the end: {sorted(known)}")
+            if output not in available:
+                raise CapslogError(
+                    f"the output {output!r} is written by no layer; known at the end: {sorted(available)}"
+                )
 
     @classmethod
     def from_module(
@@ -176,7 +178,7 @@ class Chain:
         kept: Kept | None = None,
         compares: bool = True,
     ) -> Chain:
-        """A chain of an ordinary module, without edits to it; see `varuna_capslog.model.capture.capture_layers`."""
+        """Make a chain of an ordinary module without edits; see `varuna_capslog.model.capture.capture_layers`."""
         captured = capture_layers(model, cut_points, example_inputs, outputs, evaluates, kept, compares)
         chain = cls(*captured, name or type(model).__name__)
         chain._captured = OfTheModel(open_state(model, chain.layers, modes=False))
@@ -185,26 +187,24 @@ class Chain:
 
     @property
     def kept_whole(self) -> list[str]:
-        """Which parts of a captured model run as a whole, or layers are one, and why: one sentence each."""
-        told = getattr(self.layers[-1].module, "meta", {})
-        whole = told.get("whole", {}).items()
-        return [f"{path or 'the model'} runs as a whole, as Python: {why}" for path, why in whole] + [
-            *told.get("joined", [])
+        """Parts of a captured model that run as a whole, and joined layers, with the reason: one sentence each."""
+        properties = getattr(self.layers[-1].module, "meta", {})
+        kept_modules = properties.get("whole", {}).items()
+        return [f"{path or 'the model'} runs as a whole, as Python: {why}" for path, why in kept_modules] + [
+            *properties.get("joined", [])
         ]
 
     def check_unchanged(self) -> None:
-        """Raises CapslogError where the model that was captured has other attributes or submodules now, which its
-        layers do not know.
-        """
+        """Raise CapslogError where the captured model has other attributes or submodules now, unknown to its layers."""
         state = self._captured.value
         for change in [] if state is None else state.changes():
             raise CapslogError(
                 f"{change} of the model was changed after the model was captured (from {change.before!r:.80} to "
                 f"{change.after!r:.80}), which its layers do not know; capture the model again"
             )
-        if state is not None and (others := set(self._find_shared()) ^ set(self._ties)):
+        if state is not None and (changed := set(self._find_shared()) ^ set(self._ties)):
             raise CapslogError(
-                f"the parameter {min(one.name for one in others)!r} of the model was changed after the model was "
+                f"the parameter {min(tie.name for tie in changed)!r} of the model was changed after the model was "
                 "captured: other layers use it now, since it was tied or untied; capture the model again"
             )
 
@@ -219,19 +219,19 @@ class Chain:
         tied: Sequence[Sequence[str]] = (),
         seed: int | None = None,
     ) -> Chain:
-        """A chain whose layers are built only where they are needed: an engine builds its own ones, `run` all.
+        """Make a chain whose layers are built only where they are needed: an engine builds its own layers, `run` all.
 
         Until then a layer's module has parameters without memory and real buffers. Its weights depend on (seed, layer
         index) alone.
 
         Args:
             tied: groups of addresses `<layer>.<name inside the layer>` of parameters, or of modules with parameters,
-                that are one; the factory of the first of these layers gives their values.
-            seed: None: the one that torch was seeded with last (`torch.initial_seed`), as before `build_chain`.
+                that are shared; the factory of the first of these layers gives their values.
+            seed: None: the last seed given to torch (`torch.initial_seed`), as before `build_chain`.
 
         Raises:
-            CapslogError: as for a chain; a factory gives no module, or one with a parameter of another layer's; `tied`
-                names no parameter, or some of different shapes.
+            CapslogError: as for a chain; a factory returns no module, or one with another layer's parameter; `tied`
+                names no parameter, or parameters of different shapes.
         """
         factories = Factories(layers, torch.initial_seed() if seed is None else seed)
         return cls(factories.hollow_layers(tied), inputs, outputs, name, factories)
@@ -249,32 +249,30 @@ class Chain:
         return tuple(reversed(crossing))
 
     def crossing(self, cut: int) -> tuple[str, ...]:
-        """Names of the tensors that cross the cut before layer `cut` (0: what enters, L: what the loss reads),
-        sorted.
-        """
+        """Return the sorted names of tensors that cross the cut before layer `cut` (0: inputs, L: the loss's)."""
         return self._crossing[cut]
 
     @cached_property
     def reads(self) -> tuple[tuple[Value, ...], ...]:
-        """layer -> the values that it reads, in the order of its `reads`; the last entry is what the loss reads."""
-        writer, found = dict.fromkeys(self.inputs, -1), []
+        """layer -> the values that it reads, in the order of its `reads`; the last tuple is what the loss reads."""
+        writer, reads = dict.fromkeys(self.inputs, -1), []
         for index, layer in enumerate(self.layers):
-            found.append(tuple(Value(name, writer[name]) for name in layer.reads))
+            reads.append(tuple(Value(name, writer[name]) for name in layer.reads))
             writer |= dict.fromkeys(layer.writes, index)
-        return (*found, tuple(Value(name, writer[name]) for name in self.outputs))
+        return (*reads, tuple(Value(name, writer[name]) for name in self.outputs))
 
     def written(self, layer: int) -> tuple[Value, ...]:
-        """The values that a layer writes."""
+        """Return the values that a layer writes."""
         return tuple(Value(name, layer) for name in self.layers[layer].writes)
 
     @cached_property
     def readers(self) -> dict[Value, tuple[int, ...]]:
         """Every value that is read -> the layers that read it, rising; the loss is layer L."""
-        found: dict[Value, tuple[int, ...]] = {}
+        readers: dict[Value, tuple[int, ...]] = {}
         for reader, values in enumerate(self.reads):
             for value in dict.fromkeys(values):
-                found[value] = (*found.get(value, ()), reader)
-        return found
+                readers[value] = (*readers.get(value, ()), reader)
+        return readers
 
     @cached_property
     def _values_at(self) -> tuple[tuple[Value, ...], ...]:
@@ -285,14 +283,14 @@ class Chain:
         )
 
     def values_at(self, cut: int) -> tuple[Value, ...]:
-        """`crossing`, as values."""
+        """Return `crossing`, as values."""
         return self._values_at[cut]
 
     @cached_property
     def edges(self) -> tuple[tuple[int, int], ...]:
-        """(layer that writes a value, layer that reads it), each pair once, rising. Nobody writes the inputs.
+        """(layer that writes a value, layer that reads it), each pair once, rising. The inputs have no writer.
 
-        The loss stands for the last layer here: it is computed where that layer is.
+        The loss counts as the last layer here: it is computed where that layer is.
         """
         last = len(self) - 1
         pairs = {(value.writer, min(reader, last)) for value, row in self.readers.items() for reader in row}
@@ -317,11 +315,11 @@ class Chain:
         )
 
     def shared_names(self, index: int) -> dict[str, str]:
-        """Name inside a layer -> address, for those of its parameters that are shared."""
+        """Map the name inside a layer -> address, for those of its parameters that are shared."""
         return {name: shared.name for shared in self.shared for use, name in shared.uses if use == index}
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Every parameter once, by its address `<layer>.<name>`; a shared one under its first layer."""
+        """Return every parameter once, by its address `<layer>.<name>`; a shared one under its first layer."""
         addresses: dict[nn.Parameter, str] = {}
         for layer in self.layers:
             for name, parameter in layer.module.named_parameters():
@@ -329,14 +327,14 @@ class Chain:
         return {address: parameter for parameter, address in addresses.items()}
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """Every parameter as in `named_parameters`, and every buffer, by its address."""
-        found: dict[str, Tensor] = dict(self.named_parameters())
+        """Return every parameter as in `named_parameters`, and every buffer, by its address."""
+        tensors: dict[str, Tensor] = dict(self.named_parameters())
         for layer in self.layers:
-            found |= {f"{layer.name}.{name}": buffer for name, buffer in layer.module.named_buffers()}
-        return found
+            tensors |= {f"{layer.name}.{name}": buffer for name, buffer in layer.module.named_buffers()}
+        return tensors
 
     def num_parameters(self, trainable_only: bool = False) -> int:
-        """Number of scalar parameters, shared ones counted once."""
+        """Return the number of scalar parameters, shared ones counted once."""
         return sum(
             parameter.numel()
             for parameter in self.named_parameters().values()
@@ -344,34 +342,36 @@ class Chain:
         )
 
     def fill(self, indices: Iterable[int] | None = None) -> None:
-        """Builds layers of factories, by default all, with the values that they begin from; others stay as they are.
+        """Build layers of factories, by default all, with the values that they begin from; others stay as they are.
 
-        With a layer of tied parameters that layer is built whose factory gives their values.
+        With a layer of tied parameters, the layer whose factory gives their values is built as well.
         """
         wanted = set(range(len(self)) if indices is None else indices)
         wanted |= {shared.layers[0] for shared in self.shared if wanted & set(shared.layers)}
         for index in sorted(wanted & self._unbuilt):
             assert self.factories is not None
             old, module = self.layers[index], self.factories.build(index)
-            for first, name in [(one.layers[0], name) for one in self.shared for use, name in one.uses if use == index]:
-                known, own = old.module.get_parameter(name), module.get_parameter(name)
+            for first, name in [(tie.layers[0], name) for tie in self.shared for use, name in tie.uses if use == index]:
+                present, built = old.module.get_parameter(name), module.get_parameter(name)
                 if first == index:
-                    replace_parameters((layer.module for layer in self.layers), {known: own})
+                    replace_parameters((layer.module for layer in self.layers), {present: built})
                 else:  # its first layer is built, and has put the value here
-                    replace_parameters([module], {own: known})
+                    replace_parameters([module], {built: present})
             new = Layer(old.name, module, old.reads, old.writes)
             self.layers = (*self.layers[:index], new, *self.layers[index + 1 :])
             self._unbuilt.discard(index)
 
     def release(self, kept: Iterable[nn.Parameter]) -> None:
-        """Frees the memory of all other parameters; in their places stand such of the same shapes without values.
+        """Free the memory of all other parameters; parameters of the same shapes without values replace them.
 
         A parameter that several layers share stays one. Buffers stay: some are no part of a layer's state.
         """
         self._captured = OfTheModel()  # it knows parameters of the model
         alive = set(kept)
         freed = {
-            one: hollow_parameter(one) for one in self.named_parameters().values() if not (one in alive or one.is_meta)
+            parameter: hollow_parameter(parameter)
+            for parameter in self.named_parameters().values()
+            if not (parameter in alive or parameter.is_meta)
         }
         if self.factories is not None:
             self.factories.values.clear()
@@ -381,23 +381,25 @@ class Chain:
         replace_parameters((layer.module for layer in self.layers), freed)
 
     def new_module(self, index: int) -> nn.Module:
-        """A layer's module with memory of its own, for a state that is put into it: where the chain's parameters were
-        released, they have no values. The chain stays as it is.
+        """Return a layer's module with memory of its own, for a state that is loaded into it: where the chain's
+        parameters were released, they have no values. The chain stays as it is.
         """
         if self.factories is not None:
             return self.factories.build(index)
         module = self.layers[index].module
         empty = kept_tensors([module]) | {
-            id(one): nn.Parameter(torch.empty_like(one, device="cpu"), requires_grad=one.requires_grad)
-            for one in module.parameters()
-            if one.is_meta
+            id(parameter): nn.Parameter(
+                torch.empty_like(parameter, device="cpu"), requires_grad=parameter.requires_grad
+            )
+            for parameter in module.parameters()
+            if parameter.is_meta
         }
         return copy.deepcopy(module, empty)
 
     def begin_with(self, values: Mapping[str, Tensor]) -> None:
-        """Gives parameters and buffers (by address, as in `named_tensors`) other values than those they were made with.
+        """Give parameters and buffers (by address, as in `named_tensors`) other values than those they were made with.
 
-        Layers of factories take them when they are built; until then, or `release`, the chain keeps `values`.
+        Layers of factories receive them when they are built; until then, or `release`, the chain keeps `values`.
         """
         if self.factories is not None:
             self.factories.values |= values
@@ -407,7 +409,7 @@ class Chain:
                     target.copy_(values[address])
 
     def run(self, inputs: Mapping[str, Tensor], after_layer: Callable[[int], None] | None = None) -> dict[str, Tensor]:
-        """Runs the whole chain in one autograd graph: the plain, unsplit model (the oracle of every engine test).
+        """Run the whole chain in one autograd graph: the plain, unsplit model (the oracle of every engine test).
 
         Args:
             inputs: the tensors named by `self.inputs`.
@@ -423,7 +425,7 @@ class Chain:
         return {name: values[name] for name in self.outputs}
 
     def run_stage(self, first: int, end: int, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Runs layers first .. end-1 as they are, and lets go of every tensor behind its last reader.
+        """Run layers first .. end-1 as they are, and drop every tensor after its last reader.
 
         Args:
             values: the tensors that cross the cut before layer `first`, by name; it is emptied, so that the caller need
@@ -432,15 +434,15 @@ class Chain:
         Returns:
             The tensors that cross the cut before layer `end`.
         """
-        here = dict(values)
+        live = dict(values)
         values.clear()
         for index in range(first, end):
-            here.update(self.layers[index](here))
-            here = {name: here[name] for name in self.crossing(index + 1)}
-        return here
+            live.update(self.layers[index](live))
+            live = {name: live[name] for name in self.crossing(index + 1)}
+        return live
 
     def check_cuts(self, cuts: Sequence[int]) -> None:
-        """Raises CapslogError unless `cuts` (first layer of each stage, beginning with 0) fits this chain."""
+        """Raise CapslogError unless `cuts` (first layer of each stage, beginning with 0) fits this chain."""
         why = f" ({'; '.join(self.kept_whole)})" if self.kept_whole else ""
         fields.within(
             f"these cuts do not split a chain of {len(self)} layers{why}", lambda: fields.cut_list(cuts, len(self))

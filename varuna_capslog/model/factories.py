@@ -1,8 +1,8 @@
-"""A factory for every layer of a chain, so that a process builds only the layers that it needs.
+"""Factories of a chain's layers, so that a process builds only the layers that it needs.
 
-`Chain.from_factories` keeps a `Factories`. Whatever is asked of a layer that was never built (names, shapes, buffers)
-is answered by a hollow module of the same code. Weights depend on the seed and the layer's index alone: neither on
-which layers are built, nor on their order, nor on torch's generator, which stays as it was.
+`Chain.from_factories` keeps a `Factories`. Names, shapes and buffers of a layer that was never built come from a hollow
+module of the same code. Weights depend on the seed and the layer's index alone: neither on which layers are built, nor
+on their order, nor on torch's generator, which stays as it was.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Factories:
 
     Args:
         layers: in the order of the chain.
-        seed: of all of them; layer k is made with (seed, k).
+        seed: seed of the chain; layer k is made with (seed, k).
 
     Attributes:
-        values: by address `<layer>.<name>`, what parameters and buffers hold instead of what the factory gave them.
+        values: by address `<layer>.<name>`, values of parameters and buffers that replace those of the factory.
     """
 
     def __init__(self, layers: Iterable[LayerFactory], seed: int) -> None:
@@ -56,7 +56,7 @@ class Factories:
         return self  # a copied chain is built alike
 
     def build(self, index: int) -> nn.Module:
-        """A new module of one layer with the values that it begins from; tied parameters have their own here."""
+        """Build the module of one layer with its initial values; tied parameters have their own here."""
         module = self._made(index)
         with torch.no_grad():
             for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -66,7 +66,7 @@ class Factories:
         return module
 
     def hollow_layers(self, tied: Sequence[Sequence[str]]) -> list[Layer]:
-        """The layers with parameters that have shapes only; see `Chain.from_factories` for `tied`."""
+        """Return the layers with parameters that have shapes only; see `Chain.from_factories` for `tied`."""
         stripped: Stripped = {}
         layers: list[Layer] = []
         users: dict[nn.Parameter, str] = {}
@@ -96,26 +96,34 @@ class Factories:
 
 
 def _tie(layers: Sequence[Layer], group: Sequence[str]) -> None:
-    """Makes one parameter of those of the same name under all these addresses."""
-    found = [_parameters_under(layers, address) for address in group]
+    """Make parameters of the same name under all these addresses one parameter."""
+    modules = [_parameters_under(layers, address) for address in group]
     shapes = [
-        {name: (tuple(one.shape), one.dtype, one.requires_grad) for name, one in under.items()} for under in found
+        {
+            name: (tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+            for name, parameter in parameters.items()
+        }
+        for parameters in modules
     ]
-    for address, under, own in zip(group[1:], found[1:], shapes[1:], strict=True):
-        if own != shapes[0]:
-            raise CapslogError(f"tied: {group[0]!r} has {shapes[0]}, but {address!r} has {own}; tie what is alike")
-        replace_parameters((layer.module for layer in layers), {under[name]: one for name, one in found[0].items()})
+    for address, parameters, shape in zip(group[1:], modules[1:], shapes[1:], strict=True):
+        if shape != shapes[0]:
+            raise CapslogError(f"tied: {group[0]!r} has {shapes[0]}, but {address!r} has {shape}; tie what is alike")
+        replace_parameters(
+            (layer.module for layer in layers), {parameters[name]: parameter for name, parameter in modules[0].items()}
+        )
 
 
 def _parameters_under(layers: Sequence[Layer], address: str) -> Mapping[str, nn.Parameter]:
-    """The parameter at an address, or those of the module there by their names in it."""
+    """Return the parameter at an address, or those of the module there by their names in it."""
     for layer in sorted(layers, key=lambda layer: -len(layer.name)):
         if f"{address}.".startswith(f"{layer.name}."):
             inner = address[len(layer.name) + 1 :]
             named = layer.module.named_parameters(remove_duplicate=False)
-            found = {name: one for name, one in named if not inner or f"{name}.".startswith(f"{inner}.")}
-            if found:
-                return {name[len(inner) :]: one for name, one in found.items()}
+            parameters = {
+                name: parameter for name, parameter in named if not inner or f"{name}.".startswith(f"{inner}.")
+            }
+            if parameters:
+                return {name[len(inner) :]: parameter for name, parameter in parameters.items()}
     raise CapslogError(
         f"tied: no layer has a parameter, or a module with some, at {address!r}; give <layer>.<name inside the layer>"
     )

@@ -1,6 +1,6 @@
-"""The workload around a model that a program has as an object: what `capslog.plan(model, sample)` plans and estimates.
+"""Makes a workload around a model that a program has as an object, for `capslog.plan(model, sample)`.
 
-It is the workload of an ordinary model, whose factory is a copy of the object without memory for its weights. Called by
+It is the workload of an ordinary model, whose factory copies the object without memory for its weights. Called by
 `start.ordinary`.
 """
 
@@ -23,10 +23,10 @@ __all__ = ["workload_of_model"]
 def workload_of_model(
     model: nn.Module | Chain, sample: Any, cut_points: Sequence[str] | None = None
 ) -> tuple[ModelWorkload, int]:
-    """The workload around a model that is there as an object, and its microbatch size: the batch size of the sample.
+    """Return the workload around a model object, and its microbatch size: the batch size of the sample.
 
-    Nothing of the model is changed: every chain is one of a copy whose parameters have shapes only, so that it can be
-    planned and estimated, but not trained.
+    The model is not changed: every chain is one of a copy whose parameters have shapes only, so that it can be planned
+    and estimated, but not trained.
 
     Args:
         model: on any device, the meta device too.
@@ -57,15 +57,15 @@ def workload_of_model(
     def made() -> Any:
         return model if isinstance(model, Chain) else (hollow_copy(model), example)
 
-    found = ModelWorkload(settings, size, made)
-    found.name = type(model).__name__
+    workload = ModelWorkload(settings, size, made)
+    workload.name = type(model).__name__
     if isinstance(model, Chain):
-        found.take_example(model, example)
-    return found, size
+        workload.take_example(model, example)
+    return workload, size
 
 
 def _batch_of(example: Any) -> int:
-    """The first size of the first tensor, in dicts and lists too. Raises CapslogError where there is none."""
+    """Return the first size of the first tensor, in dicts and lists too. Raises CapslogError where there is none."""
     values = list(example.values()) if isinstance(example, Mapping) else example
     if not isinstance(values, (list, tuple)):
         raise CapslogError(

@@ -1,7 +1,7 @@
 """Modules without memory: real buffers, and parameters that have shapes only.
 
-Profiles are made of such modules, and a chain of factories keeps one in the place of every layer that is not built. All
-of a module is built by its own code; each parameter leaves memory as soon as it is registered.
+Profiles are made of such modules, and a chain of factories keeps one in the place of every layer that is not built. A
+module is built by its own code; each parameter leaves memory as soon as it is registered.
 """
 
 from __future__ import annotations
@@ -40,45 +40,45 @@ __all__ = [
 
 _Built = TypeVar("_Built")
 Stripped = dict[int, tuple["weakref.ref[nn.Parameter]", nn.Parameter]]
-"""Which parameter of shape only stands for which parameter, by the latter's identity."""
+"""Parameter of shape only that stands for a parameter, by the latter's identity."""
 
 
 def built_hollow(
     build: Callable[[], _Built], modules: Callable[[_Built], Sequence[nn.Module]], stripped: Stripped | None = None
 ) -> tuple[_Built, list[nn.Module]]:
-    """What `build` gives, and its modules with real buffers but all parameters on the meta device.
+    """Return the result of `build`, and its modules with real buffers but all parameters on the meta device.
 
-    While it is built every parameter is moved there as soon as a module registers it, so that a model larger than the
-    host can be built; one that needs its weights while it is built is built whole and then stripped. What `build` puts
-    on the meta device itself has no values: buffers get zeros.
+    During the build every parameter is moved there as soon as a module registers it, so that a model larger than the
+    host can be built; a model that needs its weights then is built whole and stripped afterwards. Buffers that `build`
+    itself puts on the meta device have no values: they become zeros.
 
     Args:
-        modules: those of what was built. They are not changed.
-        stripped: from earlier calls, so that a parameter that they had, too, is the same one here.
+        modules: returns the modules of what was built. They are not changed.
+        stripped: from earlier calls, so that a parameter of an earlier build is the same one here.
     """
     stripped = {} if stripped is None else stripped
     try:
-        with _parameters_on_meta(stripped) as given_on_meta:
+        with _parameters_on_meta(stripped) as made_on_meta:
             built = build()
-        found = modules(built)
-        valueless = any(buffer.is_meta for module in found for buffer in module.buffers())
-        needs_weights = valueless and not given_on_meta
+        parts = modules(built)
+        valueless = any(buffer.is_meta for module in parts for buffer in module.buffers())
+        needs_weights = valueless and not made_on_meta
     except Exception:
         needs_weights = True  # whatever went wrong: if it was not for the missing weights, this raises it again
     if needs_weights:
         built = build()
-        found = modules(built)
-    return built, copy.deepcopy(list(found), _hollow_memo(found, stripped))
+        parts = modules(built)
+    return built, copy.deepcopy(list(parts), _hollow_memo(parts, stripped))
 
 
 def hollow_copy(model: nn.Module) -> nn.Module:
-    """A copy with buffers of its own on the CPU, and parameters that have shapes only; `model` is not changed.
+    """Copy a model with buffers of its own on the CPU, and parameters that have shapes only; `model` is not changed.
 
     Raises:
-        CapslogError: the module holds what cannot be copied, such as a tensor that was computed from a parameter.
+        CapslogError: the module holds something that cannot be copied, such as a tensor computed from a parameter.
     """
     memo = _hollow_memo([model], {})
-    memo |= {id(one): one.detach().to("cpu", copy=True) for one in model.buffers() if not one.is_meta}
+    memo |= {id(buffer): buffer.detach().to("cpu", copy=True) for buffer in model.buffers() if not buffer.is_meta}
     try:
         return copy.deepcopy(model, memo)
     except (RuntimeError, TypeError) as error:
@@ -89,12 +89,12 @@ def hollow_copy(model: nn.Module) -> nn.Module:
 
 
 def hollow_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter of the same shape that takes no memory."""
+    """Return a parameter of the same shape that takes no memory."""
     return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
 
 def replace_parameters(modules: Iterable[nn.Module], replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Puts each parameter that is a value of `replaced` in the place of its key, under all its names."""
+    """Replace each parameter that is a key of `replaced` by its value there, under all its names."""
     for module in modules:
         for part in module.modules():
             for name, parameter in part._parameters.items():
@@ -104,13 +104,13 @@ def replace_parameters(modules: Iterable[nn.Module], replaced: Mapping[nn.Parame
 
 @contextmanager
 def on_host(model: nn.Module) -> Iterator[None]:
-    """While it is open, what `model` has on the meta device has host memory instead, for code that asks for devices.
+    """Give tensors of `model` on the meta device host memory for a while, for code that asks for devices.
 
     Nothing is written there, so that it stays a reservation of addresses; the values are undefined. Tied parameters
     stay tied, and afterwards the model holds what it held before.
     """
-    parameters = {one: _reserved(one) for one in model.parameters() if one.is_meta}
-    buffers = {one: _reserved(one) for one in model.buffers() if one.is_meta}
+    parameters = {parameter: _reserved(parameter) for parameter in model.parameters() if parameter.is_meta}
+    buffers = {buffer: _reserved(buffer) for buffer in model.buffers() if buffer.is_meta}
     replace_parameters([model], parameters)
     _replace_buffers(model, buffers)
     try:
@@ -133,7 +133,7 @@ def _replace_buffers(model: nn.Module, replaced: Mapping[Tensor, Tensor]) -> Non
 
 
 def _hollow_memo(modules: Sequence[nn.Module], stripped: Stripped) -> dict[int, object]:
-    """What a deep copy puts in place of parameters and buffers."""
+    """Return the memo by which a deep copy replaces parameters and buffers."""
     memo: dict[int, object] = {}
     for module in modules:
         for parameter in module.parameters():
@@ -144,18 +144,21 @@ def _hollow_memo(modules: Sequence[nn.Module], stripped: Stripped) -> dict[int, 
 
 
 def kept_tensors(modules: Iterable[nn.Module]) -> dict[int, object]:
-    """What a deep copy puts in place of the tensors that modules keep as attributes, where torch cannot copy them: the
-    values of one with a gradient, such as the weight that `weight_norm` computes, and one without memory itself.
+    """Return the memo by which a deep copy replaces tensors that modules keep as attributes, where torch cannot copy
+    them: by the values of one with a gradient, such as the weight that `weight_norm` computes; by one without memory
+    itself.
     """
-    return {id(one): one.detach() for one in attribute_tensors(modules) if one.is_meta or not one.is_leaf}
+    return {
+        id(tensor): tensor.detach() for tensor in attribute_tensors(modules) if tensor.is_meta or not tensor.is_leaf
+    }
 
 
 def attribute_tensors(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
-    """The tensors that modules keep as plain attributes, also in lists, tuples and dicts."""
+    """Yield the tensors that modules keep as plain attributes, also in lists, tuples and dicts."""
     for module in modules:
         for part in module.modules():
-            own = {name: value for name, value in vars(part).items() if name not in _TABLES}
-            for leaf in pytree.tree_leaves(own):
+            attributes = {name: value for name, value in vars(part).items() if name not in _TABLES}
+            for leaf in pytree.tree_leaves(attributes):
                 if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
                     yield leaf
 
@@ -165,8 +168,8 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 
 @contextmanager
 def _parameters_on_meta(stripped: Stripped) -> Iterator[list[nn.Parameter]]:
-    """For modules that are built while it is open, by torch's own hook for it; gives the first parameter that was made
-    on the meta device by whoever builds, once there is one.
+    """Strip parameters of modules that are built meanwhile, by torch's own hook for it. Yields a list: the first
+    parameter that the building code itself made on the meta device, once there is one.
     """
     ours: set[nn.Parameter] = set()
     theirs: list[nn.Parameter] = []
@@ -189,19 +192,19 @@ def _parameters_on_meta(stripped: Stripped) -> Iterator[list[nn.Parameter]]:
 
 
 def _on_meta(parameter: nn.Parameter, stripped: Stripped) -> nn.Parameter:
-    """One parameter of shape only per parameter, so that tied ones stay tied."""
+    """Return the one parameter of shape only that stands for a parameter, so that tied ones stay tied."""
     if parameter.is_meta:
         return parameter
-    known = stripped.get(id(parameter))
-    # weakly: weights that the model has let go must leave memory, and their identity may come again
-    if known is None or known[0]() is not parameter:
+    stored = stripped.get(id(parameter))
+    # weakly: weights that the model has dropped must leave memory, and their id may be used again
+    if stored is None or stored[0]() is not parameter:
         hollow = hollow_parameter(parameter)
-        known = stripped[id(parameter)] = (weakref.ref(parameter), hollow)
-    return known[1]
+        stored = stripped[id(parameter)] = (weakref.ref(parameter), hollow)
+    return stored[1]
 
 
 class ReadNumbers(TorchDispatchMode):
-    """While it is open, reading a number out of a fake tensor gives `a_number`."""
+    """Mode in which reading a number out of a fake tensor gives `a_number`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -210,12 +213,12 @@ class ReadNumbers(TorchDispatchMode):
 
 
 VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
-"""What fake tensors raise where values decide something."""
+"""Errors that fake tensors raise where values decide something."""
 
 
 @contextmanager
 def unlogged() -> Iterator[None]:
-    """torch logs a traceback where an operator refuses fake tensors; the error that follows says what a user needs."""
+    """Silence torch's traceback of an operator that refuses fake tensors; the error that follows says enough."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -225,11 +228,11 @@ def unlogged() -> Iterator[None]:
 
 
 class NeedsValues(CapslogError):
-    """Something that cannot run on tensors without values, which profiles and plans are made on.
+    """Code that cannot run on tensors without values, which profiles and plans are made on.
 
     Args:
-        what: that is.
-        why: in torch's words.
+        what: the code.
+        why: torch's reason.
     """
 
     def __init__(self, what: str, why: object) -> None:
@@ -241,8 +244,8 @@ class NeedsValues(CapslogError):
 
 
 def a_number(dtype: torch.dtype) -> bool | int | float:
-    """What reading a number out of a fake tensor gives: True, 1 or 1.5, by which an optimizer of torch can divide, and
-    by whose difference from 1, too.
+    """Return what reading a number out of a fake tensor gives: True, 1 or 1.5, since optimizers of torch divide by it,
+    and by its difference from 1.
     """
     if dtype == torch.bool:
         return True

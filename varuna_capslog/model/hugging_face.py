@@ -1,4 +1,4 @@
-"""Hugging Face models from a local folder, for `--hf PATH`: built from config.json alone, on the meta device.
+"""Builds Hugging Face models from a local folder, for `--hf PATH`: from config.json alone, on the meta device.
 
 Nothing is downloaded, no code of the folder is run, and no weights are read or needed. transformers is imported only
 when a model is built.
@@ -37,7 +37,7 @@ _CLASSES = (
     "AutoModel",
 )
 _TOKENS = 1024
-"""Of a sequence where nothing else is said, or as many as the model takes."""
+"""Tokens of a sequence where nothing else is said, or as many as the model takes."""
 
 
 def model(
@@ -48,14 +48,14 @@ def model(
     example: bool = True,
     **changes: Any,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """The model that `config.json` in a folder describes, without memory for its weights, and an example of its inputs.
+    """Build the model that `config.json` in a folder describes, without memory for its weights, and its example inputs.
 
     Args:
         path: the folder.
         sequence: tokens of a sequence; None: 1024, or as many as the model takes.
         dtype: of its weights; None: that of the config, or float32.
         trains: whether labels are among the inputs; else logits are asked for the last token alone, as in `generate`.
-        example: False: the caller has inputs of his own.
+        example: False: the caller has other inputs.
         changes: keys of the config that are replaced, such as `num_hidden_layers=4`.
 
     Raises:
@@ -81,7 +81,7 @@ def model(
 
 
 def most_tokens(path: str, changes: Mapping[str, Any]) -> int | None:
-    """Tokens of the longest sequence that the model of a folder takes; None where its config names no limit.
+    """Return the tokens of the longest sequence that a folder's model takes; None where its config names no limit.
 
     Args:
         changes: keys of the config that are replaced, as for `model`.
@@ -117,14 +117,14 @@ def _config(transformers: Any, folder: Path, changes: dict[str, Any]) -> Any:
 
 
 def _class(transformers: Any, config: Any) -> Any:
-    """The Auto class that makes the architecture which the config names; without one, the first that knows the type."""
+    """Return the Auto class of the architecture that the config names; without one, the first that knows the type."""
     wanted = (getattr(config, "architectures", None) or [None])[0]
-    known = [getattr(transformers, name) for name in _CLASSES]
-    fitting = [one for one in known if type(config) in one._model_mapping]
-    for one in fitting:
-        made = one._model_mapping[type(config)]
+    classes = [getattr(transformers, name) for name in _CLASSES]
+    fitting = [auto_class for auto_class in classes if type(config) in auto_class._model_mapping]
+    for auto_class in fitting:
+        made = auto_class._model_mapping[type(config)]
         if wanted in [part.__name__ for part in (made if isinstance(made, (tuple, list)) else (made,))]:
-            return one
+            return auto_class
     if not fitting or wanted is not None:
         raise CapslogError(
             f"no Auto class of transformers {transformers.__version__} makes {wanted or config.model_type}, which "
@@ -134,22 +134,22 @@ def _class(transformers: Any, config: Any) -> Any:
 
 
 def _example(path: str, made: nn.Module, sequence: int | None, trains: bool) -> dict[str, Any]:
-    """Inputs of one sample; whole numbers are 0 or 1, valid for any vocabulary."""
+    """Return inputs of one sample; whole numbers are 0 or 1, valid for any vocabulary."""
     config, names = made.config, _names(made)
     main = getattr(made, "main_input_name", "input_ids")
     if main == "input_ids":
-        found = _tokens(path, made, sequence)
+        inputs = _tokens(path, made, sequence)
         if "decoder_input_ids" in names and not trains:
-            found["decoder_input_ids"] = found["input_ids"].clone()
+            inputs["decoder_input_ids"] = inputs["input_ids"].clone()
     elif main == "pixel_values":
-        found = {main: torch.zeros(1, getattr(config, "num_channels", 3), *_image_size(path, config))}
+        inputs = {main: torch.zeros(1, getattr(config, "num_channels", 3), *_image_size(path, config))}
     else:
         raise CapslogError(f"--hf {path}: {type(made).__name__} takes {main!r}; describe its inputs with --input")
     if trains:
-        labels = _labels(type(made).__name__, found)
+        labels = _labels(type(made).__name__, inputs)
         if labels is not None and "labels" in names:
-            found["labels"] = labels
-    return dict(found)
+            inputs["labels"] = labels
+    return dict(inputs)
 
 
 def _names(made: nn.Module) -> Mapping[str, inspect.Parameter]:
@@ -178,7 +178,7 @@ def _image_size(path: str, config: Any) -> tuple[int, int]:
 
 
 def _labels(name: str, inputs: dict[str, Tensor]) -> Tensor | None:
-    """Labels for the loss of a language model or a classifier."""
+    """Return labels for the loss of a language model or a classifier."""
     if name.endswith(("ForImageClassification", "ForSequenceClassification")):
         return torch.ones(1, dtype=torch.int64)
     if name.endswith(

@@ -1,6 +1,6 @@
-"""An ordinary model as it is served: in its own type, in eval mode, without a loss; and what its layers cache.
+"""An ordinary model as it is served: in its own dtype, in eval mode, without a loss; and the caches of its layers.
 
-It is a `ModelWorkload` whose chain ends with what the model returns. `profiling/inference` estimates it.
+It is a `ModelWorkload` whose chain ends with the model's result. `profiling/inference` estimates it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class InferenceModel(ModelWorkload):
-    """A model that is served.
+    """Workload of a model that is served.
 
     Args:
         settings: the config's `model` section.
@@ -31,8 +31,8 @@ class InferenceModel(ModelWorkload):
         sequence: tokens of a sequence: the second size of the inputs of whole numbers; None: as the inputs say.
 
     Attributes:
-        tokens: of a sequence; None where no input has tokens. Known when a chain was built, as the following.
-        cache_bytes: what each layer caches for one sequence; None where the model does not say it.
+        tokens: of a sequence; None where no input has tokens. Known once a chain was built, as is the following.
+        cache_bytes: bytes that each layer caches for one sequence; None where the model does not say it.
 
     Raises:
         CapslogError: an input spec that cannot be read; an unknown dtype.
@@ -54,28 +54,33 @@ class InferenceModel(ModelWorkload):
     def loss(
         self, outputs: Mapping[str, Tensor], targets: object, normalisers: Mapping[str, float]
     ) -> dict[str, Tensor]:
-        """There is none."""
+        """Raise: a served model has no loss."""
         raise CapslogError(f"{self.name} is served, and not trained: it has no loss")
 
     def _ready(self, model: nn.Module | Chain) -> None:
         modules = [layer.module for layer in model.layers] if isinstance(model, Chain) else [model]
-        types = {one.dtype for module in modules for one in module.parameters() if one.is_floating_point()}
+        types = {
+            parameter.dtype for module in modules for parameter in module.parameters() if parameter.is_floating_point()
+        }
         self.dtype = self._stated or (types.pop() if len(types) == 1 else torch.float32)
         for module in modules:
             if self._stated is not None and types != {self._stated}:
                 module.to(self._stated)
         self._specs = tuple(
-            dataclasses.replace(one, dtype=self.dtype) if one.dtype.is_floating_point else one for one in self._specs
+            dataclasses.replace(spec, dtype=self.dtype) if spec.dtype.is_floating_point else spec
+            for spec in self._specs
         )
-        counted = [one for one in self._specs if not one.dtype.is_floating_point and len(one.shape) > 1]
+        counted = [spec for spec in self._specs if not spec.dtype.is_floating_point and len(spec.shape) > 1]
         if self._sequence is not None:
             if not counted:
                 raise CapslogError(
                     f"--sequence is {self._sequence}, but {self.name} has no input of tokens (whole numbers, batch "
                     "first); leave it out"
                 )
-            longer = {one.name: (one.shape[0], self._sequence, *one.shape[2:]) for one in counted}
-            self._specs = tuple(dataclasses.replace(one, shape=longer.get(one.name, one.shape)) for one in self._specs)
+            longer = {spec.name: (spec.shape[0], self._sequence, *spec.shape[2:]) for spec in counted}
+            self._specs = tuple(
+                dataclasses.replace(spec, shape=longer.get(spec.name, spec.shape)) for spec in self._specs
+            )
         self.tokens = self._sequence or (counted[0].shape[1] if counted else None)
         if isinstance(model, nn.Module):
             self._caches = attention_caches(model, self.tokens, self.dtype.itemsize)

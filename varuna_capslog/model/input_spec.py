@@ -1,4 +1,4 @@
-"""The inputs of an ordinary model as text: `--input` and `model.inputs`, and tensors made up from them."""
+"""Reads the inputs of an ordinary model as text (`--input` and `model.inputs`), and makes up tensors for them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SEED = 20210323
 
 @dataclass(frozen=True)
 class InputSpec:
-    """One input of a model, as text `NAME=DTYPE[SIZE,...]`, `...:HIGH` or `...:=VALUE`.
+    """Input of a model, as text `NAME=DTYPE[SIZE,...]`, `...:HIGH` or `...:=VALUE`.
 
     Made-up values are normally distributed for floating types, whole numbers from 0 below `high` for integers (default
     2, valid for any vocabulary), true or false for bool; `value` fills the tensor with one number instead. A size
@@ -44,7 +44,7 @@ class InputSpec:
     choices: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     def sized(self, part: float) -> tuple[int, ...]:
-        """The shape with each size that changes at this part of its range or values: 0 its least, 1 its greatest."""
+        """Return the shape with each changing size at this part of its range or values: 0 its least, 1 its greatest."""
         sizes = list(self.shape)
         for dimension, low in self.least.items():
             sizes[dimension] = low + round(part * (self.shape[dimension] - low))
@@ -53,7 +53,7 @@ class InputSpec:
         return tuple(sizes)
 
     def make(self, shape: Sequence[int], seed: int) -> Tensor:
-        """A tensor of that shape; equal seeds give equal values."""
+        """Make a tensor of that shape; equal seeds give equal values."""
         if self.value is not None:
             return torch.full(shape, self.value, dtype=self.dtype)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{SEED} {self.name} {seed}".encode()))
@@ -64,7 +64,7 @@ class InputSpec:
 
 
 def parse_input(text: str) -> InputSpec:
-    """Reads one `--input`.
+    """Read one `--input`.
 
     Raises:
         CapslogError: not of the form; an unknown dtype; a size of 0; a number that does not go with the dtype.

@@ -1,7 +1,7 @@
-"""Our cut lists in torch.distributed.pipelining: the stages of a rank.
+"""Makes the stages of a rank for torch.distributed.pipelining from our cut lists.
 
 Its users call it with a chain and a plan's `cuts`. It never runs a step, and it refuses beforehand, in one sentence,
-what the other side would only find out in the middle of a run. Forms without modules in them are `planning/export`'s.
+problems that torch would only report in the middle of a run. Formats without modules are `planning/export`'s.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ __all__ = ["StageModule", "pipeline_stages"]
 class StageModule(nn.Module):
     """The layers `first .. end-1` of a chain as one module: tensors in by position, a tensor or a tuple out.
 
-    Takes the tensors that cross the cut before `first` and returns those that cross the cut before `end`, both in the
-    order of `reads` and `writes`; a tensor that only passes through is handed on.
+    Takes the tensors that cross the cut before `first` and returns those that cross the cut before `end`, in the order
+    of `reads` and `writes`; a tensor that only passes through is passed on.
 
     Args:
         chain: its layers' modules are used, not copied.
@@ -49,12 +49,12 @@ class StageModule(nn.Module):
         self.writes = chain.outputs if end == len(chain) else chain.crossing(end)
 
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Runs the layers on the tensors named by `reads`."""
+        """Run the layers on the tensors named by `reads`."""
         values = dict(zip(self.reads, tensors, strict=True))
         received = {id(tensor) for tensor in tensors}
         for layer in self._layers:
             values.update(layer(values))
-        # what passes through needs a node of its own: torch takes the gradient at a stage's inputs and at its outputs
+        # a tensor that passes through needs a node of its own: torch takes gradients at a stage's inputs and outputs
         results = tuple(
             values[name].clone() if id(values[name]) in received and values[name].requires_grad else values[name]
             for name in self.writes
@@ -72,7 +72,7 @@ def pipeline_stages(
     num_ranks: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> list[PipelineStage]:
-    """This rank's stages of a cut list, ready for torch's schedules: stage s lives on rank s % num_ranks.
+    """Return this rank's stages of a cut list, ready for torch's schedules: stage s lives on rank s % num_ranks.
 
     `Schedule1F1B(stages[0], n_microbatches, loss_fn).step(...)` takes the chain's inputs by position in the order of
     `chain.inputs`, and the loss function gets the chain's outputs (one tensor, or a tuple in the order of
@@ -88,8 +88,8 @@ def pipeline_stages(
         group: passed on to torch; default: the world.
 
     Raises:
-        CapslogError: bad cuts, or what torch's stages cannot do: microbatches of different shapes, a parameter used by
-            two stages, tensors other than floating point between stages (before torch 2.13).
+        CapslogError: bad cuts, or a case that torch's stages cannot run: microbatches of different shapes, a parameter
+            used by two stages, tensors other than floating point between stages (before torch 2.13).
     """
     from torch.distributed.pipelining import PipelineStage
 

@@ -16,7 +16,7 @@ __all__ = ["Layer", "dense_gradient", "gradient_hooks"]
 
 @dataclass(frozen=True)
 class Layer:
-    """One indivisible piece of a chain.
+    """Indivisible piece of a chain.
 
     Attributes:
         name: unique in the chain; checkpoints and profiles address the layer by it.
@@ -24,7 +24,7 @@ class Layer:
             `writes`.
         reads: names of the tensors that it takes.
         writes: names of the tensors that it returns; a name that existed before is replaced.
-        part: what it is a part of, where a layer was split (`splitting.splitter`).
+        part: the layer that it is a part of, where one was split (`splitting.splitter`).
     """
 
     name: str
@@ -34,11 +34,11 @@ class Layer:
     part: PartOf | None = None
 
     def __call__(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Runs the layer on its part of `values`; returns what it writes."""
+        """Run the layer on its part of `values`; return the tensors that it writes."""
         return self.run(values)
 
     def run(self, values: Mapping[str, Tensor], instead: Callable[..., Any] | None = None) -> dict[str, Tensor]:
-        """As a call of the layer; `instead`: what is called in the place of its module."""
+        """Do the same as a call of the layer; `instead`: called in the place of its module."""
         result = (instead or self.module)(*[values[name] for name in self.reads])
         if isinstance(result, Tensor):
             result = (result,)
@@ -51,12 +51,12 @@ class Layer:
 
 
 def dense_gradient(gradient: Tensor) -> Tensor:
-    """A gradient, which of an embedding may be sparse; gradients are added, normed and sent as dense ones."""
+    """Return a dense gradient: an embedding's may be sparse, and gradients are added, normed and sent dense."""
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def gradient_hooks(parameter: nn.Parameter) -> list[Any]:
-    """The user's own hooks on a parameter's gradient."""
-    found = [*(parameter._backward_hooks or {}).values()]
-    found += (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
-    return [hook for hook in found if hook is not dense_gradient]
+    """Return the user's own hooks on a parameter's gradient."""
+    hooks = [*(parameter._backward_hooks or {}).values()]
+    hooks += (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+    return [hook for hook in hooks if hook is not dense_gradient]

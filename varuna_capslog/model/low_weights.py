@@ -1,7 +1,7 @@
-"""Which parameters of a layer are kept in 16 bits for forward and backward, where `train.weights` says so.
+"""Says which parameters of a layer are kept in 16 bits for forward and backward, where `train.weights` asks for it.
 
-Shapes are traced, bytes are counted and the engine's layers are made with the same answer. The float32 master of a
-parameter that is trained is the business of the engine.
+Tracing of shapes, counting of bytes and the engine's layers all use this answer. The engine keeps the float32 master of
+a parameter that is trained.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ autocast both kinds of activations come. Running statistics are 32 bits, and par
 
 
 def low_parameters(module: nn.Module, weights: str) -> dict[nn.Parameter, torch.dtype]:
-    """The parameters of a module that are kept in 16 bits, with the type: those of float32, but for the ones of
+    """Return the parameters of a module that are kept in 16 bits, with the dtype: those of float32, except those of
     normalisations.
 
     Args:
@@ -27,18 +27,24 @@ def low_parameters(module: nn.Module, weights: str) -> dict[nn.Parameter, torch.
     if weights == "float32":
         return {}
     norms = [part for part in module.modules() if isinstance(part, _WIDE)]
-    wide = {id(one) for part in norms for one in part.parameters(recurse=False)}
-    low = [one for one in module.parameters() if one.dtype == torch.float32 and id(one) not in wide]
+    wide = {id(parameter) for part in norms for parameter in part.parameters(recurse=False)}
+    low = [
+        parameter for parameter in module.parameters() if parameter.dtype == torch.float32 and id(parameter) not in wide
+    ]
     return dict.fromkeys(low, _TYPES[weights])
 
 
 def low_bytes(module: nn.Module, weights: str) -> tuple[int, int]:
-    """What 16 bits change of a module's bytes: what is added by parameters that lie beside their float32 masters, and
-    what frozen ones, which have no master, take less.
+    """Return how 16 bits change a module's bytes: (bytes added by parameters that lie beside their float32 masters,
+    bytes saved by frozen ones, which have no master).
 
     Args as of `low_parameters`.
     """
     low = low_parameters(module, weights).items()
-    beside = sum(one.numel() * dtype.itemsize for one, dtype in low if one.requires_grad)
-    less = sum(one.numel() * (one.itemsize - dtype.itemsize) for one, dtype in low if not one.requires_grad)
+    beside = sum(parameter.numel() * dtype.itemsize for parameter, dtype in low if parameter.requires_grad)
+    less = sum(
+        parameter.numel() * (parameter.itemsize - dtype.itemsize)
+        for parameter, dtype in low
+        if not parameter.requires_grad
+    )
     return beside, less

@@ -1,9 +1,9 @@
-"""A workload around an ordinary model: what `capslog plan --model package.module:function` and configs without code
-use.
+"""Makes a workload around an ordinary model, for `capslog plan --model package.module:function` and configs without
+code.
 
 Built by `workload` from the config's `model` section. It captures the model as a chain, makes up data of the right
-shapes from a fixed seed, and takes a loss, so that profiling, planning and a trial training need nothing else. It is
-no way to train on real data: for that, write a `Workload`.
+shapes from a fixed seed, and takes a loss, so that profiling, planning and a trial training need nothing else. To train
+on real data, write a `Workload`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 _BUCKETS = 4
-"""Different sizes that microbatches of made-up data have where sizes change."""
+"""Number of different sizes of made-up microbatches where sizes change."""
 
 
 class ModelSection(Section):
@@ -76,7 +76,7 @@ class ModelSection(Section):
 
 
 def workload(config: Config) -> ModelWorkload:
-    """The workload that a config's `model` section describes; see `ModelSection`."""
+    """Return the workload that a config's `model` section describes; see `ModelSection`."""
     settings = section(ModelSection, config.model, "model")
     section(Section, config.data, "data")  # the data is made up, so the section has no keys
     return ModelWorkload(settings, config.train.microbatch_size, run_dir=config.run_dir)
@@ -89,7 +89,7 @@ def config_values(
     devices: int = 1,
     arguments: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The config that `--model`, `--input`, `--cut-points` and `--model-arg` stand for, as plain values for
+    """Return the config that `--model`, `--input`, `--cut-points` and `--model-arg` stand for, as plain values for
     `config.section(Config, ...)`.
 
     The microbatch size is the batch size of the first input spec (1 without specs); a minibatch holds
@@ -113,16 +113,16 @@ def config_values(
 
 
 class ModelWorkload(Workload):
-    """An ordinary model with made-up data; it is its own `DataSource`, which makes samples up from their index.
+    """Ordinary model with made-up data; it is its own `DataSource`, which makes samples up from their index.
 
     The loss is the model's output named `loss` where it has one, else the mean square of its first floating-point
     output that carries a gradient; each microbatch counts 1 / number of microbatches. The first size of the first input
-    is the batch, as is the first size of every other input that equals it; the run's microbatch size takes its place.
+    is the batch, as is the first size of every other input that equals it; the run's microbatch size replaces it.
 
     Args:
         settings: the config's `model` section.
         microbatch_size: batch size that the model is captured for.
-        made: what stands for a call of the factory, where the model is there already.
+        made: called instead of the factory, where the model exists already.
         run_dir: the run's folder, where `hand_over` keeps the captured model and every process finds it.
 
     Raises:
@@ -138,7 +138,7 @@ class ModelWorkload(Workload):
     ) -> None:
         texts = settings.inputs
         if isinstance(texts, dict):
-            texts = [f"{name}={rest}" for name, rest in texts.items()]
+            texts = [f"{name}={text}" for name, text in texts.items()]
         self.name = settings.name or settings.factory
         self._settings = settings
         self._specs = tuple(parse_input(text) for text in texts)
@@ -152,7 +152,7 @@ class ModelWorkload(Workload):
         return self._settings.samples
 
     def build_chain(self) -> Chain:
-        """Calls the factory and captures what it returns for this run's microbatch size.
+        """Call the factory and capture its model for this run's microbatch size.
 
         Raises:
             CapslogError: no such function, it failed or returned something else, or the model cannot be captured.
@@ -160,33 +160,33 @@ class ModelWorkload(Workload):
         return self._captured(evaluates=True)
 
     def build_training_chain(self) -> Chain:
-        """Likewise, in half the time; raises as `build_chain`."""
+        """Do the same for training only, in half the time; raises as `build_chain`."""
         return self._captured(evaluates=False)
 
     def build_model(self) -> nn.Module | None:
-        """The module that the factory returns; None where that is a chain."""
+        """Return the module that the factory returns; None where that is a chain."""
         made = self._made()
         model = made[0] if isinstance(made, tuple) else made
         return model if isinstance(model, nn.Module) else None
 
     def own_names(self, chain: Chain) -> Mapping[str, str]:
-        """Those of the model itself: what an address ends with, since it begins with the layer's name."""
+        """Map address -> the model's own name: the address without the layer's name at its beginning."""
         model = self.build_model()
         if model is None:
             return super().own_names(chain)
-        known = model.state_dict().keys()
+        model_names = model.state_dict().keys()
         names: dict[str, str] = {}
         for address in chain.named_tensors():
-            own = next((name for name in _endings(address) if name in known), None)
-            if own is not None:
-                names[address] = own
+            own_name = next((name for name in _endings(address) if name in model_names), None)
+            if own_name is not None:
+                names[address] = own_name
         return names
 
     def _call_factory(self) -> Any:
         return call_function(self._settings.factory, f"the model {self.name!r}", **self._settings.arguments)
 
     def hand_over(self) -> None:
-        """Captures the model, unless the run's folder has it already, and keeps it there."""
+        """Capture the model, unless the run's folder has it already, and keep it there."""
         if self._kept is not None:
             self._kept.writes = True
             self.build_chain()
@@ -216,7 +216,7 @@ class ModelWorkload(Workload):
         return self._finished(chain)
 
     def _from_module(self, model: nn.Module, evaluates: bool) -> Chain:
-        """One capture for all sizes where torch can leave those open that change, else one for each of them."""
+        """Capture once for all sizes where torch can leave the changing ones open, else once for each of them."""
         capture = functools.partial(
             Chain.from_module,
             model,
@@ -245,16 +245,16 @@ class ModelWorkload(Workload):
         return capture(OneOf([self._examples(part) for part in reversed(parts)]))
 
     def _examples(self, part: float, varying: bool = False) -> dict[str, Any]:
-        """Example inputs with the sizes that change at a part of their ranges, or varying."""
+        """Return example inputs with the changing sizes at a part of their ranges, or varying."""
         made: dict[str, Any] = {spec.name: spec.make(self._shape(spec, self._size, part), 0) for spec in self._specs}
         least = {spec.name: tuple(spec.least) for spec in self._specs if spec.least and varying}
         made |= {name: Varying(made[name], open_) for name, open_ in least.items()}
         nested = {name: _with_tensors(name, value, made) for name, value in self._constants.items()}
-        inside = {one for name, value in nested.items() for one in input_tensors(name, value)}
+        inside = {place for name, value in nested.items() for place in input_tensors(name, value)}
         return {name: tensor for name, tensor in made.items() if name not in inside} | nested
 
     def _bucket_parts(self) -> list[float]:
-        """Where the made-up data stands in the ranges of the sizes that change, rising."""
+        """Return the positions of the made-up data in the ranges of the changing sizes, rising from 0 to 1."""
         counts = {len(values) for spec in self._specs for values in spec.choices.values()}
         if len(counts) > 1:
             raise CapslogError(
@@ -265,19 +265,19 @@ class ModelWorkload(Workload):
         return [1.0] if count == 1 else [at / (count - 1) for at in range(count)]
 
     def _ready(self, model: nn.Module | Chain) -> None:
-        """What is done with a model, and its input specs, before it is captured: nothing."""
+        """Prepare a model and its input specs before the capture; does nothing here."""
 
     def _finished(self, chain: Chain) -> Chain:
         return self._with_loss(chain)
 
     def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
-        """The model's own loss or the mean square of its output, times this microbatch's share."""
+        """Return the model's own loss or the mean square of its output, times this microbatch's share."""
         ((name, output),) = outputs.items()
         value = output if name == "loss" and output.dim() == 0 else output.float().square().mean()
         return {"loss": value / normalisers["microbatches"]}
 
     def profile_inputs(self, microbatch_size: int) -> dict[str, TensorSpec]:
-        """Specs of one microbatch, with the greatest value of each size that changes: plans are for these.
+        """Return the specs of one microbatch, with the greatest value of each changing size: plans are for these.
 
         Raises:
             CapslogError: the chain was captured for another microbatch size.
@@ -292,7 +292,7 @@ class ModelWorkload(Workload):
         return self._input_specs(microbatch_size)
 
     def sampled_inputs(self, microbatch_size: int, count: int, seed: int = 0) -> list[dict[str, TensorSpec]]:
-        """One of each length of the made-up data, which are equally frequent; one in all where no size changes."""
+        """Return specs for each length of the made-up data, which are equally frequent; one if no size changes."""
         self.profile_inputs(microbatch_size)
         return [self._input_specs(microbatch_size, part) for part in self._bucket_parts()]
 
@@ -301,17 +301,17 @@ class ModelWorkload(Workload):
         return None, {"microbatches": 1.0}
 
     def train_data(self) -> DataSource:
-        """Made-up samples, the same in every process."""
+        """Return made-up samples, the same in every process."""
         if not self._specs:
             self.build_chain()
         return self
 
     def read_samples(self) -> Mapping[str, int]:
-        """Nothing: the samples are made up."""
+        """Return nothing: the samples are made up."""
         return {}
 
     def minibatch(self, groups: Sequence[Sequence[int]], epoch: int) -> Minibatch:
-        """Describes microbatches that all look the same; the recipe of each is its samples."""
+        """Describe microbatches that all look the same; the recipe of each is its samples."""
         samples = [list(group) for group in groups]
         return Minibatch(
             inputs=[self._input_specs(len(group), self._part(group)) for group in groups],
@@ -322,7 +322,7 @@ class ModelWorkload(Workload):
         )
 
     def load(self, minibatch: Minibatch, microbatch: int) -> dict[str, Tensor]:
-        """Makes the samples up."""
+        """Make the samples up."""
         made, samples = {}, minibatch.recipes[microbatch]
         for spec in self._specs:
             shape = spec.sized(self._part(samples))
@@ -333,21 +333,21 @@ class ModelWorkload(Workload):
         return made
 
     def import_weights(self, path: Path) -> tuple[dict[str, Tensor], list[str]]:
-        """A state dict of the model itself, as torch.save or safetensors wrote it."""
+        """Read a state dict of the model itself, as torch.save or safetensors wrote it."""
         state = read_state_file(path)
-        found: dict[str, Tensor] = {}
+        weights: dict[str, Tensor] = {}
         for address in self.build_chain().named_parameters():
-            own = next((name for name in _endings(address) if name in state), None)
-            if own is not None:
-                found[address] = state[own]
-        used = {id(tensor) for tensor in found.values()}
-        return found, [name for name, tensor in state.items() if id(tensor) not in used]
+            own_name = next((name for name in _endings(address) if name in state), None)
+            if own_name is not None:
+                weights[address] = state[own_name]
+        used = {id(tensor) for tensor in weights.values()}
+        return weights, [name for name, tensor in state.items() if id(tensor) not in used]
 
     def _input_specs(self, size: int, part: float = 1.0) -> dict[str, TensorSpec]:
         return {spec.name: TensorSpec(self._shape(spec, size, part), spec.dtype) for spec in self._specs}
 
     def _part(self, samples: Sequence[int]) -> float:
-        """Where a microbatch stands in the ranges of the sizes that change."""
+        """Return the position of a microbatch in the ranges of the changing sizes."""
         parts = self._bucket_parts()
         return parts[zlib.crc32(f"{SEED} {samples[0]}".encode()) % len(parts)]
 
@@ -359,14 +359,14 @@ class ModelWorkload(Workload):
         return (size, *shape[1:]) if self._has_batch(spec) else shape
 
     def take_example(self, model: nn.Module | Chain, example: Any) -> None:
-        """Takes the shapes of example inputs, unless specs said them, and what of them is no tensor or holds some.
+        """Take shapes from example inputs, unless specs state them, and keep inputs that are not plain tensors.
 
         Raises:
-            CapslogError: neither says a shape; more inputs than the model has.
+            CapslogError: neither states a shape; more inputs than the model has.
         """
         if isinstance(example, (tuple, list)):
             names = model.inputs if isinstance(model, Chain) else inspect.signature(model.forward).parameters
-            kinds = {one.kind for one in names.values()} if isinstance(names, Mapping) else set()
+            kinds = {parameter.kind for parameter in names.values()} if isinstance(names, Mapping) else set()
             if len(example) > len(names) and inspect.Parameter.VAR_POSITIONAL not in kinds:
                 raise CapslogError(
                     f"{self.name}: {len(example)} example inputs, but the model takes {len(names)}: {', '.join(names)}"
@@ -386,53 +386,55 @@ class ModelWorkload(Workload):
             )
 
     def _check_names(self, model: nn.Module) -> None:
-        """Refuses inputs that the model's forward does not take, and such as lack one that it needs."""
+        """Refuse inputs that the model's forward does not take, and missing inputs that it needs."""
         parameters = inspect.signature(model.forward).parameters
-        kinds = {one.kind for one in parameters.values()}
+        kinds = {parameter.kind for parameter in parameters.values()}
         if runs_its_children(model) or inspect.Parameter.VAR_POSITIONAL in kinds:
             return
         nested = {place for name, value in self._constants.items() for place in input_tensors(name, value)}
-        given = {spec.name for spec in self._specs} - nested | {*self._constants}
-        named = [name for name, one in parameters.items() if one.kind != inspect.Parameter.VAR_KEYWORD]
+        available = {spec.name for spec in self._specs} - nested | {*self._constants}
+        named = [name for name, parameter in parameters.items() if parameter.kind != inspect.Parameter.VAR_KEYWORD]
         needed = [name for name in named if parameters[name].default is inspect.Parameter.empty]
-        unknown = sorted(given - {*named}) if inspect.Parameter.VAR_KEYWORD not in kinds else []
-        lacking = [name for name in needed if name not in given]
+        unknown = sorted(available - {*named}) if inspect.Parameter.VAR_KEYWORD not in kinds else []
+        lacking = [name for name in needed if name not in available]
         if unknown or lacking:
-            what = f"has no input {unknown[0]!r}" if unknown else f"needs the input {lacking[0]!r} too"
-            raise CapslogError(f"{self.name}: the model {what}; its forward takes {', '.join(named)}")
+            problem = f"has no input {unknown[0]!r}" if unknown else f"needs the input {lacking[0]!r} too"
+            raise CapslogError(f"{self.name}: the model {problem}; its forward takes {', '.join(named)}")
 
     def _with_loss(self, chain: Chain) -> Chain:
         if "loss" in chain.outputs:
             output = "loss"
         else:
             last = ShapeTable(chain).boundaries(self._input_specs(self._size))[-1]
-            found = [name for name in chain.outputs if last[name].dtype.is_floating_point and last[name].requires_grad]
-            if not found:
+            candidates = [
+                name for name in chain.outputs if last[name].dtype.is_floating_point and last[name].requires_grad
+            ]
+            if not candidates:
                 raise CapslogError(
                     f"{self.name}: none of the outputs {list(chain.outputs)} carries a gradient, so "
                     "there is nothing to train"
                 )
-            output = found[0]
+            output = candidates[0]
         return Chain(chain.layers, chain.inputs, (output,), chain.name, chain.factories)
 
 
 def _with_tensors(name: str, value: Any, tensors: Mapping[str, Tensor | Varying]) -> Any:
-    """An argument with other tensors in the places of its own; those that have no other stay."""
+    """Replace an argument's tensors by others; those without a replacement stay."""
     places = iter(input_tensors(name, value).items())
 
-    def other(own: Tensor) -> Any:
-        return tensors.get(next(places)[0], own)
+    def other(tensor: Tensor) -> Any:
+        return tensors.get(next(places)[0], tensor)
 
     return pytree.tree_map_only(Tensor, other, value)
 
 
 def _above(value: Tensor) -> int:
-    """One more than the largest of the example's whole numbers, at least 2."""
-    whole = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool or value.is_meta)
-    return max(2, int(value.max()) + 1) if whole and value.numel() else 2
+    """Return one more than the largest of the example's whole numbers, at least 2."""
+    is_integer = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool or value.is_meta)
+    return max(2, int(value.max()) + 1) if is_integer and value.numel() else 2
 
 
 def _endings(address: str) -> Iterator[str]:
-    """What may be the model's own name: an address is <layer>.<that name>, and a layer may have dots in its name."""
+    """Yield candidates for the model's own name: an address is <layer>.<own name>, and layer names may have dots."""
     pieces = address.split(".")
     return (".".join(pieces[first:]) for first in range(1, len(pieces)))

@@ -1,8 +1,8 @@
-"""What a model's Python code may keep and change beside its tensors: attributes, and what hangs on them.
+"""Records the state that a model's Python code may keep and change beside its tensors: attributes and their contents.
 
-A capture runs that code once, on tensors without values. What it left behind is found and put back here, `fit` puts
-back what a layer that runs again has changed, and whoever runs a captured model asks here whether its attributes are
-still those that were captured.
+A capture runs that code once, on tensors without values. This module finds the changes and undoes them. `fit` undoes
+with it the changes of a layer that runs again, and the runner of a captured model checks with it that the attributes
+are still those of the capture.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from varuna_capslog.model.sources import cells_of, code_reads, is_users_file
 __all__ = ["PythonState", "StateChange"]
 
 _DEPTH = 6
-"""How many containers and objects are followed from a module's attribute."""
+"""Number of containers and objects that are followed from a module's attribute."""
 _MOST = 1000
-"""Entries of a container beyond which it counts as data: its identity is compared alone."""
+"""Entries of a container beyond which it counts as data: only its identity is compared."""
 _IN_CLOSURES = 2
-"""Likewise from what a function among the attributes closes over: the state of a loop lies near."""
+"""The same, from variables that a function among the attributes closes over: a loop's state is close."""
 _ALL = 100_000
-"""Values that are looked into in all."""
+"""Values that are looked into in total."""
 _TABLES = ("_parameters", "_buffers", "_modules")
 _OWN = frozenset(vars(nn.Module())) - {"training"}
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
@@ -46,14 +46,14 @@ _CLOSED = (
 
 @dataclass(frozen=True)
 class StateChange:
-    """One attribute, entry of a container, parameter, buffer or submodule that is another one than it was.
+    """An attribute, entry of a container, parameter, buffer or submodule whose value has changed.
 
     Attributes:
         module: qualified name of the module that it is kept on; None for a class or a file.
         name: of the attribute, such as `steps` or `losses[...]`.
-        kind: "attribute", "buffer", "parameter" or "submodule"; "iterator" for one that has gone on.
+        kind: "attribute", "buffer", "parameter" or "submodule"; "iterator" for one that has advanced.
         before, after: the values; None where there was none.
-        put: makes it another value; None where it cannot be.
+        put: sets another value; None where that is impossible.
     """
 
     module: str | None
@@ -68,14 +68,14 @@ class StateChange:
 
     @property
     def counts(self) -> bool:
-        """Whether one number became another one."""
+        """True where a number became another number."""
         numbers = (int, float)
         plain = not isinstance(self.before, bool) and isinstance(self.before, numbers)
         return plain and isinstance(self.after, numbers) and self.put is not None
 
 
 class _Place:
-    """A table that code may write to, with what was in it."""
+    """A table that code may write to, with its original contents."""
 
     def __init__(self, module: str | None, name: str, table: Any, kind: str = "attribute") -> None:
         self.module, self.name, self.table, self.kind = module, name, table, kind
@@ -136,33 +136,33 @@ class _Place:
             for key, value in saved.items():
                 if key not in table or table[key] is not value:
                     table[key] = value  # type: ignore[index]
-        elif not (len(table) == len(saved) and all(one is other for one, other in zip(table, saved, strict=True))):
+        elif not (len(table) == len(saved) and all(a is b for a, b in zip(table, saved, strict=True))):
             self._fill(saved)
 
 
-def _same(one: Any, other: Any, depth: int = _DEPTH) -> bool:
-    """Whether two values are one, or plain values that are equal: those are often made anew."""
-    if one is other:
+def _same(a: Any, b: Any, depth: int = _DEPTH) -> bool:
+    """True where two values are one object, or equal plain values, which are often made anew."""
+    if a is b:
         return True
-    if type(one) is not type(other) or not depth:
+    if type(a) is not type(b) or not depth:
         return False
-    if isinstance(one, _SCALARS):
-        return bool(one == other or one != one)
-    if isinstance(one, (list, tuple, dict)) and len(one) == len(other) <= _MOST:
-        pairs = zip(one.items(), other.items(), strict=True) if isinstance(one, dict) else zip(one, other, strict=True)
+    if isinstance(a, _SCALARS):
+        return bool(a == b or a != a)
+    if isinstance(a, (list, tuple, dict)) and len(a) == len(b) <= _MOST:
+        pairs = zip(a.items(), b.items(), strict=True) if isinstance(a, dict) else zip(a, b, strict=True)
         return all(_same(mine, yours, depth - 1) for mine, yours in pairs)
     return False
 
 
 class PythonState:
-    """The attributes of modules as they are now.
+    """Attributes of modules as they are now.
 
     Args:
         modules: by qualified name.
-        files: whether the values count that the modules' classes and the user's own files keep, too.
-        modes: whether it counts which modules are in training mode.
-        reads: likewise, but those alone that the modules' code reads by name.
-        apart: objects that are not looked into, where hooks of the modules know them.
+        files: include values that the modules' classes and the user's own files keep.
+        modes: include which modules are in training mode.
+        reads: as `files`, but only values that the modules' code reads by name.
+        apart: objects that are not looked into, where hooks of the modules refer to them.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class PythonState:
         self._modules: list[nn.Module] = []
         self.generators: dict[str, Any] = dict(GLOBAL)
         """Random generators that code may draw from, by name: `GLOBAL` and those that are kept among the attributes."""
-        seen = {id(one) for one in apart}
+        seen = {id(excluded) for excluded in apart}
         for path, module in modules.items():
             if id(module) in seen:
                 continue
@@ -193,8 +193,8 @@ class PythonState:
         if files:
             for name, table in _files_of(self._modules):
                 self._places.append(_Files(name, table))
-                kept = [one for one in vars(table).values() if isinstance(one, functools._lru_cache_wrapper)]
-                self._places += [_Cache(None, name, one) for one in kept]
+                kept = [cache for cache in vars(table).values() if isinstance(cache, functools._lru_cache_wrapper)]
+                self._places += [_Cache(None, name, cache) for cache in kept]
                 for key, value in _values_of(table):
                     self._follow(None, f"{name}.{key}", value, 1, seen)
         if reads:
@@ -235,21 +235,21 @@ class PythonState:
                 return
             if type(value) in (list, set, deque) or isinstance(value, dict):
                 self._places.append(_Place(path, name, value))
-            inside = value.items() if isinstance(value, dict) else ((None, one) for one in value)
-            for key, one in list(inside):
+            inside = value.items() if isinstance(value, dict) else ((None, part) for part in value)
+            for key, part in list(inside):
                 self._follow(
-                    path, f"{name}[{key!r}]" if isinstance(value, dict) else f"{name}[...]", one, depth - 1, seen
+                    path, f"{name}[{key!r}]" if isinstance(value, dict) else f"{name}[...]", part, depth - 1, seen
                 )
         elif isinstance(value, tuple):
-            for one in value[:_MOST]:
-                self._follow(path, f"{name}[...]", one, depth - 1, seen)
+            for part in value[:_MOST]:
+                self._follow(path, f"{name}[...]", part, depth - 1, seen)
         else:
             self._follow_object(path, name, value, depth, seen)
 
     def _follow_cells(
         self, path: str | None, name: str, cells: Iterable[tuple[str, types.CellType]], depth: int, seen: set[int]
     ) -> None:
-        """What a function closes over, by variable."""
+        """Follow the variables that a function closes over."""
         for variable, cell in cells:
             if id(cell) not in seen:
                 seen.add(id(cell))
@@ -262,17 +262,17 @@ class PythonState:
             self._places.append(_Slots(path, name, value, slots))
             for key in slots:
                 self._follow(path, f"{name}.{key}", getattr(value, key), depth - 1, seen)
-        if isinstance(own := getattr(value, "__dict__", None), dict):
-            self._places.append(_Place(path, name, own, "attribute of an object"))
-            for key, one in list(own.items())[:_MOST]:
-                self._follow(path, f"{name}.{key}", one, depth - 1, seen)
+        if isinstance(attributes := getattr(value, "__dict__", None), dict):
+            self._places.append(_Place(path, name, attributes, "attribute of an object"))
+            for key, attribute in list(attributes.items())[:_MOST]:
+                self._follow(path, f"{name}.{key}", attribute, depth - 1, seen)
 
     def changes(self) -> list[StateChange]:
-        """What is another value now."""
+        """Return the changes since this state was taken."""
         return [change for place in self._places for change in place.changes()]
 
     def put_back(self) -> None:
-        """Makes all of it what it was; of tensors only which ones they are."""
+        """Restore everything; of tensors only which ones they are, not their values."""
         for place in self._places:
             place.put_back()
 
@@ -281,7 +281,7 @@ _KINDS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodu
 
 
 class _Attributes(_Place):
-    """The attributes of a module."""
+    """Attributes of a module."""
 
     def __init__(self, path: str | None, name: str, module: nn.Module, modes: bool) -> None:
         self._apart, self._class = _OWN if modes else _OWN | {"training"}, type(module)
@@ -295,7 +295,7 @@ class _Attributes(_Place):
 
 
 class _Owned(_Place):
-    """Values that something else than a container keeps."""
+    """Values kept by something else than a container."""
 
     def put_back(self) -> None:
         now = self._content()
@@ -305,10 +305,10 @@ class _Owned(_Place):
 
 
 class _Files(_Owned):
-    """The plain values that a class or a file of Python keeps.
+    """Plain values that a class or a file of Python keeps.
 
     Args:
-        names: those that count; None: all.
+        names: names that are included; None: all.
     """
 
     def __init__(self, name: str, owner: Any, names: Collection[str] | None = None) -> None:
@@ -323,7 +323,7 @@ class _Files(_Owned):
 
 
 class _Slots(_Owned):
-    """The values of an object with `__slots__`."""
+    """Values of an object with `__slots__`."""
 
     def __init__(self, module: str | None, name: str, value: Any, slots: Sequence[str]) -> None:
         self._slots = slots
@@ -337,8 +337,8 @@ class _Slots(_Owned):
 
 
 def _slots_of(kind: type) -> list[str]:
-    found = [vars(base).get("__slots__", ()) for base in kind.__mro__ if base.__module__ not in ("builtins", "torch")]
-    names = [key for slots in found for key in ([slots] if isinstance(slots, str) else slots)]
+    lists = [vars(base).get("__slots__", ()) for base in kind.__mro__ if base.__module__ not in ("builtins", "torch")]
+    names = [key for slots in lists for key in ([slots] if isinstance(slots, str) else slots)]
     return [key for key in names if not key.startswith("__")]
 
 
@@ -360,7 +360,7 @@ class _Cell(_Owned):
 
 
 class _Iterating(_Place):
-    """An iterator, which nobody can put back where it was."""
+    """An iterator, which cannot be put back."""
 
     def _content(self) -> Any:
         return _progress(self.table)
@@ -374,26 +374,26 @@ class _Iterating(_Place):
 
 
 def _progress(value: Any) -> Any:
-    """How far an iterator has come, as far as it tells."""
+    """Return how far an iterator has advanced, as far as it can be known."""
     if isinstance(value, types.GeneratorType):
         frame = value.gi_frame
         plain = {} if frame is None else {k: v for k, v in frame.f_locals.items() if isinstance(v, _SCALARS)}
         return frame is None or (frame.f_lasti, plain)
     if isinstance(value, tuple):
-        return tuple(_progress(one) for one in value)
+        return tuple(_progress(part) for part in value)
     if not isinstance(value, Iterator):
         return value if isinstance(value, _SCALARS) else len(value) if isinstance(value, (list, dict)) else id(value)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # itertools' own way to tell, before Python 3.14
         try:
-            told = value.__reduce__()
+            reduced = value.__reduce__()
         except Exception:
             return repr(value)
-    return _progress(told) if isinstance(told, tuple) else None
+    return _progress(reduced) if isinstance(reduced, tuple) else None
 
 
 class _Cache(_Place):
-    """What `functools.lru_cache` keeps: what was added while tensors had no values is thrown away."""
+    """Contents of a `functools.lru_cache`, cleared if it grew while tensors had no values."""
 
     def _content(self) -> Any:
         return self.table.cache_info().misses
@@ -407,7 +407,7 @@ class _Cache(_Place):
 
 
 def _values_of(owner: Any, names: Collection[str] | None = None) -> Iterator[tuple[str, Any]]:
-    """Its plain values; with names, all values but classes and functions that have one of these."""
+    """Yield its plain values; with names, all values but classes and functions that have one of these."""
     for key, value in list(vars(owner).items()):
         if key.startswith("__") or (names is not None and key not in names):
             continue
@@ -417,7 +417,7 @@ def _values_of(owner: Any, names: Collection[str] | None = None) -> Iterator[tup
 
 
 def _is_object(value: Any) -> bool:
-    """Whether a value is an object of a class of the user's own."""
+    """True where a value is an object of a class of the user's own."""
     file = getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""
     return type(value).__module__ in ("types", "argparse") or (
         not isinstance(value, (type, *_CLOSED)) and is_users_file(file)
@@ -425,22 +425,22 @@ def _is_object(value: Any) -> bool:
 
 
 def _files_of(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
-    """The classes of modules that are not torch's, and the files of the user's that define them, by name."""
+    """Yield the classes of modules that are not torch's, and the user's files that define them, by name."""
     kinds = {base for module in modules for base in type(module).__mro__}
     names = set()
-    for kind in sorted(kinds, key=lambda one: (one.__module__, one.__qualname__)):
+    for kind in sorted(kinds, key=lambda kind: (kind.__module__, kind.__qualname__)):
         if kind.__module__.partition(".")[0] in ("torch", "builtins", "abc", "typing"):
             continue
         yield kind.__qualname__, kind
         names.add(kind.__module__)
     for name in sorted(names):
-        found = sys.modules.get(name)
-        if found is not None and is_users_file(getattr(found, "__file__", None) or ""):
-            yield name, found
+        file = sys.modules.get(name)
+        if file is not None and is_users_file(getattr(file, "__file__", None) or ""):
+            yield name, file
 
 
 def _closures(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What the module's hooks keep: lists and the like that are theirs."""
+    """Yield what the module's hooks close over: lists and the like that are theirs."""
     for hook in [*vars(module)["_forward_hooks"].values(), *vars(module)["_forward_pre_hooks"].values()]:
         for cell in getattr(hook, "__closure__", None) or ():
             with contextlib.suppress(ValueError):  # not filled yet

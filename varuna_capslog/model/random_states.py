@@ -1,4 +1,4 @@
-"""States of random generators beside torch's own: Python's, numpy's, and those that a model keeps."""
+"""Saves and restores states of random generators beside torch's own: Python's, numpy's, and those of a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GLOBAL: Mapping[str, Any] = {"random": random, "numpy.random": np.random}
 
 
 class RandomStates:
-    """The states of generators as they are now.
+    """States of generators as they are now.
 
     Args:
         generators: by name; `GLOBAL`, and others that a model keeps.
@@ -29,14 +29,16 @@ class RandomStates:
 
     def __init__(self, generators: Mapping[str, Any]) -> None:
         self._generators = dict(generators)
-        self._states = {name: _state_of(one) for name, one in self._generators.items()}
+        self._states = {name: _state_of(generator) for name, generator in self._generators.items()}
 
     def drawn(self) -> list[str]:
-        """The names of those that have given numbers since."""
-        return [name for name, one in self._generators.items() if not _equal(_state_of(one), self._states[name])]
+        """Return the names of the generators that have given numbers since."""
+        return [
+            name for name, generator in self._generators.items() if not _equal(_state_of(generator), self._states[name])
+        ]
 
     def put_back(self, names: Collection[str] | None = None) -> None:
-        """Lets them, or some of them, go on from where they were."""
+        """Make all generators, or some of them, continue from their saved states."""
         for name, state in self._states.items():
             if names is None or name in names:
                 _set_state(self._generators[name], state)
@@ -65,41 +67,41 @@ def _set_state(generator: Any, state: Any) -> None:
             generator.set_state(state)
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
+def _equal(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor):
         with unset_fake_temporarily():
-            return torch.equal(one, other)
-    if isinstance(one, dict):
-        return all(_equal(value, other[key]) for key, value in one.items())
-    if isinstance(one, np.ndarray):
-        return bool((one == other).all())
-    return bool(one == other)
+            return torch.equal(first, second)
+    if isinstance(first, dict):
+        return all(_equal(value, second[key]) for key, value in first.items())
+    if isinstance(first, np.ndarray):
+        return bool((first == second).all())
+    return bool(first == second)
 
 
 def seed_generators(generators: Mapping[str, Any], seed: int) -> None:
-    """Lets generators begin anew from a seed."""
-    for one in generators.values():
-        if one is random or isinstance(one, random.Random):
-            one.seed(seed)
-        elif isinstance(one, np.random.Generator):
-            one.bit_generator.state = type(one.bit_generator)(seed).state
-        elif isinstance(one, torch.Generator):
-            one.manual_seed(seed)
+    """Make generators begin anew from a seed."""
+    for generator in generators.values():
+        if generator is random or isinstance(generator, random.Random):
+            generator.seed(seed)
+        elif isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = type(generator.bit_generator)(seed).state
+        elif isinstance(generator, torch.Generator):
+            generator.manual_seed(seed)
         else:
-            one.seed(seed & 0xFFFFFFFF)
+            generator.seed(seed & 0xFFFFFFFF)
 
 
 @contextmanager
 def crafted_draws(high: bool) -> Iterator[None]:
-    """While it is open, the next numbers of `random` and of numpy's global generator are the lowest, or highest, ones.
+    """Make the next numbers of `random` and of numpy's global generator the lowest, or highest, ones, for a while.
 
-    Whatever is decided by comparing a draw with a probability goes the one way under the first, the other under the
-    second, and whatever is made of a draw is another value. The states are put back.
+    A decision that compares a draw with a probability goes one way with the lowest and the other way with the highest
+    numbers, and a value computed from a draw differs between the two. The states are put back.
     """
     before = RandomStates(GLOBAL)
     word = _HIGHEST if high else 0
-    rest = random.Random(int(high))
-    words = [word] * _CRAFTED + [rest.getrandbits(32) for _ in range(624 - _CRAFTED)]
+    filler = random.Random(int(high))
+    words = [word] * _CRAFTED + [filler.getrandbits(32) for _ in range(624 - _CRAFTED)]
     try:
         random.setstate((3, (*words, 0), None))
         np.random.set_state(("MT19937", np.array(words, dtype=np.uint32), 0, 0, 0.0))  # noqa: NPY002 (users draw from it)
@@ -109,6 +111,6 @@ def crafted_draws(high: bool) -> Iterator[None]:
 
 
 _CRAFTED = 400
-"""Words of the generator's state that are chosen; behind them code that waits for another number gets one."""
+"""Words of the generator's state that are chosen; behind them, code that waits for another number gets one."""
 _HIGHEST = 0x12DD9BB3
-"""The word of a Mersenne Twister's state that it makes 2^32 - 1 of (MT19937, Matsumoto and Nishimura 1998)."""
+"""Word of a Mersenne Twister's state from which it makes 2^32 - 1 (MT19937, Matsumoto and Nishimura 1998)."""

@@ -1,4 +1,4 @@
-"""When two layers, or two runs of layers, do the same work on other parameters: what the profilers do once for both.
+"""Decides when two layers, or two runs of layers, do the same work on other parameters, so that profilers do it once.
 
 `ShapeTable` traces, and the estimator costs, layers of one signature once. A signature holds all that a result can
 depend on; what it cannot compare is equal to itself only, so that in doubt work is done again. Names, and with them the
@@ -27,7 +27,7 @@ _PLAIN = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 _THEMSELVES = (type, types.FunctionType, types.BuiltinFunctionType, OpOverload)
-"""Compared by identity, as everything else that is not plain; these are often the same object in every block."""
+"""Types compared by identity, as everything else that is not plain; these are often the same object in every block."""
 
 _RATES = {
     "torchvision.ops.stochastic_depth.StochasticDepth": "p",
@@ -43,24 +43,24 @@ _HOOKS = tuple(sorted(name for name in _OWN_OF_MODULES if name.endswith("_hooks"
 
 
 def layer_signature(layer: Layer) -> tuple[object, ...]:
-    """`run_signature` of a layer alone."""
+    """Return `run_signature` of a layer alone."""
     return run_signature([layer])
 
 
 def run_signature(layers: Sequence[Layer]) -> tuple[object, ...]:
-    """Equal for two lists of layers that do the same work.
+    """Return a key that is equal for two lists of layers that do the same work.
 
     It holds: the classes of all modules, their attributes (dilation, stride, eps, dropout rates), hooks and modes; the
     operations of captured graphs with their constants; of every parameter and buffer shape, strides, dtype and whether
     it takes a gradient; which of them, and which modules, are one and the same; how many tensors each layer reads and
     writes.
     """
-    found = _Description()
-    return tuple((len(layer.reads), len(layer.writes), found.module(layer.module)) for layer in layers)
+    description = _Description()
+    return tuple((len(layer.reads), len(layer.writes), description.module(layer.module)) for layer in layers)
 
 
 class _Same:
-    """Equal to itself only; it keeps the object, so that no other one can take its identity."""
+    """A key equal to itself only; it keeps the object, so that no other one can take its id."""
 
     def __init__(self, value: object) -> None:
         self._value = value
@@ -73,42 +73,42 @@ class _Same:
 
 
 class _Description:
-    """Describes modules and tensors by what they are; one that comes again, by the number of its first mention."""
+    """Describes modules and tensors by their properties; one that comes again, by the number of its first mention."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
 
     def module(self, module: nn.Module) -> object:
-        known = self._numbers.get(id(module))
-        if known is not None:
-            return "again", known
+        number = self._numbers.get(id(module))
+        if number is not None:
+            return "again", number
         self._numbers[id(module)] = len(self._numbers)
         held = [
-            *((name, self._tensor(one)) for name, one in module._parameters.items()),
-            *((name, self._tensor(one)) for name, one in module._buffers.items()),
+            *((name, self._tensor(tensor)) for name, tensor in module._parameters.items()),
+            *((name, self._tensor(tensor)) for name, tensor in module._buffers.items()),
         ]
         hooks = [(name, self.value(list(vars(module)[name].values()))) for name in _HOOKS if vars(module)[name]]
         if isinstance(module, fx.GraphModule) and type(module).__mro__[1] in (fx.GraphModule, CapturedGraph, ByShape):
             # the names of what it holds are those of the whole model
             parts = [self.module(part) for part in module._modules.values() if part is not None]
             graphs = module.graphs if isinstance(module, ByShape) else (module.graph,)
-            told = tuple(one for graph in graphs for one in self._graph(module, graph))
-            own: object = (fx.GraphModule, tuple(one for _, one in held), tuple(parts), told)
+            operations = tuple(operation for graph in graphs for operation in self._graph(module, graph))
+            content: object = (fx.GraphModule, tuple(tensor for _, tensor in held), tuple(parts), operations)
         else:
             children = [(name, None if part is None else self.module(part)) for name, part in module._modules.items()]
             if isinstance(module, SequentialSlice) or type(module) is nn.Module:
                 # made by a capture, under the names that the whole model has for its parts
                 children = [("", described) for _, described in children]
-            own = (type(module), tuple(held), tuple(children), tuple(self._attributes(module)))
+            content = (type(module), tuple(held), tuple(children), tuple(self._attributes(module)))
         frozen: tuple[int, ...] = ()
         if isinstance(module, Frozen) and module.frozen:
             frozen = tuple(at for at, (name, _) in enumerate(module.named_modules()) if name in module.frozen)
-        return (module.training, *frozen), tuple(hooks), own
+        return (module.training, *frozen), tuple(hooks), content
 
     def value(self, value: object, numbers: dict[fx.Node, int] | None = None) -> object:
-        """A value of an attribute or of an operation's argument.
+        """Describe a value of an attribute or of an operation's argument.
 
-        numbers: of the nodes of the graph that the operation is in.
+        numbers: numbers of the nodes of the graph that the operation is in.
         """
         if isinstance(value, fx.Node):
             assert numbers is not None
@@ -122,10 +122,10 @@ class _Description:
         if type(value) is slice:
             value = ("slice", value.start, value.stop, value.step)
         if isinstance(value, dict):
-            pairs = [(self.value(key), self.value(one, numbers)) for key, one in value.items()]
+            pairs = [(self.value(key), self.value(part, numbers)) for key, part in value.items()]
             return type(value), tuple(pairs)
         if isinstance(value, (list, tuple)):
-            return type(value), tuple(self.value(one, numbers) for one in value)
+            return type(value), tuple(self.value(part, numbers) for part in value)
         if isinstance(value, nn.Module):
             return self.module(value)
         return _Same(value)
@@ -133,9 +133,9 @@ class _Description:
     def _tensor(self, tensor: Tensor | None) -> object:
         if tensor is None:
             return None
-        known = self._numbers.get(id(tensor))
-        if known is not None:
-            return "again", known
+        number = self._numbers.get(id(tensor))
+        if number is not None:
+            return "again", number
         self._numbers[id(tensor)] = len(self._numbers)
         if tensor.layout != torch.strided:
             return _Same(tensor)

@@ -1,6 +1,6 @@
-"""What a module's work depends on beside its weights: its classes, settings, shapes, and the files with its code.
+"""Collects the facts that a module's work depends on beside its weights: classes, settings, shapes, code files.
 
-Kept profiles and kept captures are those of a model with the same digest.
+Kept profiles and kept captures belong to a model with the same digest.
 """
 
 from __future__ import annotations
@@ -36,34 +36,34 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 
 def module_settings(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """A module's plain attributes as text; what prints an address counts by its class."""
+    """Yield a module's plain attributes as text; an address in the text is removed."""
     for key, value in sorted(vars(module).items()):
         if key == "meta" and isinstance(value, dict):  # in which classes outputs are returned is no work
-            told = ("result", "whole", "joined", "left", "python")
-            value = {name: one for name, one in value.items() if name not in told}
+            left_out = ("result", "whole", "joined", "left", "python")
+            value = {name: setting for name, setting in value.items() if name not in left_out}
         if not key.startswith("_") and not isinstance(value, nn.Module | Tensor):
             yield key, _ADDRESS.sub("", repr(value))
 
 
 def class_name(kind: type) -> str:
-    """Module and name of a class."""
+    """Return module and name of a class."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def source_file(kind: type) -> Path | None:
-    """The file that defines a class, if it is not torch's own (its version is a condition of its own)."""
+    """Return the file that defines a class, if it is not torch's own (its version is a condition of its own)."""
     if kind.__module__.partition(".")[0] == "torch":
         return None
     try:
-        found = inspect.getsourcefile(kind)
+        file = inspect.getsourcefile(kind)
     except (TypeError, OSError):  # a builtin; a class typed into an interpreter
         return None
-    return Path(found) if found and Path(found).is_file() else None
+    return Path(file) if file and Path(file).is_file() else None
 
 
 def line_of(kind: type, pattern: str) -> str:
-    """Where a class's code first matches a pattern, as ` (net.py:12)`; else where the class begins; empty where nobody
-    knows, and for classes of torch's.
+    """Return the place where a class's code first matches a pattern, as ` (net.py:12)`; else where the class begins;
+    empty where it is unknown, and for classes of torch's.
     """
     if kind.__module__.partition(".")[0] == "torch":
         return ""
@@ -77,47 +77,56 @@ def line_of(kind: type, pattern: str) -> str:
 
 
 def failing_line(error: BaseException, kinds: Iterable[type]) -> str:
-    """Where the code of one of these classes was when an error was raised, as in `line_of`."""
+    """Return the place in the code of one of these classes where an error was raised, as in `line_of`."""
     files = {str(file) for kind in kinds if (file := source_file(kind)) is not None}
-    found, trace = "", error.__traceback__
+    place, trace = "", error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename in files:
-            found = f" ({Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno})"
+            place = f" ({Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno})"
         trace = trace.tb_next
-    return found
+    return place
 
 
 @functools.cache
 def cells_of(kind: Any) -> tuple[tuple[str, CellType], ...]:
-    """The variables, but for the class itself, that the functions of a class close over."""
-    own = [one for base in kind.__mro__ if not base.__module__.startswith("torch.") for one in vars(base).values()]
-    functions = [one for one in own if isinstance(one, FunctionType) and one.__closure__]
-    cells = [pair for one in functions for pair in zip(one.__code__.co_freevars, one.__closure__ or (), strict=True)]
+    """Return the variables, except the class itself, that the functions of a class close over."""
+    attributes = [
+        attribute
+        for base in kind.__mro__
+        if not base.__module__.startswith("torch.")
+        for attribute in vars(base).values()
+    ]
+    functions = [attribute for attribute in attributes if isinstance(attribute, FunctionType) and attribute.__closure__]
+    cells = [
+        pair
+        for function in functions
+        for pair in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    ]
     return tuple(pair for pair in cells if pair[0] != "__class__")
 
 
 def code_digest(kinds: Iterable[type], modules: Iterable[str]) -> str:
     """SHA-256 of the code that these classes, their bases, and these Python modules run.
 
-    Of installed packages the version counts and the file of each class; of a user's own files, also those that they
+    Installed packages count by their version and the file of each class; a user's own files also by those that they
     import, except inside functions. Torch counts by its version alone.
     """
     bases = {base for kind in kinds for base in kind.__mro__ if base.__module__.partition(".")[0] not in _APART}
     names = {base.__module__ for base in bases} | {name for name in modules if name.partition(".")[0] not in _APART}
     files = {file for base in bases if (file := source_file(base)) is not None}
-    own: dict[str, Path] = {}
+    user_files: dict[str, Path] = {}
     waiting = sorted(names)
     while waiting:
         module = sys.modules.get(waiting.pop())
         file = getattr(module, "__file__", None)
-        if module is None or file is None or module.__name__ in own or not is_users_file(file):
+        if module is None or file is None or module.__name__ in user_files or not is_users_file(file):
             continue
-        own[module.__name__] = Path(file)
+        user_files[module.__name__] = Path(file)
         waiting += [name for value in vars(module).values() if (name := _home(value)).partition(".")[0] not in _APART]
     digest = hashlib.sha256()
     for top in sorted({name.partition(".")[0] for name in names}):
         digest.update(repr((top, str(getattr(sys.modules.get(top), "__version__", None)))).encode())
-    for path in sorted(files | set(own.values())):
+    for path in sorted(files | set(user_files.values())):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -126,12 +135,12 @@ _APART = ("torch", "builtins", __name__.partition(".")[0])
 
 
 def is_users_file(file: str) -> bool:
-    """Whether a file of Python is the user's own, and not one of an installed package."""
+    """True where a file of Python is the user's own, and not one of an installed package."""
     return file.endswith(".py") and not file.startswith(_INSTALLED)
 
 
 def _home(value: Any) -> str:
-    """The Python module that a value of a module's namespace is, or comes from."""
+    """Return the Python module that a value of a module's namespace is, or comes from."""
     return value.__name__ if isinstance(value, ModuleType) else str(getattr(value, "__module__", ""))
 
 
@@ -140,8 +149,8 @@ _NOT_FORWARD = {"__init__", "__new__", "__repr__", "extra_repr", "train", "__ini
 
 
 def code_reads(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Any, set[str], set[str]]]:
-    """The classes and files of the user's that hold what the modules' methods read: (name, class or file, names that
-    are read there, names that are read of any object).
+    """Yield the user's classes and files whose values the modules' methods read: (name, class or file, names that are
+    read there, names that are read of any object).
 
     Functions of the user's files that a method calls by name count, too.
     """
@@ -156,7 +165,7 @@ def code_reads(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Any, set[str
         if code in seen:
             continue
         seen.add(code)
-        waiting += [(name, one) for one in code.co_consts if isinstance(one, CodeType)]
+        waiting += [(name, constant) for constant in code.co_consts if isinstance(constant, CodeType)]
         read = set()
         for step in dis.get_instructions(code):
             if step.opname == "LOAD_GLOBAL":
@@ -169,7 +178,7 @@ def code_reads(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Any, set[str
             value = file.get(key)
             if isinstance(value, FunctionType) and is_users_file(value.__code__.co_filename):
                 waiting.append((value.__module__, value.__code__))
-    for kind in sorted(kinds, key=lambda one: (one.__module__, one.__qualname__)):
+    for kind in sorted(kinds, key=lambda kind: (kind.__module__, kind.__qualname__)):
         yield kind.__qualname__, kind, attributes, attributes
     for name in sorted(globals_of):
         if name in sys.modules:
@@ -182,6 +191,6 @@ def _file_of(module: Any) -> str:
 
 def _methods(kind: type) -> Iterator[tuple[str, CodeType]]:
     for key, value in vars(kind).items():
-        for one in (value, getattr(value, "__func__", None), getattr(value, "fget", None)):
-            if isinstance(one, FunctionType) and key not in _NOT_FORWARD:
-                yield one.__module__, one.__code__
+        for function in (value, getattr(value, "__func__", None), getattr(value, "fget", None)):
+            if isinstance(function, FunctionType) and key not in _NOT_FORWARD:
+                yield function.__module__, function.__code__

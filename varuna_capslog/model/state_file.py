@@ -1,6 +1,7 @@
-"""Files of tensors, which may come from anybody: what torch.save wrote, and state dicts of other programs.
+"""Reads files of tensors, which may come from untrusted sources: those of torch.save, and state dicts of other
+programs.
 
-No code of a file runs, and none takes more memory than it has bytes on the disk.
+No code of a file runs, and no file takes more memory than it has bytes on the disk.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ __all__ = ["load_tensors", "read_state_file"]
 
 
 def load_tensors(path: Path | str, mapped: bool = False) -> Any:
-    """What torch.save wrote into a file, tensors and plain values only, on the CPU.
+    """Load a file that torch.save wrote, tensors and plain values only, on the CPU.
 
     Args:
         mapped: leave the tensors in the file until they are read.
@@ -51,7 +52,7 @@ def load_tensors(path: Path | str, mapped: bool = False) -> Any:
 
 
 def read_state_file(path: Path | str) -> dict[str, Tensor]:
-    """The state dict of `FILE.safetensors`, or of a torch file: `{"model": state dict, ...}` or a bare state dict.
+    """Return the state dict of `FILE.safetensors` or of a torch file: `{"model": state dict, ...}` or a bare one.
 
     Raises:
         CapslogError: missing, unreadable, holds other objects than tensors and plain values, or no state dict.
@@ -92,7 +93,7 @@ def _safetensors(path: Path | str) -> dict[str, Tensor]:
 
 
 def _size_of(path: Path | str) -> int:
-    """Bytes of a file. Raises CapslogError for a pipe, which would hold the reader up, and a device; OSError."""
+    """Return a file's bytes. Raises CapslogError for a device, or a pipe, which would block the reader; OSError."""
     about = os.stat(path)
     if not stat.S_ISREG(about.st_mode):
         raise CapslogError("it is no file")

@@ -1,4 +1,4 @@
-"""What crosses every cut for a given input size, found by one run on fake tensors: no memory, no messages.
+"""Finds the tensors that cross every cut for a given input size, by one run on fake tensors: no memory, no messages.
 
 The engine posts its receives from these specs and the profilers make dummy neighbours from them. Tracing never touches
 real parameters: it works on a skeleton of the chain whose parameters have shapes only.
@@ -34,7 +34,7 @@ _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def autocast_context(device_type: str, precision: str) -> AbstractContextManager[Any]:
-    """The context a layer runs under: nothing for "float32", autocast for "bfloat16" and "float16"."""
+    """Return the context that a layer runs under: none for "float32", autocast for "bfloat16" and "float16"."""
     if precision == "float32":
         return nullcontext()
     if precision in _AUTOCAST:
@@ -45,13 +45,13 @@ def autocast_context(device_type: str, precision: str) -> AbstractContextManager
 class ShapeTable:
     """Specs of the tensors at every cut, cached per input size.
 
-    Equal layers with equal inputs are traced once, so a new image size costs tens of milliseconds and a known one
+    Equal layers with equal inputs are traced once, so a new image size costs tens of milliseconds and a repeated one
     nothing.
 
     Args:
         chain: real or on the meta device; it is not changed and not kept.
         device_type: where the run happens, such as "cuda"; without such a device the trace runs on fake CPU tensors.
-        precision: as of `autocast_context` (autocast changes the dtypes on the wire).
+        precision: as of `autocast_context` (autocast changes the dtypes of sent tensors).
         weights: as of `low_parameters`; an embedding of 16 bits writes 16 bits.
     """
 
@@ -60,7 +60,7 @@ class ShapeTable:
     ) -> None:
         self._device = device_type if device_type == accelerator.auto_type() else "cpu"
         self._precision = precision
-        # copied as a whole, so that tied modules stay tied, with shapes in place of parameters and buffers
+        # copied as one object, so that tied modules stay tied, with shapes in place of parameters and buffers
         memo: dict[int, Any] = kept_tensors(layer.module for layer in chain.layers)
         for layer in chain.layers:
             for parameter in layer.module.parameters():
@@ -69,9 +69,12 @@ class ShapeTable:
             memo |= {id(buffer): buffer.detach().to("meta") for buffer in layer.module.buffers()}
         self._chain = copy.deepcopy(chain, memo)
         modules = [layer.module for layer in self._chain.layers]
-        low = {one: dtype for module in modules for one, dtype in low_parameters(module, weights).items()}
+        low = {parameter: dtype for module in modules for parameter, dtype in low_parameters(module, weights).items()}
         if low:
-            new = {one: nn.Parameter(one.detach().to(dtype), one.requires_grad) for one, dtype in low.items()}
+            new = {
+                parameter: nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+                for parameter, dtype in low.items()
+            }
             replace_parameters(modules, new)
         put_in_training(modules)
         for part in (part for module in modules for part in module.modules()):
@@ -79,21 +82,21 @@ class ShapeTable:
                 part.from_memory = True
         self._signatures = [layer_signature(layer) for layer in chain.layers]
         self._generators: dict[object, Mapping[str, Any]] = {}
-        """By signature: what a layer's Python code draws from, beside torch."""
+        """Signature -> the generators that a layer's Python code draws from, beside torch's."""
         self._traced: dict[object, tuple[TensorSpec, ...]] = {}
         self._cache: dict[object, list[dict[str, TensorSpec]]] = {}
 
     def boundaries(self, inputs: Mapping[str, TensorSpec]) -> list[dict[str, TensorSpec]]:
-        """Specs at cut 0..L (what enters layer 0, ..., what the loss reads), by tensor name.
+        """Return the specs at cut 0..L (inputs of layer 0, ..., tensors that the loss reads), by tensor name.
 
         Raises:
             CapslogError: a layer fails on these inputs (its name, the shapes and torch's reason).
         """
         key = tuple(sorted(inputs.items()))
-        found = self._cache.get(key)
-        if found is None:
-            found = self._cache[key] = self._trace(inputs)
-        return found
+        table = self._cache.get(key)
+        if table is None:
+            table = self._cache[key] = self._trace(inputs)
+        return table
 
     def _trace(self, inputs: Mapping[str, TensorSpec]) -> list[dict[str, TensorSpec]]:
         values = dict(inputs)
@@ -110,21 +113,21 @@ class ShapeTable:
 
     def _run(self, layer: Layer, read: tuple[TensorSpec, ...], signature: object) -> tuple[TensorSpec, ...]:
         generators = self._generators.get(signature)
-        known = generators is not None
+        is_known = generators is not None
         if generators is None:
             generators = PythonState(dict(layer.module.named_modules()), files=True).generators
         draws = RandomStates(generators)
         try:
             written = self._traced_on_fakes(layer, read)
-            if not known:
+            if not is_known:
                 generators = self._generators[signature] = generators if draws.drawn() else {}
         finally:
             draws.put_back()
         if not generators:
             return written
-        # of other random numbers, another tensor may carry a gradient
+        # with other random numbers, another tensor may carry a gradient
         carries = any(spec.requires_grad for spec in read) or any(
-            one.requires_grad for one in layer.module.parameters()
+            parameter.requires_grad for parameter in layer.module.parameters()
         )
         return tuple(replace(spec, requires_grad=carries and spec.dtype.is_floating_point) for spec in written)
 
@@ -154,16 +157,16 @@ class ShapeTable:
 
 
 class _Operators(TorchDispatchMode):
-    """Refuses products of matrices of two types, as every device does and fake tensors do not, and says at once what an
-    operator gives for which fake tensors would run a hundred others.
+    """Mode that refuses products of matrices of two dtypes, as every device does and fake tensors do not, and returns
+    at once the result of an operator for which fake tensors would run a hundred others.
     """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func in _PRODUCTS and len({tensor.dtype for tensor in args[-2:]}) > 1:
-            one, other = (str(tensor.dtype).removeprefix("torch.") for tensor in args[-2:])
-            raise RuntimeError(f"matrices of {one} and {other} cannot be multiplied")
+            first, second = (str(tensor.dtype).removeprefix("torch.") for tensor in args[-2:])
+            raise RuntimeError(f"matrices of {first} and {second} cannot be multiplied")
         if func is _GRID_SAMPLER:  # values [B, C, ...] at a grid [B, H, W, 2]
             values, grid = args[:2]
             if (values.shape[0], 2, values.dtype) == (grid.shape[0], grid.shape[-1], grid.dtype):
@@ -178,7 +181,7 @@ _GRID_SAMPLER = torch.ops.aten.grid_sampler_2d.default
 def fake_operands(
     layer: Layer, read: Sequence[TensorSpec], device: str
 ) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
-    """Inside a `FakeTensorMode`: a layer's parameters and buffers by name, and tensors for what it reads."""
+    """Make, inside a `FakeTensorMode`, a layer's parameters and buffers by name, and the tensors that it reads."""
     state = {
         name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).requires_grad_(
             tensor.requires_grad
@@ -189,6 +192,6 @@ def fake_operands(
 
 
 def call_on(layer: Layer, state: dict[str, Tensor], arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What a layer writes with `state` in place of its own parameters and buffers."""
+    """Return what a layer writes with `state` in place of its own parameters and buffers."""
     result = torch.func.functional_call(layer.module, state, arguments, tie_weights=True)
     return (result,) if isinstance(result, Tensor) else result

@@ -1,7 +1,7 @@
-"""Which modules of a model stay in eval mode while it trains: those that its user froze, such as a BatchNorm.
+"""Keeps modules in eval mode while a model trains: those that its user froze, such as a BatchNorm.
 
 Everything that trains, recomputes or estimates layers puts them into training mode here, never by `train()` alone,
-which would wake up what was frozen. A captured layer knows by itself what was frozen when it was captured
+which would unfreeze them. A captured layer records which of its modules were frozen when it was captured
 (`capture.runtime.Frozen`); the modes that its modules have when training begins count as well.
 """
 
@@ -20,10 +20,10 @@ __all__ = ["freeze_layers", "frozen_parts", "in_training", "put_in_training"]
 
 @contextmanager
 def in_training(model: nn.Module) -> Iterator[None]:
-    """While it is open, the model is in the mode that it trains in; afterwards, in the one that it was in before.
+    """Put the model into the mode that it trains in; at the end, into the mode that it was in before.
 
-    Where the model itself is in training mode, its parts that are not are frozen; else its own `train` says which are.
-    What a `train` of the model's classes leaves in eval mode is frozen in any case.
+    Where the model itself is in training mode, its parts that are not are frozen; else its own `train` decides. Parts
+    that a `train` of the model's classes leaves in eval mode are frozen in any case.
     """
     before = [(part, part.training) for part in model.modules()]
     trains = model.training
@@ -38,7 +38,7 @@ def in_training(model: nn.Module) -> Iterator[None]:
 
 
 def freeze_layers(layers: Iterable[Layer], model: nn.Module) -> None:
-    """Lets the layers of a captured model know what of them is frozen."""
+    """Record in the layers of a captured model which of their modules are frozen."""
     trained = [part for part in model.modules() if part.training]
     with in_training(model):
         frozen = frozen_parts(model)
@@ -48,17 +48,17 @@ def freeze_layers(layers: Iterable[Layer], model: nn.Module) -> None:
 
 
 def put_in_training(layers: Iterable[nn.Module], chain: Sequence[nn.Module] | None = None) -> None:
-    """Puts layers into training mode, but for what is frozen in them.
+    """Put layers into training mode, except for frozen modules.
 
-    OfTheModel what was frozen when a model was captured, its modules count that are in eval mode now and were not then;
-    and of layers that were not captured those that are in eval mode. Unless all of the one or of the other kind are:
-    then their user has evaluated the model.
+    Frozen are: modules that were frozen when a model was captured; modules of captured layers that are in eval mode now
+    and were not then; and modules of other layers that are in eval mode. If all modules of one of the last two kinds
+    are in eval mode, their user has evaluated the model, and none of that kind is frozen.
 
     Args:
         chain: the modules of all layers, where `layers` are only some of them, or copies; None: they are all.
     """
     layers = list(layers)
-    trains = {isinstance(one, Frozen) for one in chain or layers if any(part.training for part in _parts(one))}
+    trains = {isinstance(module, Frozen) for module in chain or layers if any(part.training for part in _parts(module))}
     for module in layers:
         judged = _parts(module) if isinstance(module, Frozen) in trains else ()
         frozen = [part for part in judged if not part.training]
@@ -68,7 +68,7 @@ def put_in_training(layers: Iterable[nn.Module], chain: Sequence[nn.Module] | No
 
 
 def frozen_parts(module: nn.Module) -> list[nn.Module]:
-    """The parts of a module in training that are in eval mode."""
+    """Return the parts of a module in training that are in eval mode."""
     return [part for part in module.modules() if not part.training]
 
 

@@ -1,4 +1,4 @@
-"""What a config's `workload: package.module:function` must give: a chain, data, a loss, and how to judge the result.
+"""Interface of a config's `workload: package.module:function`: a chain, data, a loss, and an evaluation of the result.
 
 Every command works for any `Workload`; `detr_pipeline` is one. `load_workload` finds the function and calls it. The
 engine calls a workload only through this interface, and a workload never calls the engine.
@@ -43,15 +43,15 @@ __all__ = [
 
 
 COUNTED = "counted"
-"""The entry of a microbatch's loss that says how many targets its mean is over, in whatever unit; see
+"""Entry of a microbatch's loss with the number of targets that its mean is over, in whatever unit; see
 `Workload.loss`."""
 
 
 @dataclass(frozen=True)
 class LateTargets:
-    """Targets of one microbatch that are read with its samples, so that no description of a minibatch knows them.
+    """Targets of one microbatch that are read with its samples, so that a minibatch's description cannot hold them.
 
-    read: gives them, where the loss is computed; raises StepRefused where they cannot be read.
+    read: returns them, where the loss is computed; raises StepRefused where they cannot be read.
     """
 
     read: Callable[[], Any]
@@ -62,20 +62,20 @@ class HostTargets(dict[str, Any]):
 
 
 def known_targets(targets: Any, device: torch.device) -> Any:
-    """The targets for the loss: read now, if they are late, and on the device where it is computed.
+    """Return the targets for the loss: read now, if they are late, and on the device where it is computed.
 
-    Of lists, tuples and dicts of any depth the tensors are moved, and objects that have a method `to`, such as a batch
-    of transformers'; `HostTargets` and all else stay as they are.
+    Tensors in lists, tuples and dicts of any depth are moved, as are objects with a method `to`, such as a batch of
+    transformers'; `HostTargets` and all else stay as they are.
     """
-    known = targets.read() if isinstance(targets, LateTargets) else targets
+    resolved = targets.read() if isinstance(targets, LateTargets) else targets
     if device.type == "cpu":
-        return known
-    return pytree.tree_map(lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf, known)
+        return resolved
+    return pytree.tree_map(lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf, resolved)
 
 
 @dataclass
 class Minibatch:
-    """What is known of one minibatch *before* any pixel or token is read.
+    """Description of one minibatch that is available *before* any pixel or token is read.
 
     It is a pure function of the data set's index, the epoch and the sample indices, so every rank computes it alone: no
     shape and no target ever travels between ranks.
@@ -83,7 +83,7 @@ class Minibatch:
     Attributes:
         inputs: per microbatch (global index), the spec of every chain input.
         targets: per microbatch, whatever the loss takes; small, on the CPU (the loss gets them on its own device, but
-            for `HostTargets`). Or `LateTargets`, where they are not known before the samples are read.
+            for `HostTargets`). Or `LateTargets`, where they are not available before the samples are read.
         normalisers: of the *whole* minibatch (e.g. the number of boxes): the sum over microbatches of the loss with
             these is the unsplit minibatch's loss.
         sample_ids: per microbatch, the ids that an error message names (image ids, file names).
@@ -101,45 +101,43 @@ class DataSource(Protocol):
     """Samples by index. Both methods are deterministic and may be called on any rank, in any order, from any thread."""
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
 
     def minibatch(self, groups: Sequence[Sequence[int]], epoch: int) -> Minibatch:
-        """Describes the minibatch whose microbatches hold the samples `groups`; decodes nothing."""
+        """Describe the minibatch whose microbatches hold the samples `groups`; decodes nothing."""
 
     def load(self, minibatch: Minibatch, microbatch: int) -> dict[str, Tensor]:
-        """The input tensors of one microbatch, on the CPU, exactly as `minibatch.inputs[microbatch]` says."""
+        """Return a microbatch's input tensors, on the CPU, exactly as `minibatch.inputs[microbatch]` describes."""
 
 
 class Reading(Protocol):
     """A microbatch that is being read."""
 
     def result(self) -> tuple[dict[str, Tensor], Any]:
-        """Its inputs and its targets, when they are there. Raises CapslogError where it cannot be read."""
+        """Wait for its inputs and its targets and return them. Raises CapslogError where it cannot be read."""
 
 
 @runtime_checkable
 class ReadingSource(Protocol):
     """A `DataSource` whose targets are read together with the inputs, and that reads ahead by itself.
 
-    ahead: microbatches that are worth beginning before they are asked for.
+    ahead: number of microbatches that are worth beginning before they are needed.
     """
 
     ahead: int
 
     def begin(self, minibatch: Minibatch, microbatch: int) -> Reading:
-        """Begins to read a microbatch."""
+        """Begin to read a microbatch."""
 
 
 class Evaluator(Protocol):
     """Turns outputs into scores. `collect` runs where the last layer lives; `summarize` runs once, on all results."""
 
     def collect(self, outputs: Mapping[str, Tensor], minibatch: Minibatch, microbatch: int) -> list[Any]:
-        """Plain (picklable, JSON-able) results of one microbatch."""
+        """Return plain (picklable, JSON-able) results of one microbatch."""
 
     def summarize(self, results: list[Any]) -> dict[str, Any]:
-        """Scores of the whole set, e.g. {"AP": 0.42, ...}; the first key is the one that `best` is chosen by (higher
-        wins).
-        """
+        """Return scores of the whole set, e.g. {"AP": 0.42, ...}; `best` is chosen by the first key (higher wins)."""
 
 
 class Workload(ABC):
@@ -147,18 +145,18 @@ class Workload(ABC):
 
     name: str = "model"
     variants: Mapping[str, str] = MappingProxyType({})
-    """Pattern of layers' names -> the variant that computes them, as the config has it (`load_workload`)."""
+    """Pattern of layers' names -> the variant that computes them, as in the config (`load_workload`)."""
     splits: Mapping[str, str] = MappingProxyType({})
-    """Pattern of layers' names -> how they are split into parts, as the config has it (`load_workload`)."""
+    """Pattern of layers' names -> how they are split into parts, as in the config (`load_workload`)."""
     numerics: str = "same"
     """The weakest numerical class that those variants and splits may have."""
 
     def chosen_chain(self, evaluates: bool = True) -> Chain:
-        """The chain that a run trains: that of `build_chain`, or of `build_training_chain` where it never evaluates,
-        its layers split as `splits` say, and these computed as `variants` say.
+        """Return the chain that a run trains: that of `build_chain`, or of `build_training_chain` where it never
+        evaluates, its layers split as in `splits`, and these computed as in `variants`.
 
         Raises:
-            CapslogError: a split or variant that is unknown, not allowed or without a layer; what the builder raises.
+            CapslogError: a split or variant that is unknown, not allowed or without a layer; as the builder raises.
         """
         chain = self.build_chain() if evaluates else self.build_training_chain()
         if self.splits:
@@ -177,24 +175,25 @@ class Workload(ABC):
 
     @abstractmethod
     def build_chain(self) -> Chain:
-        """A freshly initialised chain on the CPU; the caller has seeded torch. Equal seeds give equal weights."""
+        """Make a freshly initialised chain on the CPU; the caller has seeded torch. Equal seeds give equal weights."""
 
     def build_training_chain(self) -> Chain:
-        """As `build_chain`, where the layers are only ever run in training mode, as for a profile; whoever captures a
-        model then need not capture how it evaluates.
+        """Do the same as `build_chain` for layers that only run in training mode, as for a profile; a model that is
+        captured need not be captured in eval mode then.
         """
         return self.build_chain()
 
     def check(self) -> Iterable[RunFinding]:
-        """Called once before the workers of a run start: what the user should know of data and weights, and what the
-        run would stop at or learn wrong things from. A CapslogError that it raises is such a finding, too.
+        """Return findings on data and weights that the user should know, or that would stop or spoil the run.
+
+        Called once before the workers of a run start. A CapslogError that it raises is such a finding, too.
         """
         return ()
 
     def read_samples(self) -> Mapping[str, int]:
-        """Reads the first sample, or some, of each source; returns their numbers of samples by name.
+        """Read the first sample, or some, of each source; return their numbers of samples by name.
 
-        `capslog check` asks for it, in a process of its own.
+        `capslog check` calls it, in a process of its own.
 
         Raises:
             CapslogError: a source or its first sample cannot be read.
@@ -206,93 +205,95 @@ class Workload(ABC):
         return {name: len(source) for name, source in read.items()}
 
     def data_facts(self) -> Mapping[str, Any]:
-        """What a run that is continued must find again in its training data, as {what it is: plain value}; nothing by
-        default. `number of samples` is one that is told before the workers start, where it is given.
+        """Return facts of the training data that must be the same when a run is continued, as {name: plain value}; none
+        by default. `number of samples`, where it is given, is reported before the workers start.
         """
         return {}
 
     def hand_over(self) -> None:  # noqa: B027 (most workloads have nothing to hand over)
-        """Called once before the workers of a run start: writes into the run's folder what they need not do again, such
-        as to capture a model. Nothing by default.
+        """Write into the run's folder results that workers would otherwise compute again, such as a captured model.
+
+        Called once before the workers of a run start. Does nothing by default.
         """
 
     @abstractmethod
     def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
-        """Scalar parts of one microbatch's share of the minibatch loss. `"loss"` is what is differentiated; all are
+        """Return scalar parts of one microbatch's share of the minibatch loss. `"loss"` is differentiated; all are
         summed over microbatches and logged. Outputs and targets (see `known_targets`) lie on one device.
 
-        Where targets are known only when they are read, so that no normaliser can count them before, an entry `COUNTED`
-        gives this microbatch's weight: the step is divided by the mean of these weights over the microbatches.
+        Where targets are available only once they are read, so that no normaliser can count them before, an entry
+        `COUNTED` is this microbatch's weight: the step is divided by the mean of these weights over the microbatches.
         """
 
     @abstractmethod
     def profile_inputs(self, microbatch_size: int) -> dict[str, TensorSpec]:
-        """Specs of the largest inputs that the run can meet (or `profile.image_size`), for profiling and planning."""
+        """Return specs of the largest inputs that a run can meet (or `profile.image_size`), for profiles and plans."""
 
     def sampled_inputs(self, microbatch_size: int, count: int, seed: int = 0) -> list[dict[str, TensorSpec]]:
-        """Specs of one microbatch out of each of `count` random training minibatches: what is usual, where
-        `profile_inputs` is the largest. Decodes nothing. One entry where all are alike, which is what this one says.
+        """Return specs of one microbatch from each of `count` random training minibatches: usual sizes, where
+        `profile_inputs` is the largest. Decodes nothing. One entry where all are alike, as in this default.
         """
         return [self.profile_inputs(microbatch_size)]
 
     def profile_targets(self, microbatch_size: int) -> tuple[Any, dict[str, float]]:
-        """Targets and normalisers that go with `profile_inputs`, for the loss on the last layer."""
+        """Return targets and normalisers that go with `profile_inputs`, for the loss on the last layer."""
         return None, {}
 
     def loss_key(self) -> object:
-        """Equal for two workloads whose losses, on equal outputs, take the same operators and shapes with their profile
-        targets; estimates of several models then share them. By default every workload has its own.
+        """Return a key that is equal for two workloads whose losses, on equal outputs, take the same operators and
+        shapes with their profile targets; estimates of several models then share them. By default every workload has
+        its own.
         """
         return id(self)
 
     def train_data(self) -> DataSource:
-        """Opens the training data."""
+        """Open the training data."""
         raise NotImplementedError(f"workload {self.name!r} has no training data")
 
     def val_data(self) -> DataSource | None:
-        """Opens the validation data, or None."""
+        """Open the validation data, or return None."""
         return None
 
     def evaluator(self) -> Evaluator | None:
-        """What judges `val_data`, or None."""
+        """Return the evaluator of `val_data`, or None."""
         return None
 
     def sample_files(self, count: int) -> list[Path]:
-        """A few validation files that `predict` can draw on, for the report; [] where there are none."""
+        """Return a few validation files that `predict` can draw on, for the report; [] where there are none."""
         return []
 
     def sample_text(self, trained: Callable[[], Chain]) -> str | None:
-        """A text that the whole trained chain makes, for the report; None where there is none."""
+        """Return a text that the whole trained chain makes, for the report; None where there is none."""
         return None
 
     def costs_depend_on(self) -> Sequence[str]:
-        """Functions, as `package.module:function`, that the costs of the model depend on beside its modules."""
+        """Return functions, as `package.module:function`, that the model's costs depend on beside its modules."""
         return ()
 
     def own_names(self, chain: Chain) -> Mapping[str, str]:
-        """Address -> the name by which other programs know that weight; here the address itself."""
+        """Map address -> the name by which other programs know that weight; here the address itself."""
         return {address: address for address in chain.named_tensors()}
 
     def build_model(self) -> nn.Module | None:
-        """The model as it was before it became a chain, with fresh weights; None where there was none."""
+        """Return the model as it was before it became a chain, with fresh weights; None where there was none."""
         return None
 
     def import_weights(self, path: Path) -> tuple[dict[str, Tensor], list[str]]:
-        """Weights of a foreign checkpoint file as {address `<layer>.<name>`: tensor} and the list of skipped
+        """Return weights of a foreign checkpoint as {address `<layer>.<name>`: tensor}, and the list of skipped
         entries.
         """
         raise NotImplementedError(f"workload {self.name!r} cannot read foreign weights from {path}")
 
     def predict(self, chain: Chain, images: Sequence[Path], out: Path) -> list[Path]:
-        """Runs a whole trained chain on files and draws what it sees; returns the pictures written into `out`."""
+        """Run a whole trained chain on files and draw its predictions; return the pictures written into `out`."""
         raise NotImplementedError(f"workload {self.name!r} has no predict")
 
 
 def load_workload(config: Config) -> Workload:
-    """Imports `config.workload` and calls it with the config; the object itself where the config was given one.
+    """Import `config.workload` and call it with the config; return the object itself where the config was given one.
 
     Raises:
-        ConfigError: as `call_function`, or it gave no Workload.
+        ConfigError: as `call_function`, or the function returned no Workload.
     """
     if config.given_workload is not None:
         return _with_variants(config.given_workload, config)
@@ -309,7 +310,7 @@ def load_workload(config: Config) -> Workload:
 
 
 def _with_variants(workload: Workload, config: Config) -> Workload:
-    """The workload, or where the config chooses variants or splits a copy of it that knows them."""
+    """Return the workload or, where the config chooses variants or splits, a copy that has them."""
     if not (config.variants or config.splits):
         return workload
     workload = copy.copy(workload)

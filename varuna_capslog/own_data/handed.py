@@ -31,17 +31,17 @@ def hand_over(path: Path, objects: Mapping[str, Any], script: Callable[[str], st
     Raises:
         CapslogError: an object that cannot be pickled, named.
     """
-    pickled = {name: _pickled(name, one, script) for name, one in objects.items()}
+    pickled = {name: _pickled(name, payload, script) for name, payload in objects.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
         pickle.dump(pickled, file)
 
 
 def handed(path: Path, name: str) -> Any:
-    """One of the objects; None where the file has none of this name.
+    """The object of this name; None where the file has none.
 
     Raises:
-        CapslogError: the file is missing or damaged, or what it names cannot be imported here.
+        CapslogError: the file is missing or damaged, or a name in it cannot be imported here.
     """
     try:
         data = pickle.loads(path.read_bytes()).get(name)
@@ -75,14 +75,14 @@ class _ScriptPickler(pickle.Pickler):
 
 
 def _of_script(module: str, name: str) -> Any:
-    found = _part_of(users_module(module, f"the script {module!r}"), name)
-    if found is None:
+    definition = _part_of(users_module(module, f"the script {module!r}"), name)
+    if definition is None:
         raise AttributeError(f"{module} has no {name}")
-    return found
+    return definition
 
 
 def _part_of(module: Any, name: str) -> Any:
-    """What a module has under a qualified name; None where it has nothing."""
+    """The definition that a module has under a qualified name; None where it has none."""
     for part in name.split("."):
         module = getattr(module, part, None)
     return module

@@ -18,7 +18,7 @@ __all__ = ["ImageFolder"]
 
 _ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 _MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Of ImageNet's pictures, by channel; what torchvision's weights were trained with."""
+"""Mean and deviation of ImageNet's pictures, by channel; torchvision's weights were trained with them."""
 
 
 class ImageFolder(Dataset[tuple[Tensor, int]]):
@@ -52,19 +52,21 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         if not self.root.is_dir():
             raise CapslogError(f"{root} is not a folder; give one that has a folder of pictures for each class")
         self.classes = sorted(folder.name for folder in self.root.iterdir() if folder.is_dir())
-        found = [
+        pictures = [
             (path, number)
             for number, name in enumerate(self.classes)
             for path in (self.root / name).rglob("*")
             if path.suffix.lower() in _ENDINGS
         ]
         # sorted by a sum of the name, so that each part has pictures of all classes, on every machine the same
-        found.sort(key=lambda one: (zlib.crc32(str(one[0].relative_to(self.root)).encode()), str(one[0])))
-        self.files = found[int(len(found) * first) : int(len(found) * last)]
+        pictures.sort(
+            key=lambda picture: (zlib.crc32(str(picture[0].relative_to(self.root)).encode()), str(picture[0]))
+        )
+        self.files = pictures[int(len(pictures) * first) : int(len(pictures) * last)]
         if not self.files:
             raise CapslogError(
-                f"{root} holds {len(found)} pictures in {len(self.classes)} folders, and none of this part; put those "
-                f"of each class into a folder of its own ({', '.join(_ENDINGS)})"
+                f"{root} holds {len(pictures)} pictures in {len(self.classes)} folders, and none of this part; put "
+                f"those of each class into a folder of its own ({', '.join(_ENDINGS)})"
             )
 
     def __len__(self) -> int:
@@ -89,7 +91,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         return (pixels - torch.tensor(_MEAN).view(3, 1, 1)) / torch.tensor(_DEVIATION).view(3, 1, 1), number
 
     def _box(self, width: int, height: int) -> tuple[float, float, float, float]:
-        """What is cut out: left, top, right and bottom in pixels of the file."""
+        """The rectangle that is cut out: left, top, right and bottom in pixels of the file."""
         side = float(min(width, height))
         left, top = (width - side) / 2, (height - side) / 2
         if self.augment:

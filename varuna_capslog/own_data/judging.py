@@ -1,4 +1,4 @@
-"""Losses and scores that a config may name, and what a user's loss gets as the outputs of a model."""
+"""Losses and scores that a config may name, and the form in which a user's loss gets the outputs of a model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Outputs(dict[str, Tensor]):
 
 
 def returned(outputs: Mapping[str, Tensor]) -> Any:
-    """What the model returned: its one tensor, the tuple of them, or `Outputs` where they have names."""
+    """The outputs as the model returned them: its one tensor, the tuple of them, or `Outputs` where they have names."""
     if set(outputs) <= {"output", "x"} and len(outputs) == 1:
         return next(iter(outputs.values()))
     if all(name.isdigit() for name in outputs):
@@ -47,24 +47,24 @@ def _scores_and_classes(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
 
 def _main(outputs: Any) -> Tensor:
     if isinstance(outputs, Mapping):
-        found = outputs.get("logits", next(iter(outputs.values())))
+        scores = outputs.get("logits", next(iter(outputs.values())))
     else:
-        found = outputs[0] if isinstance(outputs, tuple) else outputs
-    return found
+        scores = outputs[0] if isinstance(outputs, tuple) else outputs
+    return scores
 
 
 def _target(batch: Any) -> Tensor:
-    found = None
+    target = None
     if isinstance(batch, Mapping):
-        found = next((batch[name] for name in ("labels", "label", "target") if name in batch), None)
+        target = next((batch[name] for name in ("labels", "label", "target") if name in batch), None)
     elif isinstance(batch, (tuple, list)):
-        found = batch[-1]
-    if not isinstance(found, Tensor):
+        target = batch[-1]
+    if not isinstance(target, Tensor):
         raise CapslogError(
             "the batch has no target: its last entry, or its entry labels, label or target, must be a tensor; name a "
             "function of your own as loss or metric"
         )
-    return found
+    return target
 
 
 def _cross_entropy(outputs: Any, batch: Any) -> Tensor:
@@ -94,8 +94,8 @@ def counted_part(batch: Any) -> float:
 
 
 _IGNORED = -100
-"""As torch's `cross_entropy` has it."""
+"""The default `ignore_index` of torch's `cross_entropy`."""
 LOSSES = {"cross_entropy": _cross_entropy, "chunked_cross_entropy": _chunked_cross_entropy, "mse": _mse}
 COUNTS = {"cross_entropy": counted_part, "chunked_cross_entropy": counted_part}
-"""What a loss's mean over a batch is over, as a part of the batch's targets."""
+"""The part of a batch's targets over which a loss takes its mean, by the loss's name."""
 METRICS = {"accuracy": _accuracy}

@@ -1,6 +1,6 @@
-"""Who reads samples: the rank itself, or loader processes beside it that read ahead.
+"""Reads samples in the rank itself, or in loader processes beside it that read ahead.
 
-Which process reads a sample changes nothing: a sample's random numbers are its own.
+A sample is the same whichever process reads it: its random numbers are its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from varuna_capslog.own_data.reading import SampleReader
 __all__ = ["Batch", "Loader"]
 
 _LAST_SECONDS = 5.0
-"""From the end of a loader process's answers to its own."""
+"""Longest wait for a loader process to end after its last answer."""
 
 _Task = tuple[tuple[str, int, list[int]], "Future[Any]"]
 
@@ -53,7 +53,7 @@ class Loader:
     """Reads batches of one workload in this process.
 
     Args:
-        reader: for what this process reads itself.
+        reader: for the batches that this process reads itself.
         keys, seed: as for `SampleReader`, in the loader processes.
         workers: loader processes; they start with the first batch and end with this process. 0: none.
     """
@@ -82,7 +82,7 @@ class Loader:
         return batch
 
     def close(self) -> None:
-        """Ends the loader processes; what they have not begun is not read."""
+        """Ends the loader processes; batches that they have not begun are not read."""
         for _ in self._threads:
             self._tasks.put(None)
         self._threads = []
@@ -97,8 +97,8 @@ class Loader:
 
     def _serve(self) -> None:
         process: subprocess.Popen[bytes] | None = None
-        while (given := self._tasks.get()) is not None:
-            task, batch = given
+        while (queued := self._tasks.get()) is not None:
+            task, batch = queued
             if not batch.set_running_or_notify_cancel():
                 continue
             try:

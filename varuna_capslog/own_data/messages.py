@@ -1,7 +1,7 @@
 """Any picklable value through a pipe; the bytes of its tensors and arrays go beside the pickle, uncopied.
 
-The small ones of a message, such as labels and boxes of many images, share one block of memory; a large one has its
-own, so that who keeps some labels does not keep the images.
+Small tensors of a message, such as labels and boxes of many images, share one block of memory; a large one has its
+own, so that a program that keeps some labels does not keep the images.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["receive", "send"]
 
 _HEAD = struct.Struct("<QQ")
 _ALIGNMENT = 64
-"""Bytes; of each tensor in the block, as of memory that torch takes itself: some CPU kernels round by alignment."""
+"""Bytes; each tensor in the block is aligned as torch's own memory is: some CPU kernels round by alignment."""
 _LARGE = 1 << 16
 """Bytes from which on a tensor has memory of its own."""
 
@@ -40,7 +40,7 @@ def _tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 
 def send(stream: BinaryIO, value: Any) -> None:
-    """Writes one value. Raises what pickling it or a closed pipe raises; nothing was written in the first case."""
+    """Writes one value. Raises the errors of pickling, before anything is written, and those of a closed pipe."""
     buffers: list[pickle.PickleBuffer] = []
     text = io.BytesIO()
     _TensorPickler(text, protocol=5, buffer_callback=buffers.append).dump(value)

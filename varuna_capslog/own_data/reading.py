@@ -1,4 +1,4 @@
-"""Samples of a data set and the batch of some of them: what a rank does itself, or its loader processes do for it."""
+"""Reads samples of a data set and collates batches, in a rank itself or in its loader processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["SampleReader", "named_or_handed"]
 
 
 def named_or_handed(keys: Mapping[str, Any], name: str) -> Any:
-    """The function that a key of the `data` section names, else what was handed over under that name, else None."""
+    """The function that a key of the `data` section names, else the object handed over under that name, else None."""
     if keys[name] is not None:
         return imported(keys[name], f"data.{name}={keys[name]!r}")
     return None if keys["given"] is None else handed(Path(keys["given"]), name)
@@ -52,11 +52,11 @@ class SampleReader:
         Raises:
             CapslogError: a sample cannot be read, or they cannot be collated; it names the samples.
         """
-        dataset, found = self.dataset(split), []
+        dataset, loaded = self.dataset(split), []
         for sample in samples:
             with seeded(self._seed, epoch, sample):
                 try:
-                    found.append(dataset[sample])
+                    loaded.append(dataset[sample])
                 except CapslogError:
                     raise
                 except Exception as error:
@@ -67,7 +67,7 @@ class SampleReader:
             self._collate = named_or_handed(self._keys, "collate") or default_collate
         with seeded(self._seed, epoch, *samples):
             try:
-                return self._collate(found)
+                return self._collate(loaded)
             except CapslogError:
                 raise
             except Exception as error:
@@ -79,21 +79,21 @@ class SampleReader:
     def _opened(self, split: str) -> Any:
         name, arguments = self._keys[split], "arguments" if split == "dataset" else f"{split}_arguments"
         if name is not None:
-            found = call_function(name, f"data.{split}={name!r}", **self._keys[arguments])
+            dataset = call_function(name, f"data.{split}={name!r}", **self._keys[arguments])
         else:
-            found = named_or_handed(self._keys, split)
-        if found is None and split == "val":
+            dataset = named_or_handed(self._keys, split)
+        if dataset is None and split == "val":
             return None
-        if isinstance(found, (DataLoader, IterableDataset)):
+        if isinstance(dataset, (DataLoader, IterableDataset)):
             raise CapslogError(
-                f"data.{split} is a {type(found).__name__}, whose order is its own; give a map-style dataset (one with "
-                "__getitem__ and __len__), since the run decides which samples make which step"
+                f"data.{split} is a {type(dataset).__name__}, whose order is its own; give a map-style dataset (one "
+                "with __getitem__ and __len__), since the run decides which samples make which step"
             )
-        if isinstance(found, Mapping) or not (hasattr(found, "__getitem__") and hasattr(found, "__len__")):
+        if isinstance(dataset, Mapping) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
             raise CapslogError(
-                f"data.{split} is a {type(found).__name__}; give a map-style dataset, with __getitem__ and __len__"
+                f"data.{split} is a {type(dataset).__name__}; give a map-style dataset, with __getitem__ and __len__"
             )
-        return found
+        return dataset
 
 
 def _called(split: str) -> str:

@@ -1,4 +1,4 @@
-"""Random numbers of one sample: drawn from its own seed, whoever reads it, and nobody else's numbers change."""
+"""Random numbers of one sample: drawn from its own seed in any process, and no other random numbers change."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _SAMPLE = 0x5341
 
 @contextlib.contextmanager
 def seeded(*numbers: int) -> Iterator[None]:
-    """Seeds the CPU generator of torch, `random` and numpy's global generator from these numbers, and puts back what
-    they were. Of this process only one thread may be in here.
+    """Seeds the CPU generator of torch, `random` and numpy's global generator from these numbers, and restores their
+    states at the end. Only one thread of this process may be in here.
     """
     seed = mix(_SAMPLE, *numbers)
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 (users draw from it)

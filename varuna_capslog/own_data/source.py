@@ -1,7 +1,7 @@
 """A data set of the user's as a `DataSource`: microbatches of fixed shapes, read with their targets where needed.
 
-What a rank that neither loads nor judges must know of a minibatch are the numbers of its samples and the shapes of the
-first batch, which all others must have.
+A rank that neither loads nor judges knows only the numbers of a minibatch's samples and the shapes of the first batch,
+which all others must have.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class DatasetSource:
         return self._count
 
     def minibatch(self, groups: Sequence[Sequence[int]], epoch: int) -> Minibatch:
-        """Describes it; reads nothing."""
+        """The description of a minibatch; reads nothing."""
         samples = [list(group) for group in groups]
         minibatch = Minibatch(
             inputs=[self._specs(len(group)) for group in samples],
@@ -70,16 +70,16 @@ class DatasetSource:
         return _Read(batch, self._take, minibatch.inputs[microbatch], samples)
 
     def load(self, minibatch: Minibatch, microbatch: int) -> dict[str, Tensor]:
-        """The inputs alone. Its batch, and those of the next microbatches, are kept for `batch`."""
+        """The inputs of a microbatch. Its batch, and those of the next microbatches, are kept for `batch`."""
         for index in range(microbatch, min(len(minibatch.inputs), microbatch + 1 + self.ahead)):
             self._reading(minibatch, index)
         return self._reading(minibatch, microbatch).result()[0]
 
     def batch(self, minibatch: Minibatch, microbatch: int) -> Any:
         """The batch of a microbatch, for its judge."""
-        found = self._reading(minibatch, microbatch).result()[1]
+        batch = self._reading(minibatch, microbatch).result()[1]
         self._begun.pop(_key(minibatch, microbatch), None)
-        return found
+        return batch
 
     def _reading(self, minibatch: Minibatch, microbatch: int) -> _Read:
         key = _key(minibatch, microbatch)
@@ -108,15 +108,17 @@ class _Read:
         self._batch, self._take, self._specs, self._samples = batch, take, specs, samples
 
     def result(self) -> tuple[dict[str, Tensor], Any]:
-        """Raises CapslogError where it cannot be read, or has another shape than the first microbatch."""
+        """Inputs and batch, when they are there. Raises CapslogError where the microbatch cannot be read, or differs in
+        shape from the first one.
+        """
         batch = self._batch.result()
         inputs = {name: tensor.contiguous() for name, tensor in self._take(batch).items()}
         for name, spec in self._specs.items():
-            found = inputs[name]
-            if tuple(found.shape) != spec.shape or found.dtype != spec.dtype:
+            tensor = inputs[name]
+            if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
                 raise CapslogError(
-                    f"the samples {list(self._samples)} give the input {name!r} as {list(found.shape)} of "
-                    f"{found.dtype}, but the first ones gave {list(spec.shape)} of {spec.dtype}; let the data set, or "
+                    f"the samples {list(self._samples)} give the input {name!r} as {list(tensor.shape)} of "
+                    f"{tensor.dtype}, but the first ones gave {list(spec.shape)} of {spec.dtype}; let the data set, or "
                     "a collate function (data.collate), pad or crop all samples to one size"
                 )
         return inputs, batch

@@ -25,7 +25,7 @@ class TokenFile(Dataset[dict[str, Tensor]]):
 
     Args:
         path: raw numbers, as `array.tofile` writes them.
-        length: tokens of a sample; what does not fill a last one is left out.
+        length: tokens of a sample; tokens that do not fill a last one are left out.
         part: where the samples lie in the file, as fractions of it: (0, 0.9) is all but the last tenth.
         dtype: of the numbers: uint8, uint16, uint32, int32 or int64.
         shifted: the labels are the tokens after each one, for models whose loss compares place by place. Models of
@@ -56,8 +56,8 @@ class TokenFile(Dataset[dict[str, Tensor]]):
         self._first = int(count * first)
         self._count = (int(count * last) - self._first - int(shifted)) // length
         if self._count < 1:
-            what = "is empty" if count == 0 else f"has {count} tokens, of which this part holds not one sample"
-            raise CapslogError(f"{path} {what}; a sample needs {length + int(shifted)}, so give a longer file")
+            problem = "is empty" if count == 0 else f"has {count} tokens, of which this part holds not one sample"
+            raise CapslogError(f"{path} {problem}; a sample needs {length + int(shifted)}, so give a longer file")
         self._tokens: Any = None
 
     def __len__(self) -> int:
@@ -69,16 +69,16 @@ class TokenFile(Dataset[dict[str, Tensor]]):
         if self._tokens is None:
             self._tokens = np.memmap(self.path, np.dtype(self.dtype), "r")
         at = self._first + index * self.length
-        found = torch.from_numpy(self._tokens[at : at + self.length + int(self.shifted)].astype(np.int64))
-        inputs = found[: self.length]
-        return {"input_ids": inputs, "labels": found[1:] if self.shifted else inputs.clone()}
+        tokens = torch.from_numpy(self._tokens[at : at + self.length + int(self.shifted)].astype(np.int64))
+        inputs = tokens[: self.length]
+        return {"input_ids": inputs, "labels": tokens[1:] if self.shifted else inputs.clone()}
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_tokens": None}  # another process maps the file itself
 
 
 class TextFile(TokenFile):
-    """As `TokenFile`, of a text: its tokens are the bytes of UTF-8, so that a vocabulary has 256 entries."""
+    """A `TokenFile` of a text: its tokens are the bytes of UTF-8, so that a vocabulary has 256 entries."""
 
     def __init__(
         self, path: str | Path, length: int, part: Sequence[float] = (0.0, 1.0), shifted: bool = False
@@ -87,18 +87,18 @@ class TextFile(TokenFile):
 
 
 def write_text(model: nn.Module, prompt: str, count: int, context: int, temperature: float = 0.8) -> str:
-    """The prompt, and what a language model over bytes goes on with.
+    """The prompt and its continuation by a language model over bytes.
 
     Args:
         model: takes int64[1, n] and returns scores [1, n, 256], or something with them as `logits`.
         count: bytes that are added.
         context: the most bytes that the model looks at.
-        temperature: what scores are divided by before one is drawn; 0 takes the largest.
+        temperature: divisor of the scores before a byte is drawn; 0 takes the largest score.
     """
     tokens = list(prompt.encode())
     for _ in range(count):
-        found = model(torch.tensor([tokens[-context:]]))
-        scores = getattr(found, "logits", found)[0, -1].float()
+        outputs = model(torch.tensor([tokens[-context:]]))
+        scores = getattr(outputs, "logits", outputs)[0, -1].float()
         drawn = torch.multinomial(torch.softmax(scores / temperature, -1), 1) if temperature else scores.argmax()
         tokens.append(int(drawn))
     return bytes(tokens).decode("utf-8", "replace")

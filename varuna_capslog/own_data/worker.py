@@ -1,6 +1,7 @@
 """A loader process, started by `loader.Loader`, which gives it its process number.
 
-It reads a task from standard input and answers with a batch, or with why there is none. It ends with its parent.
+It reads a task from standard input and answers with a batch, or with the reason why there is none. It ends with its
+parent.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def main() -> None:
     ends_forks_as_usual()
     answers = os.fdopen(os.dup(1), "wb")
     tasks = os.fdopen(os.dup(0), "rb", buffering=0)
-    os.dup2(2, 1)  # what a data set prints must not get between the answers
+    os.dup2(2, 1)  # prints of a data set must not get between the answers
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     import torch
 

@@ -1,4 +1,4 @@
-"""The workload of a model with a data set, the user's or a ready-made one: what `capslog.train(model, dataset)` runs.
+"""The workload of `capslog.train(model, dataset)`: a model with a data set, the user's or a ready-made one.
 
 It is the workload of an ordinary model whose example is the first microbatch of the data, and whose loss is a function
 of outputs and batch. The configs of such runs name `varuna_capslog.own_data:workload`.
@@ -43,8 +43,8 @@ def workload(config: Config) -> DatasetWorkload:
 class DatasetWorkload(ModelWorkload):
     """A model, a data set, and a loss of outputs and batch.
 
-    A microbatch is what the collate function makes of as many samples; each counts 1 / number of microbatches in the
-    minibatch's loss, or by the number of its targets that count. Validation leaves out the samples that do not fill a
+    The collate function makes a microbatch of its samples; each counts 1 / number of microbatches in the minibatch's
+    loss, or by the number of its targets that count. Validation leaves out the samples that do not fill a
     last microbatch.
     """
 
@@ -111,12 +111,12 @@ class DatasetWorkload(ModelWorkload):
             return self._reader.read("dataset", 0, range(self._size))
         finally:
             read.set()
-            thread.join()  # who forks later wants no other thread
+            thread.join()  # a later fork must find no other thread
 
     def _inputs_of(self, batch: Any) -> dict[str, Tensor]:
         """The model's inputs of a batch."""
         assert self._names is not None
-        found: dict[str, Tensor] = {}
+        inputs: dict[str, Tensor] = {}
         for name, key in self._names.items():
             value = _entry(batch, key)
             if not isinstance(value, Tensor):
@@ -124,26 +124,26 @@ class DatasetWorkload(ModelWorkload):
                     f"the batch has no tensor {key!r} for the model's input {name!r} ({_described(batch)}); say with "
                     "data.inputs what of a batch the model takes"
                 )
-            found[name] = value
-        return found
+            inputs[name] = value
+        return inputs
 
     def _find_names(self, model: nn.Module | Chain) -> dict[str, str | int]:
         """The inputs of the model that a batch has, each with its place in the batch."""
-        batch, given = self._first, self._keys["inputs"]
+        batch, listed = self._first, self._keys["inputs"]
         if isinstance(model, Chain):
             taken = list(model.inputs)
         elif runs_its_children(model):
             taken = ["x"]
         else:
             taken = list(inspect.signature(model.forward).parameters)
-        if given is not None and len(given) > len(taken):
-            raise CapslogError(f"data.inputs has {len(given)} entries, but the model takes {', '.join(taken)}")
+        if listed is not None and len(listed) > len(taken):
+            raise CapslogError(f"data.inputs has {len(listed)} entries, but the model takes {', '.join(taken)}")
         if isinstance(batch, Mapping):
-            keys = given or [name for name in taken if name in batch]
+            keys = listed or [name for name in taken if name in batch]
             names = {key if key in taken else taken[place]: key for place, key in enumerate(keys)}
         else:
-            count = len(given) if given else max(1, len(batch) - 1) if isinstance(batch, (tuple, list)) else 1
-            names = {name: place for place, name in enumerate(given or taken[:count])}
+            count = len(listed) if listed else max(1, len(batch) - 1) if isinstance(batch, (tuple, list)) else 1
+            names = {name: place for place, name in enumerate(listed or taken[:count])}
         if not names:
             raise CapslogError(
                 f"{self.name}: the batch ({_described(batch)}) has nothing that the model's forward takes "
@@ -184,8 +184,8 @@ class DatasetWorkload(ModelWorkload):
         return self._with_loss(chain) if self._loss_function is None and self._metric is None else chain
 
     def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
-        """The user's loss of outputs and batch, times this microbatch's share: by the number of targets that it is the
-        mean of, where the loss says it or is one of ours, which count them.
+        """The user's loss of outputs and batch, times this microbatch's share. The share goes by the number of targets
+        that count, where the loss returns it or is one of ours, which count them.
         """
         parts = self._parts(outputs, targets)
         counted = parts.pop(COUNTED, None)
@@ -200,11 +200,11 @@ class DatasetWorkload(ModelWorkload):
         return shares if counted is None else {**shares, COUNTED: counted}
 
     def _parts(self, outputs: Mapping[str, Tensor], batch: Any) -> dict[str, Tensor]:
-        """The parts of a microbatch's mean loss, and where it is known by what they count."""
+        """The parts of a microbatch's mean loss and, where it is known, the number of targets that they count."""
         if self._loss_function is None:
             return {"loss": outputs["loss"]}
-        found = self._loss_function(returned(outputs), batch)
-        parts = dict(found) if isinstance(found, Mapping) else {"loss": found}
+        losses = self._loss_function(returned(outputs), batch)
+        parts = dict(losses) if isinstance(losses, Mapping) else {"loss": losses}
         count = parts.pop("count", None)
         for name, value in parts.items():
             if not isinstance(value, Tensor) or value.dim() != 0:
@@ -284,7 +284,7 @@ class DatasetWorkload(ModelWorkload):
             ) from error
 
     def sample_text(self, trained: Callable[[], Chain]) -> str | None:
-        """What data.sample makes of the trained model."""
+        """The text that data.sample makes of the trained model."""
         function = named_or_handed(self._keys, "sample")
         if function is None:
             return None
@@ -292,7 +292,7 @@ class DatasetWorkload(ModelWorkload):
         if model is None:
             raise CapslogError(f"data.sample gets a model, and {self.name} is a chain; leave data.sample out")
         names, tensors = self.own_names(chain), chain.named_tensors()
-        model.load_state_dict({own: tensors[address] for address, own in names.items()}, strict=False)
+        model.load_state_dict({name: tensors[address] for address, name in names.items()}, strict=False)
         try:
             with torch.no_grad(), seeded(self._seed):
                 return str(function(model.eval()))
@@ -327,7 +327,7 @@ def _weighted(value: Tensor, weight: float, outputs: Mapping[str, Tensor]) -> Te
         return value
     if weight:
         return value * weight
-    return torch.stack([(one * 0).sum() for one in outputs.values() if one.is_floating_point()]).sum()
+    return torch.stack([(output * 0).sum() for output in outputs.values() if output.is_floating_point()]).sum()
 
 
 def _entry(batch: Any, key: str | int) -> Any:
@@ -343,7 +343,7 @@ def _described(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{name}: {_described(one)}" for name, one in value.items()) + "}"
+        return "{" + ", ".join(f"{name}: {_described(member)}" for name, member in value.items()) + "}"
     if isinstance(value, (tuple, list)):
-        return f"({', '.join(_described(one) for one in value)})"
+        return f"({', '.join(_described(member) for member in value)})"
     return type(value).__name__

@@ -1,7 +1,7 @@
-"""From the costs of stages and a number of devices to cuts: the planners, and one table of their names.
+"""Planners, which choose cuts from the costs of stages and a number of devices, and the tables of their names.
 
-`search.plan` calls `find_cuts`; a planner itself is a plain function on numbers. Planners that choose memory intervals
-as well have a table of their own, and `planning/layerwise` calls them. Nothing here imports torch.
+`search.plan` calls `find_cuts`; a planner itself is a plain function on numbers. Planners that also choose memory
+intervals have a table of their own, and `planning/layerwise` calls them. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
 Planner = Callable[[StageCosts, int, Sequence[int] | None], list[int]]
 """(stage costs, number of devices, capacity of each device in bytes or None) -> first layer of each stage.
 
-A planner cuts into exactly as many stages as there are devices, at most one per layer, also where nothing fits.
+A planner returns exactly as many stages as there are devices, at most one per layer, also where nothing fits.
 """
 
 PLANNERS: dict[str, Planner] = {
@@ -58,41 +58,41 @@ PLANNERS: dict[str, Planner] = {
 }
 
 PLANNER_NAMES = (*PLANNERS, "throughput")
-"""The planners of `find_cuts` that an elastic run may ask too: those of the table, which look at bytes alone, and those
-that need seconds.
+"""The planners of `find_cuts` that an elastic run may use too: those of the table, which consider bytes alone, and
+those that need seconds.
 """
 
 BALANCED: dict[str, Callable[[Profile, int], list[int]]] = {
     "gpipe": seconds_balanced_cuts,
     "gpipe-size": size_balanced_cuts,
 }
-"""Planners of `find_cuts` that balance one column of the profile over the stages, whatever these hold."""
+"""Planners of `find_cuts` that balance columns of the profile over the stages, whatever the capacities."""
 
 BUDGET = defaults.FASTEST
-"""The planner of the shortest step that fits, whatever stages do with what they save."""
+"""The planner of the shortest step that fits, with any memory intervals."""
 
 LAYERWISE: dict[str, Callable[[Layerwise], list[StageChoice]]] = {
     BUDGET: budget_stages,
     "dawnpiper": dawnpiper_stages,
     "vpipe": vpipe_stages,
 }
-"""Planners of one pipeline that choose, beside its cuts, which layers run again or leave for the host tier."""
+"""Planners of one pipeline that choose its cuts and the layers to recompute or offload to the host tier."""
 
 MADPIPE = "madpipe"
-"""The planner of stages that do not follow one another on one rank, and of a periodic schedule (`madpipe`)."""
+"""The planner of non-consecutive stages on one rank and of a periodic schedule (`madpipe`)."""
 
 WHOLE_RUN = (*REPLICATED, MADPIPE)
-"""Planners whose plans keep everything, and have blocks and lists of actions of their own choice."""
+"""Planners whose plans keep all activations, and choose accumulation blocks and action lists themselves."""
 
 JOINT = "joint"
-"""The planner that chooses pipelines of different length together (`joint`); the others plan one pipeline."""
+"""The planner that chooses pipelines of different lengths together (`joint`); the others plan one pipeline."""
 
 DEFAULT_MICROBATCHES_PER_STAGE = defaults.MICROBATCHES_PER_DEVICE
-"""What is planned for where the number of microbatches is not known."""
+"""Microbatches per stage that planners assume where their number is not set."""
 
 
 def with_microbatches(run: RunShape, devices: int) -> RunShape:
-    """The run with its number of microbatches: its own, or `DEFAULT_MICROBATCHES_PER_STAGE` per device."""
+    """Return the run with its number of microbatches set; default: `DEFAULT_MICROBATCHES_PER_STAGE` per device."""
     return replace(run, num_microbatches=run.num_microbatches or DEFAULT_MICROBATCHES_PER_STAGE * devices)
 
 
@@ -106,11 +106,11 @@ def find_cuts(
     link: Link | None = None,
     speeds: Sequence[float] | None = None,
 ) -> list[int]:
-    """Return the first layer of each of `devices` stages, as the planner of this name chooses them.
+    """Return the first layer of each of `devices` stages, chosen by the planner of this name.
 
     costs: of the profile for this run. usable: bytes that a stage may hold on each device; None means no limit.
-    run, link, speeds (of each device, at most 1): for planners that need seconds; `throughput` answers with the
-        smallest peak where no cut list fits.
+    run, link, speeds (of each device, at most 1): for planners that need seconds; `throughput` returns the smallest
+        peak where no cut list fits.
 
     Raises CapslogError naming the first layer whose seconds (or bytes that cross a cut) the profile lacks.
     """

@@ -1,12 +1,12 @@
-"""The cuts and memory intervals with the smallest step time of those that fit, for a schedule and its limits in flight.
+"""The cuts and memory intervals of the smallest step time that fit, for a schedule and its limits in flight.
 
-The cheapest intervals of every range of layers in every place of the pipeline (`intervals`) say how much longer a stage
-takes than its layers alone, or that it does not fit. With these seconds `throughput` searches the cuts. What a stage
-takes beside its own calls, such as messages on their way, only the fold of its rank tells: it is left free on the
-device in a further search, until all stages fit. Nothing is offloaded where nobody says what copies cost.
+The cheapest intervals of every range of layers at every position of the pipeline (`intervals`) determine how much
+longer a stage takes than its layers alone, or that it does not fit. With these seconds `throughput` searches the cuts.
+Bytes beside a stage's own calls, such as messages on their way, are known only from the fold of its rank: a further
+search reserves them on the device, until all stages fit. Nothing is offloaded where the cost of copies is unknown.
 
 Where every backward directly follows its forward (on the last stage under 1F1B), the last segment of a stage keeps its
-graph, and the others run again in the backward: such a stage has intervals of its own (`Handling.at_once`).
+graph, and the others recompute in the backward: such a stage has intervals of its own (`Handling.at_once`).
 """
 
 from __future__ import annotations
@@ -34,49 +34,49 @@ __all__ = ["LABELS", "BudgetSearch", "budget_stages", "kept_bound", "kept_cuts"]
 LABELS = 32
 """Choices per first layer and cut that are kept in chains of more than `intervals.EXACT_LAYERS` layers."""
 PLACES = 64
-"""Longer chains than 1.5 times this are cut, and have intervals, at so many places at most."""
+"""Chains longer than 1.5 times this have cuts and interval borders at so many places at most."""
 _ROUNDS = 8
-"""Searches with more left free, at most."""
+"""Most searches with more bytes reserved each time."""
 _ALL_STAGES, _ALL_CALLS = 5, 40
-"""Of so many stages, and calls of all stages together, every list of a schedule is looked at whose lists vary."""
+"""Most stages, and calls of all stages together, for which every list of a schedule whose lists vary is examined."""
 _RECOMPUTE = tuple(kind for kind in INTERVAL_KINDS if not MemoryInterval(0, 1, kind).offloads)
 
 
 def budget_stages(chain: Layerwise) -> list[StageChoice]:
-    """Return the stages in order; where nothing fits, the cuts and intervals that lack least.
+    """Return the stages in order; where nothing fits, the cuts and intervals that exceed the memory least.
 
-    Raises CapslogError where the profile does not tell the halves of split backwards, which the schedule has.
+    Raises CapslogError where the schedule splits backwards and the profile lacks their halves.
     """
-    found = BudgetSearch(chain).stages(chain)
-    assert found is not None, "no stage was too long"
-    return found
+    stages = BudgetSearch(chain).stages(chain)
+    assert stages is not None, "no stage was too long"
+    return stages
 
 
 def kept_bound(chain: Layerwise, costs: StageCosts) -> float:
-    """No step is shorter under the schedule of this chain, whatever the memory."""
+    """Return a lower bound of the step under the schedule of this chain, whatever the memory."""
     assert chain.question is not None, "made by Layerwise.of_profile"
     nothing = [np.zeros((chain.num_layers, chain.num_layers + 1))] * chain.stages
     return least_step(costs, chain.question.seconds, chain.question.run, nothing)
 
 
 def kept_cuts(chain: Layerwise, costs: StageCosts) -> list[int]:
-    """The cuts of the shortest step of stages that keep everything, whatever the memory."""
+    """Return the cuts of the shortest step of stages that keep everything, whatever the memory."""
     assert chain.question is not None, "made by Layerwise.of_profile"
     nothing = [np.zeros((chain.num_layers, chain.num_layers + 1))] * chain.stages
     seconds, run = chain.question.seconds, chain.question.run
-    found = fastest_cuts(costs, seconds, run, chain.stages, speeds=chain.speeds, width=256, extra=nothing)
-    assert found is not None, "there is no limit"
-    return list(found.cuts)
+    fastest = fastest_cuts(costs, seconds, run, chain.stages, speeds=chain.speeds, width=256, extra=nothing)
+    assert fastest is not None, "there is no limit"
+    return list(fastest.cuts)
 
 
 class BudgetSearch:
-    """What searches of one chain under several schedules have in common: the cheapest intervals of its stages.
+    """Searches one chain under several schedules, which share the cheapest intervals of its stages.
 
-    longest: seconds of a call beyond which a stage is left out, so that no plan is found whose step takes longer than
-        the calls of such a stage. Default: none is left out.
+    longest: stages whose call takes more seconds are left out, so that no plan is found whose step takes longer than
+        the calls of such a stage. Default: no limit.
 
     Attributes:
-        borders: the places of a long chain where stages and intervals may begin and end; None: everywhere.
+        borders: cuts of a long chain where stages and intervals may begin and end; None: everywhere.
     """
 
     def __init__(self, chain: Layerwise, longest: float = np.inf) -> None:
@@ -87,23 +87,24 @@ class BudgetSearch:
         self._places_of: dict[str, _Places] = {}
 
     def stages(self, chain: Layerwise) -> list[StageChoice] | None:
-        """The stages in order, under the schedule of this chain; where nothing fits, those that lack least, but None
-        where stages were left out.
+        """Return the stages in order, under the schedule of this chain.
 
-        Raises CapslogError where the profile does not tell the halves of split backwards, which the schedule has.
+        Where nothing fits, return the stages that exceed the memory least, or None where stages were left out.
+
+        Raises CapslogError where the schedule splits backwards and the profile lacks their halves.
         """
-        places, left = self._places(chain), np.zeros(chain.stages, dtype=np.int64)
+        places, reserved = self._places(chain), np.zeros(chain.stages, dtype=np.int64)
         seconds, run = places.question.seconds, places.question.run
         for _ in range(_ROUNDS):
-            usable = [min(NEVER - 1, size) - more for size, more in zip(chain.usable, left.tolist(), strict=True)]
+            usable = [min(NEVER - 1, size) - more for size, more in zip(chain.usable, reserved.tolist(), strict=True)]
             extra = [places.extra(stage, size) for stage, size in enumerate(usable)]
-            found = fastest_cuts(places, seconds, run, chain.stages, usable, chain.speeds, 256, extra)
-            if found is None:
+            fastest = fastest_cuts(places, seconds, run, chain.stages, usable, chain.speeds, 256, extra)
+            if fastest is None:
                 break
-            stages = places.stages(found.cuts, usable)
-            if not any(one.lack for one in stages):
+            stages = places.stages(fastest.cuts, usable)
+            if not any(stage.lack for stage in stages):
                 return stages
-            left += [one.lack for one in stages]
+            reserved += [stage.lack for stage in stages]
         if self.longest < np.inf:
             return None
         cuts = exact_cuts(places, chain.stages, usable)
@@ -112,23 +113,23 @@ class BudgetSearch:
     def cheapest(
         self, chain: Layerwise, stage: int, first: int, end: int, size: float, in_flight: int | None = None
     ) -> Intervals | None:
-        """The cheapest intervals of layers first .. end-1 as this stage that take at most `size` bytes, by what the
-        stage alone needs; None where there are none, or where such stages were left out.
+        """Return the cheapest intervals of layers first .. end-1 as this stage that take at most `size` bytes, counting
+        the stage's own bytes; None where there are none, or where such stages were left out.
 
-        in_flight: calls; default: as the schedule of this chain has them.
+        in_flight: calls; default: those of the schedule of this chain.
         """
         if chain.seconds(first, end) > self.longest or (self.borders is not None and not {first, end} <= self.borders):
             return None
-        found = self._places(chain).fronts[stage].cheapest(first, end, in_flight or chain.in_flight[stage], size)
-        return None if found is None else found.intervals
+        choice = self._places(chain).fronts[stage].cheapest(first, end, in_flight or chain.in_flight[stage], size)
+        return None if choice is None else choice.intervals
 
     def bound_seconds(self, chain: Layerwise) -> float:
-        """No step of a plan of any cuts and intervals is shorter, under the schedule of this chain; infinite where no
-        plan can fit.
+        """Return a lower bound of the step over all cuts and intervals, under the schedule of this chain; infinite
+        where no plan can fit.
 
-        Of every range in every place it counts at least the seconds of the cheapest list that the memory allows
-        (`_work`), and `throughput.least_step` what no schedule can avoid for stages of such seconds, on the links
-        included. Where backwards are split, and for long chains, what the memory costs is not counted.
+        Each range at each position counts at least the seconds of the cheapest list that the memory allows (`_work`),
+        and `throughput.least_step` adds the time that no schedule can avoid for stages of such seconds, that on the
+        links included. Where backwards are split, and for long chains, the cost of limited memory is not counted.
         """
         assert chain.question is not None, "made by Layerwise.of_profile"
         run = chain.question.run
@@ -136,20 +137,21 @@ class BudgetSearch:
         if run.splits_backwards or self.borders is not None:
             return kept_bound(chain, places)
         held = _held_at_least(run.schedule, chain.stages, run.microbatches, run.k)
-        work = [self._work(places, stage, *one) for stage, one in enumerate(held)]
+        work = [self._work(places, stage, *limits) for stage, limits in enumerate(held)]
         bound = least_step(places, places.question.seconds, run, work)
         return min(bound, run.microbatches * self.longest)
 
     def _work(
         self, places: _Places, stage: int, in_flight: int, early: bool, last_at_once: bool
     ) -> NDArray[np.float64]:
-        """[L, L + 1]: by how much every call of a stage occupies its rank, or the copies beside it, at least beyond its
-        layers' own seconds; the other arguments are those of `_held_at_least`.
+        """Return [L, L + 1]: least seconds for which every call of a stage occupies its rank, or the copies beside it,
+        beyond the seconds of its layers; the other arguments are those of `_held_at_least`.
 
-        Admissible, since by `IntervalFronts.bounds` no list that fits takes less, and it fits only if the rank can hold
-        it at a forward, and at a backward, with so many calls in flight. Of these, both come behind the first backward,
-        with gradients of parameters beside them; where they may be early, the rank has room for these gradients more,
-        and for the running statistics of calls that have not begun. The sum of earlier blocks may not be there yet.
+        Admissible: by `IntervalFronts.bounds` no list that fits takes less, and a list fits only if the rank can hold
+        it at a forward and at a backward with so many calls in flight. Both come after the first backward, with
+        gradients of parameters beside them. Where they may come earlier, the rank has additional room for these
+        gradients, and for the running statistics of calls that have not begun. The sum of earlier blocks may not exist
+        yet.
         """
         run, usable = places.question.run, min(NEVER - 1, places.chain.usable[stage])
         calls, fronts = run.microbatches, places.fronts[stage]
@@ -166,15 +168,17 @@ class BudgetSearch:
             rows = make_schedule(run.schedule, chain.stages, run.microbatches, recompute=False, k=run.k)
             at_once = [len(backwards_at_once(row)) == run.microbatches for row in rows]
             last = at_once == [False] * (chain.stages - 1) + [True]
-            fronts = [self._fronts_of(chain.question, own, last and own) for own in at_once]
-            least = [one.least(count) for one, count in zip(fronts, chain.in_flight, strict=True)]
+            fronts = [
+                self._fronts_of(chain.question, stage_at_once, last and stage_at_once) for stage_at_once in at_once
+            ]
+            least = [stage_fronts.least(count) for stage_fronts, count in zip(fronts, chain.in_flight, strict=True)]
             self._places_of[run.schedule] = _Places(chain, chain.question, fronts, least)
         return self._places_of[run.schedule]
 
     def _fronts_of(self, question: Question, at_once: bool, last: bool) -> IntervalFronts:
-        """The cheapest intervals of stages, of whose calls every backward follows at once or none does.
+        """Return the cheapest intervals of stages whose backwards all directly follow their forwards, or none of them.
 
-        last: they are asked for the last stage alone.
+        last: they are needed for the last stage alone.
         """
         chain, run = self._chain, question.run
         key = at_once, run.splits_backwards, last
@@ -191,31 +195,31 @@ class BudgetSearch:
             )
             seconds, firsts = question.seconds, None
             if last:
-                _, own = seconds.of_ranges()
-                firsts = tuple(first for first in range(chain.num_layers) if own[first, -1] <= self.longest)
+                _, layer_seconds = seconds.of_ranges()
+                firsts = tuple(first for first in range(chain.num_layers) if layer_seconds[first, -1] <= self.longest)
             kinds = INTERVAL_KINDS if handling.later else _RECOMPUTE
             labels = None if chain.num_layers <= EXACT_LAYERS else LABELS
-            how = handling, labels, firsts, kinds, self.longest, self.borders
-            found = question.ranges.once(
-                (IntervalFronts, seconds.forward.tobytes(), seconds.backward.tobytes(), *how),
-                lambda: IntervalFronts(question.ranges, seconds, *how),
+            arguments = handling, labels, firsts, kinds, self.longest, self.borders
+            fronts = question.ranges.once(
+                (IntervalFronts, seconds.forward.tobytes(), seconds.backward.tobytes(), *arguments),
+                lambda: IntervalFronts(question.ranges, seconds, *arguments),
             )
-            self._fronts[key] = found.with_ranges(question.ranges)
+            self._fronts[key] = fronts.with_ranges(question.ranges)
         return self._fronts[key]
 
 
 def _waiting_blocks(run: RunShape) -> int:
-    """Sums of gradients beside the one that is being made, of a pipeline that holds its layers alone."""
+    """Return the gradient sums held beside the one being accumulated, where no other pipeline holds the layers."""
     return min(1, run.num_blocks - 1)
 
 
 def _borders(chain: Layerwise) -> frozenset[int] | None:
-    """Places in a long chain between which seconds and freed bytes, each as a part of all, are about the same."""
+    """Return cuts of a long chain between which the shares of seconds and freed bytes are about equal; None: all."""
     count = chain.num_layers
     if count <= 1.5 * PLACES:
         return None
-    own = np.array([chain.forward, chain.backward, chain.freed], dtype=np.float64)
-    weights = (own / np.maximum(own.sum(axis=1, keepdims=True), 1e-300)).sum(axis=0)
+    columns = np.array([chain.forward, chain.backward, chain.freed], dtype=np.float64)
+    weights = (columns / np.maximum(columns.sum(axis=1, keepdims=True), 1e-300)).sum(axis=0)
     reached = np.concatenate([[0.0], np.cumsum(weights)])
     wanted = np.linspace(0.0, reached[-1], PLACES + 1)[1:-1]
     return frozenset({0, count, *np.abs(reached[:, None] - wanted).argmin(axis=0).tolist()})
@@ -223,37 +227,37 @@ def _borders(chain: Layerwise) -> frozenset[int] | None:
 
 @functools.lru_cache(maxsize=256)
 def _held_at_least(schedule: str, stages: int, calls: int, k: int) -> list[tuple[int, bool, bool]]:
-    """Per stage, of every list that the schedule makes: the calls in flight, and whether they may be early
-    (`_in_flight`); whether the backward of the last call may follow its forward at once, where others' do not, so that
-    nothing of it must run again.
+    """Return for each stage, over every list that the schedule makes: the fewest calls in flight; True where they may
+    be early (`_in_flight`); True where only the last call's backward may directly follow its forward, so that none of
+    that call must recompute.
 
-    The lists of schedules that always recompute depend on which stages do. None has fewer calls in flight than where
-    all do, and none has other calls than the last at once (`tests/planners/test_budget.py`); the rest is looked up in
-    all lists of short steps, and taken to be possible in long ones.
+    The lists of schedules that always recompute depend on the set of stages that do. None has fewer calls in flight
+    than the list in which all recompute, and none has a direct backward of another call than the last
+    (`tests/planners/test_budget.py`). Everything else is looked up in all lists of short steps, and taken to be
+    possible in long ones.
     """
     varies, graph = schedule in ALWAYS_RECOMPUTE, StageGraph.line(stages, calls)
     short = varies and stages <= _ALL_STAGES and stages * calls <= _ALL_CALLS
-    every = itertools.product((False, True), repeat=stages) if short else iter([(varies,) * stages])
-    rows = zip(*(schedule_of(schedule, graph, again, k=k) for again in every), strict=True)
-    found = []
-    for some in rows:
-        of_lists = [_in_flight(row) for row in some]
-        at_once = [len(backwards_at_once(row)) for row in some]
+    recomputing = itertools.product((False, True), repeat=stages) if short else iter([(varies,) * stages])
+    rows = zip(*(schedule_of(schedule, graph, again, k=k) for again in recomputing), strict=True)
+    limits = []
+    for lists in rows:
+        of_lists = [_in_flight(row) for row in lists]
+        at_once = [len(backwards_at_once(row)) for row in lists]
         unknown = varies and not short and at_once[0] < calls
-        found.append(
+        limits.append(
             (
                 min(count for count, _ in of_lists),
                 unknown or any(early for _, early in of_lists),
                 unknown or any(0 < count < calls for count in at_once),
             )
         )
-    return found
+    return limits
 
 
 def _in_flight(row: Sequence[Action]) -> tuple[int, bool]:
-    """The calls that a stage has in flight both in a forward and in a backward behind the first backward; and False.
-
-    Where more are in flight before that, these; and True.
+    """Return the calls that a stage has in flight both in a forward and in a backward behind the first backward, and
+    False. Where more are in flight before that, return their number, and True.
     """
     count = most = forward = backward = 0
     begun = False
@@ -272,7 +276,7 @@ def _in_flight(row: Sequence[Action]) -> tuple[int, bool]:
 
 @dataclass(frozen=True)
 class _Places(StageCosts):
-    """What each range of layers costs at least in each place of the pipeline; as `StageCosts`, its fewest bytes.
+    """Least cost of each range of layers at each position of the pipeline; as `StageCosts`, its fewest bytes.
 
     fronts: the cheapest intervals as each stage. fewest: [S], the fewest bytes of every range as each stage.
     """
@@ -289,28 +293,28 @@ class _Places(StageCosts):
         return self.chain.num_layers
 
     def matrix(self, stage: int = 0, stages: int = 1) -> Bytes:
-        """The fewest bytes of every range as this stage."""
+        """Return the fewest bytes of every range as this stage."""
         return self.fewest[stage]
 
     def stage_bytes(self, first: int, end: int, stage: int = 0, stages: int = 1) -> int:
-        """The fewest bytes of layers first .. end-1 as this stage."""
+        """Return the fewest bytes of layers first .. end-1 as this stage."""
         return int(self.fewest[stage][first, end])
 
     def extra(self, stage: int, usable: int) -> NDArray[np.float64]:
-        """[L, L + 1]: by how much a call takes longer than its layers; infinite where they do not fit."""
+        """Return [L, L + 1]: seconds of a call beyond those of its layers; infinite where they do not fit."""
         _, both = self.question.seconds.of_ranges()
         seconds, _ = self.fronts[stage].seconds(self.chain.in_flight[stage], usable)
         return np.maximum(0.0, seconds - both)
 
     def stages(self, cuts: Sequence[int], usable: Sequence[int]) -> list[StageChoice]:
-        """The stages of a cut list: as they are where they fit, with the cheapest intervals that fit, or else those
-        of the fewest bytes. What they lack is by the fold.
+        """Return the stages of a cut list, with the cheapest intervals that fit, or else those of the fewest bytes. The
+        bytes that they lack come from the fold.
         """
-        chain, found = self.chain, []
+        chain, stages = self.chain, []
         for stage, (first, end) in enumerate(zip(cuts, [*cuts[1:], self.num_layers], strict=True)):
             most = max(usable[stage], self.stage_bytes(first, end, stage))
             choice = self.fronts[stage].cheapest(first, end, chain.in_flight[stage], most)
             assert choice is not None, "the fewest bytes fit into themselves"
             lack = max(0, chain.peak(stage, first, end, choice.intervals) - chain.usable[stage])
-            found.append(StageChoice(first, end, choice.intervals, choice.seconds, lack))
-        return found
+            stages.append(StageChoice(first, end, choice.intervals, choice.seconds, lack))
+        return stages

@@ -1,11 +1,11 @@
 """CAPSlog's recommender: fill devices one after the other up to a threshold, and bisect the threshold.
 
-Algorithms 1 and 2 of the paper (Sec. III-B), which find the smallest peak where the peak of a stage grows with every
-layer added at either end. Without that the answer may be worse than the best one; `exact` never is.
+Algorithms 1 and 2 of the paper (Sec. III-B) find the smallest peak where the peak of a stage grows with every layer
+added at either end. Otherwise the result may be worse than the best; that of `exact` never is.
 
-Fill-first leaves the stages below the peak as the threshold happened to fill them. The paper says so (end of Sec.
-III-B) and leaves it there; the tie-breaker is in the program published with it (henkdr/CAPSlog at cc11640, mode
-`bs_tb`). The peak is that of `capslog`. `exact` gives the most even of all cut lists instead.
+Fill-first does not balance the stages below the peak. The paper says so (end of Sec. III-B) and does not treat it; the
+tie-breaker is in the program published with it (henkdr/CAPSlog at cc11640, mode `bs_tb`). The peak is that of
+`capslog`. `exact` returns the most even of all cut lists instead.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ __all__ = ["capslog_cuts", "capslog_tb_cuts"]
 def capslog_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] | None = None) -> list[int]:
     """Return the first layer of each of `devices` stages, 1 <= devices <= L.
 
-    Algorithm 1 with tighter bounds and longer steps. It begins with l = 0 and r = the memory of a device; we begin with
-    the peak that fill-first has when nothing stops it, so that the smallest peak is found whether or not it fits.
-    It goes on with threshold - 1 or threshold + 1; we skip, on either side, the thresholds at which fill-first would
-    give the same stages again. Where feasibility rises with the threshold, the answer is that of Algorithm 1.
+    This is Algorithm 1 with tighter bounds and longer steps. The paper begins with l = 0 and r = the memory of a
+    device; here r is the peak of fill-first without a threshold, so that the smallest peak is found whether or not it
+    fits. The paper continues with threshold - 1 or threshold + 1; here, on either side, thresholds at which fill-first
+    would return the same stages are skipped. Where feasibility rises with the threshold, the result is that of
+    Algorithm 1.
 
     O(G log L) per threshold where every M_a >= 0, O(L) otherwise; at most log2 of the first peak thresholds.
 
-    The paper knows the additive model only. Other costs are filled layer by layer, each stage at its own place.
+    The paper has only the additive model. Other costs are filled layer by layer, each stage at its own position.
     """
     low, most = 0, NEVER
     fill_first: Callable[[Any, int, int], _Filled] = _fill_any_costs
     if isinstance(costs, AdditiveCosts):
         running = costs.running
-        # The largest cost of any stage: nothing exceeds it on the way, so fill-first never stops early.
+        # No stage costs more than this, so fill-first never stops early.
         most = max(costs.head) + max(running)
         fill_first = _fill_by_walking
         if all(before <= after for before, after in pairwise(running)):
@@ -64,14 +65,14 @@ _Filled = tuple[list[int], int, int]
 
 
 def _fill_by_bisection(costs: AdditiveCosts, devices: int, threshold: int) -> _Filled:
-    """FILL_FIRST of Algorithm 2 where every M_a >= 0, so that the last layer that still fits is found by bisection.
+    """Run FILL_FIRST of Algorithm 2 where every M_a >= 0, so that bisection finds the last layer that still fits.
 
     Devices 0 .. G-2 are filled in turn, each with at least one layer and leaving one for each that follows; device G-1
-    takes the rest (the algorithm's text; its printed indices would give G + 1 stages).
+    takes the remaining layers (the algorithm's text; its printed indices would give G + 1 stages).
 
-    Returns the cuts, the predicted peak, and the smallest threshold above `threshold` that could change the outcome.
-    The first stage above the threshold decides that it is too low, so the cuts are then of no use and the search ends
-    there.
+    Return the cuts, the predicted peak, and the smallest threshold above `threshold` that could change the result. The
+    first stage above the threshold shows that the threshold is too low; the search ends there, and its cuts are not
+    used.
     """
     head, running = costs.head, costs.running
     num_layers = len(head)
@@ -94,7 +95,7 @@ def _fill_by_bisection(costs: AdditiveCosts, devices: int, threshold: int) -> _F
 
 
 def _fill_by_walking(costs: AdditiveCosts, devices: int, threshold: int) -> _Filled:
-    """FILL_FIRST of Algorithm 2 layer by layer, as printed but for its indices: any M_a may be negative."""
+    """Run FILL_FIRST of Algorithm 2 layer by layer, as printed except for its indices: any M_a may be negative."""
     num_layers, running = costs.num_layers, costs.running
     cuts = [0]
     for end_limit in range(num_layers - devices + 1, num_layers):
@@ -107,7 +108,7 @@ def _fill_by_walking(costs: AdditiveCosts, devices: int, threshold: int) -> _Fil
 
 
 def _fill_any_costs(costs: StageCosts, devices: int, threshold: int) -> _Filled:
-    """FILL_FIRST of Algorithm 2 for costs that are not additive or depend on the stage's place."""
+    """Run FILL_FIRST of Algorithm 2 for costs that are not additive or depend on the stage's position."""
     cuts = [0]
     for stage in range(devices - 1):
         end = cuts[-1] + 1
@@ -128,10 +129,10 @@ def capslog_tb_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] |
         plan the layers by Algorithm 1; fix the stage with the highest prediction (of several, the first);
         do the same with the layers and devices before it, and with those behind it.
 
-    We deviate in one point: a part keeps its stages where its new plan has a higher peak (possible only where peaks do
-    not grow with every layer), so that nothing gets worse.
+    There is one deviation: a part keeps its stages where its new plan has a higher peak (possible only where peaks do
+    not grow with every layer), so that no part gets worse.
 
-    O(G) searches of CAPSlog, of ever smaller parts.
+    O(G) searches of CAPSlog, on ever smaller parts.
     """
     cuts = capslog_cuts(costs, devices)
     used = costs.peaks(cuts)
@@ -155,7 +156,7 @@ def capslog_tb_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] |
 
 
 def _part(costs: StageCosts, first: int, last: int, stage: int, stages: int) -> StageCosts:
-    """The costs of layers first .. last-1 alone, whose first stage is stage `stage` of `stages`."""
+    """Return the costs of layers first .. last-1 alone, whose first stage is stage `stage` of `stages`."""
     if isinstance(costs, AdditiveCosts):
         return AdditiveCosts(costs.head[first:last], costs.running[first:last])
     return _Part(costs, first, last - first, stage, stages)
@@ -163,7 +164,7 @@ def _part(costs: StageCosts, first: int, last: int, stage: int, stages: int) -> 
 
 @dataclass(frozen=True)
 class _Part:
-    """Costs of some layers in the middle, at their place in the whole pipeline."""
+    """Costs of a range of layers, at their position in the whole pipeline."""
 
     whole: StageCosts
     first: int

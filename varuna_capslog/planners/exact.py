@@ -1,10 +1,10 @@
-"""The cut list with the smallest peak, whatever the statistics look like, and among those the most even one.
+"""The cut list with the smallest peak, for any statistics, and among those the most even one. The default planner.
 
-Needs no monotone statistics, unlike CAPSlog's search, because it weighs every cut list by dynamic programming. The
-default planner. Also answers how few devices would do.
+Unlike CAPSlog's search it needs no monotone statistics, because dynamic programming covers every cut list. It also
+finds the smallest number of devices that suffices.
 
-A stage's bytes may depend on its place in the pipeline in any way. Where they do, and where devices differ, the search
-goes through the ranges of layers that fit, place by place; otherwise `evenness` searches a band of stages.
+A stage's bytes may depend on its position in the pipeline in any way. Where they do, and where devices differ, the
+search goes through the ranges of layers that fit, position by position; otherwise `evenness` searches a band of stages.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ __all__ = ["exact_cuts", "fewest_devices"]
 Bytes = NDArray[np.int64]
 
 _FEW = 3000
-"""Transitions up to which adding long whole numbers one by one is faster than ruling out in numpy steps."""
+"""Transitions up to which adding long integers one by one is faster than ruling out in numpy steps."""
 
 _KEPT = 1 << 22
-"""Transitions kept while the smallest peak is looked for; where they are more, those within it are looked for again."""
+"""Most transitions kept in the search for the smallest peak; where there are more, those within it are searched again.
+"""
 
 _NARROWED = 8
-"""Every so many stages, from the last on, the ranges that no earlier stage can hold are left out: ranges of late stages
-may be longer, since less waits there.
+"""Every so many stages, from the last on, drop the ranges that no earlier stage can hold: ranges of late stages may be
+longer, since fewer calls wait there.
 """
 
 _FEW_RANGES = 10_000
-"""Below this number of ranges, leaving some out costs more than it saves."""
+"""Below this number of ranges, filtering costs more than it saves."""
 
 _SMALL = 100_000
-"""Ranges times stages up to which weighing them all is faster than looking for a tight bound first."""
+"""Ranges times stages up to which evaluating them all is faster than finding a tight bound first."""
 
 
 def exact_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] | None = None) -> list[int]:
@@ -50,11 +51,11 @@ def exact_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] | None
     largest stage is as small as it can be, and so on); among those, it is the smallest cut list.
 
     At thousands of layers on hundreds of devices, where very many cut lists have the smallest peak and bytes do not
-    depend on the place, the list of peaks is cut short to bound memory: the peak is still the smallest, but peaks below
-    the 2^17 / log2(G) largest ones that a stage may have are not told apart.
+    depend on the position, the list of peaks is truncated to bound memory: the peak is still the smallest, but peaks
+    below the 2^17 / log2(G) largest ones that a stage may have are not distinguished.
 
-    `capacities` is one number of bytes per stage. Where they differ and some cut list fits, only those that fit are
-    weighed; otherwise they change nothing.
+    `capacities` is one number of bytes per stage. Where they differ and some cut list fits, only cut lists that fit are
+    considered; otherwise they change nothing.
     """
     if capacities is not None and len(set(capacities)) > 1:
         even = costs.peaks(_even_split(costs, devices))
@@ -64,7 +65,7 @@ def exact_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] | None
         limits = [min(most, capacity) for capacity in capacities]
         if stages := _with_smallest_peak(ranges_within(costs, devices, most), devices, limits):
             return _most_even(stages)
-        # No cut list fits devices that differ: the smallest peak is still an answer.
+        # No cut list fits devices that differ: return the smallest peak.
     if costs.position_free:
         return evenness.most_even(_band(costs, devices), devices)
     most = _attained(costs, devices)
@@ -74,7 +75,8 @@ def exact_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] | None
 def fewest_devices(costs: StageCosts, capacity: int) -> int | None:
     """Return the smallest number of devices of `capacity` bytes that some cut list fits, None if L do not suffice.
 
-    Costs that depend on the place are searched anew for every number of devices. Others need one pass over the layers:
+    Costs that depend on the position are searched again for every number of devices. Others need one pass over the
+    layers:
 
     State       m: layers 0 .. m-1 in the fewest stages.
     Transition  l -> m with l < m where the stage of layers l .. m-1 fits.
@@ -98,21 +100,21 @@ def fewest_devices(costs: StageCosts, capacity: int) -> int | None:
 
 
 def _even_split(costs: StageCosts, devices: int) -> list[int]:
-    """Return the cut list whose stages differ by one layer at most."""
+    """Return the cut list whose stages differ by at most one layer."""
     return [stage * costs.num_layers // devices for stage in range(devices)]
 
 
-# -- costs that do not depend on the place, as arrays
+# -- costs that do not depend on the position, as arrays
 
 
 def _band(costs: StageCosts, devices: int) -> evenness.Band:
-    """Return the ranks, from 1 on, of the stages up to a peak that some cut list has, as `evenness` reads them."""
+    """Return the band of `evenness`: ranks, from 1 on, of the stages up to a peak that some cut list has."""
     num_layers = costs.num_layers
     if isinstance(costs, AdditiveCosts):
         # Any cut list bounds the smallest peak from above; CAPSlog's is cheap and often the best already.
         most = max(costs.peaks(capslog_cuts(costs, devices)))
         head, running = np.array(costs.head, dtype=np.int64), np.array(costs.running, dtype=np.int64)
-        # The last layer up to which a stage may come back under `most`: running need not rise.
+        # The last layer at which a stage may be within `most` again: running need not rise.
         lowest = np.minimum.accumulate(running[::-1])[::-1]
         longest = np.max(np.searchsorted(lowest, most - head, side="right") - np.arange(num_layers))
         rows = int(np.clip(longest, 1, num_layers - devices + 1))
@@ -139,12 +141,12 @@ def _band(costs: StageCosts, devices: int) -> evenness.Band:
     return band
 
 
-# -- ranges of layers, place by place
+# -- ranges of layers, position by position
 
 
 def _attained(costs: StageCosts, devices: int) -> int:
-    """Return the peak of some cut list: the smaller, the fewer ranges are weighed. Within a thirtieth of the smallest
-    peak in large instances where bytes never fall when a layer joins a stage.
+    """Return the peak of some cut list: the smaller it is, the fewer ranges are evaluated. It is within a thirtieth of
+    the smallest peak in large instances where bytes never fall when a layer joins a stage.
     """
     high = max(costs.peaks(_even_split(costs, devices)))
     low = high if costs.num_layers**2 * devices <= _SMALL else 0
@@ -156,7 +158,7 @@ def _attained(costs: StageCosts, devices: int) -> int:
 
 
 def _filled(costs: StageCosts, devices: int, threshold: int) -> list[int]:
-    """FILL_FIRST of the paper's Algorithm 2, where the last layer that still fits is found by bisection."""
+    """Run FILL_FIRST of the paper's Algorithm 2, where bisection finds the last layer that still fits."""
     cuts = [0]
     for stage in range(devices - 1):
         first, low, high = cuts[-1], cuts[-1] + 1, costs.num_layers - (devices - 1 - stage)
@@ -171,8 +173,8 @@ def _filled(costs: StageCosts, devices: int, threshold: int) -> list[int]:
 
 
 def _with_smallest_peak(ranges: Ranges, devices: int, limits: Sequence[int]) -> list[_Stage]:
-    """Return the stages, by their number, of all cut lists with the smallest peak of those that keep to limits[s] in
-    stage s; empty where there is none.
+    """Return the stages, by number, of all cut lists of the smallest peak within limits[s] in each stage s; empty where
+    there is none.
     """
     peak, weighed = _weighed(ranges, devices, limits, _KEPT)
     if peak == NEVER:
@@ -192,9 +194,8 @@ def _with_smallest_peak(ranges: Ranges, devices: int, limits: Sequence[int]) -> 
 def _weighed(
     ranges: Ranges, devices: int, limits: Sequence[int], most: int | None
 ) -> tuple[int, list[tuple[_Stage, Bytes]]]:
-    """Return the smallest peak of the cut lists that keep to the limits, NEVER if there is none; and transitions, from
-    the last stage to the first, with the smallest peak from there on: all that such cut lists have, or none if they are
-    more than `most`.
+    """Return the smallest peak of the cut lists within the limits, NEVER if there is none; and all their transitions,
+    from the last stage to the first, with the smallest peak from there on, or none if there are more than `most`.
 
     State       (s, l): layers from l on in the stages s .. G-1, s <= l <= s + L - G.
     Transition  (s + 1, m) -> (s, l) with l < m: stage s holds layers l .. m-1.
@@ -229,7 +230,7 @@ def _weighed(
 
 
 def _begins(ranges: Ranges) -> list[int]:
-    """Where the ranges that begin at each layer begin."""
+    """Return the index of the first range of each first layer."""
     return np.searchsorted(ranges.firsts, np.arange(ranges.num_layers + 1)).tolist()
 
 
@@ -238,7 +239,7 @@ def _begins(ranges: Ranges) -> list[int]:
 
 @dataclass
 class _Stage:
-    """The transitions of one stage that are still in question, in rising order of (start, end).
+    """The remaining transitions of one stage, in rising order of (start, end).
 
     starts, ends: layers starts .. ends-1. bytes: of the stage; 0 once settled.
     """
@@ -248,18 +249,18 @@ class _Stage:
     bytes: Bytes
 
     def keep(self, kept: NDArray[np.bool_]) -> None:
-        """Drop all others."""
+        """Drop all other transitions."""
         self.starts, self.ends, self.bytes = self.starts[kept], self.ends[kept], self.bytes[kept]
 
     def least(self, costs: Bytes, nothing: int, width: int) -> Bytes:
-        """The smallest cost of the transitions of each start, `nothing` where there are none."""
-        found = np.full(width, nothing, dtype=np.int64)
+        """Return the smallest cost of the transitions of each start, `nothing` where there are none."""
+        least = np.full(width, nothing, dtype=np.int64)
         segments = self.segments()
-        found[self.starts[segments]] = np.minimum.reduceat(costs, segments)
-        return found
+        least[self.starts[segments]] = np.minimum.reduceat(costs, segments)
+        return least
 
     def segments(self) -> NDArray[np.int64]:
-        """Where the transitions of each start begin."""
+        """Return the index of the first transition of each start."""
         begins = np.ones(len(self.starts), dtype=np.bool_)
         np.not_equal(self.starts[1:], self.starts[:-1], out=begins[1:])
         return begins.nonzero()[0]
@@ -268,10 +269,11 @@ class _Stage:
 def _most_even(stages: list[_Stage]) -> list[int]:
     """Return the cut list with the smallest descending list of peaks, of those the smallest cut list.
 
-    The smallest descending list holds the largest of its peaks as few times as can be; of the lists that do, it has the
-    smallest next peak. A round settles one peak so: it rules out what is above the smallest peak of the stages not yet
-    settled, then what is not part of a list with the fewest stages of that peak. All lists left hold equally many of
-    them; they are settled and count as 0. At most G rounds of O(E) in G numpy steps for E transitions in question.
+    The smallest descending list has its largest peak as few times as possible; of the lists that do, it has the
+    smallest next peak. A round settles one peak in this way: it rules out transitions above the smallest peak of the
+    stages not yet settled, then those that are in no list with the fewest stages of that peak. All remaining lists have
+    equally many of these stages; they are settled and count as 0. At most G rounds of O(E) in G numpy steps for E
+    remaining transitions.
     """
     width = int(stages[-1].ends[-1]) + 1
     while sum(len(stage.starts) for stage in stages) > _FEW:
@@ -287,7 +289,7 @@ def _most_even(stages: list[_Stage]) -> list[int]:
 def _rule_out(
     stages: list[_Stage], width: int, cost: Callable[[Bytes], Bytes], join: Callable[[Bytes, Bytes], Bytes]
 ) -> int:
-    """Keep the stages of the cut lists whose costs join to the least, which is returned, in no stage to more.
+    """Keep the transitions of the cut lists whose costs join to the least total, and return this total.
 
     State       (g, l): layers from l on in the stages g .. G-1.
     Transition  (g + 1, m) -> (g, l): stage g holds layers l .. m-1.
@@ -301,7 +303,7 @@ def _rule_out(
         totals.append(join(cost(stage.bytes), later[stage.ends]))
         later = stage.least(totals[-1], nothing, width)
     least = int(later[0])
-    # What the stages before have used of the sum; a maximum is kept to by every stage alone.
+    # The part of the sum that earlier stages have used; a maximum holds for every stage alone.
     spent = np.zeros(width, dtype=np.int64)
     reached = np.zeros(width, dtype=np.bool_)
     reached[0] = True
@@ -316,7 +318,7 @@ def _rule_out(
 
 
 def _by_long_numbers(stages: Sequence[_Stage]) -> list[int]:
-    """The most even cut list by comparing whole lists of peaks, each written as one whole number.
+    """Return the most even cut list by comparing lists of peaks, each encoded as one integer.
 
     State       (g, l): layers from l on in the stages g .. G-1.
     Transition  (g + 1, m) -> (g, l): stage g holds layers l .. m-1.
@@ -326,9 +328,9 @@ def _by_long_numbers(stages: Sequence[_Stage]) -> list[int]:
 
     Ends are tried in rising order and only a smaller number replaces one, hence the smallest cut list among equals.
     """
-    every, ranks = np.unique(np.concatenate([stage.bytes for stage in stages]), return_inverse=True)
+    distinct, ranks = np.unique(np.concatenate([stage.bytes for stage in stages]), return_inverse=True)
     digit = len(stages).bit_length()
-    units = [1 << (digit * rank) for rank in range(len(every))]
+    units = [1 << (digit * rank) for rank in range(len(distinct))]
     ranked = ranks.tolist()
     behind = len(ranked)
     choices: list[dict[int, int]] = []
@@ -339,7 +341,7 @@ def _by_long_numbers(stages: Sequence[_Stage]) -> list[int]:
         of_stage = ranked[behind : behind + len(stage.starts)]
         now: dict[int, int] = {}
         choice: dict[int, int] = {}
-        # One sum at a time, not a list of them: numbers of a kilobyte are best forgotten at once.
+        # One sum at a time, not a list of them, since these numbers may have a kilobyte each.
         for start, end, rank in zip(stage.starts.tolist(), stage.ends.tolist(), of_stage, strict=True):
             total = later[end] + units[rank]
             if start not in now or total < best:

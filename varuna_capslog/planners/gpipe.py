@@ -27,8 +27,8 @@ def seconds_balanced_cuts(profile: Profile, devices: int) -> list[int]:
 
 
 def size_balanced_cuts(profile: Profile, devices: int) -> list[int]:
-    """Return the first layer of each stage, balanced by what forward keeps of one microbatch and by parameters,
-    gradients and moments (`balance_by_size`).
+    """Return the first layer of each stage, balanced by the bytes that the forward of one microbatch saves and by
+    parameters, gradients and moments (`balance_by_size`).
 
     Raises CapslogError naming the first layer without these bytes.
     """
@@ -37,16 +37,16 @@ def size_balanced_cuts(profile: Profile, devices: int) -> list[int]:
 
 
 def block_partition(sequence: Sequence[float], blocks: int) -> list[int]:
-    """Return the first element of each of so many blocks of consecutive elements, none of them empty.
+    """Return the index of the first element of each of `blocks` blocks of consecutive elements, none of them empty.
 
-    sequence: numbers of at least 0, as many as blocks or more.
+    sequence: numbers of at least 0; at least as many as blocks.
 
     The sums of two blocks differ by at most the largest element. Each step is one of the proof: B_p is a block of the
-    largest sum M, B_q of those of the smallest sum m the one closest to it. While M > m + 1 (in units of the largest
-    element) the block next to B_q on the side of B_p gives it the element beside it.
+    largest sum M, and B_q is the block closest to it among those of the smallest sum m. While M > m + 1 (in units of
+    the largest element), the neighbour of B_q on the side of B_p gives its adjacent element to B_q.
     """
     largest = max(sequence) or 1.0
-    units = [max(one / largest, _LEAST) for one in sequence]
+    units = [max(number / largest, _LEAST) for number in sequence]
     bounds = [len(units) * block // blocks for block in range(blocks + 1)]
 
     def size(block: int) -> float:

@@ -1,8 +1,8 @@
 """Pipelines, stages and microbatch size together, for any number of devices of any kinds.
 
-N devices become pipelines of different length and cuts (7 = 3 + 4), and the microbatches of a step are shared out among
-them in whole accumulation blocks, so that the slowest pipeline ends as early as can be. A run's start calls it with a
-profile per microbatch size; a live change of the membership calls it again with the run's one profile and blocks.
+N devices become pipelines of different lengths and cuts (7 = 3 + 4), and the microbatches of a step are divided among
+them in whole accumulation blocks, to minimise the time of the slowest pipeline. The start of a run calls it with a
+profile per microbatch size; a live change of the membership calls it again with the profile and blocks of the run.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from varuna_capslog.schedules import DEFAULT_RUN, RunShape
 __all__ = ["Device", "JointPipeline", "JointPlan", "NoFleet", "best_fleet", "best_fleet_of_run"]
 
 _MANY_STAGES = 16
-"""Stages of a pipeline that are always weighed; more only where the blocks are too few to use the devices otherwise."""
+"""Most stages of a pipeline, unless the blocks are so few that only longer pipelines can use all devices."""
 
 _MANY_TEMPLATES = 1_000
-"""Combinations of kinds from which on similar kinds are taken for one, and pipelines become shorter."""
+"""Most combinations of kinds; beyond, similar kinds are merged, and pipelines become shorter."""
 
 _MANY_KINDS = 3
-"""Kinds from which on a fifth of these combinations are many."""
+"""With more kinds than this, a fifth of these combinations is the limit."""
 
 _ROUNDS, _LARGE_ROUNDS, _LARGE = 40, 6, 64
-"""How often a fleet is composed again with simulated step times in place of bounds, at most, and how often one of more
-than 64 devices."""
+"""Most rounds of composing a fleet with simulated step times in place of bounds: for up to `_LARGE` devices, and for
+more."""
 
 _ENOUGH = 0.005
-"""Share of the step time that another composition must promise to be tried."""
+"""Least relative improvement of the step time for which another composition is tried."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class Device:
 
 @dataclass(frozen=True)
 class JointPipeline:
-    """One pipeline of the answer: its devices in stage order, its cuts, its blocks, and what it takes.
+    """A pipeline of the plan: its devices in stage order, cuts, blocks, seconds and bytes of each stage.
 
-    step_seconds: of the simulator for this pipeline's microbatches, and the exchange of gradients.
+    step_seconds: of the simulator for this pipeline's microbatches, with the gradient exchange.
     """
 
     devices: tuple[int, ...]
@@ -76,11 +76,11 @@ class JointPipeline:
 
 @dataclass(frozen=True)
 class JointPlan:
-    """The answer of `best_fleet`, and of `search.joint_plan` also where nothing fits.
+    """The result of `best_fleet`, and of `search.joint_plan` also where nothing fits.
 
     step_seconds: of the slowest pipeline; None where nothing fits. bound_seconds: no fleet of pipelines of at most
     `max_stages` stages, in any order of the devices and with any cuts, takes less; None where nothing fits, or where
-    kinds of devices were too many and were taken for fewer, weaker ones.
+    too many kinds of devices were merged to fewer, weaker ones.
     idle: devices that no pipeline uses. blocks: `train.accumulation_blocks` of a run of this plan.
     """
 
@@ -95,10 +95,10 @@ class JointPlan:
 
 @dataclass(frozen=True)
 class NoFleet:
-    """Nothing fits these devices: what is needed to say what is missing.
+    """Result where nothing fits the devices, with the data to explain the missing memory.
 
     run: the whole step, with the fewest blocks that were tried. memory: the memory model's name, resolved.
-    stage_bytes: from a cut list to the bytes of each stage of one pipeline, with the gradients of blocks that wait.
+    stage_bytes: from a cut list to the bytes of each stage of one pipeline, with the gradients of waiting blocks.
     """
 
     profile: Profile
@@ -122,19 +122,19 @@ def best_fleet(
     """Choose pipelines, their devices, cuts and microbatches for a step of `minibatch_size` samples.
 
     profiles: one, or one per microbatch size (condition `microbatch_size`, 1 where there is none) to choose from.
-    blocks: `train.accumulation_blocks`; default: every microbatch is a block, or where that fits no memory as many as
-    there are devices, or one. A pipeline owns whole blocks, so there are never more pipelines than blocks, and among
-    others it keeps the gradients of each of its blocks until all are exchanged, which counts as memory.
+    blocks: `train.accumulation_blocks`; default: every microbatch is a block, or where that does not fit, as many
+    blocks as devices, or one. A pipeline owns whole blocks, so there are never more pipelines than blocks. Beside other
+    pipelines it keeps the gradients of each of its blocks until all are exchanged, which counts as memory.
     run: its schedule, recompute and stage_inputs are read; the numbers and sizes are chosen here.
     memory: as in `search.plan`.
-    link: between neighbouring stages, and between the pipelines for the gradients of other blocks; None costs nothing.
+    link: between neighbouring stages, and between the pipelines for the gradients of other blocks; None: no time.
     max_stages: of one pipeline; default min(L, N, 16), and more where the blocks are so few that shorter pipelines
     would leave devices idle.
 
-    Where devices are of very many kinds, similar ones are taken for the weaker of them.
+    Where devices are of very many kinds, similar kinds are merged to the weaker of them.
 
     A device is left idle only if using it would lengthen the step, or there are fewer blocks and layers than devices.
-    Where nothing fits, the answer is what is needed to say what is missing.
+    Where nothing fits, return `NoFleet`.
 
     Raises CapslogError for sizes that do not divide, no devices, and profiles without seconds.
     """
@@ -142,22 +142,22 @@ def best_fleet(
     choices = [profiles] if isinstance(profiles, Profile) else list(profiles)
     if not choices or not devices:
         raise CapslogError("a joint plan needs at least one profile and one device")
-    answers: list[_FleetSearch] = []
-    found: list[tuple[_FleetSearch, _Composed]] = []
+    searches: list[_FleetSearch] = []
+    solved: list[tuple[_FleetSearch, _Composed]] = []
     for profile in choices:
         for number in _numbers_of_blocks(profile, minibatch_size, len(devices)) if blocks is None else [blocks]:
             count, size = _microbatches(profile, minibatch_size)
             number = fields.whole(number, "blocks", minimum=1)
             step = replace(run, num_microbatches=count, microbatch_size=size, num_blocks=number)
-            answers.append(_FleetSearch(profile, devices, step, memory, link, max_stages))
-            if (fleet := answers[-1].best_fleet()) is not None:
-                found.append((answers[-1], fleet))
+            searches.append(_FleetSearch(profile, devices, step, memory, link, max_stages))
+            if (fleet := searches[-1].best_fleet()) is not None:
+                solved.append((searches[-1], fleet))
                 break
-    if not found:
-        return answers[-1].nothing_fits()
-    answer, fleet = min(found, key=lambda one: one[1].step_seconds)
-    bounds = [one.bound_seconds for one, _ in found if one.bound_seconds is not None and not one.merged]
-    return answer.result(fleet, begun, min(bounds) if len(bounds) == len(found) else None)
+    if not solved:
+        return searches[-1].nothing_fits()
+    search, fleet = min(solved, key=lambda pair: pair[1].step_seconds)
+    bounds = [search.bound_seconds for search, _ in solved if search.bound_seconds is not None and not search.merged]
+    return search.result(fleet, begun, min(bounds) if len(bounds) == len(solved) else None)
 
 
 def best_fleet_of_run(
@@ -168,30 +168,32 @@ def best_fleet_of_run(
     link: Link | None = None,
     beside: Sequence[int] | None = None,
 ) -> JointPlan | NoFleet:
-    """As `best_fleet` for a run whose profile, microbatches and blocks are constants, for a live change of its members.
+    """Choose the fleet of a run with fixed profile, microbatches and blocks, for a live change of its members.
 
-    run: the whole step. beside: bytes on the device beside training, per layer that a rank holds; default none. They
-    count against the capacities and are no part of the plan's bytes.
+    run: the whole step. beside: bytes on the device beside training, for each layer that a rank holds; default none.
+    They count against the capacities but are not part of the plan's bytes. All else is as in `best_fleet`.
     """
     begun = time.perf_counter()
-    answer = _FleetSearch(profile, devices, run, memory, link, None, beside)
-    fleet = answer.best_fleet()
+    search = _FleetSearch(profile, devices, run, memory, link, None, beside)
+    fleet = search.best_fleet()
     if fleet is None:
-        return answer.nothing_fits()
-    return answer.result(fleet, begun, None if answer.merged else answer.bound_seconds)
+        return search.nothing_fits()
+    return search.result(fleet, begun, None if search.merged else search.bound_seconds)
 
 
 def _microbatches(profile: Profile, minibatch_size: int) -> tuple[int, int]:
-    """Microbatches of a step, and the samples of one."""
+    """Return the microbatches of a step, and the samples of one."""
     size = profile.conditions.get("microbatch_size", 1)
-    count, left = divmod(minibatch_size, size)
-    if left or count < 1:
+    count, remainder = divmod(minibatch_size, size)
+    if remainder or count < 1:
         raise CapslogError(f"a minibatch of {minibatch_size} is not a whole number of microbatches of {size}")
     return count, size
 
 
 def _numbers_of_blocks(profile: Profile, minibatch_size: int, devices: int) -> list[int]:
-    """From the most freedom to the least memory: every microbatch a block, a block per device or so, one block."""
+    """Return the numbers of blocks to try, from the most freedom to the least memory: one block per microbatch, about
+    one per device, one in all.
+    """
     count, _ = _microbatches(profile, minibatch_size)
     few = next(number for number in range(min(count, devices), count + 1) if count % number == 0)
     return list(dict.fromkeys((count, few, 1)))
@@ -199,14 +201,14 @@ def _numbers_of_blocks(profile: Profile, minibatch_size: int, devices: int) -> l
 
 @dataclass(frozen=True)
 class _Composed:
-    """Pipelines as (template's number, blocks), all laid out."""
+    """A fleet: its pipelines as (template's number, blocks), all laid out."""
 
     step_seconds: float
     shares: list[tuple[int, int]]
 
 
 class _FleetSearch:
-    """The search for one profile."""
+    """Searches the best fleet for one profile."""
 
     def __init__(
         self,
@@ -229,10 +231,10 @@ class _FleetSearch:
         self.bound_seconds: float | None = None
 
     def _choose_kinds(self, max_stages: int | None) -> None:
-        """Group the devices that are alike, and decide how long pipelines may be.
+        """Group equal devices to kinds, and set the largest number of stages.
 
-        Where that makes too many templates, the two kinds between which least is lost become one that has the smaller
-        memory and speed, and at last pipelines become shorter.
+        Where there are too many templates, the two kinds whose merging loses least become one kind of the smaller
+        memory and speed. If there are still too many, pipelines become shorter.
         """
         most = min(self.profile.num_layers, len(self.devices))
         if max_stages is not None:
@@ -241,9 +243,9 @@ class _FleetSearch:
             self.max_stages = min(most, max(_MANY_STAGES, 2 * -(-len(self.devices) // self.blocks)))
         headroom = Headroom.of(self.profile)
         members: dict[DeviceKind, list[int]] = {}
-        for rank, one in enumerate(self.devices):
-            usable = None if one.capacity is None else headroom.usable(one.capacity)
-            members.setdefault(DeviceKind(usable, one.speed), []).append(rank)
+        for rank, device in enumerate(self.devices):
+            usable = None if device.capacity is None else headroom.usable(device.capacity)
+            members.setdefault(DeviceKind(usable, device.speed), []).append(rank)
         self.merged = False
         while len(members) > 2 and _number_of_templates(members, self.max_stages) > (
             _MANY_TEMPLATES if len(members) <= _MANY_KINDS else _MANY_TEMPLATES / 5
@@ -257,14 +259,14 @@ class _FleetSearch:
         self.counts = [len(ranks) for ranks in self.members]
 
     def best_fleet(self) -> _Composed | None:
-        """Compose the fleet with bounds, lay out and simulate what was chosen, and again, until nothing is left to do.
+        """Compose a fleet from bounds, lay out and simulate its pipelines, and repeat until all of them are simulated.
 
-        A bound is never above the simulated time, so a fleet made of simulated columns alone that is the best among
-        bounds and simulated times is the best of all columns, each in the layout that attains its bound.
+        A bound is never above the simulated time, so a fleet of simulated columns that is the best among bounds and
+        simulated times is the best of all columns, each in the layout that attains its bound.
         """
         times = self._bounds()
         best: _Composed | None = None
-        known: set[tuple[int, int]] = set()
+        simulated: set[tuple[int, int]] = set()
         self.bound_seconds = least_seconds(self.pipelines.sizes, self.counts, self.blocks, times)
         least = self.bound_seconds or 0.0
         for _ in range(_ROUNDS if len(self.devices) <= _LARGE else _LARGE_ROUNDS):
@@ -275,7 +277,7 @@ class _FleetSearch:
             if best is not None and least >= best.step_seconds * (1 - _ENOUGH):
                 break
             shares = _shared_out(fleet, times, self.blocks)
-            fresh = set(shares) - known
+            fresh = set(shares) - simulated
             for number, share in sorted(fresh):
                 column = self.pipelines.column(number, share)
                 times[share - 1, number] = np.inf if column is None else column.step_seconds
@@ -284,11 +286,11 @@ class _FleetSearch:
                 best = _Composed(slowest, shares)
             if not fresh:
                 break
-            known |= fresh
+            simulated |= fresh
         return None if best is None else _Composed(self._polished(best.shares), best.shares)
 
     def _polished(self, shares: list[tuple[int, int]]) -> float:
-        """Search longer for the layout of the slowest pipeline, as long as that is another one; return its seconds."""
+        """Search longer for the layout of the slowest pipeline until this stays the same one; return its seconds."""
         polished: set[tuple[int, int]] = set()
         while True:
             seconds = {
@@ -301,9 +303,9 @@ class _FleetSearch:
             polished.add(slowest)
 
     def _bounds(self) -> NDArray[np.float64]:
-        """[shares, T]: the bound of each template with 1, 2, ... blocks, for as many as the best fleet could need.
+        """Return [shares, T]: the bound of each template with 1, 2, ... blocks, for all shares that may be needed.
 
-        More blocks are looked at until no template could take them within a time in which fewer are enough.
+        Shares grow until no template could take that many blocks within a time in which smaller shares are enough.
         """
         rows = [self.pipelines.bounds(1)]
         while len(rows) < self.blocks:
@@ -314,7 +316,7 @@ class _FleetSearch:
         return np.stack(rows)
 
     def result(self, fleet: _Composed, begun: float, bound_seconds: float | None) -> JointPlan:
-        """The plan of the fleet that was found."""
+        """Return the plan of a fleet."""
         pools = [list(members) for members in self.members]
         pipelines = []
         for number, share in fleet.shares:
@@ -333,23 +335,23 @@ class _FleetSearch:
         num_layers, lies = self.profile.num_layers, self.pipelines.beside_bytes
         stages, begin = [], 0
         of_rank: dict[int, tuple[int | None, float | None]] = {}
-        for one in pipelines:
-            speeds = [self.devices[rank].speed for rank in one.devices]
-            forward, backward, *_ = self.pipelines.seconds.of_cuts(np.array([one.cuts]), speeds)
-            blocks = tuple(range(begin, begin + one.blocks))
-            ends = [*one.cuts[1:], num_layers]
-            for stage, (first, end, rank) in enumerate(zip(one.cuts, ends, one.devices, strict=True)):
-                size = max(0, one.stage_bytes[stage] - int(lies[end] - lies[first]))
+        for pipeline in pipelines:
+            speeds = [self.devices[rank].speed for rank in pipeline.devices]
+            forward, backward, *_ = self.pipelines.seconds.of_cuts(np.array([pipeline.cuts]), speeds)
+            blocks = tuple(range(begin, begin + pipeline.blocks))
+            ends = [*pipeline.cuts[1:], num_layers]
+            for stage, (first, end, rank) in enumerate(zip(pipeline.cuts, ends, pipeline.devices, strict=True)):
+                size = max(0, pipeline.stage_bytes[stage] - int(lies[end] - lies[first]))
                 took = float(forward[0, stage] + backward[0, stage])
                 memory = intervals_of(self.run, [(first, end)], str(self.profile.conditions.get("device", "cpu")))
                 stages.append(PlanStage(((first, end),), (rank,), blocks, memory=memory, bytes=size, seconds=took))
                 of_rank[rank] = size, took
-            begin += one.blocks
+            begin += pipeline.blocks
         ranks = []
         for number, device in enumerate(self.devices):
-            known = of_rank.get(number, (None, None))
+            costs = of_rank.get(number, (None, None))
             speed = device.speed if device.speed < 1 else None
-            ranks.append(PlanRank(known[0], None, known[1], device.capacity, speed))
+            ranks.append(PlanRank(costs[0], None, costs[1], device.capacity, speed))
         return Plan(
             num_layers,
             tuple(stages),
@@ -366,7 +368,7 @@ class _FleetSearch:
         )
 
     def nothing_fits(self) -> NoFleet:
-        """What to judge where no fleet was found."""
+        """Return the data to explain that no fleet was found."""
         return NoFleet(
             self.profile, self.devices, self.run, self.memory, self.max_stages,
             self.pipelines.costs(self.blocks).peaks,
@@ -378,7 +380,7 @@ def _strength(kind: DeviceKind) -> tuple[float, int]:
 
 
 def _number_of_templates(members: Mapping[DeviceKind, Sequence[int]], most: int) -> int:
-    """How many templates of at most `most` devices there are, the empty one included."""
+    """Return the number of templates of at most `most` devices, the empty one included."""
     ways = [1] + [0] * most
     for ranks in members.values():
         ways = [sum(ways[max(0, total - len(ranks)) : total + 1]) for total in range(most + 1)]
@@ -386,7 +388,7 @@ def _number_of_templates(members: Mapping[DeviceKind, Sequence[int]], most: int)
 
 
 def _with_two_merged(members: Mapping[DeviceKind, list[int]]) -> dict[DeviceKind, list[int]]:
-    """The kinds with two of them made one, those whose devices lose the smallest share of memory and speed by it."""
+    """Merge the two kinds whose devices lose the smallest share of memory and speed by it; return the new kinds."""
 
     def loss(pair: tuple[DeviceKind, DeviceKind]) -> float:
         weaker = _weaker(*pair)
@@ -394,29 +396,33 @@ def _with_two_merged(members: Mapping[DeviceKind, list[int]]) -> dict[DeviceKind
         return sum(len(members[kind]) * (1 - share) for kind, share in zip(pair, kept, strict=True))
 
     pair = min(itertools.combinations(sorted(members, key=_strength), 2), key=loss)
-    rest = {kind: ranks for kind, ranks in members.items() if kind not in pair}
+    others = {kind: ranks for kind, ranks in members.items() if kind not in pair}
     weaker = _weaker(*pair)
-    return rest | {weaker: [*rest.get(weaker, []), *members[pair[0]], *members[pair[1]]]}
+    return others | {weaker: [*others.get(weaker, []), *members[pair[0]], *members[pair[1]]]}
 
 
-def _weaker(one: DeviceKind, other: DeviceKind) -> DeviceKind:
-    limits = [kind.capacity for kind in (one, other) if kind.capacity is not None]
-    return DeviceKind(min(limits, default=None), min(one.speed, other.speed))
+def _weaker(first: DeviceKind, second: DeviceKind) -> DeviceKind:
+    limits = [kind.capacity for kind in (first, second) if kind.capacity is not None]
+    return DeviceKind(min(limits, default=None), min(first.speed, second.speed))
 
 
-def _share(part: int | None, whole: int | None) -> float:
-    """What is left of a device's memory; of one without limit half, for want of a number."""
-    return 1.0 if part == whole else 0.5 if whole is None or part is None else part / max(1, whole)
+def _share(part: int | None, total: int | None) -> float:
+    """Return the share of a device's memory that remains; half where one of the two is unlimited, as an estimate."""
+    return 1.0 if part == total else 0.5 if total is None or part is None else part / max(1, total)
 
 
 def _shared_out(fleet: Fleet, times: NDArray[np.float64], blocks: int) -> list[tuple[int, int]]:
-    """Give every pipeline (a template's number) its blocks: as many as it may take, less what is too much in all.
+    """Assign blocks to every pipeline; return pairs of template's number and blocks.
 
-    Blocks are taken back one by one from the pipeline that then takes longest; each keeps at least one.
+    Each pipeline first gets as many blocks as it may take. Surplus blocks are then taken back one by one from the
+    slowest pipeline; each keeps at least one.
     """
     shares = [[number, gain] for number, gain, count in fleet.pipelines for _ in range(count)]
     for _ in range(sum(share for _, share in shares) - blocks):
-        several = [one for one in shares if one[1] > 1]
-        slowest = max(several, key=lambda one: (times[one[1] - 1, one[0]], one[1]))
+        several = [pipeline for pipeline in shares if pipeline[1] > 1]
+        slowest = max(several, key=lambda pipeline: (times[pipeline[1] - 1, pipeline[0]], pipeline[1]))
         slowest[1] -= 1
-    return [(number, share) for number, share in sorted(map(tuple, shares), key=lambda one: (-one[1], one[0]))]
+    return [
+        (number, share)
+        for number, share in sorted(map(tuple, shares), key=lambda pipeline: (-pipeline[1], pipeline[0]))
+    ]

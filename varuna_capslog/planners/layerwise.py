@@ -1,7 +1,7 @@
-"""What planners ask that choose cuts and, layer by layer, what each stage keeps: `budget`, `dawnpiper`, `vpipe`.
+"""Input of the planners that choose cuts and, layer by layer, what each stage keeps: `budget`, `dawnpiper`, `vpipe`.
 
-A stage is one range of layers on one device. A layer is kept, runs again, or leaves for the host tier by itself, so
-that each is a memory interval of its own. The bytes of a stage are those of `memory/fold`, with the run's own schedule.
+A stage is one range of layers on one device. Each layer by itself is kept, recomputed, or offloaded to the host tier,
+and so is a memory interval of its own. The bytes of a stage are those of `memory/fold`, with the run's own schedule.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ __all__ = ["Choice", "Intervals", "Layerwise", "Question", "StageChoice"]
 Intervals = tuple[MemoryInterval, ...]
 
 Choice = tuple[Intervals, float]
-"""What a stage does with its layers, and the seconds per microbatch that it costs."""
+"""Memory intervals of a stage, and the seconds per microbatch that they cost."""
 
 
 @dataclass(frozen=True)
 class StageChoice:
     """Layers first .. end-1 as one stage.
 
-    seconds: of one microbatch, forward and backward, with what the intervals cost.
+    seconds: of one microbatch, forward and backward, with the cost of the intervals.
     lack: bytes by which the stage exceeds its device; 0 where it fits.
     in_flight: most calls in flight; None: the schedule's own limit.
     """
@@ -46,7 +46,7 @@ class StageChoice:
 
 @dataclass(frozen=True)
 class Question:
-    """The bytes of any layers, their seconds, and the run of one pipeline."""
+    """Bytes and seconds of any layers, and the run of one pipeline."""
 
     ranges: RangeBytes
     seconds: LayerSeconds
@@ -58,9 +58,9 @@ class Layerwise:
     """A chain of L layers for S devices.
 
     forward, backward: [L] seconds of one microbatch.
-    freed: [L] bytes that a microbatch in flight holds less where the layer alone runs again.
-    moved: [L] bytes that it holds less where the layer's saved tensors are in the host tier; all 0 where the tier is
-        the device's own memory.
+    freed: [L] bytes that each microbatch in flight saves where the layer alone recomputes.
+    moved: [L] bytes that it saves where the layer's saved tensors are in the host tier; all 0 where the tier is the
+        device's own memory.
     in_flight: [S] microbatches that the schedule has in flight on each stage.
     usable: [S] bytes that each stage may hold; `NEVER` where there is no limit.
     peak: (stage, first, end, intervals) -> the most bytes that a stage holds.
@@ -68,12 +68,12 @@ class Layerwise:
     transfer: [L + 1] seconds of a message over each cut.
     crossing: [L + 1] names of the tensors that cross each cut; None where they are not known.
     host_bandwidth: bytes per second between a device and its host tier; None: copies take no time.
-    copies_beside: copies run beside the computation; else they take the device's own time.
+    copies_beside: copies overlap with the computation; else they take the device's own time.
     copied: [L] bytes that a simulated step counts for the copy of a layer's saved tensors. entering: [L + 1] bytes of
-        the tensors across each cut, which it counts where an interval runs again from the host tier.
+        the tensors across each cut, which it counts where an interval recomputes from the host tier.
     swaps_within_calls: saved tensors can leave the device before their call has ended.
     speeds: [S] of the devices, above 0 and at most 1, so that no stage is quicker than its seconds; None: all 1.
-    question: what these numbers were made of, for planners that ask more.
+    question: the source of these numbers, for planners that need more.
     """
 
     forward: Sequence[float]
@@ -105,13 +105,13 @@ class Layerwise:
         has_tier: bool = True,
         speeds: Sequence[float] | None = None,
     ) -> Layerwise:
-        """The numbers of a profile.
+        """Make the chain of a profile.
 
         Args:
-            run: of one pipeline; its number of microbatches is known.
+            run: of one pipeline; its number of microbatches must be set.
             usable: bytes that a stage may hold on each device; None: no limit.
             link: between neighbouring stages, and to the host tier; None: transfers and copies take no time.
-            has_tier: what is offloaded leaves the device's memory.
+            has_tier: offloaded tensors leave the device's memory.
             speeds: of the devices, each at most 1.
 
         Raises CapslogError naming the seconds, bytes or runs that the profile lacks.
@@ -124,12 +124,16 @@ class Layerwise:
             beside = not ranges.one_memory
         crossing, entering = None, [0] * (profile.num_layers + 1)
         if profile.tensors:
-            lives = [(one, -1 if one.writer is None else one.writer, one.readers[-1]) for one in profile.tensors]
-            across = [
-                [one for one, writer, last in lives if writer < cut <= last] for cut in range(profile.num_layers + 1)
+            lives = [
+                (tensor, -1 if tensor.writer is None else tensor.writer, tensor.readers[-1])
+                for tensor in profile.tensors
             ]
-            crossing = [frozenset(one.name for one in row) for row in across]
-            entering = [sum(one.bytes for one in row) for row in across]
+            across = [
+                [tensor for tensor, writer, last in lives if writer < cut <= last]
+                for cut in range(profile.num_layers + 1)
+            ]
+            crossing = [frozenset(tensor.name for tensor in row) for row in across]
+            entering = [sum(tensor.bytes for tensor in row) for row in across]
         return cls(
             profile.column("forward_seconds"),
             profile.column("backward_seconds"),
@@ -151,7 +155,7 @@ class Layerwise:
         )
 
     def under(self, schedule: str) -> Layerwise:
-        """The same chain in a run with another schedule."""
+        """Return the same chain in a run with another schedule."""
         assert self.question is not None, "made by Layerwise.of_profile"
         run = replace(self.question.run, schedule=schedule)
         return replace(
@@ -162,7 +166,7 @@ class Layerwise:
         )
 
     def with_waiting_moments(self) -> Layerwise:
-        """The same chain where the optimizer's moments of all layers wait in the host tier."""
+        """Return the same chain with the optimizer's moments of all layers in the host tier."""
         assert self.question is not None, "made by Layerwise.of_profile"
         ranges = self.question.ranges.with_waiting_moments()
         return replace(
@@ -183,58 +187,58 @@ class Layerwise:
         return len(self.in_flight)
 
     def seconds(self, first: int, end: int) -> float:
-        """T_x: the forward and backward of one microbatch."""
+        """Return T_x: seconds of the forward and backward of one microbatch."""
         return sum(self.forward[first:end]) + sum(self.backward[first:end])
 
     def choice(self, first: int, end: int, intervals: Intervals) -> StageChoice:
-        """The stage with these intervals; its seconds count all that runs again, and it is taken to fit."""
-        again = sum(sum(self.forward[one.first : one.end]) for one in intervals if one.recomputes)
+        """Return the stage with these intervals; its seconds include all recomputation, and it is assumed to fit."""
+        again = sum(sum(self.forward[interval.first : interval.end]) for interval in intervals if interval.recomputes)
         return StageChoice(first, end, intervals, self.seconds(first, end) + again, 0)
 
     def moved_on(self, stage: int, layer: int) -> int:
-        """`moved` where a layer of a stage can wait in the host tier between its forward and its backward, else 0."""
+        """Return `moved` where the stage can offload the layer between its forward and its backward, else 0."""
         return self.moved[layer] if self.swaps_within_calls or self.in_flight[stage] > 1 else 0
 
     def copy_seconds(self, layer: int) -> float:
-        """One copy of what a layer saves of one microbatch, in one direction."""
+        """Return the seconds of one copy of a layer's saved tensors of one microbatch, in one direction."""
         return 0.0 if self.host_bandwidth is None else self.moved[layer] / self.host_bandwidth
 
     def fewest(self, stage: int, first: int, end: int, choices: Callable[[], Sequence[Choice]]) -> StageChoice:
-        """The stage with nothing treated where that fits, else with the first of `choices` that does.
+        """Return the stage without intervals where that fits, else with the first of `choices` that fits.
 
-        choices: each treats all that the one before does, and more; taken to need less and less, so that the first that
-            fits is found by bisection. Where the last does not fit, it is the answer if it lacks less than nothing
-            treated.
+        choices: each treats all layers that the one before treats, and more. They are assumed to need ever fewer bytes,
+            so that bisection finds the first that fits. Where the last does not fit, return it if it lacks fewer bytes
+            than the stage without intervals, else the latter.
         """
-        own, usable = self.seconds(first, end), self.usable[stage]
+        seconds, usable = self.seconds(first, end), self.usable[stage]
 
         def lack(intervals: Intervals) -> int:
             return max(0, self.peak(stage, first, end, intervals) - usable)
 
-        kept = StageChoice(first, end, (), own, lack(()))
-        found = choices() if kept.lack else ()
-        if not found:
+        kept = StageChoice(first, end, (), seconds, lack(()))
+        candidates = choices() if kept.lack else ()
+        if not candidates:
             return kept
-        intervals, cost = found[-1]
-        last = StageChoice(first, end, intervals, own + cost, lack(intervals))
+        intervals, cost = candidates[-1]
+        last = StageChoice(first, end, intervals, seconds + cost, lack(intervals))
         if last.lack:
-            return min(kept, last, key=lambda one: one.lack)
-        below, fits = -1, len(found) - 1
+            return min(kept, last, key=lambda choice: choice.lack)
+        below, fits = -1, len(candidates) - 1
         while fits - below > 1:
             middle = (below + fits) // 2
-            if lack(found[middle][0]):
+            if lack(candidates[middle][0]):
                 below = middle
             else:
                 fits = middle
-        intervals, cost = found[fits]
-        return StageChoice(first, end, intervals, own + cost, 0)
+        intervals, cost = candidates[fits]
+        return StageChoice(first, end, intervals, seconds + cost, 0)
 
 
 class _Peaks:
-    """The bytes of one stage of a pipeline, by the fold of its rank; the other stages keep everything.
+    """Computes the bytes of one stage of a pipeline, by the fold of its rank; the other stages keep everything.
 
-    A rank's bytes depend on its own list, and by what is on its way on those of its two neighbours: only these are
-    folded.
+    A rank's bytes depend on its own list and, through messages on their way, on the lists of its two neighbours: only
+    these are folded.
     """
 
     def __init__(self, ranges: RangeBytes, run: RunShape, devices: int) -> None:
@@ -243,28 +247,31 @@ class _Peaks:
         self._lists: dict[tuple[int, bool, bool], Schedule] = {}
 
     def __call__(self, stage: int, first: int, end: int, intervals: Intervals) -> int:
-        own = PlanStage(((first, end),), (stage,), memory=intervals)
-        key = stage, own.recomputes(self._run), own.offloads
+        plan_stage = PlanStage(((first, end),), (stage,), memory=intervals)
+        key = stage, plan_stage.recomputes(self._run), plan_stage.offloads
         if key not in self._lists:
             self._lists[key] = self._near(*key)
         before, after = stage > 0, stage < self._devices - 1
         cuts = [*([0] if before else []), first, *([end] if after else [])]
         ends = [*cuts[1:], self._ranges.num_layers]
         stages = [PlanStage(((cut, until),), (rank,)) for rank, (cut, until) in enumerate(zip(cuts, ends, strict=True))]
-        stages[before] = replace(own, ranks=(int(before),))
+        stages[before] = replace(plan_stage, ranks=(int(before),))
         return fold(self._ranges, stages, self._units, self._lists[key], self._run, only=int(before))[0].peak_bytes
 
     def _near(self, stage: int, recomputes: bool, offloads: bool) -> Schedule:
-        """The lists of the stage's rank and its neighbours, counted from the first of them."""
-        run, own = self._run, [number == stage for number in range(self._devices)]
+        """Return the lists of the stage's rank and its neighbours, with stages counted from the first of them."""
+        run, selected = self._run, [number == stage for number in range(self._devices)]
         graph = StageGraph.line(self._devices, run.microbatches)
-        again, moved = ([one and does for one in own] for does in (recomputes, offloads))
+        again, moved = ([is_selected and does for is_selected in selected] for does in (recomputes, offloads))
         schedule, low = schedule_of(run.schedule, graph, again, offload=moved, k=run.k), max(0, stage - 1)
-        return [[Action(one.stage - low, one.kind, one.microbatch) for one in row] for row in schedule[low : stage + 2]]
+        return [
+            [Action(action.stage - low, action.kind, action.microbatch) for action in row]
+            for row in schedule[low : stage + 2]
+        ]
 
 
 def _input(ranges: RangeBytes, layer: int) -> int:
-    """What stays of a layer that runs again: the tensors that it reads."""
+    """Return the bytes that stay of a recomputed layer: the tensors that it reads."""
     return max(0, ranges.crossing[layer] - ranges.passed(layer, layer + 1))
 
 

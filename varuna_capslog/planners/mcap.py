@@ -1,7 +1,8 @@
-"""mCAP's two recommenders: all cut lists weighed (`mcap-bf`), or a hundred, by Bayesian optimisation (`mcap-bo`).
+"""mCAP's two recommenders: brute force over all cut lists (`mcap-bf`), and Bayesian optimisation over a hundred
+(`mcap-bo`).
 
-What CAPSlog's Fig. 11 and 13 compare with. Both ask for the bytes of stages and nothing else, so any memory model will
-do. `exact` finds what `mcap-bf` finds without weighing cut lists one by one; these two are yardsticks and an oracle.
+CAPSlog's Fig. 11 and 13 compare with them. Both need only the bytes of stages, so any memory model will do. `exact`
+finds the result of `mcap-bf` without evaluating cut lists one by one; these two are baselines, and `mcap-bf` an oracle.
 """
 
 from __future__ import annotations
@@ -24,23 +25,24 @@ from varuna_capslog.memory.costs import StageCosts
 __all__ = ["BO_CALLS", "BO_INITIAL_POINTS", "LIMIT", "count_cut_lists", "mcap_bf_cuts", "mcap_bo_cuts"]
 
 LIMIT = 10**8
-"""Cut lists that `mcap-bf` weighs at most; the variable CAPSLOG_MCAP_LIMIT sets another number."""
+"""Most cut lists that `mcap-bf` evaluates; the variable CAPSLOG_MCAP_LIMIT sets another number."""
 
 _LIMIT_VARIABLE = "CAPSLOG_MCAP_LIMIT"
 
 _MOST_TABLE_BYTES = 4 << 30
-"""What the tables of stages, beginnings and ends may take, whatever the number of cut lists that is allowed."""
+"""Most bytes of the tables of stages, beginnings and ends, for any limit of cut lists."""
 
 _BLOCK = 1 << 18
-"""Cut lists that are weighed in one numpy call."""
+"""Cut lists that are evaluated in one numpy call."""
 
 BO_CALLS, BO_INITIAL_POINTS = 100, 30
-"""Cut lists that `mcap-bo` weighs, and how many of them are random, before the model guides the search. As in the
-program published with CAPSlog (henkdr/CAPSlog at cc11640, capslog/calc_mem_stats.py); the paper prints neither."""
+"""Cut lists that `mcap-bo` evaluates, and the number of random ones among them, before the model guides the search. As
+in the program published with CAPSlog (henkdr/CAPSlog at cc11640, capslog/calc_mem_stats.py); the paper prints neither.
+"""
 
 
 def count_cut_lists(num_layers: int, devices: int) -> int:
-    """Return how many predictions brute force makes: C(L-1, G-1) (CAPSlog, Sec. III-B2)."""
+    """Return the number of predictions of brute force: C(L-1, G-1) (CAPSlog, Sec. III-B2)."""
     return math.comb(num_layers - 1, devices - 1)
 
 
@@ -50,20 +52,21 @@ def count_cut_lists(num_layers: int, devices: int) -> int:
 def mcap_bf_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] | None = None) -> list[int]:
     """Return the first layer of each of `devices` stages, 1 <= devices <= L: the smallest peak of all cut lists.
 
-    Ties go by mCAP's rule, as CAPTURE's Algorithm 4 and the program published with CAPSlog have it: in every cut list
-    that is left the device with the highest prediction is left out, and the smallest peak of the others decides; then
-    again. The program stops with two devices left and takes the first of the rest, the text goes on until no
-    device remains and then draws one; we go on too, and then take the smallest cut list. So `exact` gives the same.
+    Ties are broken by mCAP's rule, as in CAPTURE's Algorithm 4 and the program published with CAPSlog: in every
+    remaining cut list the device with the highest prediction is left out, and the smallest peak of the others decides;
+    and so on. The program stops at two devices and takes the first remaining cut list; the text continues until no
+    device remains and then draws one. Here the rule continues too, and then takes the smallest cut list. So `exact`
+    returns the same.
 
-    Each beginning (stages before the middle cut) is put beside each end, a block of pairs at a time. Every cut list's
-    peak is computed, none is ruled out before. O(C(L-1, G-1)), some nanoseconds each.
+    Each beginning (stages before the middle cut) is combined with each end, a block of pairs at a time. The peak of
+    every cut list is computed; none is ruled out before. O(C(L-1, G-1)), some nanoseconds each.
 
     Args:
-        capacities: not looked at, as in mCAP.
+        capacities: ignored, as in mCAP.
 
     Raises:
-        CapslogError: there are more cut lists than CAPSLOG_MCAP_LIMIT where it is set, else `LIMIT`; it says how many,
-            and how long they would take here.
+        CapslogError: there are more cut lists than CAPSLOG_MCAP_LIMIT where it is set, else `LIMIT`; the message names
+            their number, and the time that they would take on this machine.
     """
     num_layers = costs.num_layers
     total = count_cut_lists(num_layers, devices)
@@ -91,37 +94,39 @@ def mcap_bf_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] | No
             lowest = int(block.min())
             if best is None or lowest <= best.bytes.max():
                 rows, columns = np.nonzero(block == lowest)
-                found = before.beside(after, rows + begin, columns)
-                best = _winner(found if best is None or lowest < best.bytes.max() else found.and_also(best))
+                lists = before.beside(after, rows + begin, columns)
+                best = _winner(lists if best is None or lowest < best.bytes.max() else lists.and_also(best))
     assert best is not None, "there is at least one cut list"
     return [int(first) for first in best.cuts[0]]
 
 
 class _Lists(NamedTuple):
-    """Parts of cut lists, one a row: the first layer of each of their stages, and those stages' bytes.
+    """Parts of cut lists, one per row: the first layer of each of their stages, and the bytes of these stages.
 
-    While parts grow, and in beginnings always, `cuts` has one column more: the first layer of the stage that follows.
+    While parts grow, and in beginnings always, `cuts` has one more column: the first layer of the next stage.
     """
 
     cuts: NDArray[np.int64]
     bytes: NDArray[np.int64]
 
     def where(self, rows: NDArray[np.bool_]) -> _Lists:
-        """The rows that are true."""
+        """Return the rows that are True."""
         return _Lists(self.cuts[rows], self.bytes[rows])
 
-    def beside(self, after: _Lists, mine: NDArray[np.int64], theirs: NDArray[np.int64]) -> _Lists:
-        """Whole cut lists, of beginnings `mine` and the ends `theirs` of `after` pair by pair."""
-        cuts = np.column_stack([self.cuts[mine, :-1], after.cuts[theirs]])
-        return _Lists(cuts, np.column_stack([self.bytes[mine], after.bytes[theirs]]))
+    def beside(self, after: _Lists, rows: NDArray[np.int64], after_rows: NDArray[np.int64]) -> _Lists:
+        """Return whole cut lists: beginnings `rows` joined pair by pair with the ends `after_rows` of `after`."""
+        cuts = np.column_stack([self.cuts[rows, :-1], after.cuts[after_rows]])
+        return _Lists(cuts, np.column_stack([self.bytes[rows], after.bytes[after_rows]]))
 
-    def and_also(self, other: _Lists) -> _Lists:
-        """The rows of both."""
-        return _Lists(np.vstack([self.cuts, other.cuts]), np.vstack([self.bytes, other.bytes]))
+    def and_also(self, lists: _Lists) -> _Lists:
+        """Return the rows of both."""
+        return _Lists(np.vstack([self.cuts, lists.cuts]), np.vstack([self.bytes, lists.bytes]))
 
 
 def _grown(starts: NDArray[np.int64], matrices: Sequence[NDArray[np.int64]], begin: int, end: int) -> _Lists:
-    """Every way to fill the stages begin .. end-1 from each layer of `starts` on, a layer left for each later stage."""
+    """Return every way to fill the stages begin .. end-1 from each layer of `starts` on, with a layer kept for each
+    later stage.
+    """
     cuts, bytes_ = starts[:, None], np.empty((len(starts), 0), dtype=np.int64)
     for stage in range(begin, end):
         matrix = matrices[stage]
@@ -136,15 +141,15 @@ def _grown(starts: NDArray[np.int64], matrices: Sequence[NDArray[np.int64]], beg
 
 
 def _winner(lists: _Lists) -> _Lists:
-    """The one cut list that the tie-break rule leaves: round by round the smallest of the next highest predictions."""
+    """Return the cut list chosen by the tie-break rule: round by round the smallest of the next-highest predictions."""
     descending = -np.sort(-lists.bytes, axis=1)
-    left = np.arange(len(descending))
+    remaining = np.arange(len(descending))
     for column in (*descending.T, *lists.cuts.T):
-        if len(left) == 1:
+        if len(remaining) == 1:
             break
-        values = column[left]
-        left = left[values == values.min()]
-    return _Lists(lists.cuts[left[:1]], lists.bytes[left[:1]])
+        values = column[remaining]
+        remaining = remaining[values == values.min()]
+    return _Lists(lists.cuts[remaining[:1]], lists.bytes[remaining[:1]])
 
 
 def _limit() -> int:
@@ -177,7 +182,7 @@ def _refuse_too_many(costs: StageCosts, devices: int, total: int, limit: int) ->
 
 
 def _seconds_each() -> float:
-    """Seconds of this machine for one cut list, from one block."""
+    """Measure the seconds of this machine for one cut list, from one block."""
     values = np.arange(512, dtype=np.int64)
     begun = time.perf_counter()
     block = np.maximum.outer(values, values)
@@ -198,18 +203,18 @@ def _duration(seconds: float) -> str:
 def mcap_bo_cuts(
     costs: StageCosts, devices: int, capacities: Sequence[int] | None = None, *, seed: int = 0, calls: int = BO_CALLS
 ) -> list[int]:
-    """Return the best of `calls` cut lists that scikit-optimize tries, with no promise that it is the best of all.
+    """Return the best of `calls` cut lists that scikit-optimize tries; it need not be the best of all.
 
-    A point has a whole number of per cent, 1 .. 100, for each device but the last: how much of the layers that it may
-    take (what is left, but for one layer per later device) it takes, rounded, and at least one. The surrogate is a
-    Gaussian process with gp_hedge, xi = 1000 bytes, kappa = 0.01 and a sampled acquisition function, as in the program
-    that `BO_CALLS` cites. The same seed gives the same answer under the same versions. Seconds, not milliseconds: the
-    process is fitted anew after each cut list.
+    A point has an integer percentage, 1 .. 100, for each device but the last: the share that it takes of its available
+    layers (the remaining ones, less one per later device), rounded, and at least one. The surrogate is a Gaussian
+    process with gp_hedge, xi = 1000 bytes, kappa = 0.01 and a sampled acquisition function, as in the program that
+    `BO_CALLS` cites. The same seed gives the same result under the same versions. It takes seconds, not milliseconds:
+    the process is fitted again after each cut list.
 
     Args:
-        capacities: not looked at, as in mCAP.
+        capacities: ignored, as in mCAP.
         seed: of the random points and the sampling; the published program sets none.
-        calls: cut lists to weigh.
+        calls: cut lists to evaluate.
 
     Raises:
         CapslogError: scikit-optimize is not installed.
@@ -247,7 +252,7 @@ def mcap_bo_cuts(
 
 
 def _cuts_of_shares(shares: Sequence[int], num_layers: int) -> list[int]:
-    """The cut list of one point: each device's per cent of what it may take."""
+    """Return the cut list of a point: each device's percentage of its available layers."""
     cuts = [0]
     for later, share in zip(range(len(shares), 0, -1), shares, strict=True):
         free = num_layers - cuts[-1] - later

@@ -1,9 +1,9 @@
-"""What a pipeline takes that a fleet may hold: bounds of all templates at once, and one template laid out.
+"""Costs of the pipelines of a fleet: lower bounds of all templates at once, and the layout of a template.
 
-`joint` composes a fleet from combinations of devices, called templates: a template says how many devices of each kind,
-not yet in which order they stand or where the chain is cut; both are chosen with the bound and can be asked for.
-`joint` asks for bounds first and lays out the few templates that are worth it. What a pipeline costs beyond its own
-stages is counted here: the gradients of further blocks that wait, and their exchange with other pipelines.
+`joint` composes a fleet from combinations of devices, called templates: a template is the number of devices of each
+kind, without their order and the cuts; both are chosen with the bound and can be queried. `joint` first computes the
+bounds and then lays out the few templates that are worth it. Costs of a pipeline beyond its own stages are counted
+here: the gradients of further waiting blocks, and their exchange with other pipelines.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ __all__ = ["Column", "DeviceKind", "Pipelines", "combinations"]
 
 Floats = NDArray[np.float64]
 Template = tuple[int, ...]
-"""How many devices of each kind."""
+"""Number of devices of each kind."""
 
 _NARROW = 32
 _WIDE = 128
-"""Width of the beam that lays out a pipeline while the fleet is composed, and of those of the answer."""
+"""Width of the beam that lays out a pipeline while the fleet is composed, and at the end for the slowest ones."""
 
 _FEW_ORDERS = 10
-"""Orders of the kinds that are all tried; of more, the one of the bound, and three others of what is laid out last."""
+"""Most orders of the kinds that are all tried. Of more, only the order of the bound is, and in a wide search three
+others."""
 
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """Devices that are alike: usable bytes (None: no limit) and speed (1: the profile's seconds hold)."""
+    """A kind of equal devices: usable bytes (None: no limit) and speed (1: that of the profile)."""
 
     capacity: int | None
     speed: float
@@ -46,15 +47,17 @@ class DeviceKind:
 
 def combinations(counts: Sequence[int], most: int) -> list[Template]:
     """Return every template of 1 to `most` devices with at most counts[k] of kind k, shortest first."""
-    every: list[Template] = [()]
+    templates: list[Template] = [()]
     for count in counts:
-        every = [(*one, more) for one in every for more in range(min(count, most - sum(one)) + 1)]
-    return sorted((one for one in every if any(one)), key=lambda one: (sum(one), one))
+        templates = [
+            (*template, more) for template in templates for more in range(min(count, most - sum(template)) + 1)
+        ]
+    return sorted((template for template in templates if any(template)), key=lambda template: (sum(template), template))
 
 
 @dataclass(frozen=True)
 class Column:
-    """A template with its share of blocks, laid out: the kind of each stage, cuts, seconds and bytes of each stage."""
+    """Layout of a template with its share of blocks: kind of each stage, cuts, step seconds, bytes of each stage."""
 
     kinds: tuple[int, ...]
     cuts: tuple[int, ...]
@@ -63,18 +66,18 @@ class Column:
 
 
 def waiting_blocks(profile: Profile, share: int, blocks: int) -> int:
-    """Gradients that wait, beside those that the runs of the profile had, on a stage of a pipeline with `share` of the
-    blocks: a single pipeline adds its blocks as they end, several keep all of theirs until the exchange.
+    """Return the gradient sums that wait on a stage of a pipeline with `share` of the blocks, beyond those of the
+    profiled runs. A single pipeline adds up its blocks as they end; several keep each of theirs until the exchange.
     """
-    here = min(share, 2) - 1 if share == blocks else share - 1
-    return max(0, here - (profile.conditions.get("accumulation_blocks", 1) > 1))
+    held = min(share, 2) - 1 if share == blocks else share - 1
+    return max(0, held - (profile.conditions.get("accumulation_blocks", 1) > 1))
 
 
 class Pipelines:
-    """Every pipeline that some of the devices could be, for one profile.
+    """Computes bounds and layouts of all pipelines that can be made of the devices, for one profile.
 
-    run: the whole step, whose blocks the pipelines share out.
-    beside: bytes on the device beside training, per layer that a rank holds; default none.
+    run: the whole step, whose blocks are divided among the pipelines.
+    beside: bytes on the device beside training, for each layer that a rank holds; default none.
     """
 
     def __init__(
@@ -101,54 +104,56 @@ class Pipelines:
         self._wide: set[tuple[int, int]] = set()
 
     def _of_blocks(self, share: int) -> RunShape:
-        """The step of a pipeline that runs so many of the blocks."""
+        """Return the run of a pipeline with `share` of the blocks."""
         return replace(self._run, num_microbatches=share * self.of_block, num_blocks=share)
 
     def costs(self, share: int) -> StageCosts:
-        """The bytes of every stage of a pipeline with `share` blocks, the gradients of blocks that wait included."""
+        """Return the bytes of every stage of a pipeline with `share` blocks, with the gradients of waiting blocks."""
         held = waiting_blocks(self._profile, share, self.blocks) * self._parameter_bytes + self.beside_bytes
         ranges = held[None, :] - held[:-1, None]
         costs = MEMORY_MODELS[self._memory].stage_costs(self._profile, self._of_blocks(share))
         return raised(costs, np.asarray(np.maximum(ranges, 0), dtype=np.int64))
 
     def _exchange_seconds(self, share: int, stage_parameters: float) -> float:
-        """What a stage with so many bytes of parameters waits for the gradients of the other pipelines' blocks."""
+        """Return the seconds in which a stage with `stage_parameters` bytes receives the gradients of the other
+        pipelines' blocks.
+        """
         if share == self.blocks or self._link.bandwidth is None:
             return 0.0
         return (self.blocks - share) * stage_parameters / self._link.bandwidth
 
     def bounds(self, share: int) -> NDArray[np.float64]:
-        """Bounds of all templates with `share` blocks."""
+        """Return the bounds of all templates with `share` blocks."""
         if share not in self._of_share:
             costs, run = self.costs(share), self._of_blocks(share)
             self._of_share[share] = _Templates(self.templates, self.kinds, costs, self.seconds, run)
-        # The stage with most parameters has at least an even part of them.
+        # The stage with most parameters has at least the average.
         least = self._exchange_seconds(share, float(self._parameter_bytes[-1])) / self.sizes.sum(axis=1)
         return self._of_share[share].seconds_of + least
 
     def column(self, number: int, share: int, wide: bool = False) -> Column | None:
-        """A template with a share of blocks, laid out and simulated; None where no order tried fits.
+        """Lay out and simulate a template with a share of blocks; return None where no tried order fits.
 
-        A bound must have been asked for this share. `wide` searches longer.
+        `bounds` must have been called for this share. wide: search longer.
         """
         key = (number, share)
         if key not in self._columns or (wide and key not in self._wide):
             orders = dict.fromkeys(self._orders(number, share, wide))
-            known = [self._columns[key]] if key in self._columns else []
-            tried = [*known, *(self._laid_out(order, share, _WIDE if wide else _NARROW) for order in orders)]
-            good = [one for one in tried if one is not None]
-            self._columns[key] = min(good, key=lambda one: one.step_seconds) if good else None
+            previous = [self._columns[key]] if key in self._columns else []
+            tried = [*previous, *(self._laid_out(order, share, _WIDE if wide else _NARROW) for order in orders)]
+            good = [column for column in tried if column is not None]
+            self._columns[key] = min(good, key=lambda column: column.step_seconds) if good else None
             if wide:
                 self._wide.add(key)
         return self._columns[key]
 
     def _orders(self, number: int, share: int, wide: bool) -> Iterator[tuple[int, ...]]:
-        """Orders of a template's kinds that are worth laying out, that of the bound first."""
+        """Yield the orders of a template's kinds to lay out, that of the bound first."""
         order = self._of_share[share].order_of(self.templates[number])
         yield order
-        every = list(itertools.islice(_all_orders(self.templates[number]), _FEW_ORDERS + 1))
-        if len(every) <= _FEW_ORDERS:
-            yield from every
+        orders = list(itertools.islice(_all_orders(self.templates[number]), _FEW_ORDERS + 1))
+        if len(orders) <= _FEW_ORDERS:
+            yield from orders
         elif wide:
             yield from (order[::-1], tuple(sorted(order)), tuple(sorted(order, reverse=True)))
 
@@ -171,7 +176,7 @@ def _all_orders(template: Template) -> Iterator[tuple[int, ...]]:
         yield ()
     for kind in range(len(template)):
         if template[kind]:
-            yield from ((kind, *rest) for rest in _all_orders(_without(template, kind)))
+            yield from ((kind, *order) for order in _all_orders(_without(template, kind)))
 
 
 class _Templates:
@@ -179,10 +184,10 @@ class _Templates:
 
     seconds_of[i]: no order of the devices of templates[i] and no cut list that fits takes less; inf where none fits.
 
-    State       (g, l): layers l .. L-1 on g[k] devices of each kind k, timed from the begin of the first of them.
+    State       (g, l): layers l .. L-1 on g[k] devices of each kind k, timed from the beginning of the first of them.
     Transition  (g - one of kind k, m) -> (g, l) with l < m: the first device is of kind k and holds layers l .. m-1.
-    Cost        as in `throughput`, where its parts are explained. What a stage keeps in flight depends on the number of
-                stages behind it, which g tells, so position-dependent memory is weighed as well.
+    Cost        as in `throughput`, where its parts are explained. The calls in flight of a stage depend on the number
+                of stages behind it, which g determines, so position-dependent memory is covered as well.
     Complexity  O(T K L^2) for T templates of K kinds, a numpy step per number of stages and kind.
     """
 
@@ -202,9 +207,9 @@ class _Templates:
         nothing = np.where(np.arange(num_layers + 1) == num_layers, 0.0, np.inf)
         self._step: dict[Template, Floats] = {empty: nothing}
         self._trip: dict[Template, Floats] = {empty: nothing}
-        for behind, level in itertools.groupby(templates, key=lambda one: sum(one) - 1):
+        for behind, level in itertools.groupby(templates, key=lambda template: sum(template) - 1):
             self._fill(list(level), behind)
-        self.seconds_of = np.array([self._step[one][0] for one in templates])
+        self.seconds_of = np.array([self._step[template][0] for template in templates])
 
     def order_of(self, template: Template) -> tuple[int, ...]:
         """Return the kind of each stage of a layout that attains the bound of a template."""
@@ -214,38 +219,38 @@ class _Templates:
             choices = []
             for kind in range(len(self.kinds)):
                 if template[kind]:
-                    rest = _without(template, kind)
-                    cost, _ = self._costs_of(kind, sum(rest), self._step[rest][None], self._trip[rest][None])
+                    behind = _without(template, kind)
+                    cost, _ = self._costs_of(kind, sum(behind), self._step[behind][None], self._trip[behind][None])
                     end = int(np.argmin(cost[0, first]))
-                    choices.append((float(cost[0, first, end]), kind, end, rest))
-            _, kind, end, rest = min(choices)
+                    choices.append((float(cost[0, first, end]), kind, end, behind))
+            _, kind, end, behind = min(choices)
             order.append(kind)
-            template, first = rest, end
+            template, first = behind, end
         return tuple(order)
 
     def _fill(self, level: list[Template], behind: int) -> None:
-        best = {one: np.full((2, self._costs.num_layers + 1), np.inf) for one in level}
+        best = {template: np.full((2, self._costs.num_layers + 1), np.inf) for template in level}
         for kind in range(len(self.kinds)):
-            having = [one for one in level if one[kind]]
+            having = [template for template in level if template[kind]]
             if not having:
                 continue
-            rests = [_without(one, kind) for one in having]
-            step = np.stack([self._step[rest] for rest in rests])
-            trip = np.stack([self._trip[rest] for rest in rests])
+            later = [_without(template, kind) for template in having]
+            step = np.stack([self._step[state] for state in later])
+            trip = np.stack([self._trip[state] for state in later])
             cost, passed = self._costs_of(kind, behind, step, trip)
-            for one, least in zip(having, np.stack([cost.min(axis=2), passed.min(axis=2)], axis=1), strict=True):
-                np.minimum(best[one][:, :-1], least, out=best[one][:, :-1])
-        for one, (step, trip) in best.items():
-            self._step[one], self._trip[one] = step, trip
+            for template, least in zip(having, np.stack([cost.min(axis=2), passed.min(axis=2)], axis=1), strict=True):
+                np.minimum(best[template][:, :-1], least, out=best[template][:, :-1])
+        for template, (step, trip) in best.items():
+            self._step[template], self._trip[template] = step, trip
 
     def _costs_of(self, kind: int, behind: int, step: Floats, trip: Floats) -> tuple[Floats, Floats]:
-        """[P, L, L + 1]: cost and round trip of a first device of this kind before each of P states behind."""
+        """Return [P, L, L + 1]: cost and round trip of a first device of this kind before each of P later states."""
         num_microbatches, speed = self._run.microbatches, self.kinds[kind].speed
         transfer, sends = self._seconds.transfer, self._seconds.handover
-        one, across = self._both / speed, np.maximum(transfer, sends)
-        # The last stage runs no forward twice, and others may keep the graph of one microbatch (`insert_recompute`).
+        compute, across = self._both / speed, np.maximum(transfer, sends)
+        # The last stage recomputes no forward, and others may keep the graph of one microbatch (`insert_recompute`).
         again = num_microbatches - 1 if self._run.recomputes and behind else 0
-        work = one * num_microbatches + self._forward * (again / speed)
+        work = compute * num_microbatches + self._forward * (again / speed)
         work += num_microbatches * sends + (num_microbatches - 1) * sends[:-1, None]
         limit = in_flight_limits(self._run.schedule, behind + 1, num_microbatches, self._run.k)[0]
         rounds = 1 + (num_microbatches - 1) // limit
@@ -271,5 +276,5 @@ class _Templates:
 
 
 def _without(template: Template, kind: int) -> Template:
-    """Return the template with one device of a kind less."""
+    """Return the template with one device of a kind fewer."""
     return (*template[:kind], template[kind] - 1, *template[kind + 1 :])

@@ -1,7 +1,7 @@
-"""From a profile to the seconds of any stage, and to the step time of many cut lists at once.
+"""Seconds of any stage of a profile, and step times of many cut lists at once.
 
-The planners that weigh time (`throughput`, `joint`) ask here. Step times are those of `schedules.simulate`,
-which stays the one definition; here its play of one schedule is repeated for many cut lists in the same numpy steps.
+The planners that minimise time (`throughput`, `joint`) use it. Step times are those of `schedules.simulate`, which
+stays the only definition; here its simulation of one schedule is repeated for many cut lists in the same numpy steps.
 """
 
 from __future__ import annotations
@@ -41,23 +41,24 @@ _OfCuts = tuple[Floats, Floats, Floats, Floats, Floats]
 
 @dataclass(frozen=True)
 class Link:
-    """What lies between two neighbouring stages: bytes per second (None: no limit) and seconds per message.
+    """Link between two neighbouring stages: bytes per second (None: no limit) and seconds per message.
 
-    One link per ordered pair of stages, as in `schedules.simulate`: messages of one direction go one after the other.
+    There is a link per ordered pair of stages, as in `schedules.simulate`: messages of one direction go one after the
+    other.
 
-    copy_bandwidth: bytes per second at which the sender's rank itself copies what it sends, and cannot compute
-        meanwhile (gloo: into host memory and the socket); `latency_seconds` is then the rank's own time too. None:
-        sending costs the rank nothing.
+    copy_bandwidth: bytes per second at which the sending rank itself copies its message, during which it cannot compute
+        (gloo: into host memory and the socket); it then also spends `latency_seconds`. None: sending costs the rank no
+        time.
 
-    node_devices: devices of each node, for planner `capture`, to which links within and between nodes are alike; None:
-        one node has all.
+    node_devices: devices of each node, for planner `capture`, which treats links within and between nodes alike; None:
+        all devices are on one node.
 
-    Only a simulated step (`planning/simulation`) knows the rest:
+    Only a simulated step (`planning/simulation`) uses the other fields:
 
     shared: both directions between two ranks share one link, on which messages go one after the other.
     host_bandwidth: bytes per second of the copies between a rank and its host tier; None: they take no time.
-    copies_beside: such copies run beside the computation, else they take their rank's time; None: the latter where the
-        profile's device is a CPU.
+    copies_beside: such copies overlap with the computation, else they take their rank's time; None: the latter where
+        the profile's device is a CPU.
     """
 
     bandwidth: float | None = None
@@ -79,16 +80,21 @@ class Link:
 
     @classmethod
     def of_config(cls, config: Config) -> Link:
-        """What a run's config says of it."""
-        said = config.pipeline
-        return cls(said.bandwidth, said.latency, host_bandwidth=said.host_bandwidth, node_devices=said.node_devices)
+        """Return the link of a run's config."""
+        pipeline = config.pipeline
+        return cls(
+            pipeline.bandwidth,
+            pipeline.latency,
+            host_bandwidth=pipeline.host_bandwidth,
+            node_devices=pipeline.node_devices,
+        )
 
     def seconds(self, count: int) -> float:
         """Return the seconds that `count` bytes take."""
         return self.latency_seconds + (0.0 if self.bandwidth is None else count / self.bandwidth)
 
     def handover_seconds(self, count: int) -> float:
-        """Return what sending `count` bytes costs the sending device, which cannot compute meanwhile."""
+        """Return the seconds of the sending device for `count` bytes, during which it cannot compute."""
         return 0.0 if self.copy_bandwidth is None else self.latency_seconds + count / self.copy_bandwidth
 
 
@@ -98,8 +104,8 @@ class LayerSeconds:
 
     forward, backward: [L + 1]; entry k sums layers 0 .. k-1. Recomputation takes as long as the forward.
     inputs: [L + 1]; the part of `backward` that is its input half where it is split (`LayerProfile.input_part`).
-    transfer: [L + 1]; entry k is what the cut before layer k takes in either direction, 0 at both ends of the chain.
-    handover: [L + 1]; the sender's own part of it, during which it cannot compute.
+    transfer: [L + 1]; entry k is the transfer over the cut before layer k in either direction, 0 at both ends.
+    handover: [L + 1]; the sender's part of the transfer, during which it cannot compute.
     """
 
     forward: Floats
@@ -136,10 +142,11 @@ class LayerSeconds:
         return forward, forward + self.backward[None, :] - self.backward[:-1, None]
 
     def of_ways(self, run: RunShape) -> tuple[Floats, Floats, int]:
-        """Return [L, L + 1]: what a stage of layers first .. end-1 adds to a microbatch's way to the loss and back, and
-        what it adds at least to a step of the stages behind it; and how many transfers come to the latter.
+        """Return three values for stages of layers first .. end-1: [L, L + 1] seconds that a stage adds to a
+        microbatch's round trip to the loss; [L, L + 1] seconds that it adds at least to the step of the stages behind
+        it; and the number of transfers that the latter adds.
 
-        Where backwards are split, the way back is that of the input halves, and a stage may end before those behind it.
+        Where backwards are split, the way back consists of input halves, and a stage may end before those behind it.
         """
         forward, both = self.of_ranges()
         if not run.splits_backwards:
@@ -155,30 +162,30 @@ class LayerSeconds:
         ends = np.concatenate([cuts[:, 1:], np.full((len(cuts), 1), self.num_layers)], axis=1)
         scale = 1.0 if speeds is None else np.asarray(speeds, dtype=np.float64)
         sums = (self.forward, self.backward, self.inputs)
-        forward, backward, inputs = ((one[ends] - one[cuts]) / scale for one in sums)
+        forward, backward, inputs = ((running[ends] - running[cuts]) / scale for running in sums)
         return forward, backward, inputs, self.transfer[cuts[:, 1:]], self.handover[cuts[:, 1:]]
 
 
 class StepPlayer:
-    """One step of a schedule, played for many lists of stage seconds at once.
+    """Simulates one step of a schedule for many lists of stage seconds at once.
 
-    The order in which `schedules.simulate` plays a schedule does not depend on the seconds, so it is found once, and
-    each of its steps is one numpy operation on a vector with one entry per cut list.
+    The order in which `schedules.simulate` processes a schedule does not depend on the seconds, so it is computed once,
+    and each of its steps is one numpy operation on a vector with one entry per cut list.
     """
 
     def __init__(self, run: RunShape, stages: int, keeps: bool = False) -> None:
-        """keeps: nothing runs again, also under a schedule that otherwise always recomputes."""
+        """Lower the schedule. keeps: nothing recomputes, even under a schedule that otherwise always does."""
         microbatches = run.microbatches
         graph, again = StageGraph.line(stages, microbatches), [run.recomputes and not keeps] * stages
         actions = schedule_of(run.schedule, graph, again, k=run.k)
         self.stages, self.microbatches = stages, microbatches
-        # No stage reads what the last one makes before it makes it again, so the engine leaves such a forward out.
+        # No stage reads an output of the last stage before it is recomputed, so the engine leaves such a forward out.
         keeping = graph_keeping_forwards(actions)
         left_out = {
             action for action in actions[-1] if action.kind == "F" and (stages - 1, action.microbatch) not in keeping
         }
         self.forwards = [sum(action.kind in "FR" and action not in left_out for action in row) for row in actions]
-        """Per stage, how often it runs the forward of a microbatch, recomputations included."""
+        """For each stage, the number of forwards that it runs, recomputations included."""
         self._order: list[tuple[str, int, int, int]] = []
         numbers: dict[Message, int] = {}
         for rank, instruction in in_turn(lower(actions)):
@@ -194,58 +201,58 @@ class StepPlayer:
     def step_seconds(
         self, forward: Floats, backward: Floats, inputs: Floats, transfer: Floats, handover: Floats
     ) -> Floats:
-        """Return the step seconds [K] of K lists of stage seconds; shapes as `LayerSeconds.of_cuts` gives them.
+        """Return the step seconds [K] of K lists of stage seconds; shapes as in `LayerSeconds.of_cuts`.
 
         O(stages x microbatches) numpy operations on K numbers each.
         """
         count = len(forward)
-        # lists of rows: taking a row out of an array takes longer than most of the operations here
+        # lists of rows, since indexing a row of an array takes longer than most of the operations here
         kinds = {"F": forward, "R": forward, "B": backward, "I": inputs, "W": backward - inputs}
         of_kind = {kind: list(np.ascontiguousarray(part.T)) for kind, part in kinds.items()}
-        cuts, own = list(np.ascontiguousarray(transfer.T)), list(np.ascontiguousarray(handover.T))
+        transfers, handovers = list(np.ascontiguousarray(transfer.T)), list(np.ascontiguousarray(handover.T))
         costs_sender = bool(handover.any())
         clock = list(np.zeros((self.stages, count)))
-        # when the link to the next (0) and the one before (1) is free: what arrived last on it
+        # time at which the link to the next (0) and the previous stage (1) is free: the last arrival on it
         links = [list(np.zeros((self.stages, count))) for _ in range(2)]
         arrival: list[Floats] = [clock[0]] * self._num_messages
         maximum = np.maximum
-        for what, rank, number, peer in self._order:
+        for kind, rank, number, peer in self._order:
             now = clock[rank]
-            if what == "recv":
+            if kind == "recv":
                 maximum(now, arrival[number], out=now)
-            elif what == "send":
+            elif kind == "send":
                 direction, cut = (0, rank) if peer > rank else (1, peer)
                 link = maximum(links[direction][rank], now)
-                link += cuts[cut]
+                link += transfers[cut]
                 if costs_sender:
-                    now += own[cut]
+                    now += handovers[cut]
                     maximum(link, now, out=link)
                 arrival[number] = links[direction][rank] = link
             else:
-                now += of_kind[what][rank]
+                now += of_kind[kind][rank]
         return np.asarray(np.max(clock, axis=0))
 
     def seconds_of_one(self, stages: _OfCuts) -> float:
-        """Return the step seconds of the first of the cut lists that `stages` holds, as `LayerSeconds.of_cuts` gives
-        it: the same as `step_seconds`, several times faster where there is but one.
+        """Return the step seconds of the first cut list of `stages`, a result of `LayerSeconds.of_cuts`: the same as
+        `step_seconds`, but several times faster for a single cut list.
         """
-        forward, backward, inputs, cuts, own = (part[0].tolist() for part in stages)
-        rest = [whole - half for whole, half in zip(backward, inputs, strict=True)]
-        of_kind = {"F": forward, "R": forward, "B": backward, "I": inputs, "W": rest}
+        forward, backward, inputs, transfers, handovers = (part[0].tolist() for part in stages)
+        weights = [total - half for total, half in zip(backward, inputs, strict=True)]
+        of_kind = {"F": forward, "R": forward, "B": backward, "I": inputs, "W": weights}
         clock = [0.0] * self.stages
         links = [[0.0] * self.stages, [0.0] * self.stages]
         arrival = [0.0] * self._num_messages
-        for what, rank, number, peer in self._order:
-            if what == "recv":
+        for kind, rank, number, peer in self._order:
+            if kind == "recv":
                 if arrival[number] > clock[rank]:
                     clock[rank] = arrival[number]
-            elif what == "send":
+            elif kind == "send":
                 direction, cut = (0, rank) if peer > rank else (1, peer)
-                free = max(links[direction][rank], clock[rank]) + cuts[cut]
-                clock[rank] += own[cut]
+                free = max(links[direction][rank], clock[rank]) + transfers[cut]
+                clock[rank] += handovers[cut]
                 arrival[number] = links[direction][rank] = max(free, clock[rank])
             else:
-                clock[rank] += of_kind[what][rank]
+                clock[rank] += of_kind[kind][rank]
         return max(clock)
 
 

@@ -1,10 +1,10 @@
 """The cut list with the smallest step time of those that fit the memory.
 
-Two things are exact here and one is not. A bound below the step time of every cut list that fits comes from dynamic
-programming, and the step time of a given list is the simulator's. Between the two a beam of lists is weighed, and its
-best and the lists of other planners are changed cut by cut. That is a heuristic, unless the beam never had to drop a
-list that the bound allows: then the answer is proven (`Fastest.proven`). The Pareto front of peak against step time is
-the same search again and again under a falling limit of the peak.
+Dynamic programming gives a lower bound of the step time of every cut list that fits, and the simulator gives the step
+time of a list; both are exact. Between the two, a beam search and then local changes of its best list and of other
+planners' lists are heuristics, unless the beam never dropped a list that the bound allows: then the result is proven
+optimal (`Fastest.proven`). The Pareto front of peak against step time repeats this search under a falling limit of the
+peak.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ Floats = NDArray[np.float64]
 Cuts = NDArray[np.intp]
 
 _SAME = 1e-9
-"""Relative difference of two step times that are told apart."""
+"""Relative difference up to which two step times count as equal."""
 
 _NARROW = 64
-"""Width up to which haste is meant: one beam and few changes after it."""
+"""Width up to which the search is a quick one: one beam and few changes after it."""
 
 _HASTY_CHANGES, _CHANGES = 3, 1000
-"""How often the best list is changed, at most."""
+"""Most changes of the best list, in a quick search and otherwise."""
 
 _LONGEST_MOVE = 12
-"""Neighbouring cuts that are moved together, at most."""
+"""Most neighbouring cuts that are moved together."""
 
 
 @dataclass(frozen=True)
 class Fastest:
-    """The best cut list that was found.
+    """The best cut list of a search.
 
     step_seconds: by the simulator. bound_seconds: no cut list that fits takes less. peak_bytes: of its largest stage.
     """
@@ -53,7 +53,7 @@ class Fastest:
 
     @property
     def proven(self) -> bool:
-        """Whether no cut list that fits is faster, to 1e-9 of the step time."""
+        """True where no cut list that fits is faster, to 1e-9 of the step time."""
         return self.step_seconds <= self.bound_seconds * (1 + _SAME)
 
 
@@ -73,11 +73,11 @@ def fastest_cuts(
     capacities: usable bytes of the device of each stage; None means no limit. The bytes of a stage may depend on its
     position (`StageCosts`).
     speeds: of the device of each stage; its seconds are those of the profile divided by it.
-    width: cut lists that the beam keeps; more take longer and leave less to chance. Up to 64 mean haste.
-    extra: of each stage, [L, L + 1]: seconds of its backwards, or input halves, besides those of layers first .. end-1;
-    infinite for ranges that it cannot be.
+    width: cut lists that the beam keeps; more take longer and are more reliable. Up to 64: a quick search.
+    extra: for each stage, [L, L + 1]: seconds of its backwards, or input halves, beyond those of layers first .. end-1;
+    infinite for ranges that cannot be this stage.
 
-    Of lists with equal step times the smallest peak wins, then the smallest list.
+    Ties of the step time are broken by the smaller peak, then by the smaller list.
     """
     search = _CutSearch(costs, seconds, run, devices, capacities, speeds, extra)
     if not np.isfinite(search.step[0][0]):
@@ -99,10 +99,10 @@ def fastest_cuts(
 
 
 def least_step(costs: StageCosts, seconds: LayerSeconds, run: RunShape, work: Sequence[Floats]) -> float:
-    """Seconds below which the step of no cut list is, infinite where none fits; by the search's bound alone.
+    """Return a lower bound of the step seconds of every cut list, infinite where none fits; no cuts are searched.
 
-    work: of each stage, [L, L + 1]: seconds that its device works besides for every microbatch, at any time; infinite
-        where layers first .. end-1 do not fit.
+    work: for each stage, [L, L + 1]: additional seconds for which its device works for every microbatch, at any time;
+        infinite where layers first .. end-1 do not fit.
     """
     search = _CutSearch(costs, seconds, run, len(work), None, None, work, True)
     return float(search.step[0][0])
@@ -118,26 +118,26 @@ def pareto_front(
 ) -> list[Fastest]:
     """Return the points of the front from the smallest peak to the smallest step time; empty if nothing fits.
 
-    No two points have the same peak or step time, and each that follows has a larger peak and a smaller step time.
-    The last is what `fastest_cuts` answers, the first has the smallest peak there is. `bound_seconds` of a point is
-    below the step time of every cut list within its peak.
+    No two points have the same peak or step time, and each point has a larger peak and a smaller step time than the one
+    before. The last point is the result of `fastest_cuts`, the first has the smallest possible peak. `bound_seconds` of
+    a point is a lower bound of the step time of every cut list within its peak.
 
-    Only limits at which the answer may change are tried: the fastest list within a peak P stays the fastest for all
-    limits from its own peak to P, so the next limit is one byte below its peak. As many searches as the front has
-    points, plus one that finds nothing, plus one for each tie.
+    Only limits at which the result may change are tried: the fastest list within a peak P stays the fastest for all
+    limits from its own peak to P, so the next limit is one byte below its peak. It takes as many searches as the front
+    has points, plus one that finds nothing, plus one for each tie.
     """
-    own = [NEVER - 1] * devices if capacities is None else list(capacities)
+    usable = [NEVER - 1] * devices if capacities is None else list(capacities)
     limit = NEVER - 1
-    found: list[Fastest] = []
+    points: list[Fastest] = []
     while True:
-        point = fastest_cuts(costs, seconds, run, devices, [min(limit, most) for most in own], width=width)
+        point = fastest_cuts(costs, seconds, run, devices, [min(limit, most) for most in usable], width=width)
         if point is None:
             break
-        found.append(point)
+        points.append(point)
         limit = point.peak_bytes - 1
     front: list[Fastest] = []
-    for point in reversed(found):  # from the smallest peak
-        # A list that was found within a smaller peak and is no slower makes this one worthless.
+    for point in reversed(points):  # from the smallest peak
+        # A list of a smaller peak that is no slower dominates this one.
         if not front or point.step_seconds < front[-1].step_seconds:
             front.append(point)
     return front
@@ -151,15 +151,15 @@ class _Ranked:
 
 
 class _CutSearch:
-    """One search: the seconds of every stage at every position, the bounds, and what is done with them.
+    """Searches the cuts with the seconds of every stage at every position and their lower bounds.
 
-    step, round_trip, work: per stage s and layer l, what the stages s .. S-1 that hold layers l .. L-1 add at least;
-    inf where none fits. [S + 1] rows of [L + 1]. step: from the begin of stage s to its end, see `_find_bounds`.
-    round_trip: of one microbatch from stage s to the last and back. work: seconds that the busiest of these stages
-    computes.
+    step, round_trip, work: [S + 1] rows of [L + 1], for stage s and layer l: lower bounds of the seconds that the
+    stages s .. S-1 add where they hold layers l .. L-1; inf where none fits. step: from the beginning of stage s to its
+    end, see `_find_bounds`. round_trip: of one microbatch from stage s to the last and back. work: computation of the
+    busiest of these stages.
 
-    paces: of each stage, pairs of round trips and of calls of its own that come one after the other.
-    anywhere: what `extra` says may be done at any time, and what runs again is in it alone.
+    paces: for each stage, pairs (round trips, own calls) that must follow one another.
+    anywhere: the work of `extra` may be done at any time, and includes all recomputation.
     """
 
     def __init__(
@@ -185,14 +185,14 @@ class _CutSearch:
         self._extra = extra
         self._slows = (False, False, True) if anywhere else (True, *[not run.splits_backwards] * 2)
         self._fits = [self._fitting(stage) for stage in range(devices)]
-        # Behind the last stage lies nothing: 0 where all layers are placed.
+        # Behind the last stage: 0 where all layers are placed.
         nothing = np.where(np.arange(self.num_layers + 1) == self.num_layers, 0.0, np.inf)
         self.step: list[Floats] = [nothing] * (devices + 1)
         self.round_trip, self.work = list(self.step), list(self.step)
         self._find_bounds()
 
     def _fitting(self, stage: int) -> NDArray[np.bool_]:
-        """[L, L + 1]: whether layers first .. end-1 may be this stage."""
+        """Return [L, L + 1]: True where layers first .. end-1 may be this stage."""
         num_layers, devices = self.num_layers, self.devices
         first, end = np.arange(num_layers)[:, None], np.arange(num_layers + 1)[None, :]
         fits = (end > first) & (first >= stage) & (num_layers - end >= devices - 1 - stage)
@@ -207,23 +207,24 @@ class _CutSearch:
         return fits
 
     def stage_terms(self, stage: int, first: Cuts | slice) -> tuple[Floats, Floats, Floats, Floats, NDArray[np.bool_]]:
-        """For stages that begin at `first`: [.., L + 1] work of a step, one microbatch there and back with both
-        transfers, the same without transfers, what the stages behind come later for it, and what fits.
+        """Return for stages that begin at `first`, each [.., L + 1]: the work of a step; the round trip of one
+        microbatch with both transfers; the same without transfers; the delay of the stages behind; True where the stage
+        fits.
         """
         sends = self.seconds.handover
         speed = 1.0 if self.speeds is None else self.speeds[stage]
-        one, trip, ahead = self._both[first], self._trip[first], self._ahead[first]
+        compute, trip, ahead = self._both[first], self._trip[first], self._ahead[first]
         call = trip
         if self._extra is not None:
             more = np.where(self._fits[stage][first], self._extra[stage][first], 0.0)
-            one = one + more
+            compute = compute + more
             trip, ahead, call = (
                 part + more * slow for part, slow in zip((trip, ahead, call), self._slows, strict=True)
             )
-        one = one / speed
+        compute = compute / speed
         again = self.player.forwards[stage] - self.num_microbatches if self._slows[0] else 0
-        work = one * self.num_microbatches + self._forward[first] * (again / speed)
-        # What follows the last backward is part of the way back.
+        work = compute * self.num_microbatches + self._forward[first] * (again / speed)
+        # Sending after the last backward is part of the way back.
         work = work + self.num_microbatches * sends
         work += (self.num_microbatches - 1) * sends[:-1][first][..., None]
         across = np.maximum(self.seconds.transfer, sends)
@@ -232,20 +233,22 @@ class _CutSearch:
         return work, trip, call / speed, ahead, self._fits[stage][first]
 
     def least(self, stage: int, work: Floats, trip: Floats, call: Floats) -> Floats:
-        """What the stage's own work, link and limit of microbatches in flight make of the step, from its begin."""
+        """Return a lower bound of the step from the beginning of the stage, by its work, its link and its limit of
+        microbatches in flight.
+        """
         one_trip = trip + self.round_trip[stage + 1]
         by_limit = np.maximum.reduce([trips * one_trip + calls * call for trips, calls in self.paces[stage]])
         by_link = one_trip + (self.num_microbatches - 1) * self.seconds.transfer
         return np.maximum(work, np.maximum(by_limit, by_link))
 
     def _find_bounds(self) -> None:
-        """From the last stage to the first.
+        """Fill `step`, `round_trip` and `work` from the last stage to the first.
 
-        State       (s, l): layers l .. L-1 in the stages s .. S-1, timed from the begin of stage s.
+        State       (s, l): layers l .. L-1 in the stages s .. S-1, timed from the beginning of stage s.
         Transition  (s + 1, m) -> (s, l) with l < m: stage s holds layers l .. m-1, if they fit its device.
-        Cost        the largest of what no schedule can avoid, w being the stage's forward and backward of one
-                    microbatch and t the transfer over the cut behind it:
-                      all its work, recomputations and what sending costs it included;
+        Cost        the largest of these times, which no schedule can avoid; w is the stage's forward and backward of
+                    one microbatch and t the transfer over the cut behind it:
+                      all its work, with recomputation and its own time of sending;
                       w + 2 t + the cost of (s + 1, m), since stage s + 1 cannot begin before the first forward has come
                       over, and its last gradient must come back (where backwards are split, it ends with weight halves:
                       the forward and t);
@@ -270,11 +273,11 @@ class _CutSearch:
                 bound[stage] = np.append(np.where(fits, part, np.inf).min(axis=1), np.inf)
 
     def beam(self, width: int, incumbent: float) -> tuple[Cuts, float]:
-        """Return at most `width` cut lists [K, S], and the bound of the best list that was left out.
+        """Return at most `width` cut lists [K, S], and the bound of the best list that was dropped.
 
-        Stage by stage, the lists begun are kept that promise the smallest step: the larger of their bound and of the
-        estimate round trip + (M - 1) / M x the busiest stage's work, which is the step of a pipeline that never waits.
-        Lists whose bound is not below the incumbent are left out for good reason and not counted.
+        Stage by stage, keep the partial lists with the smallest estimated step: the larger of their bound and of
+        round trip + (M - 1) / M x the busiest stage's work, which is the step of a pipeline that never waits. Lists
+        whose bound is not below the incumbent cannot improve it, and do not count as dropped.
         """
         num_microbatches = self.num_microbatches
         prefix = np.zeros((1, 0), dtype=np.intp)
@@ -283,20 +286,20 @@ class _CutSearch:
         dropped = np.inf
         for stage in range(self.devices):
             work, trip, call, ahead, fits = self.stage_terms(stage, first)
-            own = passed[:, None] + self.least(stage, work, trip, call)
+            stage_bound = passed[:, None] + self.least(stage, work, trip, call)
             gone = passed[:, None] + ahead
-            most = np.maximum(least[:, None], own)
+            most = np.maximum(least[:, None], stage_bound)
             bound = np.maximum(most, gone + self.step[stage + 1])
             busy = np.maximum(busiest[:, None], work)
             period = np.maximum(busy, self.work[stage + 1]) / num_microbatches
-            with np.errstate(invalid="ignore"):  # 0 x inf where nothing fits, which is not looked at
+            with np.errstate(invalid="ignore"):  # 0 x inf where nothing fits, which is not used
                 promise = np.maximum(bound, gone + self.round_trip[stage + 1] + (num_microbatches - 1) * period)
             allowed = fits & (bound < incumbent)
             rows, ends = np.nonzero(allowed & np.isfinite(bound))
             if len(rows) > width:
                 order = np.lexsort((ends, rows, bound[rows, ends], promise[rows, ends]))
-                rest = order[width:]
-                dropped = min(dropped, float(bound[rows[rest], ends[rest]].min()))
+                excluded = order[width:]
+                dropped = min(dropped, float(bound[rows[excluded], ends[excluded]].min()))
                 rows, ends = rows[order[:width]], ends[order[:width]]
             prefix = np.concatenate([prefix[rows], first[rows, None]], axis=1)
             first = ends
@@ -304,25 +307,25 @@ class _CutSearch:
         return prefix, dropped
 
     def step_seconds(self, lists: Cuts) -> Floats:
-        """The simulator's step time of each cut list [K, S]."""
+        """Return the simulator's step time of each cut list [K, S]."""
         forward, backward, inputs, *links = self.seconds.of_cuts(lists, self.speeds)
         if self._extra is None:
             return self.player.step_seconds(forward, backward, inputs, *links)
         ends = np.concatenate([lists[:, 1:], np.full((len(lists), 1), self.num_layers)], axis=1)
-        more = np.stack([own[lists[:, stage], ends[:, stage]] for stage, own in enumerate(self._extra)], axis=1)
+        more = np.stack([extra[lists[:, stage], ends[:, stage]] for stage, extra in enumerate(self._extra)], axis=1)
         more = more if self.speeds is None else more / np.asarray(self.speeds)
         return self.player.step_seconds(forward, backward + more, inputs + more, *links)
 
     def best_of(self, lists: Cuts, best: _Ranked | None = None) -> _Ranked:
-        """The best of the lists and of the one known before."""
+        """Return the best of the lists and of `best`."""
         if len(lists):
             steps = self.step_seconds(lists)
             near = lists[steps <= steps.min() * (1 + _SAME)]
-            found = min((self._ranked(float(steps.min()), cuts) for cuts in near[:64]), key=_order)
-            if best is None or found.step < best.step * (1 - _SAME):
-                best = found
-            elif found.step <= best.step * (1 + _SAME):
-                best = min(found, best, key=_order)
+            candidate = min((self._ranked(float(steps.min()), cuts) for cuts in near[:64]), key=_order)
+            if best is None or candidate.step < best.step * (1 - _SAME):
+                best = candidate
+            elif candidate.step <= best.step * (1 + _SAME):
+                best = min(candidate, best, key=_order)
         assert best is not None
         return best
 
@@ -330,7 +333,7 @@ class _CutSearch:
         return _Ranked(step, max(self.costs.peaks([int(cut) for cut in cuts])), cuts)
 
     def improved(self, best: _Ranked, changes: int) -> _Ranked:
-        """Move runs of neighbouring cuts by one or two layers as long as that makes the step shorter."""
+        """Move runs of neighbouring cuts by one or two layers as long as that shortens the step."""
         for _ in range(changes):
             lists = self._neighbours(best.cuts)
             better = self.best_of(lists, best)
@@ -340,9 +343,10 @@ class _CutSearch:
         return best
 
     def best_from_planners(self, best: _Ranked) -> _Ranked:
-        """The best of the list known before and of what the lists of two planners become, changed cut by cut.
+        """Return the best of `best` and of the improved lists of two planners.
 
-        One has the smallest peak, one equally many layers in each stage. A list that does not fit is left out.
+        These are the list of the smallest peak and the list of equally many layers in each stage. A list that does not
+        fit is left out.
         """
         for cuts in (exact_cuts(self.costs, self.devices, self.capacities), varuna_cuts(self.costs, self.devices)):
             places = enumerate(zip(cuts, [*cuts[1:], self.num_layers], strict=True))
@@ -352,7 +356,7 @@ class _CutSearch:
         return best
 
     def _neighbours(self, cuts: Cuts) -> Cuts:
-        """Every list with cuts i .. j moved by -2, -1, 1 or 2 layers that fits."""
+        """Return every list that fits and has cuts i .. j moved by -2, -1, 1 or 2 layers."""
         stages = self.devices
         moves = [
             (begin, end, by)
@@ -375,13 +379,15 @@ class _CutSearch:
 
 
 def _paces(schedule: str, count: int, limit: int) -> list[tuple[int, int]]:
-    """What the limit of microbatches in flight makes of a step of so many, see `_CutSearch._find_bounds`."""
-    found = [(1 + (count - 1) // limit, 0)]
+    """Return lower bounds of a step of `count` microbatches from the limit of microbatches in flight, as pairs
+    (round trips, own calls); see `_CutSearch._find_bounds`.
+    """
+    paces = [(1 + (count - 1) // limit, 0)]
     if schedule == "gpipe":
-        found.append((1, count - 1))
+        paces.append((1, count - 1))
     elif limit < count:
-        found.append((2, count - limit - 1))
-    return found
+        paces.append((2, count - limit - 1))
+    return paces
 
 
 def _order(ranked: _Ranked) -> tuple[int, list[int]]:

@@ -1,6 +1,6 @@
-"""Varuna's own split: the same number of cut points for every stage, the last stage takes the rest.
+"""Varuna's own split: the same number of cut points for every stage; the last stage takes the remaining layers.
 
-What Microsoft Varuna does without a profile, and the baseline of the paper's Fig. 8 to 10. Looks at no cost.
+Microsoft Varuna splits so without a profile. It is the baseline of the paper's Fig. 8 to 10, and considers no costs.
 """
 
 from __future__ import annotations

@@ -1,20 +1,21 @@
-"""vPipe's planner: layers move between neighbouring stages as long as the slowest stage, memory treated, gets faster.
+"""vPipe's planner: moves layers between neighbouring stages as long as the slowest stage, memory treated, gets faster.
 
 Zhao et al., "vPipe: A Virtualized Acceleration System for Achieving Efficient and Scalable Pipeline Parallel DNN
 Training", TPDS 33(3), 2022. It searches cuts and memory management together: an iterative algorithm in the manner of
 Kernighan and Lin moves layers, and swaps and recomputes in every stage. DawnPiper (Sec. 2, 5) compares with it and says
-that it balances seconds, heeds communication, and treats memory more coarsely than by operators.
+that it balances seconds, considers communication, and treats memory more coarsely than by operators.
 
-We have not the text of its algorithm, and the published program (hku-systems/vpipe at 42ade99) has no search. It
-has searched plans: the number of layers of each stage and the share of them that run again, which are the last ones
-of the stage, as one checkpoint. What we do follows these; the rest is our reading:
+The text of its algorithm was not available, and the published program (hku-systems/vpipe at 42ade99) has no search. It
+has plans of a search: the number of layers of each stage and the share of them that recompute, which are the last
+layers of the stage, as one checkpoint. This planner follows these plans; all else is an interpretation:
 
-- The first cuts share the seconds of the layers evenly.
-- A stage that does not fit swaps layers while their copies overlap, in the order of `capuchin`; then its last
-  layers run again, as one interval and as few as make it fit. Layers of this interval are not swapped.
-- A pass moves one layer at a time over the border of two stages, whichever makes the best plan, also where it is worse
-  than the one before; a layer moves once in a pass. The best plan of the pass begins the next, until none is better.
-- A plan is better that lacks fewer bytes, then one whose slowest stage or transfer takes less.
+- The first cuts divide the seconds of the layers evenly.
+- A stage that does not fit swaps layers while their copies overlap, in the order of `capuchin`; then its last layers
+  recompute, as one interval and as few as make it fit. Layers of this interval are not swapped.
+- A pass moves one layer at a time over the border of two stages. It takes the move to the best plan, even where this is
+  worse than the plan before; a layer moves once in a pass. The best plan of a pass begins the next pass, until no plan
+  is better.
+- A plan is better if it lacks fewer bytes; ties are broken by the time of the slowest stage or transfer.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ __all__ = ["tail_treated_stage", "vpipe_stages"]
 
 
 class _Split(NamedTuple):
-    """Cuts and their stages; lack: of the stage that lacks most, seconds: of the slowest stage or transfer."""
+    """Cuts and their stages. lack: the largest of a stage. seconds: of the slowest stage or transfer."""
 
     lack: int
     seconds: float
@@ -40,42 +41,43 @@ class _Split(NamedTuple):
 
 
 def vpipe_stages(chain: Layerwise) -> list[StageChoice]:
-    """Return the stages in order; where nothing fits on the way, those that lack least."""
+    """Return the stages in order; where no plan of the search fits, the stages that lack least."""
     stage_of = functools.cache(functools.partial(tail_treated_stage, chain))
 
     def split_at(cuts: tuple[int, ...]) -> _Split:
         bounds = [*cuts, chain.num_layers]
         stages = tuple(stage_of(stage, *bounds[stage : stage + 2]) for stage in range(chain.stages))
-        slowest = max(one.seconds for one in stages)
+        slowest = max(stage.seconds for stage in stages)
         slowest = max([slowest, *(chain.transfer[cut] for cut in cuts[1:])])
-        return _Split(max(one.lack for one in stages), slowest, cuts, stages)
+        return _Split(max(stage.lack for stage in stages), slowest, cuts, stages)
 
     best = split_at(_first_cuts(chain))
     while True:
-        found = best
-        here, moved = best, set[int]()
+        best_of_pass = best
+        current, moved = best, set[int]()
         while True:
-            moves = [(cuts, layer) for cuts, layer in _moves(here.cuts, chain.num_layers) if layer not in moved]
+            moves = [(cuts, layer) for cuts, layer in _moves(current.cuts, chain.num_layers) if layer not in moved]
             if not moves:
                 break
-            here, layer = min(((split_at(cuts), layer) for cuts, layer in moves), key=lambda one: one[0][:3])
+            current, layer = min(((split_at(cuts), layer) for cuts, layer in moves), key=lambda move: move[0][:3])
             moved.add(layer)
-            found = min(found, here, key=lambda one: one[:2])
-        if found[:2] >= best[:2]:
+            best_of_pass = min(best_of_pass, current, key=lambda split: split[:2])
+        if best_of_pass[:2] >= best[:2]:
             return list(best.stages)
-        best = found
+        best = best_of_pass
 
 
 def tail_treated_stage(chain: Layerwise, stage: int, first: int, end: int) -> StageChoice:
-    """Layers first .. end-1 as stage `stage`: as few swaps, then as few of the last layers run again, as make it fit.
+    """Return layers first .. end-1 as stage `stage`, with the fewest swaps that make it fit, then with the fewest of
+    its last layers recomputed.
 
-    Where the whole stage run again does not fit, nothing is taken to.
+    Where recomputing the whole stage does not fit either, see `Layerwise.fewest`.
     """
     return chain.fewest(stage, first, end, lambda: _choices(chain, stage, first, end))
 
 
 def _first_cuts(chain: Layerwise) -> tuple[int, ...]:
-    """Cuts that share the seconds evenly."""
+    """Return the cuts that divide the seconds evenly."""
     last = chain.stages - 1
     behind = (compute_balanced(chain, 0, chain.num_layers, (0, stage, last)) for stage in range(last))
     cuts = [0]
@@ -85,26 +87,26 @@ def _first_cuts(chain: Layerwise) -> tuple[int, ...]:
 
 
 def _moves(cuts: tuple[int, ...], num_layers: int) -> list[tuple[tuple[int, ...], int]]:
-    """Every cut list that differs by one layer, and this layer."""
-    bounds, found = [*cuts, num_layers], []
+    """Return every cut list that differs by one moved layer, and this layer."""
+    bounds, moves = [*cuts, num_layers], []
     for number in range(1, len(cuts)):
         before, cut, after = bounds[number - 1 : number + 2]
         for moved, layer in ((cut - 1, cut - 1), (cut + 1, cut)):
             if before < moved < after:
-                found.append(((*cuts[:number], moved, *cuts[number + 1 :]), layer))
-    return found
+                moves.append(((*cuts[:number], moved, *cuts[number + 1 :]), layer))
+    return moves
 
 
 def _choices(chain: Layerwise, stage: int, first: int, end: int) -> list[Choice]:
-    """One more swap at a time, then one more of the last layers that run again."""
+    """Return choices with one more swap at a time, then with one more of the last layers recomputed."""
     swapped = overlapped_swaps(chain, stage, first, end)
-    found: list[Choice] = [(_offloaded(swapped[: count + 1]), 0.0) for count in range(len(swapped))]
+    choices: list[Choice] = [(_offloaded(swapped[: count + 1]), 0.0) for count in range(len(swapped))]
     cost = 0.0
     for begin in range(end - 1, first - 1, -1):
         cost += chain.forward[begin]
         before = _offloaded([layer for layer in swapped if layer < begin])
-        found.append(((*before, MemoryInterval(begin, end, "recompute")), cost))
-    return found
+        choices.append(((*before, MemoryInterval(begin, end, "recompute")), cost))
+    return choices
 
 
 def _offloaded(layers: list[int]) -> tuple[MemoryInterval, ...]:

@@ -44,13 +44,13 @@ def budget_front(
     first = find(capacity)
     if first.fits is False:
         return []
-    found, largest, least = [first], needed(first), needed(find(1))
+    plans, largest, least = [first], needed(first), needed(find(1))
     for number in range(1, points):
         limit = round(largest * (min(least, largest) / largest) ** (number / (points - 1)))
-        if limit < needed(found[-1]) and (plan := find(limit)).fits:
-            found.append(plan)
+        if limit < needed(plans[-1]) and (plan := find(limit)).fits:
+            plans.append(plan)
     front: list[BudgetPoint] = []
-    for plan in sorted(found, key=needed):
+    for plan in sorted(plans, key=needed):
         assert plan.step_seconds is not None, "a planner that treats layers needs the profile's seconds"
         if not front or plan.step_seconds < front[-1].step_seconds:
             front.append(BudgetPoint(needed(plan), plan.step_seconds, plan))

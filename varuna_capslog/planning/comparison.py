@@ -27,7 +27,7 @@ from varuna_capslog.plans.plan import Plan
 
 @dataclass(frozen=True)
 class Row:
-    """One planner's answer.
+    """Answer of a planner.
 
     plan: None where the planner has none.
     peak_bytes, margin_bytes: of the largest stage, and the least that a stage leaves of its device (below 0: does not
@@ -52,10 +52,12 @@ class Row:
     reason: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """For programs; the plan as its cut list and whether it fits."""
-        value = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "plan"}
+        """Return the row for programs; of the plan its cut list, whether it fits, and its stage bytes."""
+        record = {
+            column.name: getattr(self, column.name) for column in dataclasses.fields(self) if column.name != "plan"
+        }
         plan = {} if self.plan is None else self.plan.to_json()
-        return value | {name: plan.get(name) for name in ("cuts", "fits", "stage_bytes")}
+        return record | {name: plan.get(name) for name in ("cuts", "fits", "stage_bytes")}
 
 
 def compare(
@@ -63,8 +65,8 @@ def compare(
     names: Sequence[str] | None = None,
     progress: Callable[[int, int, str], None] = lambda done, total, name: None,
 ) -> list[Row]:
-    """Asks every planner, or those of `names`, in that order. One that searches long has a row without a plan where
-    `names` is None.
+    """Ask every planner, or those of `names`, in that order. A planner that searches long has a row without a plan
+    where `names` is None.
 
     Args:
         progress: called with (planners done, all planners, the one that is asked now) before each planner.
@@ -80,9 +82,9 @@ def compare(
         name: Row(name, reason=f"not asked, since it searches for up to a minute; --planners {name} asks it")
         for name in left_out
     }
-    asked = [name for name in chosen if name not in left_out]
-    for number, name in enumerate(asked):
-        progress(number, len(asked), name)
+    planners = [name for name in chosen if name not in left_out]
+    for number, name in enumerate(planners):
+        progress(number, len(planners), name)
         rows[name] = _row(problem, name)
     return [rows[name] for name in chosen]
 

@@ -32,7 +32,7 @@ __all__ = ["cut_plan", "going_round"]
 _SEARCH_LONG = ("mcap-bf", "mcap-bo", "throughput")
 """Planners that are not asked again for the number of devices that would do."""
 _MORE_DEVICES = 8
-"""Than `exact` needs, at most, for which a planner is asked."""
+"""A planner is asked for at most so many more devices than `exact` needs."""
 
 
 def cut_plan(problem: Problem, planner: str) -> Plan:
@@ -70,8 +70,8 @@ def cut_plan(problem: Problem, planner: str) -> Plan:
         verdict = judge(stage_bytes, capacities, Headroom.of(profile))
         fits = verdict is None or verdict.fits
         if verdict is not None and not fits:
-            asked = "exact" if problem.cuts is not None else planner
-            enough, way = _enough_devices(problem, asked, memory, costs, run)
+            cut_planner = "exact" if problem.cuts is not None else planner
+            enough, way = _enough_devices(problem, cut_planner, memory, costs, run)
             shortfall, notes = verdict.shortfall(enough), [verdict.sentence(enough, way=way)]
     alike = capacities is None or len(set(capacities)) == 1
     return Plan.of_cuts(
@@ -131,14 +131,14 @@ def going_round(problem: Problem, planner: str) -> Plan:
 def _enough_devices(
     problem: Problem, planner: str, memory: str, costs: StageCosts, run: RunShape
 ) -> tuple[int | None, str | None]:
-    """How few devices of the smallest capacity would do, and with which planner: the one that was asked, unless it
-    searches long or needs many more than `exact`. None where no cut list fits.
+    """Return the smallest number of devices of the smallest capacity that would do, and the planner for it: the one
+    asked, unless it searches long or needs many more than `exact`. (None, None) where no cut list fits.
     """
     profile, usable = problem.profile, min(problem.usable or [0])
     least = fewest_devices(costs, usable)
     if least is None:
         return None, None
-    for name in [one for one in dict.fromkeys((planner, "exact")) if one not in _SEARCH_LONG]:
+    for name in [name for name in dict.fromkeys((planner, "exact")) if name not in _SEARCH_LONG]:
         for count in range(least, min(profile.num_layers, least + _MORE_DEVICES) + 1):
             cuts = find_cuts(name, profile, costs, run, count, [usable] * count, problem.link)
             if max(_stage_bytes(profile, memory, costs, run, cuts)) <= usable:
@@ -165,7 +165,7 @@ def _stage_seconds(profile: Profile, cuts: Sequence[int]) -> tuple[float, ...] |
 
 
 def _gaps(profile: Profile, memory: str, run: RunShape) -> list[str]:
-    """Why the memory model has no numbers for this run; empty if it has."""
+    """Reasons why the memory model has no numbers for this run; empty if it has."""
     gaps = []
     if (gap := MEMORY_MODELS[memory].gap(run)) is not None:
         gaps.append(f"fits and peak_bytes are unknown: {gap}")

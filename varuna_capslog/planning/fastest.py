@@ -38,12 +38,12 @@ from varuna_capslog.schedules import RunShape
 __all__ = ["SCHEDULES_TRIED", "PlanOf", "fastest_plan", "schedule_bound"]
 
 SCHEDULES_TRIED = ("1f1b", "zb-h1", "varuna", "gpipe")
-"""What the search chooses from where a run leaves it open."""
+"""Schedules that the search chooses from where a run leaves its schedule open."""
 _FIRST_LONGEST = 1.75
 """Calls longer than this times those of equal stages are left out at first."""
 
 _Key = tuple[str, tuple[tuple[int, Intervals, int | None], ...]]
-"""What two plans of one chain differ in."""
+"""A plan of a chain: its schedule, and of each stage the first layer, the intervals and the limit in flight."""
 PlanOf = Callable[[Sequence[StageChoice], RunShape], Plan]
 """Stages and a run -> their plan, not judged."""
 
@@ -77,8 +77,8 @@ def fastest_plan(problem: Problem, chain: Layerwise, plan_of: PlanOf, schedules:
 
 
 def schedule_bound(profile: Profile, chain: Layerwise, schedule: str) -> float:
-    """No step of any plan under this schedule is shorter, whatever the memory and the devices' speeds; infinite where
-    the profile does not tell the halves of split backwards, which the schedule has.
+    """Lower bound in seconds of the step of any plan under this schedule, whatever the memory and the devices' speeds;
+    infinite where the profile does not tell the halves of split backwards, which the schedule has.
     """
     assert chain.question is not None, "made by Layerwise.of_profile"
     if dataclasses.replace(chain.question.run, schedule=schedule).splits_backwards:
@@ -116,9 +116,9 @@ class _Weighed:
 
 
 class _Candidates:
-    """One search; the best plan so far.
+    """Search for the fastest plan, with the best plan so far.
 
-    bound: seconds below which no plan of the search space is, without the update. chains: by schedule.
+    bound: lower bound in seconds of all plans of the search space, without the update. chains: by schedule.
     """
 
     def __init__(self, problem: Problem, chain: Layerwise, plan_of: PlanOf, schedules: Sequence[str]) -> None:
@@ -133,34 +133,34 @@ class _Candidates:
         self.end = problem.search_seconds and time.perf_counter() + problem.search_seconds
         self.best: _Weighed | None = None
         self._asked: _Weighed | None = None
-        """The best of those under a schedule that is asked for."""
+        """The best plan of the schedules that are asked for."""
         self.bound = 0.0
         self._update = _least_update(profile, chain.stages)
         self._seen: dict[_Key, bool] = {}
-        """Whether a plan fits."""
+        """Plan -> True if it fits."""
         self._played: dict[_Key, Plan] = {}
-        """Plans with their steps, of which it is not known whether they fit."""
+        """Plans that were played but not yet judged."""
         self._fastest: dict[str, _Weighed] = {}
-        """By schedule, of the plans that fit."""
+        """Schedule -> the fastest plan that fits."""
         self._searches: list[BudgetSearch] = []
         self._ranges: Known = {self.run.recomputes: chain.question.ranges}
         self._bounds: dict[str, float] = {}
-        """By schedule, seconds below which no plan is, without the update."""
+        """Schedule -> lower bound in seconds of its plans, without the update."""
         self._kept: dict[str, float] = {}
         """The bounds of schedules under which stages that keep everything fit and are as fast as these bounds."""
 
     @property
     def is_over(self) -> bool:
-        """Whether the time of the search is up."""
+        """True once the time of the search is up."""
         return self.end is not None and time.perf_counter() >= self.end
 
     @property
     def fits(self) -> bool:
-        """Whether a plan that fits is known."""
+        """True once a plan that fits is known."""
         return self.best is not None and not self.best.lack
 
     def weigh(self, stages: Sequence[StageChoice], schedule: str) -> bool:
-        """Fold and play a plan, and keep it where it is the best; whether it fits."""
+        """Fold and play a plan, and keep it where it is the best. Return True if it fits."""
         key = _key(stages, schedule)
         if key not in self._seen:
             run = dataclasses.replace(self.run, schedule=schedule)
@@ -171,39 +171,39 @@ class _Candidates:
                 return False
             lack = verdict.shortfall.bytes if verdict.shortfall is not None else int(verdict.fits is False)
             self._seen[key] = not lack
-            asked = self.best if schedule not in self.schedules else self._asked
-            if lack and self.best is not None and asked is not None and lack > max(self.best.lack, asked.lack):
+            incumbent = self.best if schedule not in self.schedules else self._asked
+            if lack and self.best is not None and incumbent is not None and lack > max(self.best.lack, incumbent.lack):
                 return False
             played = self._played.pop(key, None) or with_step_seconds(self.profile, plan, run, self.link)
             self._keep(lack, verdict.peak_bytes or 0, played, stages, schedule)
         return self._seen[key]
 
     def _keep(self, lack: int, peak: int, played: Plan, stages: Sequence[StageChoice], schedule: str) -> None:
-        """Where a plan is the best, of all, of those under a schedule that is asked for, or of those of its schedule
+        """Keep a plan where it is the best of all, of the schedules that are asked for, or of those of its schedule
         that fit.
         """
         assert played.step_seconds is not None, "the profile has seconds"
-        one = _Weighed(lack, played.step_seconds, peak, played, tuple(stages))
-        if self.best is None or _better(one, self.best):
-            self.best = one
-        if schedule in self.schedules and (self._asked is None or _better(one, self._asked)):
-            self._asked = one
-        if not lack and (schedule not in self._fastest or _better(one, self._fastest[schedule])):
-            self._fastest[schedule] = one
+        candidate = _Weighed(lack, played.step_seconds, peak, played, tuple(stages))
+        if self.best is None or _better(candidate, self.best):
+            self.best = candidate
+        if schedule in self.schedules and (self._asked is None or _better(candidate, self._asked)):
+            self._asked = candidate
+        if not lack and (schedule not in self._fastest or _better(candidate, self._fastest[schedule])):
+            self._fastest[schedule] = candidate
 
     def weigh_for_shorter(self, stages: Sequence[StageChoice], schedule: str) -> float:
-        """The step of a plan, infinite where it does not fit or is longer than the shortest of its schedule that does.
+        """Return the step of a plan; infinite where it does not fit, or a plan of its schedule that fits is faster.
 
         A play takes a third of the time of a fold, and most plans near a good one are longer.
         """
-        key, known = _key(stages, schedule), self._fastest.get(schedule)
-        if known is not None and key not in self._seen:
+        key, fastest = _key(stages, schedule), self._fastest.get(schedule)
+        if fastest is not None and key not in self._seen:
             if key not in self._played:
                 run = dataclasses.replace(self.run, schedule=schedule)
                 self._played[key] = with_step_seconds(self.profile, self.plan_of(stages, run), run, self.link)
             step = self._played[key].step_seconds
             assert step is not None, "the profile has seconds"
-            if step > known.step * (1 + SAME):
+            if step > fastest.step * (1 + SAME):
                 return np.inf
         return self._fastest[schedule].step if self.weigh(stages, schedule) else np.inf
 
@@ -211,7 +211,7 @@ class _Candidates:
         return _costs_of(self.profile, self.run, schedule, recompute)
 
     def weigh_cuts(self) -> None:
-        """The cuts of planners that treat all stages alike."""
+        """Weigh the cuts of planners that treat all stages alike."""
         usable = None if min(self.chain.usable) >= NEVER - 1 else self.chain.usable
         for name in [name for name in self.chains if name not in self._kept]:
             run = dataclasses.replace(self.run, schedule=name)
@@ -229,18 +229,18 @@ class _Candidates:
                         break
 
     def weigh_kept(self) -> bool:
-        """The fastest cuts of stages that keep everything, whatever the memory, under every schedule; whether all of
-        them fit, so that no interval can make the step shorter.
+        """Weigh the fastest cuts of stages that keep everything, whatever the memory, under every schedule. Return
+        True if all of them fit, so that no interval can make the step shorter.
         """
         costs, fit, bounds = self._costs("1f1b", False), [], []
         if costs is None:
             return False
-        for name, own in list(self.chains.items()):
-            cuts = kept_cuts(own, costs)
+        for name, chain in list(self.chains.items()):
+            cuts = kept_cuts(chain, costs)
             fits = self.weigh(self._alike(cuts, None), name)
             if name in self.chains:
                 fit.append(fits)
-                bounds.append(kept_bound(own, costs))
+                bounds.append(kept_bound(chain, costs))
                 self._bounds[name] = bounds[-1]
                 if fits and self._fastest[name].step <= (bounds[-1] + self._update) * (1 + SAME):
                     self._kept[name] = bounds[-1]
@@ -248,33 +248,33 @@ class _Candidates:
         return all(fit)
 
     def weigh_intervals(self) -> None:
-        """The cuts and intervals of the planner's own search.
+        """Weigh the cuts and intervals of the planner's own search.
 
-        A plan that is found limits how long a call of a better plan may be; a plan without longer calls that fits has
-        to be found first where there is none.
+        The best plan so far limits how long a call of a better plan may be. Where none fits yet, the search begins with
+        plans without long calls.
         """
         if self.is_over:
             return
         calls, longest = self.run.microbatches, np.inf
         if self.chain.num_layers > EXACT_LAYERS:
-            whole = float(self.seconds.forward[-1] + self.seconds.backward[-1])
-            longest = _FIRST_LONGEST * whole / self.chain.stages
+            total = float(self.seconds.forward[-1] + self.seconds.backward[-1])
+            longest = _FIRST_LONGEST * total / self.chain.stages
             longest = min(longest, self.best.step / calls) if self.best is not None and self.fits else longest
         self._search(BudgetSearch(self.chain, longest))
-        # what was left out may be better than what was found
+        # the plans left out may be better than those found
         if longest < np.inf and not self.is_over and (not self.fits or self.bound >= longest * calls * (1 - SAME)):
             again = self.best.step / calls if self.best is not None and self.fits else np.inf
             if again > longest:
                 self._search(BudgetSearch(self.chain, again))
 
     def weigh_nearby(self) -> None:
-        """Plans near the best one of every schedule under which any could be shorter than the best of all."""
+        """Weigh plans near the best one of every schedule under which one could be faster than the best of all."""
         most = weighings(self.chain)
-        for number, one in enumerate(sorted(self._fastest.values(), key=lambda one: one.step)):
+        for number, candidate in enumerate(sorted(self._fastest.values(), key=lambda candidate: candidate.step)):
             assert self.best is not None, "one fits"
             if self.is_over or self.best.step <= (self.bound + self._update) * (1 + SAME):
                 return
-            name = one.plan.schedule
+            name = candidate.plan.schedule
             assert name is not None, "every plan has one"
             if name in self._kept or self._bounds.get(name, 0.0) + self._update >= self.best.step:
                 continue
@@ -282,16 +282,16 @@ class _Candidates:
             def weigh(stages: Sequence[StageChoice], name: str = name) -> float:
                 return np.inf if self.is_over else self.weigh_for_shorter(stages, name)
 
-            own = self.chains[name]
+            chain = self.chains[name]
             try:
-                improved(own, one.stages, one.step, weigh, self._cheapest(own), most // (number + 1))
+                improved(chain, candidate.stages, candidate.step, weigh, self._cheapest(chain), most // (number + 1))
             except CapslogError:
                 if len(self.chains) == 1:
                     raise
                 # the profile does not tell the halves of split backwards, which other plans of this schedule have
 
     def weigh_wider(self, all_fit: bool) -> None:
-        """Limits in flight of their own, and several stages on each device, where such schedules are asked for.
+        """Weigh stages with their own limits in flight, and several per device, if their schedules are asked for.
 
         all_fit: stages that keep everything fit under every schedule.
         """
@@ -312,44 +312,44 @@ class _Candidates:
             self.weigh(stages, LOOPED)
 
     def _weigh_limited(self) -> None:
-        own = self.chains["1f1b"] if "1f1b" in self.chains else self.chain.under("1f1b")
+        chain = self.chains["1f1b"] if "1f1b" in self.chains else self.chain.under("1f1b")
         base = self._fastest.get("1f1b") or self.best
         assert base is not None, "some plan was weighed"
-        cheapest = self._cheapest(own)
-        for number, stages in enumerate(limited(self.profile, own, base.stages, self.plan_of, cheapest, self.link)):
+        cheapest = self._cheapest(chain)
+        for number, stages in enumerate(limited(self.profile, chain, base.stages, self.plan_of, cheapest, self.link)):
             fits = self.weigh(stages, STARRED)
             if (fits and number) or self.is_over:
                 return
 
     def _cheapest(self, chain: Layerwise) -> Cheapest:
-        """By the searches so far, the latest first; chain: under a schedule."""
+        """Return the cheapest intervals by the searches so far, the latest first; chain: under a schedule."""
 
         def cheapest(stage: int, first: int, end: int, size: float, in_flight: int | None = None) -> Intervals | None:
-            found = (one.cheapest(chain, stage, first, end, size, in_flight) for one in reversed(self._searches))
-            return next((one for one in found if one is not None), None)
+            lists = (search.cheapest(chain, stage, first, end, size, in_flight) for search in reversed(self._searches))
+            return next((intervals for intervals in lists if intervals is not None), None)
 
         return cheapest
 
     def _search(self, search: BudgetSearch) -> None:
-        """Search under every schedule, and weigh what is found under all others as well."""
+        """Search under every schedule, and weigh each plan found under all other schedules as well."""
         self._searches.append(search)
         bounds = []
-        for name, own in list(self.chains.items()):
+        for name, chain in list(self.chains.items()):
             if name in self._kept:
                 bounds.append(self._kept[name])
                 continue
             try:
-                found = search.stages(own)
-                bounds.append(search.bound_seconds(own))
+                solution = search.stages(chain)
+                bounds.append(search.bound_seconds(chain))
                 self._bounds[name] = max(bounds[-1], self._bounds.get(name, 0.0))
             except CapslogError:
                 if len(self.chains) == 1:
                     raise
                 del self.chains[name]  # the profile does not tell the halves of split backwards
                 continue
-            for other in list(self.chains) if found is not None else ():
-                for stages in (found or (), [self._whole(one) for one in found or ()]):
-                    self.weigh_for_shorter(stages, other)
+            for schedule in list(self.chains) if solution is not None else ():
+                for stages in (solution or (), [self._whole(stage) for stage in solution or ()]):
+                    self.weigh_for_shorter(stages, schedule)
             if self.is_over:
                 break
         if len(bounds) == len(self.chains):
@@ -392,27 +392,27 @@ class _Candidates:
             for first, end in pairwise((*cuts, self.chain.num_layers))
         ]
 
-    def _whole(self, one: StageChoice) -> StageChoice:
+    def _whole(self, stage: StageChoice) -> StageChoice:
         """The stage as one interval that runs again, where some of it does: that may happen ahead of the backward."""
-        if not any(part.recomputes for part in one.intervals):
-            return one
-        return self.chain.choice(one.first, one.end, (MemoryInterval(one.first, one.end, "recompute"),))
+        if not any(part.recomputes for part in stage.intervals):
+            return stage
+        return self.chain.choice(stage.first, stage.end, (MemoryInterval(stage.first, stage.end, "recompute"),))
 
 
 def _key(stages: Sequence[StageChoice], schedule: str) -> _Key:
-    return schedule, tuple((one.first, one.intervals, one.in_flight) for one in stages)
+    return schedule, tuple((stage.first, stage.intervals, stage.in_flight) for stage in stages)
 
 
-def _better(one: _Weighed, other: _Weighed) -> bool:
-    if one.lack or other.lack:
-        return one.rank < other.rank
-    if abs(one.step - other.step) <= SAME * other.step:
-        return one.peak < other.peak
-    return one.step < other.step
+def _better(candidate: _Weighed, incumbent: _Weighed) -> bool:
+    if candidate.lack or incumbent.lack:
+        return candidate.rank < incumbent.rank
+    if abs(candidate.step - incumbent.step) <= SAME * incumbent.step:
+        return candidate.peak < incumbent.peak
+    return candidate.step < incumbent.step
 
 
 def _least_update(profile: Profile, stages: int) -> float:
-    """Seconds below which the slowest rank's update is not, if the profile knows them."""
+    """Lower bound in seconds of the slowest rank's update; 0 where the profile does not know it."""
     rate, weights = profile.conditions.get(UPDATE_RATE), [layer.parameter_bytes for layer in profile.layers]
     if not isinstance(rate, (int, float)) or None in weights:
         return 0.0

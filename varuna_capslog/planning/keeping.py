@@ -1,4 +1,4 @@
-"""What becomes of the layers of each stage under a plan, and what that costs against keeping everything.
+"""Memory treatment of each stage's layers under a plan, and its cost in seconds against keeping everything.
 
 `capslog plan` prints it. Both steps are played by `simulation`: the plan's own, and that of the same stages under the
 same schedule which keep all that they save, whether or not that fits a device. Nothing is judged here.
@@ -23,11 +23,12 @@ __all__ = ["AgainstKeeping", "StageTreatment", "against_keeping", "treatments"]
 
 @dataclass(frozen=True)
 class StageTreatment:
-    """The layers of a stage as ranges (first, end), by what becomes of them between their forward and their backward.
+    """The layers of a stage as ranges (first, end), by their memory treatment between forward and backward.
 
-    offloaded: what they saved goes to the host tier. inputs_offloaded: those of `recomputed` whose inputs go there.
-    moments_away: the optimizer's moments of these wait there between the updates. moments_elsewhere: those of these are
-        another replica's.
+    offloaded: layers whose saved activations go to the host tier. inputs_offloaded: layers of `recomputed` whose inputs
+        go there.
+    moments_away: layers whose optimizer moments wait there between the updates. moments_elsewhere: layers whose moments
+        another replica keeps.
     """
 
     kept: tuple[tuple[int, int], ...]
@@ -40,11 +41,11 @@ class StageTreatment:
 
 @dataclass(frozen=True)
 class AgainstKeeping:
-    """One step of a plan beside the step that keeps everything.
+    """Step of a plan beside the step that keeps everything.
 
-    step, keeping: as they are played. stage_seconds: per stage, by how much it works longer in a step; copies that run
-    beside the computation are no work. moved_bytes: per rank, what goes to its host tier in a step, and as much comes
-    back; None where it cannot be folded.
+    step, keeping: as they are played. stage_seconds: seconds by which each stage works longer in a step; copies that
+    run beside the computation are no work. moved_bytes: bytes that each rank sends to its host tier in a step, and gets
+    back; None where they cannot be folded.
     """
 
     step: Simulation
@@ -54,28 +55,30 @@ class AgainstKeeping:
 
     @property
     def seconds(self) -> float:
-        """By how much the whole step is longer."""
+        """Seconds by which the whole step is longer."""
         return _difference(self.step.step_seconds, self.keeping.step_seconds)
 
 
 def treatments(plan: Plan, run: RunShape, device: str = "cpu") -> list[StageTreatment]:
-    """What becomes of the layers of each stage.
+    """Return the memory treatment of each stage's layers.
 
-    run: what stages do whose memory the plan leaves open. device: as in `plans.parts.intervals_of`.
+    run: decides for stages whose memory the plan leaves open. device: as in `plans.parts.intervals_of`.
     """
     actions = None if plan.actions is None else from_strings(plan.actions)
     return [_treatment(stage) for stage in with_memory(plan.stages, run, actions, device)]
 
 
 def _treatment(stage: PlanStage) -> StageTreatment:
-    kinds = {layer: one.kind for one in stage.memory or () for layer in range(one.first, one.end)}
+    kinds = {layer: interval.kind for interval in stage.memory or () for layer in range(interval.first, interval.end)}
 
     def ranges(*wanted: str | None) -> tuple[tuple[int, int], ...]:
         layers = [layer for layer in stage.numbers if kinds.get(layer) in wanted]
         return tuple(ranges_of(layers)) if layers else ()
 
     again = "recompute", "recompute+offload"
-    gone = [tuple(ranges_of(sorted(one))) if one else () for one in (stage.moments_away, stage.moments_elsewhere)]
+    gone = [
+        tuple(ranges_of(sorted(layers))) if layers else () for layers in (stage.moments_away, stage.moments_elsewhere)
+    ]
     return StageTreatment(ranges(None), ranges(*again), ranges("offload"), ranges(again[1]), *gone)
 
 
@@ -101,25 +104,25 @@ def against_keeping(profile: Profile, plan: Plan, run: RunShape, link: Link | No
     return AgainstKeeping(step, kept, tuple(_difference(*pair) for pair in pairs), _moved(step))
 
 
-def _difference(one: float, other: float) -> float:
-    """0 where sums of seconds differ by their rounding only."""
-    return 0.0 if abs(one - other) <= 1e-9 * max(one, other) else one - other
+def _difference(seconds: float, reference: float) -> float:
+    """Return seconds - reference; 0 where the sums differ by rounding alone."""
+    return 0.0 if abs(seconds - reference) <= 1e-9 * max(seconds, reference) else seconds - reference
 
 
 def _work(step: Simulation, num_stages: int) -> list[float]:
-    """Per stage of the plan, the seconds of its actions."""
-    found = [0.0] * num_stages
-    for one in step.pipelines:
-        for row in one.timeline.actions:
+    """Seconds of the actions of each stage of the plan."""
+    seconds = [0.0] * num_stages
+    for pipeline in step.pipelines:
+        for row in pipeline.timeline.actions:
             for timed in row:
-                found[one.stages[timed.action.stage]] += timed.end_seconds - timed.start_seconds
-    return found
+                seconds[pipeline.stages[timed.action.stage]] += timed.end_seconds - timed.start_seconds
+    return seconds
 
 
 def _moved(step: Simulation) -> tuple[int, ...] | None:
     moved: dict[int, int] = {}
-    for one in step.pipelines:
-        if one.folds is None:
+    for pipeline in step.pipelines:
+        if pipeline.folds is None:
             return None
-        moved |= {rank: fold.moved_bytes for rank, fold in zip(one.ranks, one.folds, strict=True)}
+        moved |= {rank: fold.moved_bytes for rank, fold in zip(pipeline.ranks, pipeline.folds, strict=True)}
     return tuple(moved.get(rank, 0) for rank in range(max(moved) + 1))

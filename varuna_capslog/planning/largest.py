@@ -1,4 +1,4 @@
-"""The largest value of a batch or image size that fits: which values come into question, and the search among them.
+"""The largest batch or image size that fits: the candidate values, and the search among them.
 
 `capslog largest` asks with a callable that estimates and plans for one value. Nothing is estimated or planned
 here, and no torch is imported.
@@ -17,7 +17,7 @@ from varuna_capslog.schedules import RunShape
 __all__ = ["IMAGE_STEP", "enough_microbatches", "image_of", "largest", "microbatch_sizes", "microbatch_step"]
 
 IMAGE_STEP = 32
-"""Pixels between the sides of the images that come into question: the backbones of detectors divide an image by it."""
+"""Pixels between the candidate sides of images: the backbones of detectors divide an image by it."""
 
 
 def largest(values: Sequence[int], fits: Callable[[int], bool]) -> int | None:
@@ -55,7 +55,7 @@ def microbatch_sizes(minibatch_size: int, blocks: int) -> list[int]:
 
 
 def microbatch_step(run: RunShape, devices: int) -> int:
-    """Microbatches of a step come into question in multiples of this number: the accumulation blocks.
+    """Return the number of which candidate counts of microbatches are multiples: the accumulation blocks.
 
     With `interleaved`, whose rounds have as many microbatches as devices only where these divide, of `devices` too: the
     ranks of all pipelines.
@@ -97,5 +97,5 @@ def image_of(side: int, aspect: Sequence[int] | None) -> list[int]:
         aspect: [height, width] of the ratio, kept as closely as multiples of IMAGE_STEP allow; None: a square.
     """
     height, width = aspect or (1, 1)
-    other = max(IMAGE_STEP, round(side * min(height, width) / max(height, width) / IMAGE_STEP) * IMAGE_STEP)
-    return [side, other] if height >= width else [other, side]
+    shorter = max(IMAGE_STEP, round(side * min(height, width) / max(height, width) / IMAGE_STEP) * IMAGE_STEP)
+    return [side, shorter] if height >= width else [shorter, side]

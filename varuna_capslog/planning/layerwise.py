@@ -1,4 +1,4 @@
-"""The plan of a planner that chooses cuts and what becomes of every layer: `budget`, `dawnpiper`, `vpipe`.
+"""The plan of a planner that chooses cuts and memory intervals: `budget`, `dawnpiper`, `vpipe`.
 
 Such a plan has memory intervals, so it is of the full form, one stage per rank, and judged by its ranks (`ranks`).
 """
@@ -80,16 +80,16 @@ def layerwise_plan(problem: Problem, planner: str) -> Plan:
     if planner == BUDGET:
         plan = fastest_plan(problem, chain, plan_of, names)
         if plan.step_seconds is None and has_tier and plan.fits is not True:
-            left = problem.search_seconds and max(0.0, problem.search_seconds - (time.perf_counter() - begun))
-            rest = dataclasses.replace(problem, search_seconds=left)
-            plan = _with_waiting_moments(rest, chain, plan_of, names) or plan
+            remaining = problem.search_seconds and max(0.0, problem.search_seconds - (time.perf_counter() - begun))
+            limited = dataclasses.replace(problem, search_seconds=remaining)
+            plan = _with_waiting_moments(limited, chain, plan_of, names) or plan
     else:
         plan = plan_of(LAYERWISE[planner](chain), dataclasses.replace(run, schedule=names[0]))
     return dataclasses.replace(plan, search_seconds=time.perf_counter() - begun)
 
 
 def _schedules(run: RunShape, link: Link) -> tuple[str, ...]:
-    """That of a run, or what `budget` chooses from."""
+    """Return the run's schedule, or those that `budget` chooses from where the run leaves it open."""
     if run.schedule != AUTO_SCHEDULE:
         return (run.schedule,)
     loops = link.bandwidth is not None or link.latency_seconds > 0
@@ -97,8 +97,8 @@ def _schedules(run: RunShape, link: Link) -> tuple[str, ...]:
 
 
 def least_seconds(problem: Problem) -> float:
-    """No plan of planner `budget` for one pipeline of the problem has a shorter step, whatever the devices' memory and
-    speeds. It takes some hundredths of a second.
+    """Lower bound in seconds of the step of planner `budget` for one pipeline of the problem, whatever the devices'
+    memory and speeds. Computing it takes some hundredths of a second.
     """
     run = problem.share
     shape = dataclasses.replace(run, schedule="1f1b")
@@ -107,8 +107,8 @@ def least_seconds(problem: Problem) -> float:
 
 
 def _with_waiting_moments(problem: Problem, chain: Layerwise, plan_of: PlanOf, schedules: Sequence[str]) -> Plan | None:
-    """The fastest plan of those whose optimizer's moments wait in the host tier, as few bytes of them as must; where
-    none fits, the one that lacks least. None where the profile does not tell the moments. The arguments are those of
+    """Return the fastest plan whose optimizer moments wait in the host tier, as few bytes of them as must; where none
+    fits, the one that lacks least. None where the profile does not tell the moments. The arguments are those of
     `fastest_plan`.
     """
     assert chain.question is not None, "made by Layerwise.of_profile"
@@ -120,32 +120,32 @@ def _with_waiting_moments(problem: Problem, chain: Layerwise, plan_of: PlanOf, s
         return all_away(plan_of(stages, shape))
 
     profile, link = problem.profile, problem.link
-    found = fastest_plan(problem, chain.with_waiting_moments(), away, schedules)
-    if found.step_seconds is None:
-        return found
-    run = dataclasses.replace(chain.question.run, schedule=found.schedule or chain.question.run.schedule)
-    found = with_step_seconds(profile, with_room_used(profile, found, run, ranges), run, link)
+    plan = fastest_plan(problem, chain.with_waiting_moments(), away, schedules)
+    if plan.step_seconds is None:
+        return plan
+    run = dataclasses.replace(chain.question.run, schedule=plan.schedule or chain.question.run.schedule)
+    plan = with_step_seconds(profile, with_room_used(profile, plan, run, ranges), run, link)
     notes: tuple[str, ...] = ()
     if link.host_bandwidth is None:
         notes = (
             "the copies of moments to the host tier and back are not counted in the step: no pipeline.host_bandwidth",
         )
     return dataclasses.replace(
-        found,
-        proven=False if found.proven else found.proven,
-        search_space=f"{found.search_space}; moments of some layers in the host tier",
-        notes=(*found.notes, *notes),
+        plan,
+        proven=False if plan.proven else plan.proven,
+        search_space=f"{plan.search_space}; moments of some layers in the host tier",
+        notes=(*plan.notes, *notes),
     )
 
 
 def saying_what_fits(profile: Profile, plan: Plan, run: RunShape) -> Plan:
     """A judged plan; where it lacks memory, its note says how many devices, or how much on each, would do."""
-    sizes = [one.bytes for one in plan.ranks]
+    sizes = [rank.bytes for rank in plan.ranks]
     if plan.fits is not False or plan.shortfall is None or None in sizes:
         return plan
     headroom = Headroom.of(profile)
     verdict = judge_ranks(plan, [size or 0 for size in sizes], headroom)
-    if verdict is None or verdict.fits:  # what lacks is in the host tier
+    if verdict is None or verdict.fits:  # the host tier lacks memory, not the devices
         return plan
     least = min(verdict.capacities)
     costs = resolve(AUTO, profile, dataclasses.replace(run, schedule="varuna"))[1]

@@ -46,7 +46,7 @@ def in_flight_of_period(
 
     Raises CapslogError for a period shorter than that.
     """
-    busy = [one + other for one, other in zip(forward, backward, strict=True)]
+    busy = [f + b for f, b in zip(forward, backward, strict=True)]
     shortest = max([*busy, *transfer[1:]])
     period = shortest if period is None else period
     if period < shortest * (1 - _ROUNDING):
@@ -56,18 +56,18 @@ def in_flight_of_period(
         )
     if period <= 0:
         return [1] * len(busy)
-    found, away = [1], forward[-1]
+    counts, away = [1], forward[-1]
     for stage in range(len(busy) - 2, -1, -1):
         away += forward[stage] + 2 * transfer[stage + 1] + backward[stage + 1]
-        count = max(found[-1], math.ceil((away + backward[stage]) / period - _ROUNDING))
+        count = max(counts[-1], math.ceil((away + backward[stage]) / period - _ROUNDING))
         away = max(away, forward[stage] + (count - 1) * period)
-        found.append(count)
-    return found[::-1]
+        counts.append(count)
+    return counts[::-1]
 
 
 def with_limits(profile: Profile, plan: Plan, run: RunShape, link: Link | None = None) -> Plan:
-    """The plan with the limit of every stage for schedule `1f1b-star`; each way of microbatches for itself. With direct
-    routes all lines of stages that wait for each other have one period, that of the slowest stage or link.
+    """Return the plan with the limit of every stage for schedule `1f1b-star`; each path of microbatches alone. With
+    direct routes all lines of stages that wait for each other have one period, that of the slowest stage or link.
 
     Args:
         run: says whether stages whose memory the plan leaves open compute again.
@@ -92,17 +92,17 @@ def with_limits(profile: Profile, plan: Plan, run: RunShape, link: Link | None =
     backward = [took + more for took, more in zip(seconds.backward, again, strict=True)]
     period = None
     if direct:
-        busy = [one + other for one, other in zip(seconds.forward, backward, strict=True)]
+        busy = [f + b for f, b in zip(seconds.forward, backward, strict=True)]
         period = max(*busy, *(transfer(*edge) for line in lines for edge in pairwise(line)), 0.0)
     limits: dict[int, int] = {}
     for line in lines:
-        found = in_flight_of_period(
+        counts = in_flight_of_period(
             [seconds.forward[stage] for stage in line],
             [backward[stage] for stage in line],
-            [0.0, *(transfer(one, other) for one, other in pairwise(line))],
+            [0.0, *(transfer(stage, following) for stage, following in pairwise(line))],
             period,
         )
-        for stage, limit in zip(line, found, strict=True):
+        for stage, limit in zip(line, counts, strict=True):
             limits[stage] = max(limit, limits.get(stage, 1))
     most = plan.num_microbatches
     stages = [
@@ -119,8 +119,12 @@ Transfers = Callable[[int, int], float]
 def _relayed(profile: Profile, plan: Plan, link: Link | None) -> Transfers:
     transfer = LayerSeconds.of_profile(profile, link).transfer
 
-    def seconds(one: int, other: int) -> float:
-        return 0.0 if plan.stages[one].rank == plan.stages[other].rank else float(transfer[plan.stages[other].first])
+    def seconds(stage: int, following: int) -> float:
+        return (
+            0.0
+            if plan.stages[stage].rank == plan.stages[following].rank
+            else float(transfer[plan.stages[following].first])
+        )
 
     return seconds
 
@@ -128,10 +132,10 @@ def _relayed(profile: Profile, plan: Plan, link: Link | None) -> Transfers:
 def _sent(profile: Profile, plan: Plan, graph: StageGraph, link: Link | None) -> Transfers:
     sizes, link = message_bytes(profile, plan.stages, graph, plan.routes), link or Link()
 
-    def seconds(one: int, other: int) -> float:
-        if plan.stages[one].rank == plan.stages[other].rank:
+    def seconds(stage: int, following: int) -> float:
+        if plan.stages[stage].rank == plan.stages[following].rank:
             return 0.0
-        ways = [sizes[way] or 0 for way in ((one, other), (other, one)) if way in sizes]
+        ways = [sizes[way] or 0 for way in ((stage, following), (following, stage)) if way in sizes]
         return sum(map(link.seconds, ways)) / 2
 
     return seconds

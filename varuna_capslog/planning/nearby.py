@@ -1,7 +1,7 @@
 """Plans near those that a search has found: other intervals on one stage, a cut one layer further, all by their play.
 
 A search counts what runs again as a part of the backward, and bytes by what a stage needs alone. The play knows that an
-R may run while its rank waits, and the fold of a rank that less is there than the search counts. So what was found is
+R may run while its rank waits, and the fold of a rank counts fewer bytes than the search. So the plan that was found is
 changed stage by stage as long as the played step gets shorter. Small chains have so few plans that all of them are
 weighed, but for those that a bound rules out.
 """
@@ -40,12 +40,15 @@ class Cheapest(Protocol):
     """The cheapest intervals by the search."""
 
     def __call__(self, stage: int, first: int, end: int, size: float, in_flight: int | None = None) -> Intervals | None:
-        """Of layers first .. end-1 as this stage, within `size` bytes; in_flight: default: as the schedule has them."""
+        """Return the intervals of layers first .. end-1 as this stage, within `size` bytes; None: none fit.
+
+        in_flight: calls; default: as the schedule has them.
+        """
         ...
 
 
 def weighings(chain: Layerwise) -> int:
-    """How many plans may be weighed: fewer where a play takes longer, so that all take about half a second."""
+    """Number of plans that may be weighed: fewer where a play takes longer, so that all take about half a second."""
     assert chain.question is not None, "made by Layerwise.of_profile"
     return max(_LEAST_WEIGHED, min(2000, 2000 // (chain.question.run.microbatches * chain.stages)))
 
@@ -61,22 +64,22 @@ def improved(
     if ways.all_plans() <= _ALL_PLANS:
         _weigh_all(chain, ways, step, weigh)
         return
-    best, here, left = step, tuple(stages), most
-    while left > 0:
-        found = None
-        for near in _neighbours(here, ways):
-            if left == 0 or found is not None:
+    best, current, remaining = step, tuple(stages), most
+    while remaining > 0:
+        shorter = None
+        for near in _neighbours(current, ways):
+            if remaining == 0 or shorter is not None:
                 break
             if ways.least_step(near) >= best:
                 continue
-            left -= 1
+            remaining -= 1
             taken = weigh(near)
             if taken < best * (1 - SAME):
-                found, best = near, taken
+                shorter, best = near, taken
                 ways.longest = best
-        if found is None:
+        if shorter is None:
             return
-        here = found
+        current = shorter
 
 
 def _weigh_all(chain: Layerwise, ways: Ways, step: float, weigh: Weigh) -> None:
@@ -93,28 +96,28 @@ def _neighbours(stages: Sequence[StageChoice], ways: Ways) -> Iterator[tuple[Sta
     """Plans that differ in the intervals of one stage or in one cut, those of the slowest stages first."""
     order = sorted(range(len(stages)), key=lambda stage: -stages[stage].seconds)
     for stage in order:
-        one = stages[stage]
-        for other in ways.of(stage, one.first, one.end):
-            if other.intervals != one.intervals:
-                yield (*stages[:stage], other, *stages[stage + 1 :])
-        for left, right in ((stage - 1, stage), (stage, stage + 1)):
-            if left < 0 or right == len(stages):
+        current = stages[stage]
+        for choice in ways.of(stage, current.first, current.end):
+            if choice.intervals != current.intervals:
+                yield (*stages[:stage], choice, *stages[stage + 1 :])
+        for before, behind in ((stage - 1, stage), (stage, stage + 1)):
+            if before < 0 or behind == len(stages):
                 continue
             # the slow stage gives a layer away
-            cut = stages[right].first + (1 if left != stage else -1)
-            if not stages[left].first < cut < stages[right].end:
+            cut = stages[behind].first + (1 if before != stage else -1)
+            if not stages[before].first < cut < stages[behind].end:
                 continue
-            fronts = ways.of(left, stages[left].first, cut)[:2], ways.of(right, cut, stages[right].end)[:2]
+            fronts = ways.of(before, stages[before].first, cut)[:2], ways.of(behind, cut, stages[behind].end)[:2]
             for both in itertools.product(*fronts):
-                yield (*stages[:left], *both, *stages[right + 1 :])
+                yield (*stages[:before], *both, *stages[behind + 1 :])
 
 
 @dataclass(frozen=True)
 class _Way:
-    """Intervals of a range, and what decides when a rank that holds it ends.
+    """Intervals of a range, and the numbers that decide when a rank that holds it ends.
 
-    again: seconds that run again. inside: those of them that a backward cannot begin before.
-    key: what makes no plan shorter where it is more. order: ways of other orders are not compared.
+    again: seconds of recomputation. inside: those of them that a backward cannot begin before.
+    key: numbers that make no plan faster where they are larger. order: ways of other orders are not compared.
     """
 
     intervals: Intervals
@@ -125,7 +128,7 @@ class _Way:
 
 
 def _in_order(way: _Way) -> tuple[tuple[float, ...], list[tuple[int, int, str]]]:
-    return way.key, [(one.first, one.end, one.kind) for one in way.intervals]
+    return way.key, [(interval.first, interval.end, interval.kind) for interval in way.intervals]
 
 
 class Ways:
@@ -152,7 +155,7 @@ class Ways:
         self._places: dict[tuple[int, bool, bool], Turn | None] = {}
 
     def of(self, stage: int, first: int, end: int) -> list[StageChoice]:
-        """By rising seconds."""
+        """Return the choices for a range as this stage, by rising seconds."""
         key = stage, first, end
         if key not in self._found:
             self._found[key] = self._fitting(*key)
@@ -172,24 +175,25 @@ class Ways:
         return count
 
     def least_step(self, stages: Sequence[StageChoice]) -> float:
-        """No step of these stages is shorter: the calls of the slowest one."""
+        """Lower bound in seconds of the step of these stages: the calls of the slowest one."""
         assert self._chain.question is not None, "made by Layerwise.of_profile"
         calls = self._chain.question.run.microbatches
         slowest = max(
-            self._chain.seconds(one.first, one.end) + self._in_backward.get((one.first, one.end, one.intervals), 0.0)
-            for one in stages
+            self._chain.seconds(stage.first, stage.end)
+            + self._in_backward.get((stage.first, stage.end, stage.intervals), 0.0)
+            for stage in stages
         )
         return calls * slowest
 
     def _fitting(self, stage: int, first: int, end: int) -> list[StageChoice]:
-        chain, own = self._chain, self._chain.seconds(first, end)
-        ways = [self._way(stage, end, one) for one in self._lists(stage, first, end)]
+        chain, seconds = self._chain, self._chain.seconds(first, end)
+        ways = [self._way(stage, end, intervals) for intervals in self._lists(stage, first, end)]
         kept: list[_Way] = []
         # a way comes behind all that are no more than it in every number of the key
         for way in sorted(ways, key=_in_order):
-            if self._calls * (own + way.inside) >= self.longest:
+            if self._calls * (seconds + way.inside) >= self.longest:
                 continue
-            alike = (one.key for one in kept if one.order == way.order)
+            alike = (rival.key for rival in kept if rival.order == way.order)
             if any(all(a <= b for a, b in zip(key, way.key, strict=True)) for key in alike):
                 continue
             if self.least_bytes(stage, first, end, way.intervals) > chain.usable[stage]:
@@ -198,68 +202,76 @@ class Ways:
                 kept.append(way)
         for way in kept:
             self._in_backward[first, end, way.intervals] = way.inside
-        return [StageChoice(first, end, way.intervals, own + way.again, 0) for way in kept]
+        return [StageChoice(first, end, way.intervals, seconds + way.again, 0) for way in kept]
 
     def least_bytes(self, stage: int, first: int, end: int, intervals: Intervals) -> int:
-        """Bytes that the rank takes at least with this stage, which are found several times faster than its peak: at a
+        """Lower bound of the rank's bytes with this stage, which is found several times faster than its peak: at a
         forward, and at the backward of another call behind it, with as many calls in flight and forwards done.
         0 where the stage's list has no such place, or splits its backwards.
         """
         assert self._chain.question is not None, "made by Layerwise.of_profile"
         ranges, run = self._chain.question.ranges, self._chain.question.run
-        again, offloads = any(one.recomputes for one in intervals), any(one.offloads for one in intervals)
+        again, offloads = (
+            any(interval.recomputes for interval in intervals),
+            any(interval.offloads for interval in intervals),
+        )
         if (stage, again, offloads) not in self._places:
-            own = [number == stage for number in range(self._chain.stages)]
-            graph, moved = StageGraph.line(self._chain.stages, run.microbatches), [offloads and one for one in own]
-            rows = schedule_of(run.schedule, graph, [again and one for one in own], offload=moved, k=run.k)
+            selected = [number == stage for number in range(self._chain.stages)]
+            graph, moved = (
+                StageGraph.line(self._chain.stages, run.microbatches),
+                [offloads and is_selected for is_selected in selected],
+            )
+            rows = schedule_of(
+                run.schedule, graph, [again and is_selected for is_selected in selected], offload=moved, k=run.k
+            )
             self._places[stage, again, offloads] = None if run.splits_backwards else fullest_turn(rows[stage])
-        found = self._places[stage, again, offloads]
-        if found is None:
+        turn = self._places[stage, again, offloads]
+        if turn is None:
             return 0
-        handling = Handling(recomputed=True, later=offloads, calls=found.forwards)
-        least = stage_bytes(ranges, first, end, intervals, found.in_flight, handling, at_least=True)
-        return least - (0 if found.begun else ranges.made(first, end))
+        handling = Handling(recomputed=True, later=offloads, calls=turn.forwards)
+        least = stage_bytes(ranges, first, end, intervals, turn.in_flight, handling, at_least=True)
+        return least - (0 if turn.begun else ranges.made(first, end))
 
     def _way(self, stage: int, end: int, intervals: Intervals) -> _Way:
         chain, at_once = self._chain, self._at_once[stage]
-        runs = [one for one in intervals if one.recomputes]
-        again = [sum(chain.forward[one.first : one.end]) for one in runs]
-        ahead, rest = (again[-1], sum(again[:-1])) if again else (0.0, 0.0)
-        copied = float(sum(self._copied(one) for one in intervals if one.offloads))
+        runs = [interval for interval in intervals if interval.recomputes]
+        again = [sum(chain.forward[interval.first : interval.end]) for interval in runs]
+        ahead, earlier = (again[-1], sum(again[:-1])) if again else (0.0, 0.0)
+        copied = float(sum(self._copied(interval) for interval in intervals if interval.offloads))
         # of such a call the last segment keeps its graph, and the others run in the backward
-        inside = rest if runs and runs[-1].end == end else rest + ahead
+        inside = earlier if runs and runs[-1].end == end else earlier + ahead
         if at_once == self._calls:
             return _Way(intervals, inside, inside, (inside, copied), False)
         # a forward of the last layers of all may be left out where they run again
         left_out = ahead if runs and runs[-1].end == chain.num_layers else 0.0
-        key = (rest + ahead, rest, ahead, -left_out, copied, *([inside] if at_once else []))
-        least = min(rest, inside) if at_once else rest
-        return _Way(intervals, rest + ahead, least, key, self._own_order and bool(runs))
+        key = (earlier + ahead, earlier, ahead, -left_out, copied, *([inside] if at_once else []))
+        least = min(earlier, inside) if at_once else earlier
+        return _Way(intervals, earlier + ahead, least, key, self._own_order and bool(runs))
 
-    def _copied(self, one: MemoryInterval) -> int:
+    def _copied(self, interval: MemoryInterval) -> int:
         """Bytes that go to the host tier for each call."""
-        if one.recomputes:
+        if interval.recomputes:
             assert self._chain.question is not None, "made by Layerwise.of_profile"
-            return self._chain.question.ranges.crossing[one.first]
-        return sum(self._chain.moved[one.first : one.end])
+            return self._chain.question.ranges.crossing[interval.first]
+        return sum(self._chain.moved[interval.first : interval.end])
 
     def _lists(self, stage: int, first: int, end: int) -> set[Intervals]:
         if end - first <= self._short:
             return set(_every_list(first, end, self._kinds))
-        found: set[Intervals] = {(), (MemoryInterval(first, end, "recompute"),)}
+        lists: set[Intervals] = {(), (MemoryInterval(first, end, "recompute"),)}
         for part in _PARTS:
-            one = self._cheapest(stage, first, end, part * self._chain.usable[stage])
-            if one is not None:
-                found.add(one)
-                for at, interval in enumerate(one):  # the same with one interval less, or a layer shorter
-                    found.add(one[:at] + one[at + 1 :])
+            intervals = self._cheapest(stage, first, end, part * self._chain.usable[stage])
+            if intervals is not None:
+                lists.add(intervals)
+                for at, interval in enumerate(intervals):  # the same with one interval less, or a layer shorter
+                    lists.add(intervals[:at] + intervals[at + 1 :])
                     if interval.end - interval.first > 1:
                         for short in (
                             replace(interval, first=interval.first + 1),
                             replace(interval, end=interval.end - 1),
                         ):
-                            found.add((*one[:at], short, *one[at + 1 :]))
-        return found
+                            lists.add((*intervals[:at], short, *intervals[at + 1 :]))
+        return lists
 
 
 class Turn(NamedTuple):
@@ -275,17 +287,17 @@ class Turn(NamedTuple):
 
 
 def fullest_turn(row: Sequence[Action]) -> Turn | None:
-    """That of the most calls in flight in a list, the last of these; None: there is none."""
-    found: list[Turn] = []
+    """Return the last turn with the most calls in flight in a list; None where the list has no turn."""
+    turns: list[Turn] = []
     at_once, forward, done, ended = {call for _, call in backwards_at_once(row)}, None, 0, 0
     for action in row:
         if action.kind == "F":
             forward, done = action.microbatch, done + 1
         elif action.kind == "B":
             if forward is not None and not {forward, action.microbatch} & at_once:
-                found.append(Turn(done - ended, done, ended > 0))
+                turns.append(Turn(done - ended, done, ended > 0))
             forward, ended = None, ended + 1
-    return max(found, default=None)
+    return max(turns, default=None)
 
 
 def _every_list(first: int, end: int, kinds: Sequence[str]) -> Iterator[Intervals]:
@@ -294,8 +306,8 @@ def _every_list(first: int, end: int, kinds: Sequence[str]) -> Iterator[Interval
         yield ()
         return
     for middle in range(first + 1, end + 1):
-        for rest in _every_list(middle, end, kinds):
+        for tail in _every_list(middle, end, kinds):
             for kind in kinds:
-                yield (MemoryInterval(first, middle, kind), *rest)
+                yield (MemoryInterval(first, middle, kind), *tail)
             if middle == first + 1:  # a layer that is kept
-                yield rest
+                yield tail

@@ -39,7 +39,7 @@ from varuna_capslog.schedules import (
 )
 
 SAME = 1e-9
-"""Relative difference of two steps that are told apart."""
+"""Steps whose relative difference is larger count as different."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class PlanPart:
 
 @dataclass(frozen=True)
 class Played:
-    """One step of a plan as it was played.
+    """Played step of a plan.
 
     steps: of each part of the plan that has ranks and microbatches of its own: the part, its actions, when they run,
         the seconds that they take, and its stages. together: when all have done their last action and the exchange.
@@ -74,14 +74,14 @@ class Played:
 
     @property
     def step_seconds(self) -> float:
-        """Of the whole step, updates included."""
+        """Seconds of the whole step, updates included."""
         return self.together + (self.update or 0.0)
 
     @property
     def busy_seconds(self) -> dict[int, float]:
-        """By rank, what its forwards, recomputations and backwards take; copies and updates are left out."""
+        """Rank -> seconds of its forwards, recomputations and backwards; copies and updates are left out."""
         return {
-            rank: sum(one.end_seconds - one.start_seconds for one in row if one.action.kind in "FRBIW")
+            rank: sum(timed.end_seconds - timed.start_seconds for timed in row if timed.action.kind in "FRBIW")
             for part, _, step, *_ in self.steps
             for rank, row in zip(part.ranks, step.timeline.actions, strict=True)
         }
@@ -97,37 +97,37 @@ def play(
     link: Link,
     speeds: Sequence[float] | None = None,
 ) -> Played:
-    """The arguments are those of `simulate_plan`; no bytes are looked at."""
+    """Play one step. The arguments are those of `simulate_plan`; no bytes are looked at."""
     if profile.num_layers != plan.num_layers:
         raise CapslogError(
             f"the profile has {profile.num_layers} layers, the plan {plan.num_layers}; give the profile that the plan "
             "was made for"
         )
-    if profile.tensors:  # without them the profile does not know which layers read which
+    if profile.tensors:  # without tensors the profile does not know which layer reads from which
         plan.check_graph(profile.edges)
     notes = _conditions(profile, plan)
     if any(stage.grain > 1 for stage in plan.stages):
         notes.append("calls of several microbatches are taken to last as long as these one after the other")
     name = schedule or plan.schedule or "varuna"
-    if (said := plan.recomputes) is not None:
-        recompute = said
+    if (recomputes := plan.recomputes) is not None:
+        recompute = recomputes
     elif recompute is None:
         recompute = RunShape.of_conditions(profile.conditions).recompute
     run = dataclasses.replace(run.unsized(), schedule=name, recompute=recompute)
-    own = plan.actions if schedule is None and num_microbatches is None else None
-    given = None if own is None else from_strings(own)
-    filled = with_memory(plan.stages, run, given)
+    action_texts = plan.actions if schedule is None and num_microbatches is None else None
+    own_actions = None if action_texts is None else from_strings(action_texts)
+    filled = with_memory(plan.stages, run, own_actions)
     beside = link.copies_beside
     if beside is None:  # on a CPU a copy takes its rank's core
         beside = not str(profile.conditions.get("device", "cpu")).startswith("cpu")
 
     steps, tells_updates = [], True
-    for part in _parts(profile, plan, num_microbatches, given is not None, notes):
+    for part in _parts(profile, plan, num_microbatches, own_actions is not None, notes):
         chosen = [filled[number] for number in part.stages]
-        if given is None:
+        if own_actions is None:
             actions = scheduled(name, chosen, part.graph, run)
         else:
-            actions = [[action for action in row if action.kind != "U"] for row in given]
+            actions = [[action for action in row if action.kind != "U"] for row in own_actions]
         seconds = stage_seconds(profile, chosen, run)
         if (own_speeds := [plan.speed_of(stage.ranks[0]) for stage in chosen]) != [1.0] * len(chosen):
             seconds = seconds.at_speeds(own_speeds)
@@ -160,7 +160,7 @@ def play(
     update = max(_slowest_rank(*row) for row in rows) if rows else None
     if not tells_updates:
         notes.append(f"the profile's conditions have no {UPDATE_RATE}: the optimizer's time is not counted")
-    return Played(steps, exchange, update, together, run, filled, given is None, notes)
+    return Played(steps, exchange, update, together, run, filled, own_actions is None, notes)
 
 
 def with_step_seconds(profile: Profile, plan: Plan, run: RunShape, link: Link | None = None) -> Plan:
@@ -184,7 +184,7 @@ def even_share_seconds(profile: Profile, microbatches: int, devices: int) -> flo
 
 
 def _conditions(profile: Profile, plan: Plan) -> list[str]:
-    """What makes the profile's numbers those of another run."""
+    """Notes on conditions under which the profile's numbers are those of another run."""
     notes = []
     if plan.profile_digest is not None and plan.profile_digest != profile.digest:
         notes.append("the plan was made for another profile than this one")
@@ -197,22 +197,22 @@ def _conditions(profile: Profile, plan: Plan) -> list[str]:
     return notes
 
 
-def _parts(profile: Profile, plan: Plan, given: int | None, whole: bool, notes: list[str]) -> list[PlanPart]:
+def _parts(profile: Profile, plan: Plan, microbatches: int | None, own_lists: bool, notes: list[str]) -> list[PlanPart]:
     """The pipelines of a plan, each for itself.
 
-    given: microbatches of each pipeline, whatever the plan says.
-    whole: the plan's action lists are played, which are counted over all stages and ranks.
+    microbatches: of each pipeline, whatever the plan says; None: the plan's.
+    own_lists: the plan's action lists are played, which are counted over all stages and ranks.
     """
-    graph = _graph(profile, plan, given, notes)
-    if whole:
+    graph = _graph(profile, plan, microbatches, notes)
+    if own_lists:
         assert plan.actions is not None
-        if plan.routes == "direct":  # the plan alone did not know which stages wait for which
+        if plan.routes == "direct":  # the plan alone does not tell which stage waits for which
             check_actions(plan.actions, graph, plan.stages)
         return [PlanPart(list(range(len(graph.ranks))), list(range(graph.num_ranks)), graph)]
     groups: list[set[tuple[int, ...]]] = []
     for path in dict.fromkeys(graph.routes):
         used = {graph.ranks[stage] for stage in path}
-        touching = [group for group in groups if used & {graph.ranks[stage] for one in group for stage in one}]
+        touching = [group for group in groups if used & {graph.ranks[stage] for path in group for stage in path}]
         groups = [group for group in groups if group not in touching] + [{path}.union(*touching)]
     parts = []
     for group in sorted(groups, key=lambda group: graph.routes.index(min(group, key=graph.routes.index))):
@@ -222,32 +222,34 @@ def _parts(profile: Profile, plan: Plan, given: int | None, whole: bool, notes: 
         pairs = None
         if graph.pairs is not None:
             pairs = frozenset(
-                (place[one], place[other]) for one, other in graph.pairs if one in place and other in place
+                (place[stage], place[following])
+                for stage, following in graph.pairs
+                if stage in place and following in place
             )
         routes = tuple(tuple(place[stage] for stage in path) for path in graph.routes if path in group)
-        grains = tuple(graph.grains[one] for one in stages)
-        own = StageGraph(tuple(ranks.index(graph.ranks[one]) for one in stages), routes, pairs, grains)
-        parts.append(PlanPart(stages, ranks, own))
+        grains = tuple(graph.grains[stage] for stage in stages)
+        subgraph = StageGraph(tuple(ranks.index(graph.ranks[stage]) for stage in stages), routes, pairs, grains)
+        parts.append(PlanPart(stages, ranks, subgraph))
     return parts
 
 
-def _graph(profile: Profile, plan: Plan, given: int | None, notes: list[str]) -> StageGraph:
-    """All stages, and the way of every microbatch of the step through them."""
-    if given is not None and given < 1:
-        raise CapslogError(f"{given} microbatches; a step has at least one")
+def _graph(profile: Profile, plan: Plan, microbatches: int | None, notes: list[str]) -> StageGraph:
+    """Return all stages, and the route of every microbatch of the step through them."""
+    if microbatches is not None and microbatches < 1:
+        raise CapslogError(f"{microbatches} microbatches; a step has at least one")
     edges = profile.known_edges
-    if given is None and plan.num_microbatches is not None:
+    if microbatches is None and plan.num_microbatches is not None:
         return plan.stage_graph(edges)
     check_runnable(plan.stages)
     paths = plan.paths()
-    if given is None:
-        given = DEFAULT_MICROBATCHES_PER_STAGE * max(map(len, paths))
-        notes.append(f"the plan has no num_microbatches: {given} per pipeline are assumed")
+    if microbatches is None:
+        microbatches = DEFAULT_MICROBATCHES_PER_STAGE * max(map(len, paths))
+        notes.append(f"the plan has no num_microbatches: {microbatches} per pipeline are assumed")
     blocks = sum(map(len, paths.values()))
     stages = tuple(dataclasses.replace(stage, grain=1) for stage in plan.stages)
     one_each = dataclasses.replace(plan, stages=stages, units=Units(blocks, plan.units.samples, blocks), actions=None)
     graph, grains = one_each.stage_graph(edges), tuple(stage.grain for stage in plan.stages)
-    return dataclasses.replace(graph, routes=tuple(dict.fromkeys(graph.routes)) * given, grains=grains)
+    return dataclasses.replace(graph, routes=tuple(dict.fromkeys(graph.routes)) * microbatches, grains=grains)
 
 
 def _known_bytes(sizes: Mapping[Edge, int | None], link: Link, notes: list[str]) -> dict[Edge, int]:
@@ -268,18 +270,20 @@ def _exchange_seconds(profile: Profile, stages: Sequence[PlanStage], link: Link,
     if any(layer.parameter_bytes is None for layer in profile.layers):
         notes.append("the profile has no parameter_bytes: the exchange of gradients between pipelines is not counted")
         return 0.0
-    found = []
+    seconds = []
     for stage in stages:
         others = {layer: holders[layer] - 1 for layer in stage.numbers}
         size = sum(count * (profile.layers[layer].parameter_bytes or 0) for layer, count in others.items())
         if most := max(others.values()):
-            found.append(link.seconds(size) + (most - 1) * link.latency_seconds)
+            seconds.append(link.seconds(size) + (most - 1) * link.latency_seconds)
     taken = Counter(layer for stage in stages for layer in stage.moments_elsewhere)
     sizes = {layer: count * (profile.layers[layer].parameter_bytes or 0) for layer, count in taken.items()}
     values = (sum(link.seconds(sizes[layer]) for layer in stage.numbers if layer in sizes) for stage in stages)
-    return max(found) + max(values)
+    return max(seconds) + max(values)
 
 
 def _slowest_rank(ranks: Sequence[int], update: Sequence[float]) -> float:
-    """ranks, update: of each stage."""
-    return max(sum(took for own, took in zip(ranks, update, strict=True) if own == rank) for rank in set(ranks))
+    """Seconds of the slowest rank's updates. ranks, update: of each stage."""
+    return max(
+        sum(took for stage_rank, took in zip(ranks, update, strict=True) if stage_rank == rank) for rank in set(ranks)
+    )

@@ -91,9 +91,9 @@ class Problem:
         """
         devices = fields.whole(devices, "devices", minimum=1)
         ranks, shape = _ranks(devices, capacity, speeds), with_microbatches(run, devices)
-        given = None if cuts is None else tuple(cuts)
+        first_layers = None if cuts is None else tuple(cuts)
         link, open_blocks = link or Link(), run.num_blocks == 1
-        return cls(profile, ranks, shape, open_blocks, memory=memory, link=link, cuts=given)
+        return cls(profile, ranks, shape, open_blocks, memory=memory, link=link, cuts=first_layers)
 
     @classmethod
     def of_serving(
@@ -163,13 +163,13 @@ class Problem:
 
     @property
     def usable(self) -> list[int] | None:
-        """What each device of the first pipeline has beside the profile's headroom; None: no limit."""
+        """Bytes of each device of the first pipeline, less the profile's headroom; None: no limit."""
         headroom = Headroom.of(self.profile)
         return None if self.capacities is None else [headroom.usable(size) for size in self.capacities]
 
     @property
     def speeds(self) -> tuple[float, ...] | None:
-        """Of the devices of the first pipeline; None where all are as fast as the profile's."""
+        """Speeds of the devices of the first pipeline; None where all are as fast as the profile's."""
         speeds = tuple(1.0 if device.speed is None else device.speed for device in self.devices[: self.width])
         return None if set(speeds) == {1.0} else speeds
 
@@ -185,7 +185,7 @@ class Problem:
 
     @property
     def is_given(self) -> bool:
-        """Whether the stages are given, so that no planner chooses them."""
+        """True where the stages are given, so that no planner chooses them."""
         return self.cuts is not None or self.plan is not None
 
     def with_capacity(self, capacity: int | Sequence[int] | None) -> Problem:

@@ -1,4 +1,4 @@
-"""What every rank of a plan holds, and whether that fits: for plans that are more than one stage per rank.
+"""The bytes of every rank of a plan, and whether they fit: for plans that are more than one stage per rank.
 
 `start/prepare` judges given plans and cut lists here, the search a plan of memory model `ranks`, and `simulate` shows
 the bytes. `memory/fold` computes them; a rehearsal, which needs torch, is passed in.
@@ -25,7 +25,7 @@ from varuna_capslog.schedules import RunShape, Schedule, from_strings
 __all__ = ["Known", "fold_plan", "folded", "judged", "with_rank_bytes", "with_stage_bytes", "within_tier"]
 
 Known = dict[bool, RangeBytes]
-"""By whether the run recomputes."""
+"""True if the run recomputes -> bytes of ranges of layers."""
 _CERTAIN = 0.8
 """A rank that needs no more than this part of its device by the fold is not rehearsed, which may take seconds: the
 fold's errors are a few percent (`benchmarks/fold`)."""
@@ -37,7 +37,7 @@ def fold_plan(profile: Profile, plan: Plan, run: RunShape, known: Known | None =
     Args:
         run: what the plan leaves to the config: in the short form the microbatches and blocks of the pipeline, and for
             stages whose memory is null, whether they recompute.
-        known: what earlier folds have found of the profile's bytes; who folds many plans gives one dict each time.
+        known: the profile's bytes from earlier folds; a caller that folds many plans passes the same dict each time.
 
     Raises CapslogError for what schedules do not describe (splits), units that are not known, and what the
     profile lacks.
@@ -86,37 +86,41 @@ def judged(
     except CapslogError as error:
         return _by_rehearsal_alone(profile, plan, rehearse, str(error))
     tier, on_cpu = tier or HostMemory(), HostMemory().is_device(profile)
-    shared, host, headroom = tier.is_device(profile), [one.host_bytes for one in folds], Headroom.of(profile)
-    found = tier.lacks(with_rank_bytes(plan, [one.peak_bytes for one in folds], host, headroom, shared), host)
-    if rehearse is None or all(one.capacity_bytes is None for one in found.ranks):
-        return found
+    shared, host, headroom = (
+        tier.is_device(profile),
+        [rank.host_bytes for rank in folds],
+        Headroom.of(profile),
+    )
+    verdict = tier.lacks(with_rank_bytes(plan, [rank.peak_bytes for rank in folds], host, headroom, shared), host)
+    if rehearse is None or all(rank.capacity_bytes is None for rank in verdict.ranks):
+        return verdict
     estimated = profile.source == "estimated"
     told = all(row.action_bytes is not None for row in profile.observations)
-    if told and (_far_below(found, headroom) or not (found.fits and (estimated or on_cpu))):
-        return found
+    if told and (_far_below(verdict, headroom) or not (verdict.fits and (estimated or on_cpu))):
+        return verdict
     try:
         sizes = rehearse()
     except CapslogError as error:
         if estimated:
             raise
         note = f"the ranks' bytes are not confirmed by a rehearsal: {error}"
-        return dataclasses.replace(found, notes=(*found.notes, note))
-    found = with_rank_bytes(plan, sizes, host, headroom, shared, " when its own program is rehearsed")
-    return tier.lacks(found, host)
+        return dataclasses.replace(verdict, notes=(*verdict.notes, note))
+    verdict = with_rank_bytes(plan, sizes, host, headroom, shared, " when its own program is rehearsed")
+    return tier.lacks(verdict, host)
 
 
 def _far_below(plan: Plan, headroom: Headroom) -> bool:
-    """Whether every rank needs so little of its device that no error of the fold could make it too much."""
-    needs = [(headroom.device(one.bytes or 0), one.capacity_bytes) for one in plan.ranks]
+    """Return True if every rank needs so little of its device that no error of the fold could make it too much."""
+    needs = [(headroom.device(rank.bytes or 0), rank.capacity_bytes) for rank in plan.ranks]
     return all(limit is None or need <= _CERTAIN * limit for need, limit in needs)
 
 
 def _by_rehearsal_alone(profile: Profile, plan: Plan, rehearse: Callable[[], Sequence[int]] | None, lack: str) -> Plan:
-    """A plan that the fold has no bytes of, judged by the rehearsal where there is a capacity.
+    """Judge a plan that the fold has no bytes of by the rehearsal, where there is a capacity.
 
-    lack: why the fold has none. What goes to the host tier only the fold counts, so plans that offload stay unknown.
+    lack: why the fold has none. Only the fold counts bytes of the host tier, so plans that offload stay unknown.
     """
-    limited = any(one.capacity_bytes is not None for one in plan.ranks)
+    limited = any(rank.capacity_bytes is not None for rank in plan.ranks)
     if rehearse is not None and limited and not any(stage.offloads for stage in plan.stages):
         try:
             sizes = rehearse()
@@ -133,13 +137,13 @@ def within_tier(profile: Profile, plan: Plan, run: RunShape, tier: HostMemory) -
     if tier.capacity is None or not plan.fits:
         return plan
     try:
-        return tier.lacks(plan, [one.host_bytes for one in fold_plan(profile, plan, run)])
+        return tier.lacks(plan, [rank.host_bytes for rank in fold_plan(profile, plan, run)])
     except CapslogError:  # the profile has not the runs for the fold
         return plan
 
 
 def with_stage_bytes(plan: Plan) -> Plan:
-    """A judged plan; where each rank has one stage, that holds what the rank does."""
+    """Return a judged plan with the bytes of its stages: those of their ranks, where each rank has one stage."""
     if len(plan.stages) > plan.num_ranks:
         return plan
     stages = [dataclasses.replace(stage, bytes=plan.ranks[stage.rank].bytes) for stage in plan.stages]
@@ -147,17 +151,17 @@ def with_stage_bytes(plan: Plan) -> Plan:
 
 
 def folded(profile: Profile, plan: Plan, memory: str, run: RunShape) -> Plan:
-    """A plan that fits by the memory model of its stages; where what its ranks hold says that it does not, so judged.
+    """Return a plan that fits by the memory model of its stages; judged by its ranks' bytes where these do not fit.
 
-    Models of stages are quicker, and a few percent off where a stage does other things at a time than they take it to.
+    Models of stages are quicker, and a few percent off where a stage's order of work is not the one that they assume.
 
     memory: as in `search.plan`; another model than "auto" is believed. run: as for `fold_plan`.
     """
     told = all(row.action_bytes is not None for row in profile.observations)
     if not plan.fits or plan.memory_model == RANKS or memory != AUTO or not told or plan.capacity_bytes is None:
         return plan
-    found = judged(profile, plan, dataclasses.replace(run, schedule=plan.schedule or run.schedule))
-    return with_stage_bytes(found) if found.fits is False else plan
+    verdict = judged(profile, plan, dataclasses.replace(run, schedule=plan.schedule or run.schedule))
+    return with_stage_bytes(verdict) if verdict.fits is False else plan
 
 
 def with_rank_bytes(
@@ -180,7 +184,7 @@ def with_rank_bytes(
         for rank, (size, more) in enumerate(zip(sizes, host, strict=True))
     )
     fits = verdict is None or verdict.fits
-    found = dataclasses.replace(
+    filled = dataclasses.replace(
         plan,
         ranks=(*ranks, *plan.ranks[len(ranks) :]),
         peak_bytes=max(sizes),
@@ -189,9 +193,9 @@ def with_rank_bytes(
         shortfall=None,
     )
     if verdict is None or fits:
-        return dataclasses.replace(found, fits=fits)
+        return dataclasses.replace(filled, fits=fits)
     note = f"does not fit: {verdict.lack}{how}; give that rank less to hold, or a device with more"
-    return dataclasses.replace(found, fits=False, shortfall=verdict.shortfall(None), notes=(*plan.notes, note))
+    return dataclasses.replace(filled, fits=False, shortfall=verdict.shortfall(None), notes=(*plan.notes, note))
 
 
 def _actions(profile: Profile, plan: Plan, units: Units, run: RunShape) -> Schedule:

@@ -1,6 +1,6 @@
-"""All planners by name: what each takes, chooses and is good for, and how it answers a `Problem`.
+"""Table of all planners by name: what each takes, chooses and is good for, and the function that answers a `Problem`.
 
-The help of the command, the table of `docs/planners.md`, `compare`, what goes with elastic runs and every refusal are
+The help of the command, the table of `docs/planners.md`, `compare`, the planners of elastic runs and every refusal are
 made of this table.
 """
 
@@ -29,17 +29,17 @@ NOT_ASKED_ANEW = "is not asked anew after a membership change; choose planner bu
 
 @dataclass(frozen=True)
 class Planner:
-    """One planner.
+    """Planner: its texts for people, the function that searches, and the runs that it can plan.
 
     Attributes:
         name: as `pipeline.planner` has it.
         takes: fields of a profile, in words.
-        chooses: what of a plan, in words.
-        good_for: whom, in words.
+        chooses: parts of a plan, in words.
+        good_for: its use, in words.
         source: who published it.
         search: module of `planning`, and the function in it that makes a plan of a problem and the planner's name;
             imported when it is asked, since it searches with numpy, and a command's help needs none.
-        shape: "cuts" (one stage per device), "intervals" (and what becomes of each layer), "stages" (on any devices, of
+        shape: "cuts" (one stage per device), "intervals" (and memory intervals), "stages" (on any devices, of
             all that there are), or "pipelines" (of any length).
         elastic: it may be asked anew after a change of the members.
         weighed_up_to: layers x devices up to which planner `budget` weighs its answer as well; 0: never.

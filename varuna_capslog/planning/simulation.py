@@ -58,28 +58,28 @@ class PipelineStep:
     @property
     def stage_of_row(self) -> list[list[int]]:
         """The stages of each row of the timeline."""
-        return [sorted({one.action.stage for one in row}) for row in self.timeline.actions]
+        return [sorted({timed.action.stage for timed in row}) for row in self.timeline.actions]
 
     @property
     def peaks(self) -> list[int] | None:
-        """Per stage, the most bytes at a time."""
+        """Peak bytes of each stage."""
         return None if self.memory is None else [peak_of(course) for course in self.memory]
 
     @property
     def rank_bytes(self) -> list[int] | None:
-        """Per row, the most bytes of its rank; None where they cannot be folded."""
-        return None if self.folds is None else [one.peak_bytes for one in self.folds]
+        """Peak bytes of the rank of each row; None where they cannot be folded."""
+        return None if self.folds is None else [fold.peak_bytes for fold in self.folds]
 
     @property
     def rank_memory(self) -> list[Course] | None:
-        """Per row, the course of its rank's bytes; None where they cannot be folded."""
+        """Course of the bytes of the rank of each row; None where they cannot be folded."""
         rows = self.timeline.actions
         return None if self.folds is None else [fold_course(*pair) for pair in zip(rows, self.folds, strict=True)]
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """One step of a whole plan.
+    """Simulated step of a whole plan.
 
     pipelines: each for itself; all end together.
     step_seconds: from the first forward to the last rank's update.
@@ -110,12 +110,12 @@ class Simulation:
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most that one stage holds at a time."""
-        peaks = [peak for one in self.pipelines for peak in one.peaks or []]
+        """Peak bytes of the largest stage."""
+        peaks = [peak for pipeline in self.pipelines for peak in pipeline.peaks or []]
         return max(peaks) if peaks else None
 
     def to_json(self) -> dict[str, Any]:
-        """For programs; courses of memory as [seconds, bytes]."""
+        """Return the simulation for programs; courses of memory as [seconds, bytes]."""
         return {
             "schedule": self.schedule,
             "recompute": self.recompute,
@@ -129,17 +129,17 @@ class Simulation:
             "peak_bytes": self.peak_bytes,
             "pipelines": [
                 {
-                    "ranks": one.ranks,
-                    "stages_of_rank": one.stage_of_row,
-                    "busy_seconds": one.timeline.busy_seconds,
-                    "max_in_flight": one.timeline.max_in_flight,
-                    "max_live_graphs": one.timeline.max_live_graphs,
-                    "stage_peak_bytes": one.peaks,
-                    "rank_peak_bytes": one.rank_bytes,
-                    "memory": _as_lists(one.memory),
-                    "rank_memory": _as_lists(one.rank_memory),
+                    "ranks": pipeline.ranks,
+                    "stages_of_rank": pipeline.stage_of_row,
+                    "busy_seconds": pipeline.timeline.busy_seconds,
+                    "max_in_flight": pipeline.timeline.max_in_flight,
+                    "max_live_graphs": pipeline.timeline.max_live_graphs,
+                    "stage_peak_bytes": pipeline.peaks,
+                    "rank_peak_bytes": pipeline.rank_bytes,
+                    "memory": _as_lists(pipeline.memory),
+                    "rank_memory": _as_lists(pipeline.rank_memory),
                 }
-                for one in self.pipelines
+                for pipeline in self.pipelines
             ],
             "notes": self.notes,
         }
@@ -175,17 +175,17 @@ def simulate_plan(
     total = sum(len(part.graph.routes) for part, *_ in played.steps)
     of_rank = _rank_folds(profile, plan, run, played.named, total, notes)
     for part, actions, step, seconds, chosen in played.steps:
-        whole = _with_updates(step.timeline, seconds.other.get("U", ()), played.together, played.step_seconds)
+        timeline = _with_updates(step.timeline, seconds.other.get("U", ()), played.together, played.step_seconds)
         count = max(len(row) for row in part.graph.microbatches)
         parts = None
         if plan.routes == "relay":
             unknown = notes if of_rank is None else []  # the courses of ranks say more
             parts = _course_parts(profile, chosen, dataclasses.replace(run, num_microbatches=count), unknown)
-        memory = None if parts is None else memory_courses(whole.actions, actions, parts)
-        found = None if of_rank is None else [of_rank[rank] for rank in part.ranks]
-        pipelines.append(PipelineStep(part.ranks, whole, part.stages, memory, found))
-    width = sum(len(one.ranks) for one in pipelines)
-    busy = sum(sum(one.timeline.busy_seconds) for one in pipelines)
+        memory = None if parts is None else memory_courses(timeline.actions, actions, parts)
+        folds = None if of_rank is None else [of_rank[rank] for rank in part.ranks]
+        pipelines.append(PipelineStep(part.ranks, timeline, part.stages, memory, folds))
+    width = sum(len(pipeline.ranks) for pipeline in pipelines)
+    busy = sum(sum(pipeline.timeline.busy_seconds) for pipeline in pipelines)
     size = plan.microbatch_size or profile.conditions.get("microbatch_size")
     step_seconds = played.step_seconds
     return Simulation(
@@ -206,20 +206,20 @@ def simulate_plan(
 def _course_parts(
     profile: Profile, stages: Sequence[PlanStage], run: RunShape, notes: list[str]
 ) -> list[StageMemory] | None:
-    """What `memory.course` needs of stages that are all kept or all recomputed; else None, and a note."""
-    whole = all(
+    """Return the inputs of `memory.course` for stages that are all kept or all recomputed; else None, and a note."""
+    uniform = all(
         stage.whole
         and len(stage.layers) == stage.grain == 1
         and (stage.memory is None or stage.recomputes(run) == run.recomputes)
         for stage in stages
     )
-    found: list[StageMemory] | str = "stages are kept, recomputed or offloaded in parts"
-    if whole:
-        found = stage_memory(profile, [(stage.first, stage.end) for stage in stages], run)
-    if isinstance(found, str):
-        notes.append(f"memory over time is unknown: {found}")
+    parts: list[StageMemory] | str = "stages are kept, recomputed or offloaded in parts"
+    if uniform:
+        parts = stage_memory(profile, [(stage.first, stage.end) for stage in stages], run)
+    if isinstance(parts, str):
+        notes.append(f"memory over time is unknown: {parts}")
         return None
-    return found
+    return parts
 
 
 def _as_lists(courses: list[Course] | None) -> list[list[list[float]]] | None:
@@ -255,7 +255,7 @@ def _with_updates(timeline: Timeline, update: Sequence[float], begin_seconds: fl
     rows = [list(row) for row in timeline.actions]
     for rank, row in enumerate(rows if update else []):
         clock = begin_seconds
-        for stage in sorted({one.action.stage for one in row}):
+        for stage in sorted({timed.action.stage for timed in row}):
             row.append(TimedAction(rank, Action(stage, "U"), clock, clock + update[stage]))
             clock += update[stage]
     return dataclasses.replace(timeline, actions=rows, step_seconds=step_seconds)

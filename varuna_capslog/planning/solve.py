@@ -35,11 +35,11 @@ Rehearsal = Callable[[Plan], Sequence[int]]
 rank's own program."""
 
 _SEARCHES = 3
-"""Each for devices of less memory than the one before."""
+"""Searches at most, each for devices of less memory than the one before."""
 
 
 class Protection(Protocol):
-    """What protects a run whose members change, as `membership/protection` knows it."""
+    """Protection of a run whose members change, as `membership/protection` knows it."""
 
     def plan(self, capacities: Sequence[int] | None) -> Plan | None:
         """The plan that a member would propose for all devices, in which protection has room, not judged; None where
@@ -73,7 +73,7 @@ def solve(
         planner: a name of `REGISTRY`; not asked where cuts or a plan are given.
         rehearsal: has the last word on whether ranks fit, where the profile is an estimate or the device a CPU.
         protection: of a run whose members change.
-        weighs_others: as above; False for who solves many problems to compare them.
+        weighs_others: as above; False for callers that solve many problems to compare them.
 
     Raises:
         CapslogError: an unknown planner, and a problem that it cannot answer.
@@ -272,12 +272,13 @@ def _confirmed(problem: Problem, plan: Plan, rehearsal: Rehearsal | None) -> Pla
 
 
 def _beats(problem: Problem, plan: Plan, best: Plan | None) -> bool:
-    """Whether a plan lacks less than the best so far, or as much and is faster. Without a limit none lacks anything."""
+    """Return True if a plan lacks less than the best, or as much and is faster. Without a limit no plan lacks any."""
     if best is None:
         return True
     fits = (True, None) if problem.capacities is None else (True,)
     lacks = [
-        0 if one.fits in fits else one.shortfall.bytes if one.shortfall is not None else NEVER for one in (plan, best)
+        0 if candidate.fits in fits else candidate.shortfall.bytes if candidate.shortfall is not None else NEVER
+        for candidate in (plan, best)
     ]
     if lacks[0] != lacks[1] or plan.step_seconds is None or best.step_seconds is None:
         return lacks[0] < lacks[1]

@@ -1,6 +1,6 @@
-"""What the stages of a plan take by a profile, what travels between them, and what goes to the host tier.
+"""Seconds of the stages of a plan by a profile, bytes of messages between them, and bytes that go to the host tier.
 
-`simulation` plays a step with it; the search, the limits of `1f1b-star` and the report ask it for the seconds alone. A
+`simulation` plays a step with them; the search, the limits of `1f1b-star` and the report ask for the seconds alone. A
 stage is any set of layers, in one piece of the chain or in several.
 """
 
@@ -18,8 +18,8 @@ from varuna_capslog.schedules import DEFAULT_RUN, Edge, RunShape, StageGraph, St
 
 
 def stage_seconds(profile: Profile, stages: Sequence[PlanStage], run: RunShape = DEFAULT_RUN) -> StageSeconds:
-    """What one call of each stage takes, as sums over its layers; U where the profile knows it. Copies (O, L) take no
-    time here. A call of several microbatches takes as long as these one after the other.
+    """Return the seconds of one call of each stage, as sums over its layers; U where the profile knows it. Copies
+    (O, L) take no time here. A call of several microbatches takes as long as these one after the other.
 
     A forward that keeps no graph takes as long as one that does, except at the end of the chain: nothing reads what the
     last layers make before the recomputation makes it again, so the engine leaves them out where they count no running
@@ -28,17 +28,17 @@ def stage_seconds(profile: Profile, stages: Sequence[PlanStage], run: RunShape =
     Raises CapslogError naming the layer whose seconds the profile does not have.
     """
     forward, backward = profile.column("forward_seconds"), profile.column("backward_seconds")
-    whole = [stage.grain * sum(forward[layer] for layer in stage.numbers) for stage in stages]
+    forwards = [stage.grain * sum(forward[layer] for layer in stage.numbers) for stage in stages]
     back = [stage.grain * sum(backward[layer] for layer in stage.numbers) for stage in stages]
     rate = profile.conditions.get(UPDATE_RATE)
     weights = [layer.parameter_bytes for layer in profile.layers]
-    other = {}
+    extra = {}
     if isinstance(rate, (int, float)) and None not in weights:
-        other["U"] = [float(rate) * sum(weights[layer] or 0 for layer in stage.numbers) for stage in stages]
+        extra["U"] = [float(rate) * sum(weights[layer] or 0 for layer in stage.numbers) for stage in stages]
     if any(stage.offloads for stage in stages):
-        other |= dict.fromkeys("OL", [0.0] * len(stages))
-    inputs = [stage.grain * sum(profile.layers[one].input_part for one in stage.numbers) for stage in stages]
-    other |= {"I": inputs, "W": [took - half for took, half in zip(back, inputs, strict=True)]}
+        extra |= dict.fromkeys("OL", [0.0] * len(stages))
+    inputs = [stage.grain * sum(profile.layers[layer].input_part for layer in stage.numbers) for stage in stages]
+    extra |= {"I": inputs, "W": [took - half for took, half in zip(back, inputs, strict=True)]}
     again = [_again(stage, run) for stage in stages]
     seconds = [
         [stage.grain * sum(forward[first:end]) for first, end in intervals]
@@ -47,18 +47,19 @@ def stage_seconds(profile: Profile, stages: Sequence[PlanStage], run: RunShape =
     counted = _last_with_statistics(profile)
     at_the_end = [bool(row) and row[-1][1] == profile.num_layers and row[-1][0] > counted for row in again]
     return StageSeconds(
-        whole,
+        forwards,
         back,
         recompute=[row[-1] if row else 0.0 for row in seconds],
         bare_forward=[
-            took - row[-1] if left_out else took for took, row, left_out in zip(whole, seconds, at_the_end, strict=True)
+            took - row[-1] if left_out else took
+            for took, row, left_out in zip(forwards, seconds, at_the_end, strict=True)
         ],
         backward_again=[took + sum(row[:-1]) for took, row in zip(back, seconds, strict=True)],
         backward_at_once=[
             took + sum(row[:-1] if intervals and intervals[-1][1] == stage.end else row)
             for took, row, intervals, stage in zip(back, seconds, again, stages, strict=True)
         ],
-        other=other,
+        other=extra,
     )
 
 
@@ -72,14 +73,14 @@ def _again(stage: PlanStage, run: RunShape) -> list[tuple[int, int]]:
     """The layers (first, end) of each part of a stage that runs again before its backward."""
     if stage.memory is None:
         return list(stage.layers) if run.recomputes else []
-    return [(one.first, one.end) for one in stage.memory if one.recomputes]
+    return [(interval.first, interval.end) for interval in stage.memory if interval.recomputes]
 
 
 def message_bytes(
     profile: Profile, stages: Sequence[PlanStage], graph: StageGraph, routes: str
 ) -> Mapping[Edge, int | None]:
-    """(stage that sends, stage that takes) -> bytes of one message, which carries the microbatches of the smaller call;
-    a direction in which nothing travels is absent.
+    """(stage that sends, stage that receives) -> bytes of one message, which carries the microbatches of the smaller
+    call; a direction in which nothing travels is absent.
 
     With routes "direct" a value travels once to each stage that reads it, and a gradient comes back for each layer that
     reads it there; the profile must have tensors. With "relay" a message holds what crosses the cut before the later
@@ -90,16 +91,16 @@ def message_bytes(
         rows = {edge: None if size is None else size * _common(stages, edge) for edge, size in sizes.items()}
         return rows | {edge[::-1]: size for edge, size in rows.items()}
     readers = [with_loss(stage.numbers, profile.num_layers) for stage in stages]
-    found: dict[Edge, int] = {}
-    for one, other in graph.edges:
-        common = _common(stages, (one, other))
+    edge_bytes: dict[Edge, int] = {}
+    for sender, receiver in graph.edges:
+        common = _common(stages, (sender, receiver))
         for tensor in profile.tensors:
-            read = len(readers[other].intersection(tensor.readers)) if tensor.writer in readers[one] else 0
+            read = len(readers[receiver].intersection(tensor.readers)) if tensor.writer in readers[sender] else 0
             if read:
-                found[one, other] = found.get((one, other), 0) + common * tensor.bytes
+                edge_bytes[sender, receiver] = edge_bytes.get((sender, receiver), 0) + common * tensor.bytes
             if read and tensor.gradient:
-                found[other, one] = found.get((other, one), 0) + common * read * tensor.bytes
-    return found
+                edge_bytes[receiver, sender] = edge_bytes.get((receiver, sender), 0) + common * read * tensor.bytes
+    return edge_bytes
 
 
 def _common(stages: Sequence[PlanStage], edge: Edge) -> int:
@@ -115,18 +116,18 @@ def gradient_edges(sizes: Mapping[Edge, int | None], graph: StageGraph) -> list[
 def copy_seconds(
     profile: Profile, stages: Sequence[PlanStage], routes: str, bandwidth: float | None
 ) -> dict[str, list[float]]:
-    """The seconds of O and L of each stage: what it offloads of one call, at so many bytes per second.
+    """Return the seconds of O and L of each stage, for the bytes that it offloads of one call.
 
     An interval "offload" moves what its layers save, one of "recompute+offload" the tensors that it begins with.
 
-    bandwidth: None: copies take no time.
+    bandwidth: bytes per second; None: copies take no time.
 
     Raises CapslogError where the profile does not know these bytes.
     """
     if bandwidth is None:
         return dict.fromkeys("OL", [0.0] * len(stages))
-    moved = [[one for one in stage.memory or () if one.offloads] for stage in stages]
-    sizes = [sum(_moved_bytes(profile, one, routes) for one in row) for row in moved]
+    moved = [[interval for interval in stage.memory or () if interval.offloads] for stage in stages]
+    sizes = [sum(_moved_bytes(profile, interval, routes) for interval in row) for row in moved]
     seconds = [stage.grain * size / bandwidth for stage, size in zip(stages, sizes, strict=True)]
     return {"O": seconds, "L": seconds}
 
@@ -150,23 +151,23 @@ def moment_seconds(profile: Profile, stages: Sequence[PlanStage], bandwidth: flo
 
 
 def moment_bytes(profile: Profile) -> dict[int, int | None]:
-    """Layer -> what the optimizer keeps of it, as far as the profile tells."""
+    """Layer -> bytes of its optimizer moments, as far as the profile tells."""
     rows = (row for row in profile.observations if row.layers[1] - row.layers[0] == 1 and row.action_bytes)
     return {row.layers[0]: row.action_bytes.moment_bytes for row in rows if row.action_bytes}
 
 
-def _moved_bytes(profile: Profile, one: MemoryInterval, routes: str) -> int:
-    if not one.recomputes:
-        return sum(profile.column("saved_bytes")[one.first : one.end])
+def _moved_bytes(profile: Profile, interval: MemoryInterval, routes: str) -> int:
+    if not interval.recomputes:
+        return sum(profile.column("saved_bytes")[interval.first : interval.end])
     if not profile.tensors:
         raise CapslogError(
-            f"the profile has no tensors, so that the bytes which the interval {one.first} to {one.end - 1} offloads "
-            "are not known; profile again, or leave out the bandwidth of the copies"
+            f"the profile has no tensors, so that the bytes which the interval {interval.first} to {interval.end - 1} "
+            "offloads are not known; profile again, or leave out the bandwidth of the copies"
         )
-    inside = with_loss(range(one.first, one.end), profile.num_layers)
+    inside = with_loss(range(interval.first, interval.end), profile.num_layers)
     return sum(
         tensor.bytes
         for tensor in profile.tensors
-        if (-1 if tensor.writer is None else tensor.writer) < one.first <= tensor.readers[-1]
+        if (-1 if tensor.writer is None else tensor.writer) < interval.first <= tensor.readers[-1]
         and (routes == "relay" or inside.intersection(tensor.readers))
     )

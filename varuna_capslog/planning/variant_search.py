@@ -1,4 +1,4 @@
-"""Which variant computes each layer: the choice whose fastest plan that fits takes the shortest step.
+"""Choice of the variant that computes each layer: the one whose fastest plan that fits takes the shortest step.
 
 A profile with rows of variants (`profiles/variants`) gives the profile of every choice, and planner `budget` the best
 plan of cuts and memory intervals for it; so variants, cuts and intervals are weighed by the same seconds and bytes.
@@ -43,8 +43,8 @@ class VariantChoice:
     Attributes:
         chosen: layer -> variant; layers that stay as configured are left out.
         plan: for it. plain: the best plan for the layers as configured.
-        weighed: how many choices were planned for.
-        every: whether all others were ruled out.
+        weighed: number of choices that were planned for.
+        every: True if all others were ruled out.
     """
 
     chosen: Mapping[int, str]
@@ -72,8 +72,8 @@ _Choice = tuple[str, ...]
 class _VariantSearch:
     def __init__(self, profile: Profile, devices: int, calls: int, plan_of: PlanOf) -> None:
         self._profile, self._plan_of = profile, plan_of
-        own, size = alternatives_of(profile), profile.num_layers
-        self._names: list[tuple[str, ...]] = [(PLAIN, *own.get(layer, ())) for layer in range(size)]
+        alternatives, size = alternatives_of(profile), profile.num_layers
+        self._names: list[tuple[str, ...]] = [(PLAIN, *alternatives.get(layer, ())) for layer in range(size)]
         self._rows: dict[tuple[int, str], Observation] = {}
         for row in profile.observations:
             if row.layers[1] - row.layers[0] == 1 and row.microbatch_size == profile.samples(1):
@@ -84,15 +84,15 @@ class _VariantSearch:
     def best(self) -> VariantChoice:
         plain = (PLAIN,) * len(self._names)
         self._weigh(plain)
-        every = math.prod(len(names) for names in self._names) <= EVERY_CHOICE
-        if every:
+        exhaustive = math.prod(len(names) for names in self._names) <= EVERY_CHOICE
+        if exhaustive:
             for choice in sorted(itertools.product(*self._names), key=self._bound):
                 self._weigh(choice)
         else:
             self._by_families()
-        found = self._best
-        chosen = {layer: name for layer, name in enumerate(found) if name != PLAIN}
-        return VariantChoice(chosen, self._plans[found][1], self._plans[plain][1], len(self._plans), every)
+        best = self._best
+        chosen = {layer: name for layer, name in enumerate(best) if name != PLAIN}
+        return VariantChoice(chosen, self._plans[best][1], self._plans[plain][1], len(self._plans), exhaustive)
 
     @property
     def _best(self) -> _Choice:
@@ -121,8 +121,8 @@ class _VariantSearch:
 
     def _by_families(self) -> None:
         families: dict[object, list[int]] = {}
-        for layer, own in enumerate(self._names):
-            key = re.sub(r"\d+", "#", self._profile.layers[layer].name), own
+        for layer, variants in enumerate(self._names):
+            key = re.sub(r"\d+", "#", self._profile.layers[layer].name), variants
             families.setdefault(key, []).append(layer)
         options = [(layers, self._undominated(layers)) for layers in families.values()]
         for sizes in (("forward_seconds", "backward_seconds"), ("peak_bytes",)):
@@ -155,20 +155,20 @@ class _VariantSearch:
         return sum(float(getattr(self._rows[layer, name], size) or 0) for layer in layers)
 
     def _undominated(self, layers: Sequence[int]) -> list[str]:
-        """The variants of a family for which no other one is as good in every number; of equal ones the first. One
-        that takes less beside itself than alone is no worse for its numbers alone.
+        """Return the variants of a family for which no other one is as good in every number; of equal ones the first. A
+        variant that takes less beside itself than alone is no worse for its numbers alone.
         """
         names, joined = self._names[layers[0]], self._profile.conditions.get(JOINED, ())
-        numbers = {name: [x for layer in layers for x in _numbers(self._rows[layer, name])] for name in names}
+        numbers = {name: [number for layer in layers for number in _numbers(self._rows[layer, name])] for name in names}
         return [
             name
             for place, name in enumerate(names)
             if name in joined
             or not any(
-                all(a <= b for a, b in zip(numbers[other], numbers[name], strict=True))
-                and (numbers[other] != numbers[name] or number < place)
-                for number, other in enumerate(names)
-                if other != name
+                all(a <= b for a, b in zip(numbers[rival], numbers[name], strict=True))
+                and (numbers[rival] != numbers[name] or number < place)
+                for number, rival in enumerate(names)
+                if rival != name
             )
         ]
 

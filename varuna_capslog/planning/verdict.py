@@ -1,4 +1,4 @@
-"""Does it fit, what is missing, and what would do: the one place that says so.
+"""Verdicts on memory: whether a plan fits, what is missing, and what would do.
 
 `search` judges every plan here, `prepare` a plan whose ranks were rehearsed, `comparison` and the tables of the command
 show the margins, and the elastic run judges what its members hold. A device needs the peak of its stage and the
@@ -41,9 +41,9 @@ __all__ = [
 
 @dataclass(frozen=True)
 class HostMemory:
-    """What the host tier of each rank may hold.
+    """Limit of the host tier of each rank.
 
-    capacity: `pipeline.host_capacity`, in bytes; None: no limit. in_files: it is a folder, and no memory of the host.
+    capacity: `pipeline.host_capacity`, in bytes; None: no limit. in_files: the tier is a folder, not host memory.
     """
 
     capacity: int | None = None
@@ -51,11 +51,11 @@ class HostMemory:
 
     @classmethod
     def of_config(cls, config: Config) -> Self:
-        """As a run's config says."""
+        """Return the limit that a run's config sets."""
         return cls(config.pipeline.host_capacity, config.pipeline.host_tier != "memory")
 
     def is_device(self, profile: Profile) -> bool:
-        """Whether its bytes lie in the device's own memory: it is the host's, and the device is the CPU."""
+        """Return True if the tier lies in the device's own memory: in host memory, and the device is the CPU."""
         return not self.in_files and bool(profile.observations) and profile.observations[0].device == "cpu"
 
     def lacks(self, plan: Plan, sizes: Sequence[int]) -> Plan:
@@ -77,7 +77,7 @@ class HostMemory:
 class MemoryVerdict:
     """Stages and their devices, in stage order, in bytes; or ranks, of which some hold several stages.
 
-    peaks: what each stage holds at most. needed: what its device must have, the headroom included. capacities: what
+    peaks: the most that each stage holds. needed: what its device must have, the headroom included. capacities: what
     the device has. of: "stage" or "rank".
     """
 
@@ -88,12 +88,12 @@ class MemoryVerdict:
 
     @property
     def margins(self) -> list[int]:
-        """What each stage leaves of its device; below 0 where it does not fit."""
+        """Bytes that each stage leaves of its device; below 0 where it does not fit."""
         return [has - needed for has, needed in zip(self.capacities, self.needed, strict=True)]
 
     @property
     def fits(self) -> bool:
-        """Whether every stage fits its device."""
+        """True where every stage fits its device."""
         return min(self.margins) >= 0
 
     @property
@@ -121,13 +121,13 @@ class MemoryVerdict:
         return f"{self.need}, {format_bytes(self.lacking)} too much{beside}"
 
     def shortfall(self, devices_that_fit: int | None) -> Shortfall:
-        """What a plan file says of a plan that does not fit."""
+        """Return the shortfall that a plan file states for a plan that does not fit."""
         if self.of == "rank":
             return Shortfall(None, self.lacking, devices_that_fit, rank=self.worst)
         return Shortfall(self.worst, self.lacking, devices_that_fit)
 
     def sentence(self, devices_that_fit: int | None, why: str | None = None, way: str | None = None) -> str:
-        """What is missing and what would do, for a plan that does not fit.
+        """Say what is missing and what would do, for a plan that does not fit.
 
         why: no number of devices would do; default: a stage has a layer. way: by whose plans that many devices would,
             or none; default: those of any planner that cuts alone.
@@ -162,7 +162,7 @@ def judge_plan(plan: Plan, profile: Profile | None) -> MemoryVerdict | None:
 
 def judge_ranks(plan: Plan, sizes: Sequence[int], headroom: Headroom) -> MemoryVerdict | None:
     """The verdict on the ranks of a plan that hold so much; None where no capacity is known."""
-    limits = [one.capacity_bytes for one in plan.ranks] + [None] * (len(sizes) - len(plan.ranks))
+    limits = [rank.capacity_bytes for rank in plan.ranks] + [None] * (len(sizes) - len(plan.ranks))
     if all(limit is None for limit in limits):
         return None
     needed = tuple(headroom.device(size) for size in sizes)
@@ -171,7 +171,7 @@ def judge_ranks(plan: Plan, sizes: Sequence[int], headroom: Headroom) -> MemoryV
 
 
 def predictable(profile: Profile, microbatch_size: int | None) -> list[str]:
-    """Why a profile promises no bytes for microbatches of this size; empty if it does."""
+    """Reasons why a profile promises no bytes for microbatches of this size; empty if it does."""
     served = PURPOSE in profile.conditions
     instead = "plan in float32, or for a GPU" if served else "measure the profile instead (profile.source=measured)"
     gaps = [
@@ -202,12 +202,12 @@ def rehearsed(
     together = [peak + more for peak, more in zip(peaks, beside, strict=True)]
     verdict = judge(together, plan.capacities_of(plan.placement()), headroom)
     assert verdict is not None, "only a plan with a capacity is rehearsed"
-    found = plan.with_bytes(peaks)
+    filled = plan.with_bytes(peaks)
     if verdict.fits:
-        return dataclasses.replace(found, fits=True)
+        return dataclasses.replace(filled, fits=True)
     less = find(capacity=max(1, min(verdict.capacities) - verdict.lacking)).shortfall
     return dataclasses.replace(
-        found,
+        filled,
         fits=False,
         shortfall=verdict.shortfall(None if less is None else less.devices_that_fit),
         notes=(*plan.notes, f"does not fit: {verdict.need} when its own program is rehearsed"),

@@ -1,4 +1,4 @@
-"""Which layers' optimizer moments wait in the host tier: as few bytes as the devices allow.
+"""Choice of the layers whose optimizer moments wait in the host tier: as few bytes as the devices allow.
 
 A plan for devices that are too small otherwise is searched with the moments of all layers away; here those that the
 devices have room for come back.
@@ -34,10 +34,10 @@ def with_room_used(profile: Profile, plan: Plan, run: RunShape, ranges: RangeByt
         ranges: of the profile, with the moments of all layers on the device.
     """
     headroom, stages = Headroom.of(profile), list(plan.stages)
-    known: Known = {}
-    for rank, fold in enumerate(fold_plan(profile, plan, run, known)):
-        own = [number for number, stage in enumerate(stages) if stage.rank == rank]
-        layers = frozenset(layer for number in own for layer in stages[number].numbers)
+    range_bytes: Known = {}
+    for rank, fold in enumerate(fold_plan(profile, plan, run, range_bytes)):
+        numbers = [number for number, stage in enumerate(stages) if stage.rank == rank]
+        layers = frozenset(layer for number in numbers for layer in stages[number].numbers)
         limit, sizes, away = plan.ranks[rank].capacity_bytes, ranges.moments.of(layers, layers), layers
         usable = NEVER if limit is None else headroom.usable(limit)
         begun, most = ranges.resident(layers, layers), max(fold.bytes, default=0)
@@ -45,19 +45,19 @@ def with_room_used(profile: Profile, plan: Plan, run: RunShape, ranges: RangeByt
         for layer in sorted(sizes, key=lambda layer: -sizes[layer]):
             less = away - {layer}
             resident = ranges.resident(layers, less)
-            # of the end of the step, where moments come back, it is known by how much it rises
+            # at the end of the step the moments come back: its bytes rise by a known amount
             end = fold.end_bytes + resident + ranges.update(layers, less) - at_end
             if max(most + resident - begun, end) <= usable:
                 away = less
-        for number in own:
+        for number in numbers:
             stages[number] = _away(stages[number], away.intersection(stages[number].numbers))
-    found = dataclasses.replace(plan, stages=tuple(stages))
-    return found if judged(profile, found, run, known=known).fits else plan
+    candidate = dataclasses.replace(plan, stages=tuple(stages))
+    return candidate if judged(profile, candidate, run, known=range_bytes).fits else plan
 
 
 def _away(stage: PlanStage, layers: frozenset[int]) -> PlanStage:
-    found = []
+    intervals = []
     for first, end in stage.layers:
-        own = sorted(layers.intersection(range(first, end)))
-        found += [MemoryInterval(*piece, "host") for piece in ranges_of(own)] if own else []
-    return dataclasses.replace(stage, moments=tuple(found))
+        numbers = sorted(layers.intersection(range(first, end)))
+        intervals += [MemoryInterval(*piece, "host") for piece in ranges_of(numbers)] if numbers else []
+    return dataclasses.replace(stage, moments=tuple(intervals))

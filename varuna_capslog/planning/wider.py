@@ -52,24 +52,26 @@ def limited(
     run = replace(chain.question.run, schedule=STARRED)
 
     def with_own_limits(some: Sequence[StageChoice]) -> tuple[StageChoice, ...]:
-        bare = [replace(one, in_flight=None) for one in some]
-        found = with_limits(profile, plan_of(bare, run), run, link)
-        return tuple(replace(one, in_flight=stage.in_flight) for one, stage in zip(bare, found.stages, strict=True))
+        bare = [replace(choice, in_flight=None) for choice in some]
+        plan = with_limits(profile, plan_of(bare, run), run, link)
+        return tuple(
+            replace(choice, in_flight=stage.in_flight) for choice, stage in zip(bare, plan.stages, strict=True)
+        )
 
     first = with_own_limits(stages)
     yield first
     for part in _PARTS:
-        here = first
+        current = first
         for _ in range(2):
             changed = []
-            for number, one in enumerate(here):
+            for number, choice in enumerate(current):
                 size = part * chain.usable[number]
-                intervals = cheapest(number, one.first, one.end, size, one.in_flight or 1)
-                changed.append(one if intervals is None else chain.choice(one.first, one.end, intervals))
-            here = with_own_limits(changed)
-        yield here
+                intervals = cheapest(number, choice.first, choice.end, size, choice.in_flight or 1)
+                changed.append(choice if intervals is None else chain.choice(choice.first, choice.end, intervals))
+            current = with_own_limits(changed)
+        yield current
     most = zip(first, chain.in_flight, strict=True)
-    yield tuple(replace(one, in_flight=min(one.in_flight or limit, limit)) for one, limit in most)
+    yield tuple(replace(choice, in_flight=min(choice.in_flight or limit, limit)) for choice, limit in most)
 
 
 def looped(
@@ -86,20 +88,20 @@ def looped(
         return
     run = replace(chain.question.run, schedule="1f1b", recompute=False)
     speeds = None if chain.speeds is None else [*chain.speeds] * STAGES_PER_RANK
-    found = fastest_cuts(costs, chain.question.seconds, run, count, speeds=speeds, width=64)
-    if found is None:
+    solution = fastest_cuts(costs, chain.question.seconds, run, count, speeds=speeds, width=64)
+    if solution is None:
         return
-    bounds = list(zip(found.cuts, [*found.cuts[1:], chain.num_layers], strict=True))
-    here = [chain.choice(first, end, ()) for first, end in bounds]
+    bounds = list(zip(solution.cuts, [*solution.cuts[1:], chain.num_layers], strict=True))
+    stages = [chain.choice(first, end, ()) for first, end in bounds]
     again = [chain.choice(first, end, (MemoryInterval(first, end, "recompute"),)) for first, end in bounds]
     treated = 0
     while True:
-        verdict = judge(here)
-        lacking = [rank for rank, one in enumerate(verdict.ranks) if (one.bytes or 0) > chain.usable[rank]]
+        verdict = judge(stages)
+        lacking = [rank for rank, plan_rank in enumerate(verdict.ranks) if (plan_rank.bytes or 0) > chain.usable[rank]]
         if not lacking or treated == STAGES_PER_RANK:
-            yield tuple(here)
+            yield tuple(stages)
             return
         for rank in lacking:
             for number in range(rank, rank + (treated + 1) * devices, devices):
-                here[number] = again[number]
+                stages[number] = again[number]
         treated += 1

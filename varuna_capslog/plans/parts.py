@@ -1,7 +1,7 @@
-"""The parts of a plan: units of work, stages with their memory intervals, ranks, and what is missing.
+"""The parts of a plan: units of work, stages with their memory intervals, ranks, and the shortfall of memory.
 
-Every instance is valid by itself: the constructors raise CapslogError otherwise. What the parts of one plan must have
-in common is checked in `plans/rules.py`.
+Every instance is valid by itself: the constructors raise CapslogError otherwise. Rules that the parts of one plan must
+keep together are checked in `plans/rules.py`.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ class Units:
 
 @dataclass(frozen=True)
 class MemoryInterval:
-    """The layers [first, end) of a stage, treated alike between their forward and their backward.
+    """The layers [first, end) of a stage that have the same memory treatment between forward and backward.
 
-    kind: "recompute" (their inputs stay, they run again before their backward), "offload" (what they saved goes to the
-        host tier and comes back) or "recompute+offload" (their inputs go there).
+    kind: "recompute" (their inputs stay, they run again before their backward), "offload" (their saved tensors go to
+        the host tier and come back) or "recompute+offload" (their inputs go there).
 
-    In a file an interval is a list `[first, end, kind]`. Ranges of layers whose optimizer's moments wait elsewhere are
-    written alike, with the kind "host": in the host tier between the updates.
+    In a file an interval is a list `[first, end, kind]`. Ranges of layers whose optimizer moments wait elsewhere are
+    written in the same form, with the kind "host": in the host tier between the updates.
     """
 
     first: int
@@ -95,17 +95,17 @@ class MemoryInterval:
 
     @property
     def recomputes(self) -> bool:
-        """Whether the layers run again."""
+        """True where the layers run again."""
         return self.kind.startswith("recompute")
 
     @property
     def offloads(self) -> bool:
-        """Whether something goes to the host tier."""
+        """True where tensors go to the host tier."""
         return self.kind.endswith("offload")
 
     @classmethod
     def of(cls, value: Any, name: str, kinds: Sequence[str] = INTERVAL_KINDS) -> MemoryInterval:
-        """The interval that `[first, end, kind]` means."""
+        """Return the interval that `[first, end, kind]` means."""
         if isinstance(value, MemoryInterval):
             return value
         entries = fields.listed(value, name)
@@ -116,7 +116,7 @@ class MemoryInterval:
 
 
 def intervals_of(run: RunShape, pieces: Iterable[tuple[int, int]], device: str = "cpu") -> tuple[MemoryInterval, ...]:
-    """The memory intervals of a stage of these ranges of layers in a run that recomputes whole stages, or nothing.
+    """Return the memory intervals of a stage of these ranges of layers: all recomputed, or none, as the run tells.
 
     device: on "cpu" the inputs of a stage wait in place, also where the run keeps them on the host.
     """
@@ -128,17 +128,19 @@ def intervals_of(run: RunShape, pieces: Iterable[tuple[int, int]], device: str =
 
 @dataclass(frozen=True)
 class PlanStage:
-    """A rectangle: some layers, for some blocks of a step, on one rank (on several only where they split the layers).
+    """A set of layers, for some blocks of a step, on one rank (on several only where they split the layers).
 
     layers: pieces (first, end) of the chain in rising order, `end` not included.
-    ranks: as many as `parallel` says.
+    ranks: as many as `parallel.degree`.
     blocks: rising; None: all blocks.
-    grain: units that the stage takes in one call.
-    in_flight: most calls between the begin of a forward and the end of its backward; None: the schedule's own limit.
-    memory: intervals in rising order; what none of them names is kept. None: as the config says (`pipeline.recompute`).
+    grain: units that the stage computes in one call.
+    in_flight: maximum of calls between the beginning of a forward and the end of its backward; None: the schedule's
+        limit.
+    memory: intervals in rising order; layers outside all of them keep their graph. None: as in the config
+        (`pipeline.recompute`).
     parallel: {"kind", "degree"} of a split of the layers over ranks.
-    moments: ranges of layers whose optimizer's moments are not on the device between the updates, in rising order: they
-        wait in the host tier ("host"), or another replica keeps them and hands the updated values on ("replica").
+    moments: ranges of layers whose optimizer moments are not on the device between the updates, in rising order: they
+        wait in the host tier ("host"), or another replica keeps them and sends the updated values ("replica").
     bytes, seconds: predicted, of one step; None: not predicted.
     """
 
@@ -193,50 +195,54 @@ class PlanStage:
 
     @property
     def numbers(self) -> list[int]:
-        """Its layers, rising."""
+        """The stage's layers, rising."""
         return [layer for first, end in self.layers for layer in range(first, end)]
 
     @property
     def spans(self) -> str:
-        """Its layers for people, such as 0-3, 8."""
+        """The stage's layers as text for people, such as 0-3, 8."""
         return spans_of(self.layers)
 
     @property
     def rank(self) -> int:
-        """The rank, or the first of those that split the stage."""
+        """The rank, or the first of the ranks that split the stage."""
         return self.ranks[0]
 
     @property
     def whole(self) -> bool:
-        """Whether the stage is kept or recomputed as a whole (or as the config says)."""
+        """True where the stage is kept or recomputed as a whole (or as the config says)."""
         intervals = self.memory or ()
-        pieces = [(one.first, one.end) for one in intervals]
-        return not intervals or (pieces == list(self.layers) and all(one.kind != "offload" for one in intervals))
+        pieces = [(interval.first, interval.end) for interval in intervals]
+        return not intervals or (
+            pieces == list(self.layers) and all(interval.kind != "offload" for interval in intervals)
+        )
 
     def recomputes(self, run: RunShape) -> bool:
-        """Whether a part of the stage runs again before its backward."""
-        return run.recomputes if self.memory is None else any(one.recomputes for one in self.memory)
+        """Return True where a part of the stage runs again before its backward."""
+        return run.recomputes if self.memory is None else any(interval.recomputes for interval in self.memory)
 
     @property
     def moments_away(self) -> frozenset[int]:
-        """The layers whose optimizer's moments wait in the host tier."""
+        """The layers whose optimizer moments wait in the host tier."""
         return self._layers_with_moments("host")
 
     @property
     def moments_elsewhere(self) -> frozenset[int]:
-        """The layers whose optimizer's moments another replica keeps."""
+        """The layers whose optimizer moments another replica keeps."""
         return self._layers_with_moments("replica")
 
     def _layers_with_moments(self, kind: str) -> frozenset[int]:
-        return frozenset(layer for one in self.moments if one.kind == kind for layer in range(one.first, one.end))
+        return frozenset(
+            layer for interval in self.moments if interval.kind == kind for layer in range(interval.first, interval.end)
+        )
 
     @property
     def offloads(self) -> bool:
-        """Whether the plan moves a part of it to the host tier; where the run says it, that is a part of F, R and B."""
-        return any(one.offloads for one in self.memory or ())
+        """True where the plan offloads a part of the stage; offloading by the run is a part of F, R and B."""
+        return any(interval.offloads for interval in self.memory or ())
 
     def describe(self) -> str:
-        """Rank and layers, for messages."""
+        """Return rank and layers as text for messages."""
         pieces = " and ".join(f"{first} to {end - 1}" if end > first + 1 else str(first) for first, end in self.layers)
         return f"rank {', '.join(map(str, self.ranks))}, layers {pieces}"
 
@@ -249,23 +255,23 @@ class PlanStage:
                     f"{name} intervals [{before.first}, {before.end}] and [{after.first}, {after.end}] overlap or do "
                     "not rise; each layer belongs to one interval at most"
                 )
-        for one in intervals:
-            piece = self.layers[max(0, bisect.bisect(self.layers, one.first, key=itemgetter(0)) - 1)]
-            if not (piece[0] <= one.first and one.end <= piece[1]):
+        for interval in intervals:
+            piece = self.layers[max(0, bisect.bisect(self.layers, interval.first, key=itemgetter(0)) - 1)]
+            if not (piece[0] <= interval.first and interval.end <= piece[1]):
                 raise CapslogError(
-                    f"the {name} interval [{one.first}, {one.end}] lies outside the stage ({self.describe()}); an "
-                    "interval is a part of one piece of its stage"
+                    f"the {name} interval [{interval.first}, {interval.end}] lies outside the stage "
+                    f"({self.describe()}); an interval is a part of one piece of its stage"
                 )
         set_field(self, name, intervals)
 
 
 @dataclass(frozen=True)
 class PlanRank:
-    """What one rank holds and does in a step, and what its device has.
+    """Memory and time of one rank in a step, with capacity and speed of its device.
 
     bytes: predicted peak on the device; host_bytes: in the host tier; seconds: of its work; None: not predicted.
     capacity_bytes: None: no limit, or not known.
-    speed: of the device beside the fastest one of the plan, above 0 and at most 1; None: 1.
+    speed: of the device relative to the fastest one of the plan, above 0 and at most 1; None: 1.
     """
 
     bytes: int | None = None
@@ -285,10 +291,10 @@ class PlanRank:
 
 @dataclass(frozen=True)
 class Shortfall:
-    """Why a plan does not fit: what lacks most bytes, their number, and how many devices would be enough.
+    """The largest lack of memory of a plan that does not fit, and a number of devices that would be enough.
 
-    stage (short form) or rank (full form): what lacks them.
-    devices_that_fit: with the planner that the plan's note names; None where no number up to one per layer would.
+    stage (short form) or rank (full form): the one that lacks most bytes; bytes: their number.
+    devices_that_fit: with the planner that the plan's note names; None where no number up to one per layer fits.
     """
 
     stage: int | None = None
@@ -306,7 +312,7 @@ class Shortfall:
 
 
 def _split(value: Any) -> dict[str, Any]:
-    """{"kind", "degree"} of the split of a stage over its ranks."""
+    """Return the checked {"kind", "degree"} of the split of a stage over its ranks."""
     if not isinstance(value, Mapping):
         raise CapslogError('parallel must be an object such as {"kind": "none", "degree": 1}')
     fields.refuse_unknown(value, ("kind", "degree"))
@@ -320,40 +326,40 @@ def _split(value: Any) -> dict[str, Any]:
 
 
 def grains_of(stages: Iterable[PlanStage]) -> list[int]:
-    """layer -> the units of a call that it takes part in, where some layer has more than one; else nothing.
+    """Return the grain of each layer, in order, where some layer has a grain above 1; else [].
 
-    It is a constant of a run, since several units in one call give other bits than each by itself.
+    The grains are constant in a run, since several units in one call give other bits than separate calls.
     """
-    found = {layer: stage.grain for stage in stages for layer in stage.numbers}
-    return [found[layer] for layer in sorted(found)] if max(found.values()) > 1 else []
+    grains = {layer: stage.grain for stage in stages for layer in stage.numbers}
+    return [grains[layer] for layer in sorted(grains)] if max(grains.values()) > 1 else []
 
 
 def with_loss(layers: Iterable[int], num_layers: int) -> set[int]:
-    """The layers, and the loss, which is number L and is computed where the last layer is."""
-    found = {*layers}
-    return found | {num_layers} if num_layers - 1 in found else found
+    """Return the layers, with the loss (number L) added where the last layer is among them."""
+    numbers = {*layers}
+    return numbers | {num_layers} if num_layers - 1 in numbers else numbers
 
 
 def ranges_of(layers: Sequence[int]) -> list[tuple[int, int]]:
-    """The ranges [first, end) that layers in rising order make."""
+    """Return the ranges [first, end) of consecutive layers; `layers` are in rising order."""
     borders = [n for n in range(1, len(layers)) if layers[n] != layers[n - 1] + 1]
     return [(layers[a], layers[b - 1] + 1) for a, b in pairwise([0, *borders, len(layers)])]
 
 
 def spans_of(ranges: Iterable[tuple[int, int]]) -> str:
-    """Ranges [first, end) of layers for people, such as 0-3, 8."""
+    """Return ranges [first, end) of layers as text for people, such as 0-3, 8."""
     return ", ".join(str(first) if end == first + 1 else f"{first}-{end - 1}" for first, end in ranges)
 
 
 def pieces_of(first: int, end: int, intervals: Sequence[MemoryInterval]) -> list[MemoryInterval]:
-    """All layers [first, end) in pieces that are treated alike: the intervals, and between them pieces of kind KEEP."""
-    found, reached = [], first
-    for one in intervals:
-        if one.first > reached:
-            found.append(MemoryInterval(reached, one.first, KEEP))
-        found.append(one)
-        reached = one.end
-    return [*found, MemoryInterval(reached, end, KEEP)] if reached < end else found
+    """Return all layers [first, end) in pieces of one treatment: the intervals, with pieces of kind KEEP between."""
+    pieces, reached = [], first
+    for interval in intervals:
+        if interval.first > reached:
+            pieces.append(MemoryInterval(reached, interval.first, KEEP))
+        pieces.append(interval)
+        reached = interval.end
+    return [*pieces, MemoryInterval(reached, end, KEEP)] if reached < end else pieces
 
 
 def with_memory(
@@ -362,11 +368,10 @@ def with_memory(
     actions: Iterable[Iterable[Action]] | None = None,
     device: str = "cpu",
 ) -> list[PlanStage]:
-    """The stages with the memory intervals of those that leave them open (their memory is None).
+    """Return the stages, with memory intervals for those whose `memory` is None.
 
-    actions: of every rank, where they are given: a stage that has an R there runs again as a whole, another one keeps
-        everything. None, and for a stage whose every backward follows its forward at once: the run says which of the
-        two.
+    actions: of every rank. A stage with an R in them runs again as a whole, another stage keeps everything. Where they
+        are None, and for a stage whose every backward follows its forward at once, the run decides.
     device: as in `intervals_of`.
     """
     if all(stage.memory is not None for stage in stages):
@@ -375,36 +380,36 @@ def with_memory(
     if actions is not None:
         rows = [list(row) for row in actions]
         again = {action.stage for row in rows for action in row if action.kind == "R"}
-        # of a stage in one piece nothing runs again then in any case
+        # a stage in one piece then runs nothing again in any case
         open_ = {number for number, stage in enumerate(stages) if stage.memory is None and len(stage.layers) > 1}
         if run.recomputes and open_ - again:
             again |= open_ & _only_at_once(rows)
-    found = []
+    completed = []
     for number, stage in enumerate(stages):
         if stage.memory is not None:
-            found.append(stage)
+            completed.append(stage)
             continue
         does = run.recomputes if again is None else number in again
         memory = intervals_of(replace(run, recompute=True), stage.layers, device) if does else ()
-        found.append(replace(stage, memory=memory))
-    return found
+        completed.append(replace(stage, memory=memory))
+    return completed
 
 
 def _only_at_once(rows: Iterable[Sequence[Action]]) -> set[int]:
-    """The stages whose every backward is what they compute next after its forward."""
-    found: set[int] = set()
+    """Return the stages that compute every backward directly after its forward."""
+    at_once_only: set[int] = set()
     for row in rows:
         backwards = Counter(action.stage for action in row if action.kind in "BI")
         at_once = Counter(stage for stage, _ in backwards_at_once(row))
-        found |= {stage for stage, count in backwards.items() if at_once[stage] == count}
-    return found
+        at_once_only |= {stage for stage, count in backwards.items() if at_once[stage] == count}
+    return at_once_only
 
 
 def scheduled(name: str, stages: Sequence[PlanStage], graph: StageGraph, run: RunShape) -> Schedule:
-    """The actions of one step of stages that work in the order of a schedule; see `schedules.schedule_of`.
+    """Return the actions of one step in the order of a schedule; see `schedules.schedule_of`.
 
-    graph: the stages in this order, and the way of every unit through them.
-    run: says what stages do whose memory is None.
+    graph: the stages in this order, and the path of every unit through them.
+    run: tells whether stages recompute whose memory is None.
     """
     return schedule_of(
         name,
@@ -417,11 +422,11 @@ def scheduled(name: str, stages: Sequence[PlanStage], graph: StageGraph, run: Ru
 
 
 def set_field(record: Any, name: str, value: Any) -> None:
-    """Put the checked value of a field of a frozen record in its place."""
+    """Set a field of a frozen record to its checked value."""
     object.__setattr__(record, name, value)
 
 
 def check_optional(record: Any, name: str, check: Callable[..., Any], **rules: Any) -> None:
-    """Put the checked value of a field in its place; None stays None."""
+    """Check a field and set it to the checked value; None stays None."""
     if (value := getattr(record, name)) is not None:
         set_field(record, name, check(value, name, **rules))

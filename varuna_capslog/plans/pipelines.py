@@ -1,4 +1,4 @@
-"""Equal pipelines as a plan, and a plan read as equal pipelines: the shape that most runs have."""
+"""Conversions between equal pipelines and plans; most runs are equal pipelines."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["pipelines_of", "plan_of_pipelines", "stages_of_pipelines"]
 def stages_of_pipelines(
     num_layers: int, cuts: Sequence[int], replicas: int, blocks: int, placement: Sequence[int] | None = None
 ) -> tuple[PlanStage, ...]:
-    """The stages of so many pipelines of the same cuts, which share the blocks evenly and in order.
+    """Return the stages of `replicas` pipelines of the same cuts, which share the blocks evenly and in order.
 
     cuts: the first layer of each stage, beginning with 0.
     placement: stage -> device of the pipeline; default: stage s on device s. Device d of pipeline r is rank
         r * devices + d.
 
-    What a stage keeps between forward and backward is left to the config.
+    The stages' `memory` is None, so that the config decides about recomputation.
     """
     devices, ends = list(range(len(cuts)) if placement is None else placement), (*cuts[1:], num_layers)
     share, width = blocks // replicas, max(devices) + 1
@@ -39,7 +39,7 @@ def stages_of_pipelines(
 def plan_of_pipelines(
     num_layers: int, cuts: Sequence[int], replicas: int, units: Units, schedule: str | None = None
 ) -> Plan:
-    """The plan of so many pipelines of the same cuts; stage s of pipeline r runs on rank r * len(cuts) + s.
+    """Return the plan of `replicas` pipelines of the same cuts; stage s of pipeline r is on rank r * len(cuts) + s.
 
     cuts: as for `stages_of_pipelines`.
     units: of the whole step.
@@ -51,7 +51,7 @@ def plan_of_pipelines(
 
 
 def pipelines_of(plan: Plan) -> tuple[tuple[int, ...], int] | None:
-    """The cuts and the number of the equal pipelines that a plan is; None where it says anything more than that."""
+    """Return the cuts and the number of the plan's equal pipelines; None for a plan that is not of this form."""
     if plan.actions is not None or plan.variants or plan.routes != "relay":
         return None
     stages = tuple(dataclasses.replace(stage, bytes=None, seconds=None) for stage in plan.stages)

@@ -1,9 +1,9 @@
-"""The plan: which rank does which layers for which part of a step, what it keeps meanwhile, and in which order.
+"""The plan: the layers, the part of a step, the memory treatment and the order of work of each rank.
 
-Planners make plans; the engine, the simulator and the command line read them. This module is their one text form, in
-two lengths. The short form is one pipeline of stages that follow each other, stage s on rank s. The full form is
-everything that a rank may be told to do. A run's folder has a file plan-<generation>.json for each plan that the run
-has had. This module decides nothing and never imports torch.
+Planners make plans; the engine, the simulator and the command line read them. This module defines their text, in two
+forms. The short form is one pipeline of stages that follow each other, stage s on rank s. The full form can describe
+everything that ranks can do. A run's folder has a file plan-<generation>.json for each plan that the run has had. This
+module makes no decisions and never imports torch.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ __all__ = ["Plan", "latest_plan", "plan_path", "read_plan", "write_plan"]
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan. Only the number of layers and the stages must be there; `of_cuts` makes the short form.
+    """A plan. Only the number of layers and the stages are required; `of_cuts` makes the short form.
 
     num_layers: of the whole chain.
     stages: numbered by their place.
     units: the work of one step. In the short form `per_step` is that of one pipeline.
     schedule: the name of the order of a rank's work; or
     actions: that order itself, one list of actions per rank; an action's number is that of the stage's own call.
-    routes: whether tensors go from stage to stage ("relay") or straight to the stages that read them ("direct").
-    variants: layer -> which of several implementations it uses.
+    routes: "relay": tensors go from stage to stage; "direct": straight to the stages that read them.
+    variants: layer -> name of its implementation.
     ranks: as many as run stages, or more; () where nothing is known of them.
-    peak_bytes: the most that a rank holds; step_seconds: of one step; predictions, None where there is none.
+    peak_bytes: the peak of all ranks; step_seconds: of one step; predictions, None where there is none.
     fits: None where unknown; shortfall only where it is False.
-    planner, memory_model, model, profile_digest, search_seconds: where the plan comes from.
-    bound_seconds, proven, search_space: no plan of the named space is faster than the bound; whether the plan is proven
-        to be the fastest one there.
-    purpose: "training", or "inference": forwards alone, whose microbatches are those of all sequences served together.
+    planner, memory_model, model, profile_digest, search_seconds: the origin of the plan.
+    bound_seconds, proven, search_space: no plan of the named space is faster than the bound; proven is True where the
+        plan is proven to be the fastest one there.
+    purpose: "training", or "inference": only forwards, with the microbatches of all sequences served together.
     notes: sentences for people about what could not be predicted; not part of the file.
 
     Every instance is valid by the rules 1, 3, 4 and 5 of `plans/rules.py`: the constructor raises CapslogError
@@ -125,7 +125,7 @@ class Plan:
         capacity_bytes: int | Sequence[int] | None = None,
         **more: Any,
     ) -> Plan:
-        """The short form: one pipeline, stage s on rank s, everything kept or recomputed as the config says.
+        """Make a plan of the short form: one pipeline, stage s on rank s, all kept or recomputed as the config says.
 
         cuts: the first layer of each stage, beginning with 0.
         num_microbatches, microbatch_size: microbatches of a step of this pipeline, samples of one.
@@ -152,25 +152,27 @@ class Plan:
             for rank, (first, end, size, seconds) in enumerate(rows)
         ]
         ranks = [PlanRank(size, capacity_bytes=limit) for size, limit in zip(sizes, limits, strict=True)]
-        known = any(one != PlanRank() for one in ranks)
+        any_known = any(plan_rank != PlanRank() for plan_rank in ranks)
         units = Units(
             _optional(num_microbatches, "num_microbatches", most=fields.MOST_CALLS),
             _optional(microbatch_size, "microbatch_size"),
         )
-        return cls(num_layers, tuple(stages), units, ranks=tuple(ranks) if known else (), **more)
+        return cls(num_layers, tuple(stages), units, ranks=tuple(ranks) if any_known else (), **more)
 
-    # -- what a plan says --------------------------------------------------------------------------------------------
+    # -- what a plan tells -------------------------------------------------------------------------------------------
 
     @property
     def short(self) -> bool:
-        """Whether the short form says it all."""
+        """True where the short form can express the whole plan."""
         plain = all(
             dataclasses.replace(stage, bytes=None, seconds=None) == PlanStage(stage.layers, (number,), memory=None)
             for number, stage in enumerate(self.stages)
         )
         full = self.units.blocks is not None or self.actions is not None or self.variants or self.routes != "relay"
-        rest = any((one.host_bytes, one.seconds, one.speed) != (None, None, None) for one in self.ranks)
-        return plain and not full and not rest and self.cuts is not None and len(self.ranks) in (0, len(self.stages))
+        more = any(
+            (plan_rank.host_bytes, plan_rank.seconds, plan_rank.speed) != (None, None, None) for plan_rank in self.ranks
+        )
+        return plain and not full and not more and self.cuts is not None and len(self.ranks) in (0, len(self.stages))
 
     @property
     def cuts(self) -> tuple[int, ...] | None:
@@ -181,7 +183,7 @@ class Plan:
 
     @property
     def cut_list(self) -> tuple[int, ...]:
-        """`cuts`, for what cannot do without them. Raises CapslogError where the stages are not one pipeline."""
+        """`cuts`, for callers that need them. Raises CapslogError where the stages are not one pipeline."""
         if self.cuts is None:
             raise CapslogError(
                 "the plan is not one pipeline of stages in the order of the chain, so that it has no cut list; give a "
@@ -191,12 +193,12 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that the plan speaks of."""
+        """Number of the plan's ranks."""
         return max(len(self.ranks), 1 + max(rank for stage in self.stages for rank in stage.ranks))
 
     @property
     def num_microbatches(self) -> int | None:
-        """Units of a step; in the short form those of one pipeline."""
+        """Number of units of a step; in the short form those of one pipeline."""
         return self.units.per_step
 
     @property
@@ -205,14 +207,14 @@ class Plan:
         return self.units.samples
 
     def speed_of(self, rank: int) -> float:
-        """The speed of a rank's device beside the fastest one; 1 where the plan does not tell it."""
+        """Return the speed of a rank's device relative to the fastest one; 1 where the plan does not tell it."""
         told = self.ranks[rank].speed if rank < len(self.ranks) else None
         return 1.0 if told is None else told
 
     @property
     def capacity_bytes(self) -> int | tuple[int | None, ...] | None:
         """The bytes of the ranks' devices: one number where all have the same, None where none is known."""
-        limits = tuple(one.capacity_bytes for one in self.ranks) or (None,)
+        limits = tuple(plan_rank.capacity_bytes for plan_rank in self.ranks) or (None,)
         return limits[0] if len(set(limits)) == 1 else limits
 
     @property
@@ -228,7 +230,7 @@ class Plan:
         return tuple(times) if len(times) == len(self.stages) else None
 
     def placement(self) -> list[int]:
-        """The rank of each stage. Raises CapslogError where several ranks split a stage."""
+        """Return the rank of each stage. Raises CapslogError where several ranks split a stage."""
         for number, stage in enumerate(self.stages):
             if len(stage.ranks) != 1:
                 raise CapslogError(f"stage {number} runs on {len(stage.ranks)} ranks; one is needed here")
@@ -236,45 +238,48 @@ class Plan:
 
     @property
     def recomputes(self) -> bool | None:
-        """Whether every stage runs again before its backward, or none does; None where the config says it, or where
-        stages differ or are treated in parts.
+        """True where every stage runs again as a whole, False where none does.
+
+        None where the config decides, where stages differ, or where memory intervals are parts of a stage.
         """
-        said = {None if stage.memory is None else bool(stage.memory) for stage in self.stages}
-        return said.pop() if len(said) == 1 and all(stage.whole for stage in self.stages) else None
+        whole_stages = {None if stage.memory is None else bool(stage.memory) for stage in self.stages}
+        return whole_stages.pop() if len(whole_stages) == 1 and all(stage.whole for stage in self.stages) else None
 
     def paths(self) -> dict[tuple[int, ...], list[int]]:
-        """The ways through the stages, each as the numbers of its stages, and the blocks that take it."""
-        found: dict[tuple[int, ...], list[int]] = {}
+        """Return each path through the stages, as the numbers of its stages, with the blocks that take it."""
+        blocks_of_path: dict[tuple[int, ...], list[int]] = {}
         for block, path in enumerate(rules.paths_of(self.stages, self._blocks())):
-            found.setdefault(path, []).append(block)
-        return found
+            blocks_of_path.setdefault(path, []).append(block)
+        return blocks_of_path
 
     def stage_graph(self, edges: Iterable[tuple[int, int]] | None = None) -> StageGraph:
-        """The stages and the way of every unit through them, for schedules.
+        """Return the stages and the path of every unit through them, for schedules.
 
         edges: of the graph of the layers (`Chain.edges`, `Profile.edges`); a plan with routes "direct" needs them.
 
-        Raises CapslogError where the units or these edges are not known, and for what schedules do not describe yet
-        (splits, grains above 1).
+        Raises CapslogError where the units or these edges are not known, and for plans that schedules do not describe
+        yet (splits, grains above 1).
         """
         units = self.units if self.units.blocks is not None else dataclasses.replace(self.units, blocks=self._blocks())
         return rules.stage_graph(self.stages, units, self.routes, edges)
 
     def capacities_of(self, ranks: Iterable[int]) -> list[int] | None:
-        """The bytes of these ranks' devices; None where there is no limit, or none is known for one of them."""
+        """Return the bytes of these ranks' devices; None where one of them has no limit, or its limit is not known."""
         limits = [self.ranks[rank].capacity_bytes if rank < len(self.ranks) else None for rank in ranks]
-        known = [limit for limit in limits if limit is not None]
-        return known if known and len(known) == len(limits) else None
+        known_limits = [limit for limit in limits if limit is not None]
+        return known_limits if known_limits and len(known_limits) == len(limits) else None
 
     def with_bytes(self, sizes: Sequence[int]) -> Plan:
-        """The same plan with other predicted bytes, one per stage, each stage on a rank of its own."""
-        stages = tuple(dataclasses.replace(one, bytes=size) for one, size in zip(self.stages, sizes, strict=True))
+        """Return the same plan with other predicted bytes, one per stage; each stage must have its own rank."""
+        stages = tuple(dataclasses.replace(stage, bytes=size) for stage, size in zip(self.stages, sizes, strict=True))
         of_rank = dict(zip(self.placement(), sizes, strict=True))
-        ranks = tuple(dataclasses.replace(one, bytes=of_rank.get(rank)) for rank, one in enumerate(self.ranks))
+        ranks = tuple(
+            dataclasses.replace(plan_rank, bytes=of_rank.get(rank)) for rank, plan_rank in enumerate(self.ranks)
+        )
         return dataclasses.replace(self, stages=stages, ranks=ranks, peak_bytes=max(sizes), fits=None, shortfall=None)
 
     def check_trains(self, where: str) -> None:
-        """Raises CapslogError, which begins with `where`, for a plan of another purpose than training."""
+        """Raise CapslogError, which begins with `where`, for a plan of another purpose than training."""
         if self.purpose != "training":
             raise CapslogError(
                 f"{where} is a plan for {self.purpose}, with which nothing can be trained; make one with `capslog "
@@ -282,7 +287,7 @@ class Plan:
             )
 
     def check_graph(self, edges: Iterable[tuple[int, int]]) -> None:
-        """Rule 2: stages are convex in the graph of the layers, and the graph of the stages has no cycle.
+        """Check rule 2: stages are convex in the graph of the layers, and the graph of the stages has no cycle.
 
         edges: (layer that writes a tensor, layer that reads it).
         """
@@ -291,7 +296,7 @@ class Plan:
     # -- the file ----------------------------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON form: the short one where it says it all."""
+        """Return the JSON form: the short one where it can express the plan."""
         value: dict[str, Any] = {"format": plan_text.FORMAT}
         value |= {name: plan_text.plain(getattr(self, name)) for name in plan_text.BOTH}
         value |= {} if self.purpose == "training" else {"purpose": self.purpose}
@@ -310,13 +315,13 @@ class Plan:
 
     @classmethod
     def from_json(cls, value: Any, where: str = "plan") -> Plan:
-        """The plan that a JSON value holds. Raises CapslogError that begins with `where` and names the field."""
+        """Return the plan of a JSON value. Raises CapslogError that begins with `where` and names the field."""
         return fields.within(where, lambda: _of_json(value))
 
     # -- checks ------------------------------------------------------------------------------------------------------
 
     def _blocks(self) -> int:
-        """Blocks of a step; where they are not known, as many as the stages name."""
+        """Return the number of blocks of a step; where it is not known, as many as the stages name."""
         named = [block for stage in self.stages for block in stage.blocks or ()]
         return self.units.blocks or 1 + max(named, default=0)
 
@@ -331,12 +336,13 @@ class Plan:
     def _check_actions(self) -> None:
         rows = enumerate(fields.listed(self.actions, "actions"))
         actions = tuple(
-            tuple(fields.text(one, f"actions[{i}]") for one in fields.listed(row, f"actions[{i}]")) for i, row in rows
+            tuple(fields.text(action, f"actions[{i}]") for action in fields.listed(row, f"actions[{i}]"))
+            for i, row in rows
         )
         set_field(self, "actions", actions)
         if self.units.per_step is None:
             raise CapslogError("actions are given, but not the units of a step; give units")
-        # which stages wait for which under direct routes only the chain says, whose owner checks the lists once more
+        # under direct routes only the chain tells which stages wait for which; the engine checks the lists with it
         fields.within("actions", lambda: rules.check_actions(actions, self.stage_graph(()), self.stages))
 
 
@@ -354,12 +360,12 @@ def write_plan(path: str | os.PathLike[str], plan: Plan) -> None:
 
 
 def plan_path(run_dir: Path, generation: int) -> Path:
-    """The file that holds the plan of a generation."""
+    """Return the path of a generation's plan file."""
     return run_dir / f"plan-{generation}.json"
 
 
 def latest_plan(run_dir: Path) -> tuple[int, Plan] | None:
-    """Generation and plan of a run's newest plan file, or None where there is none yet."""
+    """Return generation and plan of a run's newest plan file, or None where there is none yet."""
     names = [path.stem.removeprefix("plan-") for path in run_dir.glob("plan-*.json")]
     newest = max((int(name) for name in names if name.isascii() and name.isdigit()), default=None)
     return None if newest is None else (newest, read_plan(plan_path(run_dir, newest)))
@@ -369,11 +375,11 @@ def _of_json(value: Any) -> Plan:
     parts = plan_text.parts_of(value)
     if "stages" not in parts:
         return Plan.of_cuts(parts.pop("num_layers"), parts.pop("cuts"), **parts)
-    given = parts.pop("cuts", None)
+    cuts = parts.pop("cuts", None)
     plan = Plan(**parts)
-    if given is not None and fields.cut_list(given, plan.num_layers) != plan.cuts:
+    if cuts is not None and fields.cut_list(cuts, plan.num_layers) != plan.cuts:
         raise CapslogError(
-            f"cuts is {list(given)}, but the stages begin at {None if plan.cuts is None else list(plan.cuts)}; make "
+            f"cuts is {list(cuts)}, but the stages begin at {None if plan.cuts is None else list(plan.cuts)}; make "
             "the two agree, or leave cuts out"
         )
     return plan

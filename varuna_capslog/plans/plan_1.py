@@ -1,9 +1,8 @@
 """Plans of the older format plan/1, read as plan/2.
 
 Its short form is that of plan/2. Its full form named a pipeline for each stage and, in `microbatches_of_pipeline`, the
-microbatches of each pipeline; both become blocks. What it said of pipeline 0 as a whole (`stage_bytes`,
-`stage_seconds`) is said of its stages. What plan/2 says in another way and cannot be told from the older words is
-refused by field.
+microbatches of each pipeline; both become blocks. The predictions of pipeline 0 (`stage_bytes`, `stage_seconds`) become
+fields of its stages. Fields that have no unambiguous form in plan/2 are refused by name.
 """
 
 from __future__ import annotations
@@ -26,31 +25,31 @@ _SHORT_ONLY = ("cuts", "num_microbatches", "microbatch_size", "stage_bytes", "st
 
 
 def as_plan_2(value: Mapping[str, Any]) -> dict[str, Any]:
-    """The same plan in the words of plan/2. Raises CapslogError naming the field that cannot be read."""
-    rest = {name: item for name, item in value.items() if name not in ("stages", "microbatches_of_pipeline")}
+    """Return the same plan with the fields of plan/2. Raises CapslogError naming the field that cannot be read."""
+    fields_of_plan = {name: item for name, item in value.items() if name not in ("stages", "microbatches_of_pipeline")}
     if value.get("stages") is None:
         if value.get("microbatches_of_pipeline") is not None:
             raise CapslogError("microbatches_of_pipeline is given, but no stages; leave it out")
-        if rest.pop("actions", None) is not None:
+        if fields_of_plan.pop("actions", None) is not None:
             raise CapslogError("actions are given, but no stages; name the stages, too")
-        return rest
+        return fields_of_plan
     for name in _SHORT_ONLY:
-        rest.pop(name, None)
+        fields_of_plan.pop(name, None)
     rows = enumerate(fields.listed(value["stages"], "stages"))
     pairs = [_stage(row, f"stages[{i}]", value.get("microbatch_size")) for i, row in rows]
     pipeline_of, stages = [pipeline for pipeline, _ in pairs], [stage for _, stage in pairs]
     first = [number for number, pipeline in enumerate(pipeline_of) if pipeline == 0]
     for number, predicted in zip(first, _predictions([stages[number] for number in first], value), strict=False):
-        known = {name: item for name, item in predicted.items() if getattr(stages[number], name) is None}
-        stages[number] = dataclasses.replace(stages[number], **known)
-    if isinstance(shortfall := rest.get("shortfall"), Mapping) and "stage" in shortfall:
+        new_fields = {name: item for name, item in predicted.items() if getattr(stages[number], name) is None}
+        stages[number] = dataclasses.replace(stages[number], **new_fields)
+    if isinstance(shortfall := fields_of_plan.get("shortfall"), Mapping) and "stage" in shortfall:
         number = fields.whole(shortfall["stage"], "shortfall.stage")
         if number >= len(first):
             raise CapslogError(f"shortfall.stage is {number}, but the last stage is {len(first) - 1}")
-        rest["shortfall"] = dict(shortfall) | {"stage": first[number]}
+        fields_of_plan["shortfall"] = dict(shortfall) | {"stage": first[number]}
     units, blocks_of = _units(value, 1 + max(pipeline_of, default=0))
     num_ranks = 1 + max((rank for stage in stages for rank in stage.ranks), default=0)
-    return rest | {
+    return fields_of_plan | {
         "schedule": value.get("schedule") or ("varuna" if value.get("actions") is None else None),
         "units": units,
         "stages": [
@@ -62,7 +61,7 @@ def as_plan_2(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stage(row: Any, where: str, size: Any) -> tuple[int, PlanStage]:
-    """The pipeline of a stage of plan/1, and the stage."""
+    """Return the pipeline of a stage of plan/1, and the stage."""
     if not isinstance(row, Mapping):
         raise CapslogError(f"{where}: a JSON object is needed here")
     fields.within(where, lambda: fields.refuse_unknown(row, _STAGE))
@@ -88,14 +87,14 @@ def _stage(row: Any, where: str, size: Any) -> tuple[int, PlanStage]:
 
 
 def _predictions(stages: list[PlanStage], value: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The `bytes` and `seconds` of each stage of pipeline 0, as the plan's own lists say them beside its `cuts`."""
+    """Return `bytes` and `seconds` of each stage of pipeline 0, from the plan's lists beside its `cuts`."""
     if "cuts" not in value:
         raise CapslogError("field 'cuts' is missing")
     cuts = fields.cut_list(value["cuts"], None)
     if all(len(stage.layers) == 1 for stage in stages) and cuts != tuple(stage.first for stage in stages):
         raise CapslogError("stages of pipeline 0 do not begin where cuts says; make the two agree")
-    whole = partial(fields.whole, minimum=None)
-    sizes = fields.column(value.get("stage_bytes"), "stage_bytes", whole, len(cuts), "stages")
+    check_size = partial(fields.whole, minimum=None)
+    sizes = fields.column(value.get("stage_bytes"), "stage_bytes", check_size, len(cuts), "stages")
     times = fields.column(value.get("stage_seconds"), "stage_seconds", fields.seconds, len(cuts), "stages")
     if None not in (value.get("stage_bytes"), value.get("peak_bytes")) and value["peak_bytes"] != max(sizes):
         raise CapslogError(f"peak_bytes is {value['peak_bytes']}, but the largest of stage_bytes is {max(sizes)}")
@@ -103,7 +102,7 @@ def _predictions(stages: list[PlanStage], value: Mapping[str, Any]) -> list[dict
 
 
 def _units(value: Mapping[str, Any], pipelines: int) -> tuple[dict[str, Any], list[tuple[int, ...] | None]]:
-    """The units of a step, and the blocks of each pipeline: its microbatches, each of which is a block then."""
+    """Return the units of a step, and the blocks of each pipeline: each of its microbatches becomes a block."""
     count, groups = value.get("num_microbatches"), value.get("microbatches_of_pipeline")
     units = {"per_step": count, "samples": value.get("microbatch_size"), "blocks": None}
     if count is not None:
@@ -112,7 +111,10 @@ def _units(value: Mapping[str, Any], pipelines: int) -> tuple[dict[str, Any], li
         alone: list[tuple[int, ...] | None] = [(number,) for number in range(pipelines)]
         return units | {"blocks": pipelines if pipelines > 1 else None}, alone if pipelines > 1 else [None]
     name = "microbatches_of_pipeline"
-    groups = [[fields.whole(one, name) for one in fields.listed(group, name)] for group in fields.listed(groups, name)]
+    groups = [
+        [fields.whole(microbatch, name) for microbatch in fields.listed(group, name)]
+        for group in fields.listed(groups, name)
+    ]
     together = sorted(number for group in groups for number in group)
     if len(groups) != pipelines or together != list(range(count or len(together))):
         raise CapslogError("microbatches_of_pipeline must give each microbatch to exactly one of the plan's pipelines")
@@ -122,7 +124,7 @@ def _units(value: Mapping[str, Any], pipelines: int) -> tuple[dict[str, Any], li
 
 
 def _capacities(value: Any, num_ranks: int) -> list[int | None]:
-    """The bytes of each rank's device: one number for all, or a list, which need not name every rank."""
+    """Return the bytes of each rank's device; value: one number for all, or a list, which need not name every rank."""
     if not isinstance(value, (list, tuple)):
         limit = None if value is None else fields.whole(value, "capacity_bytes", minimum=1)
         return [limit] * num_ranks

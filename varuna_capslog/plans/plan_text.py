@@ -1,6 +1,6 @@
-"""The text of a plan: which fields a file may have, in both forms, and the values that they mean.
+"""The text of a plan: the fields that a file may have, in both forms, and the values that they mean.
 
-`plans/plan.Plan` reads and writes its files with these functions; nothing here knows what makes a plan right.
+`plans/plan.Plan` reads and writes its files with these functions; they do not check the rules of a plan.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FULL = ("units", "stages", "variants", "routes", "actions", "ranks")
 
 
 def parts_of(value: Any) -> dict[str, Any]:
-    """The arguments of `Plan` for the full form, of `Plan.of_cuts` for the short one, and `cuts` where it is there.
+    """Return the arguments of `Plan` (full form, with `cuts` where the file has it) or of `Plan.of_cuts` (short form).
 
     Raises CapslogError naming the field.
     """
@@ -88,7 +88,7 @@ def _full_form(parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it: records as objects, intervals and tuples as lists."""
+    """Return a value in the form of JSON: records as objects, intervals and tuples as lists."""
     if isinstance(value, MemoryInterval):
         return [value.first, value.end, value.kind]
     if isinstance(value, Shortfall):

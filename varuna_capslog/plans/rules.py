@@ -1,14 +1,14 @@
-"""What the stages of one plan must have in common: the plan's rules, each breach one sentence.
+"""The rules that the stages of one plan must keep together; each breach is reported as one sentence.
 
 1. For every block, the stages that serve it hold every layer exactly once, and a rank holds a layer once.
 2. Stages are convex in the graph of the layers, and the graph of the stages has no cycle (`check_graph`; the layers'
    graph comes from the chain).
 3. A grain divides the units of a block, and over an edge between two stages one grain divides the other.
 4. Action lists are complete and free of deadlock.
-5. What a rank is said to hold stays within its capacity where the plan says that it fits. (What a rank really holds is
-   computed in `planning/verdict`.)
+5. Where a plan states that it fits, the bytes that it states for a rank are within the rank's capacity. (The real bytes
+   of a rank are computed in `planning/verdict`.)
 
-`plans/plan.Plan` calls them; nothing here reads a file.
+`plans/plan.Plan` calls these checks. This module reads no files.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Path = tuple[int, ...]
 
 
 def paths_of(stages: Sequence[PlanStage], blocks: int) -> list[Path]:
-    """block -> the stages that serve it, ordered by their first layer."""
+    """Return block -> the stages that serve it, ordered by their first layer."""
     ordered = sorted(range(len(stages)), key=lambda number: stages[number].first)
     always = tuple(number for number in ordered if stages[number].blocks is None)
     if len(always) == len(stages):
@@ -61,7 +61,7 @@ def paths_of(stages: Sequence[PlanStage], blocks: int) -> list[Path]:
 
 
 def check_cover(stages: Sequence[PlanStage], num_layers: int, blocks: int) -> None:
-    """Rule 1."""
+    """Check rule 1."""
     for number, stage in enumerate(stages):
         if stage.end > num_layers:
             raise CapslogError(
@@ -94,18 +94,18 @@ def check_cover(stages: Sequence[PlanStage], num_layers: int, blocks: int) -> No
             on_rank[rank].append(number)
     for numbers in on_rank.values():
         pieces = sorted((piece, number) for number in numbers for piece in stages[number].layers)
-        for (before, one), (after, other) in pairwise(pieces):
+        for (before, prior), (after, later) in pairwise(pieces):
             if after[0] < before[1]:
                 raise CapslogError(
-                    f"stages {one} ({stages[one].describe()}) and {other} ({stages[other].describe()}) hold layer "
+                    f"stages {prior} ({stages[prior].describe()}) and {later} ({stages[later].describe()}) hold layer "
                     f"{after[0]} twice on one rank; give the blocks of both to one stage"
                 )
     _check_moments(stages)
 
 
 def _check_moments(stages: Sequence[PlanStage]) -> None:
-    """Of every layer at least one of its holders keeps the optimizer's moments."""
-    if not any(one.kind == "replica" for stage in stages for one in stage.moments):
+    """Check that at least one holder of every layer keeps the layer's optimizer moments."""
+    if not any(interval.kind == "replica" for stage in stages for interval in stage.moments):
         return
     kept = {layer for stage in stages for layer in frozenset(stage.numbers) - stage.moments_elsewhere}
     for number, stage in enumerate(stages):
@@ -133,7 +133,7 @@ def _check_once(stages: Sequence[PlanStage], path: Path, num_layers: int, where:
 
 
 def check_graph(stages: Sequence[PlanStage], blocks: int, edges: Iterable[tuple[int, int]]) -> None:
-    """Rule 2.
+    """Check rule 2.
 
     edges: (layer that writes a tensor, layer that reads it), each from a lower to a higher layer.
     """
@@ -146,13 +146,13 @@ def check_graph(stages: Sequence[PlanStage], blocks: int, edges: Iterable[tuple[
     for path in dict.fromkeys(paths_of(stages, blocks)):
         stage_of = {layer: number for number in path for layer in stages[number].numbers}
         for number in path:
-            own = stages[number].numbers
-            outside = {reader for layer in own for reader in after[layer] if stage_of[reader] != number}
+            layers = stages[number].numbers
+            outside = {reader for layer in layers for reader in after[layer] if stage_of[reader] != number}
             reached = set(outside)
             while outside:
                 outside = {reader for layer in outside for reader in after[layer]} - reached
                 reached |= outside
-            back = reached & set(own)
+            back = reached & set(layers)
             if back:
                 raise CapslogError(
                     f"stage {number} ({stages[number].describe()}) reaches its layer {min(back)} only through layers "
@@ -163,7 +163,7 @@ def check_graph(stages: Sequence[PlanStage], blocks: int, edges: Iterable[tuple[
 
 
 def check_grains(stages: Sequence[PlanStage], units: Units, routes: str) -> None:
-    """Rule 3, for direct routes without the neighbours, which only the chain tells (`stage_graph`)."""
+    """Check rule 3; for direct routes without the neighbours, which only the chain tells (`stage_graph`)."""
     if all(stage.grain == 1 for stage in stages):
         return
     for number, stage in enumerate(stages):
@@ -178,12 +178,12 @@ def check_grains(stages: Sequence[PlanStage], units: Units, routes: str) -> None
 
 
 def _check_neighbours(stages: Sequence[PlanStage], edges: Iterable[tuple[int, int]]) -> None:
-    for one, other in edges:
-        small, large = sorted((stages[one].grain, stages[other].grain))
+    for first, second in edges:
+        small, large = sorted((stages[first].grain, stages[second].grain))
         if large % small:
             raise CapslogError(
-                f"stages {one} ({stages[one].describe()}) and {other} ({stages[other].describe()}) have the grains "
-                f"{stages[one].grain} and {stages[other].grain}; of two neighbours one must divide the other"
+                f"stages {first} ({stages[first].describe()}) and {second} ({stages[second].describe()}) have the "
+                f"grains {stages[first].grain} and {stages[second].grain}; of two neighbours one must divide the other"
             )
 
 
@@ -193,12 +193,12 @@ def stage_graph(
     routes: str = "relay",
     edges: Iterable[tuple[int, int]] | None = None,
 ) -> StageGraph:
-    """The stages and the way of every unit through them.
+    """Return the stages and the path of every unit through them.
 
     edges: (layer that writes a tensor, layer that reads it), which routes "direct" follow.
 
     Raises CapslogError for routes "direct" where these are None, for splits, where the stages wait for each other, and
-    for grains of neighbours that do not go together.
+    for incompatible grains of neighbours.
     """
     check_runnable(stages)
     check_grains(stages, units, "direct")
@@ -211,7 +211,7 @@ def stage_graph(
                 "tensors, as capslog profile writes it"
             )
         ordered = {path: _links(stages, path, edges) for path in dict.fromkeys(paths)}
-        links = frozenset(link for found in ordered.values() for link in found)
+        links = frozenset(link for links_of_path in ordered.values() for link in links_of_path)
         paths = [_in_order(stages, path, ordered[path]) for path in paths]
     graph = StageGraph(
         tuple(stage.rank for stage in stages),
@@ -224,7 +224,7 @@ def stage_graph(
 
 
 def check_runnable(stages: Sequence[PlanStage]) -> None:
-    """Raises CapslogError for what schedules and the engine do not know: one stage on several ranks."""
+    """Raise CapslogError for a stage on several ranks, which schedules and the engine do not support."""
     for number, stage in enumerate(stages):
         if stage.parallel["kind"] != "none":
             raise CapslogError(
@@ -234,33 +234,33 @@ def check_runnable(stages: Sequence[PlanStage]) -> None:
 
 
 def _links(stages: Sequence[PlanStage], path: Path, edges: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
-    """The pairs of a path's stages of which the second reads what the first writes."""
+    """Return the pairs (writer, reader) of a path's stages: the second reads a tensor that the first writes."""
     stage_of = {layer: number for number in path for layer in stages[number].numbers}
-    found = {(stage_of[writer], stage_of[reader]) for writer, reader in edges}
-    return {(one, other) for one, other in found if one != other}
+    pairs = {(stage_of[writer], stage_of[reader]) for writer, reader in edges}
+    return {(first, second) for first, second in pairs if first != second}
 
 
 def _in_order(stages: Sequence[PlanStage], path: Path, links: set[tuple[int, int]]) -> Path:
-    """The stages of a path so that each stands behind those that it reads from, else by their first layers."""
+    """Return the stages of a path, each after those that it reads from, and otherwise by their first layers."""
     waits: dict[int, set[int]] = {number: set() for number in path}
-    for one, other in links:
-        waits[other].add(one)
+    for source, target in links:
+        waits[target].add(source)
     placed: dict[int, None] = {}
     while len(placed) < len(path):
         number = next((number for number in path if number not in placed and waits[number] <= placed.keys()), None)
         if number is None:
             number = next(number for number in path if number not in placed)
-            other = min(waits[number] - placed.keys())
+            awaited = min(waits[number] - placed.keys())
             raise CapslogError(
-                f"stages {number} ({stages[number].describe()}) and {other} ({stages[other].describe()}) wait for each "
-                "other; cut the layers so that the stages can be put in an order"
+                f"stages {number} ({stages[number].describe()}) and {awaited} ({stages[awaited].describe()}) wait for "
+                "each other; cut the layers so that the stages can be put in an order"
             )
         placed[number] = None
     return tuple(placed)
 
 
 def check_variants(variants: Any, num_layers: int) -> None:
-    """Variants name layers of the chain."""
+    """Check that variants name layers of the chain."""
     if not isinstance(variants, Mapping):
         raise CapslogError("variants must be an object that maps layers to the names of their implementations")
     for layer, name in variants.items():
@@ -270,7 +270,7 @@ def check_variants(variants: Any, num_layers: int) -> None:
 
 
 def check_routes(stages: Sequence[PlanStage], routes: str) -> None:
-    """Tensors that are handed from stage to stage need stages of one range of layers."""
+    """Check that with routes "relay" every stage is one range of layers."""
     fields.choice(routes, "routes", ROUTES)
     for number, stage in enumerate(stages):
         if routes == "relay" and len(stage.layers) > 1:
@@ -281,7 +281,7 @@ def check_routes(stages: Sequence[PlanStage], routes: str) -> None:
 
 
 def check_ranks(stages: Sequence[PlanStage], ranks: Sequence[PlanRank]) -> None:
-    """Every stage runs on a rank that `ranks` has."""
+    """Check that every stage runs on a rank that `ranks` has."""
     for number, stage in enumerate(stages):
         if max(stage.ranks) >= len(ranks):
             raise CapslogError(
@@ -291,7 +291,7 @@ def check_ranks(stages: Sequence[PlanStage], ranks: Sequence[PlanRank]) -> None:
 
 
 def check_actions(actions: Sequence[Sequence[str]], graph: StageGraph, stages: Sequence[PlanStage]) -> None:
-    """Rule 4."""
+    """Check rule 4."""
     rows = from_strings(actions)
     recompute = [stage.recomputes(DEFAULT_RUN) for stage in with_memory(stages, DEFAULT_RUN, rows)]
     limits, offload = [stage.in_flight for stage in stages], [stage.offloads for stage in stages]
@@ -301,7 +301,7 @@ def check_actions(actions: Sequence[Sequence[str]], graph: StageGraph, stages: S
 
 
 def check_capacity(stages: Sequence[PlanStage], ranks: Sequence[PlanRank]) -> None:
-    """Rule 5, the declared half, for a plan that says that it fits."""
+    """Check rule 5, with the bytes that the plan states, for a plan that states that it fits."""
     numbers: dict[int, list[int]] = defaultdict(list)
     for number, stage in enumerate(stages):
         for rank in stage.ranks:

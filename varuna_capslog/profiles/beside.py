@@ -1,6 +1,6 @@
-"""A profile whose layers always hold some bytes more: snapshots, copies, or gradients that wait.
+"""Adds bytes that layers always hold besides (snapshots, copies, or waiting gradients) to a profile.
 
-Searches count these bytes so without knowing what they are. Nothing here imports torch.
+Searches then count these bytes without knowing what they are. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ __all__ = ["with_beside"]
 
 
 def with_beside(profile: Profile, beside: Sequence[int]) -> Profile:
-    """The profile of layers that hold so many bytes more, by layer, in every run; the same where all are 0."""
+    """Return the profile with `beside[layer]` more bytes of each layer in every run; the same where all are 0."""
     if not any(beside):
         return profile
 
     def raised(size: int | None, first: int, end: int) -> int | None:
         return None if size is None else size + sum(beside[first:end])
 
-    def layer(one: LayerProfile, at: int) -> LayerProfile:
+    def layer(row: LayerProfile, at: int) -> LayerProfile:
         return dataclasses.replace(
-            one,
-            isolated_bytes=one.isolated_bytes + beside[at],
-            added_bytes=raised(one.added_bytes, at, at + 1),
-            static_bytes=raised(one.static_bytes, at, at + 1),
+            row,
+            isolated_bytes=row.isolated_bytes + beside[at],
+            added_bytes=raised(row.added_bytes, at, at + 1),
+            static_bytes=raised(row.static_bytes, at, at + 1),
         )
 
     return dataclasses.replace(
         profile,
-        layers=tuple(layer(one, at) for at, one in enumerate(profile.layers)),
+        layers=tuple(layer(row, at) for at, row in enumerate(profile.layers)),
         observations=tuple(
             dataclasses.replace(
                 row,

@@ -1,4 +1,4 @@
-"""What a profile's conditions must be where this library computes with them; other names may hold any JSON value.
+"""Checks the conditions of a profile that this library computes with; other names may hold any JSON value.
 
 `record.Profile` calls `checked` for every profile, so memory models, planners and the simulation read the conditions
 as they are.
@@ -28,28 +28,28 @@ __all__ = [
 ]
 
 UPDATE_RATE = "update_seconds_per_parameter_byte"
-"""Where a profile's conditions say what norm, clipping and optimizer cost: seconds per byte of parameters."""
+"""Condition: cost of norm, clipping and optimizer, in seconds per byte of parameters."""
 
 PURPOSE = "purpose"
-"""Where a profile of forwards alone says "inference"; profiles of training say nothing."""
+"""Condition: "inference" in a profile of forwards alone; profiles of training do not have it."""
 CACHE_BYTES = "cache_bytes_of_a_sequence"
-"""Where a profile for inference says what each layer keeps of keys and values, per sequence."""
+"""Condition: bytes of keys and values that each layer keeps per sequence, in a profile for inference."""
 
 JOINED = "joined_variants"
-"""Where a profile names the variants whose neighbours do not convert what they hand to each other."""
+"""Condition: the variants whose neighbouring layers pass tensors to each other without conversion."""
 
 KEPT_WHOLE = "kept_whole"
-"""Where a profile says which parts of a captured model run as a whole, as Python, or are one layer, and why."""
+"""Condition: the parts of a captured model that run as a whole, as Python, or are one layer, and the reasons."""
 
 LAST_HOLDS = "last_layer"
-"""Where a profile names all modules of its last layer, which has the name of the first of them."""
+"""Condition: all modules of the last layer, which is called after the first of them."""
 
 MOMENTS = "moments"
-"""Where a profile says in which type moments are kept, if it is another one than they are stepped in."""
+"""Condition: the dtype in which moments are kept, if the update uses another one."""
 
 _MOST = 100
-"""More than any allocator reserves beyond what it hands out or an optimizer keeps, and what products of bytes stay
-finite with."""
+"""Largest factor: more than any allocator reserves per allocated byte or any optimizer keeps per parameter byte, and
+small enough that products of bytes stay finite."""
 
 
 def checked(conditions: Any) -> dict[str, Any]:
@@ -59,23 +59,24 @@ def checked(conditions: Any) -> dict[str, Any]:
     """
     if not isinstance(conditions, Mapping):
         raise CapslogError("conditions must be an object that maps names to values")
-    found = dict(conditions)
-    fields.json_value(found, "conditions")
+    checked_conditions = dict(conditions)
+    fields.json_value(checked_conditions, "conditions")
     for name, check in _CHECKS.items():
-        if name in found:
-            found[name] = check(found[name], f"conditions.{name}")
-    return found
+        if name in checked_conditions:
+            checked_conditions[name] = check(checked_conditions[name], f"conditions.{name}")
+    return checked_conditions
 
 
 def kept_copies(conditions: Mapping[str, Any]) -> tuple[float, float]:
-    """What is kept of a trained parameter beside itself and its gradient, in parts of its bytes: by the optimizer (2
-    where the conditions say nothing, as with AdamW), and as a copy of 16 bits.
+    """Return the bytes kept beside a trained parameter and its gradient, as multiples of the parameter's bytes.
+
+    The first number is the optimizer's (2, as with AdamW, without that condition), the second that of a 16-bit copy.
     """
     return conditions.get("optimizer_copies", 2), conditions.get("weight_copies", 0)
 
 
 def _headroom(value: Any, name: str) -> Any:
-    """Bytes beyond a stage's peak, as `memory.headroom` reads them; "parts" is for people."""
+    """Check the bytes beyond a stage's peak, as `memory.headroom` reads them; "parts" is for people."""
     if not isinstance(value, Mapping):
         raise CapslogError(f'{name} must be an object such as {{"fixed_bytes": 0, "fragmentation": 1.0}}')
     fields.refuse_unknown(value, ["fixed_bytes", "fragmentation", "parts"], f"field of {name}")
@@ -87,7 +88,7 @@ def _headroom(value: Any, name: str) -> Any:
             f"from 1 to {_MOST}"
         )
     numbers = {"fixed_bytes": fixed, "fragmentation": fragmentation}
-    return {key: numbers.get(key, one) for key, one in value.items()}
+    return {key: numbers.get(key, field) for key, field in value.items()}
 
 
 def _copies(value: Any, name: str) -> float:
@@ -100,11 +101,11 @@ def _copies(value: Any, name: str) -> float:
 
 
 def _texts(value: Any, name: str) -> list[str]:
-    return [fields.text(one, f"{name}[{i}]") for i, one in enumerate(fields.listed(value, name))]
+    return [fields.text(text, f"{name}[{i}]") for i, text in enumerate(fields.listed(value, name))]
 
 
 def _sizes(value: Any, name: str) -> list[int]:
-    return [fields.whole(one, f"{name}[{i}]") for i, one in enumerate(fields.listed(value, name))]
+    return [fields.whole(size, f"{name}[{i}]") for i, size in enumerate(fields.listed(value, name))]
 
 
 _CHECKS: dict[str, Callable[[Any, str], Any]] = {
@@ -128,5 +129,5 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
 
 
 def why_few(conditions: Mapping[str, Any]) -> str:
-    """Why a captured model has no more layers, for the end of a sentence; empty where nobody knows a reason."""
+    """Return the reasons why a captured model has no more layers, for the end of a sentence; "" without any."""
     return "".join(f"; {text}" for text in conditions.get(KEPT_WHOLE, []))

@@ -1,7 +1,7 @@
-"""The profile: what each layer costs, in bytes and seconds, and under which conditions that holds.
+"""The profile: the bytes and seconds of each layer, and the conditions under which they hold.
 
-Measuring and estimating make profiles, memory models and planners read them; this module is their one text form and
-their one validator. It runs nothing and never imports torch.
+Measuring and estimating make profiles, memory models and planners read them; this module has their only text form and
+their only validator. It runs nothing and never imports torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 FORMATS = ("varuna-capslog/profile/1", "varuna-capslog/profile/2")
-"""The older one is written where a profile has nothing that only the newer one can say, so that digests stay."""
+"""The older format is written for a profile without fields of the newer one, so that its digest does not change."""
 
 SOURCES = ("measured", "estimated")
 MEMORY_ACTIONS = ("none", "recompute", "offload")
@@ -44,26 +44,26 @@ _BYTE_SUMS = ("peak_bytes", "static_bytes", "saved_bytes", "boundary_in_bytes", 
 _SECONDS = ("forward_seconds", "backward_seconds")
 _SECONDS_OF_HALVES = ("input_seconds", "weight_seconds")
 _PARTS_OF_A_RUN = ("static_bytes", "saved_bytes", "transient_bytes", *_SECONDS, *_SECONDS_OF_HALVES, "weight_bytes")
-"""What a layer's row takes as it is from the run of that layer alone."""
+"""Fields of a layer that are copied from the run of that layer alone."""
 _NEW_FIELDS = (*_SECONDS_OF_HALVES, "weight_bytes", "variant", "compile_seconds", "action_bytes")
 """Of layers and observations, since profile/2; left out of a file where they are None."""
 
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """One layer's cost for one microbatch. Bytes are whole numbers; None means: not measured.
+    """The cost of a layer for one microbatch. Bytes are whole numbers; None means: not measured.
 
     isolated_bytes: peak of a stage that holds this layer alone (M_i of CAPSlog, Sec. III-A).
     added_bytes: rise of a stage's peak when this layer joins the one before it (M_a); may be negative; None for layer
     0.
     static_bytes: parameters, gradients and optimizer state.
-    saved_bytes: what forward keeps for backward.
-    transient_bytes: isolated_bytes less static_bytes: the most that is live beside the static part.
-    boundary_bytes: what the layer sends on, that is, what crosses the cut behind it, in the forward direction.
+    saved_bytes: kept by the forward for the backward.
+    transient_bytes: isolated_bytes less static_bytes: the peak beside the static part.
+    boundary_bytes: the tensors that cross the cut behind the layer in the forward direction.
     parameter_bytes: the parameters alone (a part of static_bytes).
     forward_seconds, backward_seconds: of one microbatch; backward without recomputation.
     input_seconds, weight_seconds: the two halves of the backward, where it is split.
-    weight_bytes: held between the two halves: what is left of the graph, and the gradients noted in it.
+    weight_bytes: held between the two halves: the rest of the graph, and the gradients noted in it.
     """
 
     name: str
@@ -82,11 +82,11 @@ class LayerProfile:
 
     @property
     def input_part(self) -> float:
-        """Seconds of the input half of the backward: its share of the whole by the profile, or half of it."""
-        whole, first, second = self.backward_seconds or 0.0, self.input_seconds, self.weight_seconds
+        """Seconds of the input half of the backward: by its share in the profile, or half of the backward."""
+        backward, first, second = self.backward_seconds or 0.0, self.input_seconds, self.weight_seconds
         if first is None or second is None or not first + second:
-            return 0.5 * whole
-        return whole * first / (first + second)
+            return 0.5 * backward
+        return backward * first / (first + second)
 
     def __post_init__(self) -> None:
         fields.text(self.name, "name")
@@ -115,13 +115,13 @@ class SharedParameter:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A tensor that a layer hands on: one entry per name and writer, since names are reused along a chain.
+    """A tensor that a layer passes on: one entry per name and writer, since names are reused along a chain.
 
     bytes: of one microbatch.
-    gradient: whether it carries one.
+    gradient: True where it needs a gradient.
     writer: the layer that makes it; None for an input of the model.
     readers: the layers that read it, in rising order; number L stands for the loss.
-    fixed: whether it is as large for several microbatches in one call; known where the profile has runs of such.
+    fixed: True where its size is the same for several microbatches in one call; known if the profile has such runs.
     """
 
     name: str
@@ -149,13 +149,13 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class Observation:
-    """One run of one stage: layers (first, end), `end` not included, under one condition, and what it took.
+    """A run of one stage, layers (first, end), `end` not included, under one condition, with its bytes and seconds.
 
     `input` describes the input's size (a shape, or names to shapes). `parallel` is the kind ("none",
     "data", "tensor") and degree of parallelism inside the stage. `memory_action` is "none", "recompute" or "offload".
     `variant` names the implementation of the layers; None: the plain one. `compile_seconds`: of torch.compile, if any
-    (few if on disk). The halves of the backward are as in `LayerProfile`. `action_bytes` says which action takes how
-    much; None: only the peak is known. `boundary_in_bytes` and `boundary_out_bytes` cross the cuts before and behind.
+    (few if on disk). The halves of the backward are as in `LayerProfile`. `action_bytes`: the bytes of each
+    action; None: only the peak is known. `boundary_in_bytes` and `boundary_out_bytes` cross the cuts before and behind.
     """
 
     layers: tuple[int, int]
@@ -196,7 +196,7 @@ class Observation:
 
     @property
     def condition(self) -> str:
-        """The conditions that must be equal in rows that are used together, as text."""
+        """Text of the conditions that must be equal in rows that are used together."""
         parts = [self.device, self.microbatch_size, self.input, dict(self.parallel), self.memory_action]
         parts += [] if self.variant is None else [self.variant]
         return json.dumps(parts, sort_keys=True)
@@ -206,10 +206,10 @@ class Observation:
 class Profile:
     """A model's layers in chain order with their costs.
 
-    `conditions` (device, dtype, microbatch_size, input shape, optimizer, attention, recompute, torch version, ...) say
-    when the numbers hold; `source` is "measured" or "estimated". Only the layers must be there. Every instance is
-    valid: the constructor raises CapslogError otherwise. `tensors` are those that layers hand on, which make the chain
-    one order of a graph.
+    `conditions` (device, dtype, microbatch_size, input shape, optimizer, attention, recompute, torch version, ...) tell
+    when the numbers hold; `source` is "measured" or "estimated". Only the layers are required. Every instance is valid:
+    the constructor raises CapslogError otherwise. `tensors` are those that layers pass on; with them the chain is one
+    order of a graph.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -233,8 +233,8 @@ class Profile:
         numbers: dict[str, int] = {}
         for number, layer in enumerate(self.layers):
             where = f"layers[{number}] ({layer.name})"
-            if (other := numbers.setdefault(layer.name, number)) != number:
-                raise CapslogError(f"{where} has the name of layers[{other}]; layer names must differ")
+            if (earlier := numbers.setdefault(layer.name, number)) != number:
+                raise CapslogError(f"{where} has the name of layers[{earlier}]; layer names must differ")
             if number == 0 and layer.added_bytes is not None:
                 raise CapslogError(
                     f"{where}: added_bytes is {layer.added_bytes}; no layer precedes layer 0, so write null"
@@ -243,9 +243,9 @@ class Profile:
                 raise CapslogError(f"{where}: added_bytes is missing; only layer 0 has none")
         written: dict[tuple[str, int | None], int] = {}
         for number, tensor in enumerate(self.tensors):
-            if (other := written.setdefault((tensor.name, tensor.writer), number)) != number:
+            if (earlier := written.setdefault((tensor.name, tensor.writer), number)) != number:
                 raise CapslogError(
-                    f"tensors[{number}] ({tensor.name}) has the name and the writer of tensors[{other}]; give one "
+                    f"tensors[{number}] ({tensor.name}) has the name and the writer of tensors[{earlier}]; give one "
                     "entry with all readers"
                 )
         for name in _BYTE_SUMS:
@@ -264,23 +264,23 @@ class Profile:
         return len(self.layers)
 
     def samples(self, grain: int) -> int:
-        """Samples of a call of so many microbatches; the first observation is of one. 0 where there is none."""
+        """Return the samples of a call of `grain` microbatches, by the first observation; 0 where there is none."""
         return grain * self.observations[0].microbatch_size if self.observations else 0
 
     @property
     def edges(self) -> list[tuple[int, int]]:
-        """(layer that writes a tensor, layer that reads it), each pair once; without `tensors` every layer reads the
-        one before it only. The last layer stands for the loss, which is computed where it is.
+        """Pairs of (layer that writes a tensor, layer that reads it); without `tensors` each layer reads only from the
+        layer before it. The last layer stands for the loss, which is computed with it.
         """
         last = self.num_layers - 1
         if not self.tensors:
             return [(layer, layer + 1) for layer in range(last)]
-        pairs = {(one.writer, min(reader, last)) for one in self.tensors for reader in one.readers}
+        pairs = {(tensor.writer, min(reader, last)) for tensor in self.tensors for reader in tensor.readers}
         return sorted((writer, reader) for writer, reader in pairs if writer is not None and writer < reader)
 
     @property
     def known_edges(self) -> list[tuple[int, int]] | None:
-        """`edges`; None without `tensors`, where it is not known which layers read from which."""
+        """`edges`; None without `tensors`, since then they are not known."""
         return self.edges if self.tensors else None
 
     @functools.cached_property
@@ -291,8 +291,8 @@ class Profile:
 
     @property
     def timed(self) -> bool:
-        """Whether the seconds of every layer are known."""
-        return all(None not in (one.forward_seconds, one.backward_seconds) for one in self.layers)
+        """True where the seconds of every layer are known."""
+        return all(None not in (layer.forward_seconds, layer.backward_seconds) for layer in self.layers)
 
     def column(self, name: str) -> list[Any]:
         """Return field `name` of every layer. Raises CapslogError naming the first layer that lacks it."""
@@ -325,9 +325,9 @@ class Profile:
                 value[name] = [_plain(row) | {"layers": list(row.layers)} for row in of_kind]
         if self.tensors:
             value["tensors"] = [
-                {name: part for name, part in vars(one).items() if part or name != "fixed"}
-                | {"readers": list(one.readers)}
-                for one in self.tensors
+                {name: part for name, part in vars(tensor).items() if part or name != "fixed"}
+                | {"readers": list(tensor.readers)}
+                for tensor in self.tensors
             ]
         return value
 
@@ -337,10 +337,10 @@ class Profile:
         return fields.within(where, lambda: cls(**_parts(value)))
 
     def _places(self) -> list[tuple[str, int]]:
-        """Every place that names layers, with the end of what it names."""
+        """Return every place that names layers, with the end of its last layer."""
         shared = [(f"shared[{i}] ({row.name})", row.layers[-1] + 1) for i, row in enumerate(self.shared)]
         # a reader may be L, the loss
-        read = [(f"tensors[{i}] ({one.name})", one.readers[-1]) for i, one in enumerate(self.tensors)]
+        read = [(f"tensors[{i}] ({tensor.name})", tensor.readers[-1]) for i, tensor in enumerate(self.tensors)]
         return [*shared, *((f"observations[{i}]", row.layers[1]) for i, row in enumerate(self.observations)), *read]
 
 
@@ -410,7 +410,7 @@ def check_parallel(value: Any) -> dict[str, Any]:
 
 
 def _parts(value: Any) -> dict[str, Any]:
-    """The constructor's arguments from a JSON value."""
+    """Return the constructor's arguments from a JSON value."""
     if not isinstance(value, Mapping):
         raise CapslogError("a JSON object is needed; is this a profile?")
     names = [part.name for part in dataclasses.fields(Profile)]
@@ -430,10 +430,10 @@ def _parts(value: Any) -> dict[str, Any]:
 
 
 def _plain(row: Any) -> dict[str, Any]:
-    """A row as JSON has it; what only profile/2 knows is left out where it is not there."""
+    """Return a row in the form of JSON; fields that only profile/2 has are left out where they are None."""
     values = dataclasses.asdict(row)
     if (actions := values.get("action_bytes")) is not None:
-        values["action_bytes"] = {name: one for name, one in actions.items() if one is not None or name not in LATER}
+        values["action_bytes"] = {name: size for name, size in actions.items() if size is not None or name not in LATER}
     return {name: value for name, value in values.items() if value is not None or name not in _NEW_FIELDS}
 
 

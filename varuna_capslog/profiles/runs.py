@@ -1,4 +1,4 @@
-"""Which stage runs a profile needs, and how three profilers group them into launches.
+"""The stage runs that a profile needs, and the launches into which three profilers group them.
 
 A run trains one stage, a range of one or two layers, and reads its peak; the 2L-1 runs of all single layers and all
 neighbouring pairs give M_i and M_a. This module only lists and counts; `measure` and `estimate` run.
@@ -19,7 +19,7 @@ StageRun = tuple[int, int]
 
 @dataclass(frozen=True)
 class Partitioning:
-    """One profiling launch of the whole pipeline: the number of layers on each GPU, and which GPUs are read.
+    """A profiling launch of the whole pipeline: the number of layers on each GPU, and the GPUs whose peaks are read.
 
     `measured` holds GPU numbers. A trimmed profiler replaces the layers on every other GPU by dummy tensors.
     """
@@ -63,11 +63,11 @@ def capslog_partitionings(num_layers: int, gpus: int) -> list[Partitioning]:
 
 
 def _series(num_layers: int, gpus: int, size: int, begin: int) -> list[Partitioning]:
-    """The partitionings [Z, size, ..., size, R] that measure every range of `size` layers from layer `begin` on, step
-    size.
+    """Return the partitionings [Z, size, ..., size, R] that measure every range of `size` layers, from layer `begin` on
+    in steps of `size`.
 
-    Z grows by what the launch before measured. GPU 0 is measured too in the first launch where it holds a range, GPU
-    G-1 in a launch where what is left for it is one range.
+    Z grows by the layers that the launch before measured. GPU 0 is measured too in the first launch where it holds a
+    range, GPU G-1 in a launch where the remaining layers are one range.
     """
     launches = []
     reached = begin  # Layers below this one lie on GPU 0 or before.
@@ -75,11 +75,11 @@ def _series(num_layers: int, gpus: int, size: int, begin: int) -> list[Partition
         layers = [reached] if reached else []
         slots = gpus - len(layers)
         ranges = min(slots, (num_layers - reached) // size)
-        rest = num_layers - reached - ranges * size
-        if rest and ranges == slots:
-            ranges, rest = ranges - 1, rest + size  # The last GPU must hold what remains.
+        remaining = num_layers - reached - ranges * size
+        if remaining and ranges == slots:
+            ranges, remaining = ranges - 1, remaining + size  # The last GPU must hold the remaining layers.
         measured = tuple(range(len(layers), len(layers) + ranges))
-        launches.append(Partitioning((*layers, *[size] * ranges, *([rest] if rest else [])), measured))
+        launches.append(Partitioning((*layers, *[size] * ranges, *([remaining] if remaining else [])), measured))
         reached += ranges * size
     return launches
 
@@ -97,10 +97,10 @@ def mcap_partitionings(num_layers: int, gpus: int) -> list[Partitioning]:
     num_layers, gpus = _checked(num_layers, gpus)
     launches = []
     for grown in range(1, num_layers + 1):
-        ones = min(gpus - 2, num_layers - grown)
-        rest = num_layers - grown - ones
-        layers = (grown, *[1] * ones, *([rest] if rest else []))
-        measured = range(len(layers) - (1 if rest > 1 else 0))
+        single = min(gpus - 2, num_layers - grown)
+        remaining = num_layers - grown - single
+        layers = (grown, *[1] * single, *([remaining] if remaining else []))
+        measured = range(len(layers) - (1 if remaining > 1 else 0))
         launches.append(Partitioning(layers, tuple(measured)))
     return launches
 

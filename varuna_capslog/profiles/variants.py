@@ -1,8 +1,8 @@
-"""The rows of a profile for layers that are computed in another way, and the profile of one choice among these ways.
+"""The rows of a profile for variants of layers, and the profile of one choice of variants.
 
-Rows of a single layer say `variant`; rows of two layers say both, as "sdpa,plain". The rows of the layers as configured
-say nothing, and are those that memory models read. `planning/variant_search` asks for the profile of each choice it
-weighs: that of a model whose layers are computed so.
+Rows of a single layer have its `variant`; rows of two layers have both, as "sdpa,plain". The rows of the layers as
+configured have none; memory models read these. `planning/variant_search` asks for the profile of each choice that it
+considers.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ PLAIN = "plain"
 
 
 def text_of(names: Sequence[str]) -> str | None:
-    """What a row says of its layers; None where all are as configured."""
+    """Return the `variant` of a row for layers with these names; None where all are as configured."""
     return None if all(name == PLAIN for name in names) else ",".join(names)
 
 
 def variant_pairs(alternatives: Mapping[int, Sequence[str]], num_layers: int) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """First layer and names of the runs that variants need: of each layer alone, then of every two neighbours.
+    """Yield first layer and names of the runs that variants need: of each layer alone, then of every two neighbours.
 
     alternatives: layer -> its variants.
     """
-    own = {layer: (PLAIN, *alternatives.get(layer, ())) for layer in range(num_layers)}
+    names_of_layer = {layer: (PLAIN, *alternatives.get(layer, ())) for layer in range(num_layers)}
     for first, end in stage_runs(num_layers):
         choices: list[tuple[str, ...]] = [()]
         for layer in range(first, end):
-            choices = [(*names, name) for names in choices for name in own[layer]]
+            choices = [(*names, name) for names in choices for name in names_of_layer[layer]]
         yield from ((first, names) for names in choices if text_of(names) is not None)
 
 
 def alternatives_of(profile: Profile) -> dict[int, tuple[str, ...]]:
-    """Layer -> the variants that the profile has rows of, in their order there."""
-    found: dict[int, tuple[str, ...]] = {}
+    """Return layer -> the variants that the profile has rows of, in their order there."""
+    alternatives: dict[int, tuple[str, ...]] = {}
     for row in profile.observations:
         if row.variant is not None and row.layers[1] - row.layers[0] == 1:
-            found[row.layers[0]] = (*found.get(row.layers[0], ()), row.variant)
-    return dict(sorted(found.items()))
+            alternatives[row.layers[0]] = (*alternatives.get(row.layers[0], ()), row.variant)
+    return dict(sorted(alternatives.items()))
 
 
 def under(profile: Profile, chosen: Mapping[int, str]) -> Profile:
-    """The profile of the same model with some layers computed in another way, and with no rows of further ways.
+    """Return the profile of the same model with variants for some layers, and without the rows of other variants.
 
     chosen: layer -> variant.
 
@@ -59,7 +59,7 @@ def under(profile: Profile, chosen: Mapping[int, str]) -> Profile:
     for row in profile.observations:
         if row.microbatch_size == profile.samples(1):
             rows.setdefault((row.layers, row.variant), row)
-    found = []
+    chosen_rows = []
     for first, end in stage_runs(profile.num_layers):
         names = [chosen.get(layer, PLAIN) for layer in range(first, end)]
         wanted = rows.get(((first, end), text_of(names)))
@@ -68,22 +68,23 @@ def under(profile: Profile, chosen: Mapping[int, str]) -> Profile:
                 f"the profile has no run of layers {[first, end]} as {', '.join(names)}; estimate it again with the "
                 "same numerics"
             )
-        found.append(dataclasses.replace(wanted, variant=None))
-    found = _with_savings(profile, chosen, rows, found)
+        chosen_rows.append(dataclasses.replace(wanted, variant=None))
+    chosen_rows = _with_savings(profile, chosen, rows, chosen_rows)
     names, sizes = [layer.name for layer in profile.layers], [layer.parameter_bytes for layer in profile.layers]
-    known = [size for size in sizes if size is not None]
-    layers = layers_of_runs(names, found, known if len(known) == len(sizes) else None)
-    return dataclasses.replace(profile, layers=layers, observations=tuple(found))
+    known_sizes = [size for size in sizes if size is not None]
+    layers = layers_of_runs(names, chosen_rows, known_sizes if len(known_sizes) == len(sizes) else None)
+    return dataclasses.replace(profile, layers=layers, observations=tuple(chosen_rows))
 
 
 _Rows = Mapping[tuple[tuple[int, int], str | None], Observation]
 
 
 def _with_savings(
-    profile: Profile, chosen: Mapping[int, str], rows: _Rows, found: Sequence[Observation]
+    profile: Profile, chosen: Mapping[int, str], rows: _Rows, rows_of_choice: Sequence[Observation]
 ) -> list[Observation]:
-    """The rows of a choice with the seconds of each layer behind one of the same joined variant: what the pair takes
-    less than both alone, beyond what a plain pair takes less, is a conversion that the layer is spared.
+    """Return the rows of a choice, with less time for each layer that follows a layer of the same joined variant.
+
+    The layer saves a conversion: the time that the pair takes less than both layers alone, minus that of a plain pair.
     """
     joined, less = profile.conditions.get(JOINED, ()), dict[int, tuple[float, float]]()
     for layer in range(1, profile.num_layers):
@@ -99,12 +100,12 @@ def _with_savings(
         )
         if row.layers[1] - row.layers[0] == 1 and row.layers[0] in less
         else row
-        for row in found
+        for row in rows_of_choice
     ]
 
 
 def _spared(rows: _Rows, layer: int, name: str) -> tuple[float, float]:
-    """Forward and backward seconds that this layer and the one before take less together than alone."""
+    """Return the forward and backward seconds by which this layer and the one before are faster together than alone."""
     alone = text_of([name])
     parts = rows[(layer - 1, layer), alone], rows[(layer, layer + 1), alone]
     pair = rows[(layer - 1, layer + 1), text_of([name, name])]
@@ -114,9 +115,9 @@ def _spared(rows: _Rows, layer: int, name: str) -> tuple[float, float]:
 
 
 def compile_seconds(profile: Profile, names: Collection[str]) -> float:
-    """What compiling took before the runs of a profile in which all layers but plain ones have one of these variants.
+    """Return the seconds of compilation before the profile's runs in which all layers are plain or have these variants.
 
-    torch keeps code on disk, so that of several runs of a layer only the first has taken long.
+    torch caches code on disk, so that of several runs of a layer only the first takes long.
     """
     rows = [row for row in profile.observations if row.variant is not None]
     return sum(row.compile_seconds or 0.0 for row in rows if set((row.variant or "").split(",")) <= {PLAIN, *names})

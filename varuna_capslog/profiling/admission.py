@@ -1,7 +1,7 @@
-"""How much memory a profiling run may need, and how much there is: what keeps runs from being started too many at once.
+"""Upper bounds on the memory of profiling runs, and the free memory, so that not too many runs start at once.
 
 Bounds come from fake tensors, before anything is real. They are generous: a run that needs less than its bound costs
-only waiting, one that needed more could take the machine down.
+only waiting, but a run that needs more could take the machine down.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NEIGHBOUR_COPIES = 6
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that new work may take on a device now: what its driver calls free, or what the system calls available."""
+    """Return the bytes that new work may take on a device now: free by its driver, or available by the system."""
     return available_bytes() if device.type == "cpu" else accelerator.memory_info(device)[0]
 
 
@@ -41,15 +41,15 @@ class BoundTable:
     """Upper bounds on the bytes of trimmed runs, from one fake forward per distinct layer.
 
     A layer counts twice its trainable parameters (value and gradient; on an accelerator once more, for an update of all
-    of them together), their copies of 16 bits and what the optimizer keeps of them, the largest one 3 times more, the
-    frozen ones and its buffers once, and twice what its forward saves (backward holds gradients of at most that size
-    beside it). The loss is not counted. Equal layers are traced once.
+    of them together), their copies of 16 bits and their optimizer state, the largest one 3 times more, the frozen ones
+    and its buffers once, and twice the bytes that its forward saves (backward holds gradients of at most that size
+    beside them). The loss is not counted. Equal layers are traced once.
 
     Args:
         chain: from `skeleton`.
-        specs: what crosses the cuts 0 .. L.
+        specs: of the tensors across the cuts 0 .. L.
         blocks: accumulation blocks; from two on a second sum of gradients counts.
-        weights: the type in which parameters are kept; their layers are traced with parameters of float32.
+        weights: the dtype in which parameters are kept; their layers are traced with parameters of float32.
     """
 
     def __init__(
@@ -68,9 +68,10 @@ class BoundTable:
         self._traced: dict[object, int] = {}
 
     def bound_bytes(self, first: int, end: int, chain: Chain | None = None) -> int:
-        """Most bytes that the run of layers [first, end) takes on its device (on the CPU: its neighbours included).
+        """Return an upper bound on the bytes of the run of layers [first, end) on its device (on the CPU with those of
+        its neighbours).
 
-        chain: another one, whose layers hand on the same tensors.
+        chain: another chain, whose layers pass on the same tensors.
         """
         layers = (chain or self._chain).layers
         on_cpu = self._device_type == "cpu"
@@ -102,7 +103,7 @@ class BoundTable:
         return self._traced[key]
 
     def _trace(self, layer: Layer, read: Sequence[TensorSpec]) -> int:
-        """Bytes that a forward saves, its inputs and outputs included."""
+        """Return the bytes that a forward saves, its inputs and outputs included."""
         with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
             state, arguments = fake_operands(layer, read, "cpu")
             saved: list[Tensor] = list(arguments)
@@ -117,6 +118,6 @@ class BoundTable:
                 ReadNumbers(),
             ):
                 saved.extend(call_on(layer, state, arguments))
-            own = {tensor.untyped_storage()._cdata for tensor in state.values()}
+            state_storages = {tensor.untyped_storage()._cdata for tensor in state.values()}
             sizes = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in saved}
-            return sum(size for key, size in sizes.items() if key not in own)
+            return sum(size for key, size in sizes.items() if key not in state_storages)

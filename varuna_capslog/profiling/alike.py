@@ -1,9 +1,9 @@
-"""Which ranks of a pipeline, and how many microbatches of each, show the peaks of a whole step.
+"""Chooses the ranks of a pipeline, and numbers of microbatches, that show the peaks of a whole step.
 
 `rehearsal` runs every rank's program on fake tensors; for 32 ranks of 32 microbatches that takes longer than all the
-rest of a plan. Where messages wait in host memory, what a rank holds on its device follows from its own program alone.
-So a rank's step of a few microbatches has the peak of the whole step if the rank meets the same moments in both, and
-two ranks of the same layers and the same moments have the same peak. Nothing is run here, and nothing is estimated.
+rest of a plan. Where messages wait in host memory, the bytes on a rank's device depend on its own program alone. So a
+rank's step of a few microbatches has the peak of the whole step if the rank meets the same moments in both, and two
+ranks of the same layers and the same moments have the same peak. This module runs and estimates nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["ShortSteps"]
 _SHORT = range(2, 17)
 """Microbatches of a short step: the first makes the gradients, the next add to them. More are not worth a search."""
 _WINDOW = 5
-"""Instructions that a moment looks back on: what an action left behind goes with the next one at the latest."""
+"""Number of preceding instructions in a moment: the leftovers of an action are freed by the next one at the latest."""
 
 _Doing: TypeAlias = tuple[str, str | None]
 
@@ -35,7 +35,7 @@ class ShortSteps:
 
     Args:
         options: of the whole step; it has one accumulation block.
-        inputs_wait: whether the inputs or graphs of microbatches in flight wait on the device.
+        inputs_wait: True where the inputs or graphs of microbatches in flight wait on the device.
     """
 
     def __init__(self, chain: Chain, layout: Layout, options: EngineOptions, inputs_wait: bool) -> None:
@@ -44,38 +44,38 @@ class ShortSteps:
 
     @staticmethod
     def know(layout: Layout, options: EngineOptions) -> bool:
-        """Whether a layout and its step are such a pipeline: nothing is offloaded, and no list is given."""
+        """Return True where a layout and its step are such a pipeline, without offloading and explicit action lists."""
         one_each = [stage.rank for stage in layout.stages] == list(range(len(layout.stages)))
         plain = all(stage.grain == 1 and not stage.offloads for stage in layout.stages)
-        given = options.actions is not None or layout.direct
-        return one_each and plain and not given and options.num_blocks == layout.num_blocks == 1
+        listed = options.actions is not None or layout.direct
+        return one_each and plain and not listed and options.num_blocks == layout.num_blocks == 1
 
     def microbatches(self, rank: int) -> int:
-        """The fewest whose step takes the rank through the same moments as the whole step.
+        """Return the smallest number whose step takes the rank through the same moments as the whole step.
 
-        All, for a rank that keeps something of every microbatch until the end of the step: parts of the loss, or
-        running statistics.
+        It is the whole number for a rank that keeps tensors of every microbatch until the end of the step: parts of the
+        loss, or running statistics.
         """
-        whole = self._options.num_microbatches
+        count = self._options.num_microbatches
         if self._collects(rank):
-            return whole
-        wanted = self._moments(rank, whole)
-        return next((few for few in _SHORT if few < whole and self._moments(rank, few) == wanted), whole)
+            return count
+        wanted = self._moments(rank, count)
+        return next((few for few in _SHORT if few < count and self._moments(rank, few) == wanted), count)
 
     def doings(self, rank: int) -> object:
-        """Equal for ranks that have the same peak if they have the same layers; None for a rank that shares parameters
-        with another one, with which it exchanges gradients.
+        """Return a key that is equal for ranks that have the same peak if they have the same layers; None for a rank
+        that shares parameters with another one, with which it exchanges gradients.
         """
-        own, whole = set(self._layout.layers_of(rank)), self._options.num_microbatches
-        if any(own & set(shared.layers) and set(shared.layers) - own for shared in self._chain.shared):
+        layers, count = set(self._layout.layers_of(rank)), self._options.num_microbatches
+        if any(layers & set(shared.layers) and set(shared.layers) - layers for shared in self._chain.shared):
             return None
         if self._collects(rank):
-            return tuple(_doing(one) for one in self._programs(whole)[rank])
-        return self._moments(rank, whole)
+            return tuple(_doing(instruction) for instruction in self._programs(count)[rank])
+        return self._moments(rank, count)
 
     def _collects(self, rank: int) -> bool:
         layers = [self._chain.layers[index] for index in self._layout.layers_of(rank)]
-        return layers[-1] is self._chain.layers[-1] or any(any(tracking_modules(one.module)) for one in layers)
+        return layers[-1] is self._chain.layers[-1] or any(any(tracking_modules(layer.module)) for layer in layers)
 
     def _lowered(self, microbatches: int) -> list[list[Instruction]]:
         graph = self._layout.graph(microbatches, self._chain.edges)
@@ -84,15 +84,15 @@ class ShortSteps:
         return lower(rows, None, graph).programs
 
     def _moments(self, rank: int, microbatches: int) -> frozenset[object]:
-        """For every instruction: the ones before it, and what the rank holds then besides its layers."""
-        found, recent = set(), deque[_Doing](maxlen=_WINDOW)
+        """Return, for every instruction, the instructions before it and the rank's state besides its layers."""
+        moments, recent = set(), deque[_Doing](maxlen=_WINDOW)
         arrived, forwarded, built, began = 0, 0, 0, False
         program = self._programs(microbatches)[rank]
         for position, instruction in enumerate(program):
             doing = _doing(instruction)
             waiting = forwarded if self._inputs_wait else 0
             follows = _doing(program[position + 1]) if position + 1 < len(program) else None
-            found.add((tuple(recent), doing, follows, arrived, waiting, built, began))
+            moments.add((tuple(recent), doing, follows, arrived, waiting, built, began))
             recent.append(doing)
             kind = doing[1] if doing[0] == "act" else None
             if isinstance(instruction, Recv):
@@ -105,7 +105,7 @@ class ShortSteps:
                 built += 1
             elif kind == "B":
                 forwarded, built, began = forwarded - 1, max(built - 1, 0), True
-        return frozenset(found)
+        return frozenset(moments)
 
 
 def _doing(instruction: Instruction) -> _Doing:

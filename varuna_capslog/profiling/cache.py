@@ -1,7 +1,7 @@
-"""Measured profiles that are kept between runs: one file per model and conditions.
+"""Stores measured profiles between runs: one file per model and conditions.
 
-`measure` asks here before it starts a process. A cache may lose everything at any time, so nothing in it is ever an
-error: a file that cannot be read is measured anew.
+`measure` looks here before it starts a process. A cache may lose everything at any time, so a file that cannot be read
+is no error: the profile is measured again.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ __all__ = ["cpu_name", "folder", "kept", "load", "model_digest", "store"]
 
 _log = logging.getLogger(__name__)
 _TOLD = ("profiling", "attention", "seconds", "headroom", "limits", UPDATE_RATE, KEPT_WHOLE, LAST_HOLDS)
-"""Conditions that a profile tells beyond those it was asked for under: how it was measured, what the estimate found."""
+"""Conditions that are known only after the measurement or estimate, and are no part of a cache key."""
 
 
 def folder() -> Path | None:
-    """`varuna-capslog/profiles` in the user's cache; None where this user has none."""
+    """Return `varuna-capslog/profiles` in the user's cache; None for a user without a cache."""
     home = cache_home()
     return None if home is None else home / "varuna-capslog" / "profiles"
 
 
 def cpu_name() -> str:
-    """The model of this machine's processor, or its architecture where nothing says so."""
+    """Return the model of this machine's processor, or its architecture where the model is not known."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -49,10 +49,10 @@ def cpu_name() -> str:
 
 
 def load(conditions: Mapping[str, Any]) -> Profile | None:
-    """The profile that was stored under exactly these conditions (`model_digest` among them), or None.
+    """Return the profile that was stored under exactly these conditions (`model_digest` among them), or None.
 
-    A damaged file is reported in the log and treated as missing, and so is, without a word, one of a version that knew
-    less; the next `store` replaces it.
+    A damaged file is logged and treated as missing; a file of an older version with fewer fields is treated as missing
+    without a log entry. The next `store` replaces it.
     """
     path = _path(conditions)
     if path is None or not path.exists():
@@ -66,13 +66,15 @@ def load(conditions: Mapping[str, Any]) -> Profile | None:
         _log.warning("the cached profile %s holds other conditions and is measured again", path)
         return None
     told = ((row.device, row.action_bytes) for row in profile.observations if row.action_bytes is not None)
-    if any(one.moment_bytes is None or (device != "cpu" and one.lasting_bytes is None) for device, one in told):
-        return None  # an earlier version's, which did not tell them
+    if any(
+        actions.moment_bytes is None or (device != "cpu" and actions.lasting_bytes is None) for device, actions in told
+    ):
+        return None  # of an earlier version, which did not have these fields
     return profile
 
 
 def store(profile: Profile) -> None:
-    """Keeps a profile under its conditions, atomically; a folder that cannot be written is reported in the log."""
+    """Store a profile under its conditions, atomically; a folder that cannot be written is logged."""
     path = _path(profile.conditions)
     if path is None:
         return
@@ -83,9 +85,9 @@ def store(profile: Profile) -> None:
 
 
 def kept(conditions: Mapping[str, Any], model: str, make: Callable[[], Profile]) -> Profile:
-    """The profile that was stored under these conditions; where there is none, what `make` returns, stored.
+    """Return the profile stored under these conditions; where there is none, store and return the result of `make`.
 
-    model: its name now, which the profile gets; the same model may have had another one when it was stored.
+    model: current name of the model, which the profile gets; it may have been stored under another name.
     """
     profile = load(conditions)
     if profile is None:
@@ -95,7 +97,7 @@ def kept(conditions: Mapping[str, Any], model: str, make: Callable[[], Profile])
 
 
 def _lasting(conditions: Mapping[str, Any]) -> dict[str, Any]:
-    """The conditions without those that are only known afterwards."""
+    """Return the conditions without those that are only known afterwards."""
     return {key: value for key, value in conditions.items() if key not in _TOLD}
 
 
@@ -105,7 +107,7 @@ def _path(conditions: Mapping[str, Any]) -> Path | None:
 
 
 def model_digest(workload: Workload, chain: Chain) -> str:
-    """SHA-256 of what a model's costs depend on: layers, their modules' classes, settings, shapes and source files.
+    """Return the SHA-256 of all that a model's costs depend on: layers, module classes, settings, shapes, source files.
 
     Weights do not count. Equal in every process and on every machine with the same files.
     """

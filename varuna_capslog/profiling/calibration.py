@@ -1,9 +1,9 @@
 """Corrects the seconds of estimates by measured profiles of this machine's device.
 
-`capslog profile` measures layers and calls `learn`: what each of them took beside what its operators' classes say. The
-factors of `rates.GROUPS` that bring the two together are kept per kind of device, and `corrected_speed` gives them to
-estimates of that kind from then on. The newest profile of each model counts; nothing is ever forgotten but by deleting
-the file, which is beside the cached profiles.
+`capslog profile` measures layers and calls `learn`, which compares the measured seconds with those of the operators'
+classes. The factors of `rates.GROUPS` that fit best are stored per kind of device, and `corrected_speed` applies them
+to estimates of that kind from then on. The newest profile of each model counts; to forget all, delete the file, which
+is beside the cached profiles.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _LEAST_RUNS = 8
 """Forwards and backwards below which nothing is corrected."""
 _MODELS = 24
 _SHEET_WEIGHT = 0.02
-"""How much a factor of 1 counts, in parts of all measured runs."""
+"""Weight of a factor of 1, as a part of all measured runs."""
 _SMALLEST, _LARGEST = 0.1, 30.0
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """One forward or backward: its work by class, and the seconds that it took."""
+    """A forward or backward: its work by class, and the seconds that it took."""
 
     work: Work
     seconds: float
@@ -52,7 +52,7 @@ class MeasuredRun:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What measured profiles say of one kind of device.
+    """The measured runs of one kind of device, and the corrections that follow from them.
 
     Attributes:
         device: its kind in `GPUS`, or a name made of torch's and the number of threads.
@@ -76,22 +76,22 @@ class Calibration:
         return [run for runs in self.models.values() for run in runs]
 
     def parts(self, run: MeasuredRun) -> list[float]:
-        """The seconds of a run in each of `GROUPS` before any correction."""
+        """Return the seconds of a run in each of `GROUPS` before any correction."""
         seconds = dict.fromkeys(GROUPS, 0.0)
         for kind, amount in run.work.items():
             seconds[CLASSES[kind].group] += amount * self.base[kind]
         return list(seconds.values())
 
     def factors(self) -> dict[str, float]:
-        """The factor of each group, for which the sum of squared relative errors of all runs is least; 1 of a group
-        that no run has. A run counts as much as its part of the seconds of its model.
+        """Return the factor of each group that minimises the sum of squared relative errors of all runs; 1 for a group
+        that no run has. A run counts by its part of the seconds of its model.
 
-        Coordinate descent on a quadratic of four variables, each within bounds: convex, so that it ends at the least.
+        Coordinate descent on a quadratic of four bounded variables, which is convex, so that it ends at the minimum.
         """
         rows, weights = [], []
         for runs in self.models.values():
             total = sum(run.seconds for run in runs)
-            # a run that the host limits says nothing of the device
+            # a run that the host limits tells nothing about the device
             of_device = [run for run in runs if not self._is_of_host(run)]
             rows += [np.array(self.parts(run)) / run.seconds for run in of_device]
             weights += [run.seconds / total for run in of_device]
@@ -102,10 +102,10 @@ class Calibration:
         for _ in range(200):
             for place in np.flatnonzero(shares.any(axis=0)):
                 column = shares[:, place]
-                rest = 1.0 - shares @ factors + column * factors[place]
+                residual = 1.0 - shares @ factors + column * factors[place]
                 # the sheet's factor of 1 counts as a part of all runs
                 sheet = _SHEET_WEIGHT * float(weight @ column**2)
-                best = (float(weight * column @ rest) + sheet) / (float(weight @ column**2) + sheet)
+                best = (float(weight * column @ residual) + sheet) / (float(weight @ column**2) + sheet)
                 factors[place] = min(max(best, _SMALLEST), _LARGEST)
         return dict(zip(GROUPS, map(float, factors.round(4)), strict=True))
 
@@ -131,18 +131,18 @@ class Calibration:
         return dataclasses.replace(self.uncorrected, seconds_of=seconds, host_seconds=host_seconds, source=source)
 
     def error(self, speed: Speed) -> float:
-        """The median relative error of all runs by a speed."""
+        """Return the median relative error of all runs by a speed."""
         return statistics.median(abs(speed.seconds(run.work) / run.seconds - 1) for run in self.runs)
 
     def with_profile(self, model: str, runs: Sequence[MeasuredRun], date: str) -> Calibration:
-        """The same with the newest profile of a model; the oldest one goes where there are too many."""
+        """Return the same with the newest profile of a model; above `_MODELS` models the oldest one is dropped."""
         models = {key: value for key, value in self.models.items() if key != model} | {model: list(runs)}
         kept = dict(list(models.items())[-_MODELS:])
         return dataclasses.replace(self, models=kept, date=date)
 
 
 def device_kind(device: str, name: str, threads: int | None = None) -> str:
-    """What corrections of a device are kept under: its kind in `GPUS`, or torch's name of it in small letters.
+    """Return the key of a device's corrections: its kind in `GPUS`, or torch's name of it in small letters.
 
     Args:
         device: its type.
@@ -159,21 +159,21 @@ def device_kind(device: str, name: str, threads: int | None = None) -> str:
 
 
 def corrected_speed(device: str, gpu: str = "", threads: int | None = None) -> Speed:
-    """What estimates for a device reckon with: `rates.speed_of`, corrected where profiles of this kind were measured.
+    """Return the speed for estimates of a device: `rates.speed_of`, corrected if profiles of its kind were measured.
 
     Args:
         gpu: kind of GPU (`base.gpus`); "" for none in particular, which nothing corrects.
         threads: of a worker on a CPU; None: those of this process.
     """
     kind = gpu if device != "cpu" else device_kind("cpu", cache.cpu_name(), threads or torch.get_num_threads())
-    known = _read(kind) if kind else None
-    if known is None or len(known.runs) < _LEAST_RUNS:
+    calibration = _read(kind) if kind else None
+    if calibration is None or len(calibration.runs) < _LEAST_RUNS:
         return speed_of(device, gpu, threads)
-    return known.speed
+    return calibration.speed
 
 
 def learn(profile: Profile, work_of_runs: Mapping[tuple[int, int], Mapping[str, Work]]) -> Calibration | None:
-    """Adds a measured profile to what is known of its device, and keeps it; None where it says nothing.
+    """Add a measured profile to the corrections of its device, and store them; return None if it has too few runs.
 
     Args:
         work_of_runs: layers (first, end) of a run -> its work by class, forward "F" and backward "B".
@@ -191,22 +191,22 @@ def learn(profile: Profile, work_of_runs: Mapping[tuple[int, int], Mapping[str, 
         runs += [MeasuredRun(dict(work[half]), seconds) for half, seconds in measured if seconds and work[half]]
     if len(runs) < _LEAST_RUNS:
         return None
-    known = _read(kind)
-    if known is None:
+    calibration = _read(kind)
+    if calibration is None:
         plain = speed_of(device, kind if kind in GPUS else "", threads)
-        known = Calibration(kind, plain.seconds_of, plain.host_seconds, RATES_VERSION)
-    known = known.with_profile(
+        calibration = Calibration(kind, plain.seconds_of, plain.host_seconds, RATES_VERSION)
+    calibration = calibration.with_profile(
         str(conditions["model_digest"]), runs, str(datetime.fromtimestamp(wall_seconds(), UTC).date())
     )
     path = _path(kind)
     if path is None:
-        return known
+        return calibration
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.write_json(path, dataclasses.asdict(known))
+        files.write_json(path, dataclasses.asdict(calibration))
     except (CapslogError, OSError) as error:
         _log.warning("what the profile says of this device's speed is not kept: %s", error)
-    return known
+    return calibration
 
 
 def _path(kind: str) -> Path | None:
@@ -215,13 +215,13 @@ def _path(kind: str) -> Path | None:
 
 
 def _read(kind: str) -> Calibration | None:
-    """What is known of a kind of device, by today's rates; a file that cannot be read is told in the log."""
+    """Return the stored calibration of a kind of device, if made with today's rates; log a file that is invalid."""
     path = _path(kind)
     if path is None or not path.exists():
         return None
     try:
         value = files.read_json(path)
-        # of other classes of operators nothing is known any more
+        # a calibration with other classes of operators cannot be used
         return _calibration(value) if value["rates_version"] == RATES_VERSION else None
     except (CapslogError, KeyError, TypeError, ValueError) as error:
         _log.warning("%s does not hold corrections of seconds (%s); delete it, or measure a profile again", path, error)

@@ -1,4 +1,4 @@
-"""What holds for every run of a profile: the conditions, the sizes of the inputs, and the rows made under them.
+"""The conditions of all runs of a profile, the sizes of the inputs, and the rows made under these conditions.
 
 `measure` runs stages under these conditions, `estimate` and `rehearsal` compute under them; a profile's own conditions
 begin with them. Sizes come from the workload's description of its data; nothing is decoded.
@@ -51,7 +51,7 @@ Inputs = Mapping[str, TensorSpec]
 
 @dataclass(frozen=True)
 class RunConditions:
-    """What holds for every run of a profile.
+    """The conditions of all runs of a profile.
 
     Attributes:
         device: its type, such as "cpu" or "cuda".
@@ -59,8 +59,8 @@ class RunConditions:
         precision, weights: as in the config's `train` section.
         recompute, stage_inputs: as in the config's `pipeline` section.
         blocks: accumulation blocks of one pipeline; from two on, a second sum of gradients is alive.
-        halves: whether the training run splits its backwards: each row then says too what the halves take.
-        recipe: how parameters are stepped, which says what is kept of each of them.
+        halves: True where the training run splits its backwards: each row then has the bytes of the halves too.
+        recipe: of the update of parameters, which determines the optimizer state of each.
         gpu: kind of GPU (`base.gpus`) that an estimate's seconds are for; "" for none in particular.
         grains: microbatches of one call, other than 1, in stages of the plan that the run is given; an estimate has
             rows of calls of these sizes too.
@@ -80,7 +80,7 @@ class RunConditions:
     weights: str = "float32"
 
     def types(self, chain: Chain) -> dict[str, Any]:
-        """What a profile's conditions say of types, and of what is held of each parameter of this chain.
+        """Return the conditions of a profile about dtypes, and about the copies of this chain's parameters.
 
         Returns:
             "dtype"; where weights have 16 bits "weights" and "weight_copies", their bytes in parts of those of the
@@ -90,7 +90,10 @@ class RunConditions:
         told: dict[str, Any] = {"dtype": self.precision}
         if self.weights != "float32":
             trained = sum(
-                one.nbytes for layer in chain.layers for one in layer.module.parameters() if one.requires_grad
+                parameter.nbytes
+                for layer in chain.layers
+                for parameter in layer.module.parameters()
+                if parameter.requires_grad
             )
             beside = sum(low_bytes(layer.module, self.weights)[0] for layer in chain.layers)
             told |= {"weights": self.weights, "weight_copies": round(beside / max(1, trained), 4)}
@@ -109,14 +112,14 @@ class RunConditions:
         seconds: tuple[float, float],
         actions: ActionBytes | None = None,
     ) -> Observation:
-        """The row of one run.
+        """Return the row of one run.
 
         Args:
             layers: (first, end) of the stage in its whole chain.
-            boundaries: what crosses its first and its last cut.
+            boundaries: tensors across its first and its last cut.
             bytes_: peak, static and saved.
             seconds: of a forward and of a backward.
-            actions: what each action takes, where that is known.
+            actions: bytes of each action, where they are known.
         """
         peak_bytes, static_bytes, saved_bytes = bytes_
         return Observation(
@@ -138,7 +141,7 @@ class RunConditions:
 
 
 def conditions_of_run(config: Config, inputs: Mapping[str, TensorSpec]) -> RunConditions:
-    """The conditions of the training run that a config describes, for chain inputs of these sizes."""
+    """Return the conditions of the training run that a config describes, for chain inputs of these sizes."""
     device = config.profile.device or config.device
     if device == "auto":
         device = accelerator.auto_type()
@@ -164,17 +167,17 @@ def conditions_of_run(config: Config, inputs: Mapping[str, TensorSpec]) -> RunCo
 
 @functools.cache
 def kind_here() -> str:
-    """The kind in `GPUS` of this machine's GPUs; "" where there are none, or several kinds, or none of the table.
+    """Return the kind in `GPUS` of this machine's GPUs; "" where there are none, several kinds, or none of the table.
 
-    Asks `nvidia-smi`: torch would start CUDA, which takes memory, and no process that was forked later could use it.
+    It runs `nvidia-smi`: torch would start CUDA, which takes memory, and processes forked later could not use it.
     """
     try:
-        asked = subprocess.run(
+        listing = subprocess.run(
             ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=30
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    names = set(asked.stdout.split("\n")) - {""} if asked.returncode == 0 else set()
+    names = set(listing.stdout.split("\n")) - {""} if listing.returncode == 0 else set()
     try:
         return gpu_named(names.pop()) if len(names) == 1 else ""
     except CapslogError:
@@ -193,26 +196,27 @@ def profile_of(
     grown_from_first: bool = False,
     specs: Sequence[Inputs] = (),
 ) -> Profile:
-    """The profile that these rows make.
+    """Make the profile of these rows.
 
     Args:
         grown_from_first: as for `layers_of_runs`.
-        specs: what crosses the cuts 0 .. L, from which the profile's `tensors` are made; () leaves them out.
+        specs: of the tensors across the cuts 0 .. L, from which the profile's `tensors` are made; () leaves them out.
     """
     names = [layer.name for layer in chain.layers]
     weights = conditions.get("weights", "float32")
     parameters = [
-        sum(one.numel() * one.itemsize for one in layer.module.parameters()) - low_bytes(layer.module, weights)[1]
+        sum(parameter.numel() * parameter.itemsize for parameter in layer.module.parameters())
+        - low_bytes(layer.module, weights)[1]
         for layer in chain.layers
     ]
-    whole = {KEPT_WHOLE: list(chain.kept_whole)} if chain.kept_whole else {}
+    more_conditions = {KEPT_WHOLE: list(chain.kept_whole)} if chain.kept_whole else {}
     if len(holds := _modules_of_last(chain)) > 1:
-        whole[LAST_HOLDS] = holds
+        more_conditions[LAST_HOLDS] = holds
     return Profile(
         layers=layers_of_runs(names, rows, parameters, grown_from_first),
         model=chain.name,
         source=source,
-        conditions={**conditions, **whole},
+        conditions={**conditions, **more_conditions},
         shared=tuple(SharedParameter(shared.name, shared.num_bytes, shared.layers) for shared in chain.shared),
         observations=tuple(rows),
         tensors=_tensors(chain, specs) if specs else (),
@@ -220,8 +224,8 @@ def profile_of(
 
 
 def _modules_of_last(chain: Chain) -> list[str]:
-    """The name of the last layer, and the modules beside the one of that name whose parameters it has, as a captured
-    model's norm has the head behind it; the name alone where parameters are not called as in the whole model.
+    """Return the name of the last layer, and of the other modules whose parameters it has (the norm of a captured
+    model, for example, has the head behind it); only its name where parameters have other names than in the model.
     """
     last = chain.layers[-1]
     called = {layer.name: [name for name, _ in layer.module.named_parameters()] for layer in chain.layers}
@@ -234,13 +238,13 @@ def _modules_of_last(chain: Chain) -> list[str]:
 
 
 def _tensors(chain: Chain, specs: Sequence[Inputs]) -> tuple[TensorRecord, ...]:
-    """What the layers hand on: one entry per name and writer, with all readers; what nobody reads has none."""
-    found = []
-    for (name, writer), readers in sorted(chain.readers.items(), key=lambda item: item[0].writer):
+    """Return the tensors that the layers pass on, one entry per name and writer, with all readers; none without any."""
+    records = []
+    for (name, writer), readers in sorted(chain.readers.items(), key=lambda entry: entry[0].writer):
         spec = specs[writer + 1][name]
         made_by = None if writer < 0 else writer
-        found.append(TensorRecord(name, spec.num_bytes, spec.requires_grad, made_by, readers))
-    return tuple(found)
+        records.append(TensorRecord(name, spec.num_bytes, spec.requires_grad, made_by, readers))
+    return tuple(records)
 
 
 @dataclass(frozen=True)
@@ -256,11 +260,11 @@ class InputSizes:
     sampled: tuple[Inputs, ...]
 
     def quantile(self, part: float) -> Inputs:
-        """The sampled inputs that this part of all is smaller than; 0.5 is the median."""
+        """Return the quantile `part` of the sampled inputs; 0.5 is the median."""
         return self.sampled[min(int(part * len(self.sampled)), len(self.sampled) - 1)]
 
     def to_json(self) -> dict[str, Any]:
-        """Shapes: the largest, the median, and the histogram as [shapes, number of minibatches] by rising bytes."""
+        """Return shapes: largest, median, and the histogram as [shapes, number of minibatches] by rising bytes."""
         counts = Counter(_text(inputs) for inputs in self.sampled)
         shapes = {_text(inputs): shapes_of(inputs) for inputs in self.sampled}
         return {
@@ -272,7 +276,7 @@ class InputSizes:
 
 
 def input_sizes(workload: Workload, microbatch_size: int) -> InputSizes:
-    """The sizes that training of this workload meets, in equal samples at every call."""
+    """Return the input sizes of training with this workload; every call takes the same samples."""
     sampled = workload.sampled_inputs(microbatch_size, _SAMPLES)
     return InputSizes(workload.profile_inputs(microbatch_size), tuple(sorted(sampled, key=_num_bytes)))
 
@@ -282,11 +286,11 @@ def _num_bytes(inputs: Inputs) -> int:
 
 
 def shapes_of(inputs: Inputs) -> dict[str, list[int]]:
-    """The shape of every input, as a profile writes it."""
+    """Return the shape of every input, in the form of a profile."""
     return {name: list(spec.shape) for name, spec in inputs.items()}
 
 
 def _text(inputs: Inputs) -> str:
-    """The shape of the input with most bytes, which the others go along with."""
+    """Return the shape of the input with most bytes as text, which stands for all inputs."""
     name, spec = max(inputs.items(), key=lambda item: item[1].num_bytes)
     return f"{name} {'x'.join(map(str, spec.shape))}"

@@ -69,20 +69,20 @@ _SIMULATED = 6
 
 @dataclass(frozen=True)
 class StageEstimate(HollowRun):
-    """What layers [first, end) cost as one stage."""
+    """The costs of layers [first, end) as one stage."""
 
     layers: tuple[int, int]
 
 
 class Memo:
-    """What estimators of related models have in common.
+    """Results that estimators of related models share.
 
     Attributes:
         runs, halves: results of runs by key.
-        alive: what the keys name by identity, so that no identity comes twice.
+        alive: objects that the keys name by identity; they stay alive, so that no identity is used twice.
         recipes: for the operators of runs that are not known yet.
         estimators: of configs, by their text and conditions.
-        speeds: of those, by device, kind of GPU and threads; a CPU's is measured once: its seconds can be compared.
+        speeds: by device, kind of GPU and threads; a CPU is measured once, so that its seconds can be compared.
     """
 
     def __init__(self) -> None:
@@ -125,13 +125,13 @@ class StageEstimator:
             self.chain = skeleton(workload)
         # a factory's example inputs are known once it was called
         inputs = workload.profile_inputs(conditions.microbatch_size) if inputs is None else inputs
-        self._inputs, one = inputs, inputs
+        self._inputs, one_microbatch = inputs, inputs
         inputs = joined_inputs([inputs] * grain, range(grain))
         self.conditions = replace(conditions, input=shapes_of(inputs))
         with quirks.dispatch():
             # on CPU tensors in any case, as the runs: both then see the same operators
             shapes = ShapeTable(self.chain, "cpu", conditions.precision, conditions.weights)
-            self.specs, outputs = shapes.boundaries(inputs), shapes.boundaries(one)[-1]
+            self.specs, outputs = shapes.boundaries(inputs), shapes.boundaries(one_microbatch)[-1]
         self._goal, self._loss = workload.profile_targets(conditions.microbatch_size), cast(LossFunction, workload.loss)
         if grain > 1:
             self._goal = [self._goal[0]] * grain, self._goal[1]
@@ -142,18 +142,16 @@ class StageEstimator:
 
     @property
     def recipes(self) -> Recipes:
-        """Of the operators that its runs met."""
+        """The recipes of the operators that its runs met."""
         return self._memo.recipes
 
     @classmethod
     def of_config(cls, config: Config, memo: Memo | None = None) -> StageEstimator:
-        """The estimator for the training run that a config describes, at the largest inputs that it can meet; the one
-        that the memo has where it has one.
-        """
+        """Return the estimator for the training run of a config, at its largest inputs; from the memo if it has one."""
         from varuna_capslog.config.reading import dump_config  # imports pydantic, which costs of workloads do without
 
         memo, conditions = memo or Memo(), conditions_of_run(config, {})
-        # who plans, and for how much memory, decides nothing of what a stage costs
+        # the planner and the capacity do not change the costs of a stage
         anyhow = {"planner": "", "schedule": "varuna", "capacity": None, "search_seconds": None}
         pipeline = config.pipeline.model_copy(update=anyhow)
         text = dump_config(config.model_copy(update={"pipeline": pipeline})) + repr(conditions)
@@ -165,68 +163,68 @@ class StageEstimator:
         return memo.estimators[text]
 
     def at(self, inputs: Mapping[str, TensorSpec]) -> StageEstimator:
-        """The same workload and conditions with inputs of another size."""
+        """Return an estimator of the same workload and conditions with inputs of another size."""
         return StageEstimator(self.workload, self.conditions, inputs, self.speed, self._memo, self.grain)
 
     def of_grain(self, grain: int) -> StageEstimator:
-        """The same workload and conditions with so many microbatches in one call."""
+        """Return an estimator of the same workload and conditions with `grain` microbatches in one call."""
         return StageEstimator(self.workload, self.conditions, self._inputs, self.speed, self._memo, grain)
 
     def with_one_block(self) -> StageEstimator:
-        """The same with one accumulation block, in which all but the first backward find gradients."""
+        """Return the same with one accumulation block, in which all but the first backward find gradients."""
         if self.conditions.blocks == 1:
             return self
-        other = copy.copy(self)
-        other.conditions = replace(self.conditions, blocks=1)
-        return other
+        estimator = copy.copy(self)
+        estimator.conditions = replace(self.conditions, blocks=1)
+        return estimator
 
     def of_chain(self, chain: Chain) -> StageEstimator:
-        """The same workload and conditions with a chain whose layers hand on the same tensors."""
-        other = copy.copy(self)
-        other.chain = chain
+        """Return an estimator of the same workload and conditions with a chain that passes on the same tensors."""
+        estimator = copy.copy(self)
+        estimator.chain = chain
         self._memo.alive.append(chain)
-        return other
+        return estimator
 
     def stage(self, first: int, end: int) -> StageEstimate:
-        """The stage of layers first .. end-1; any range of the chain.
+        """Estimate the stage of layers first .. end-1; any range of the chain.
 
         Raises:
             CapslogError: a layer or the loss cannot run on fake tensors.
         """
         run, key = self._run(first, end), (self.run_key(first, end), self.speed)
-        found = self._memo.runs.get(key)
-        if found is None:
+        hollow = self._memo.runs.get(key)
+        if hollow is None:
             quirks = Quirks(self.conditions.device, self.conditions.gpu)
             loss = self._loss
-            found = run_hollow(self._mode, self.chain, run, self.conditions, loss, quirks, self.speed, self.recipes)
-            self._memo.runs[key] = found
-        return StageEstimate(**vars(found), layers=(first, end))
+            hollow = run_hollow(self._mode, self.chain, run, self.conditions, loss, quirks, self.speed, self.recipes)
+            self._memo.runs[key] = hollow
+        return StageEstimate(**vars(hollow), layers=(first, end))
 
     def run_key(self, first: int, end: int) -> object:
-        """Equal for stages of this workload and its relatives (`Memo`) that do the same work."""
+        """Return a key that is equal for stages of this workload and related ones (`Memo`) that do the same work."""
         return _run_key(self.chain, self._run(first, end), self.conditions, self.workload), self.grain
 
     def _run(self, first: int, end: int) -> TrimmedRun:
         return TrimmedRun(first, end, len(self.chain), tuple(self.specs[first : end + 1]), *self._goal)
 
     def halves(self, first: int, end: int) -> Halves:
-        """What the two halves of its backward take; raises as `stage`."""
+        """Estimate the two halves of the stage's backward; raises as `stage`."""
         run, key = self._run(first, end), ("halves", self.run_key(first, end), self.speed)
-        found = self._memo.halves.get(key)
-        if found is None:
+        halves = self._memo.halves.get(key)
+        if halves is None:
             quirks, loss = Quirks(self.conditions.device, self.conditions.gpu), self._loss
-            found = run_halves(self._mode, self.chain, run, self.conditions, loss, quirks, self.speed, self.recipes)
-            self._memo.halves[key] = found
-        return found
+            halves = run_halves(self._mode, self.chain, run, self.conditions, loss, quirks, self.speed, self.recipes)
+            self._memo.halves[key] = halves
+        return halves
 
 
 def estimate_workload(workload: Workload, conditions: RunConditions | None = None) -> Profile:
-    """Profiles a workload, also one that no config describes, without running it; see `StageEstimator`."""
+    """Profile a workload, also one that no config describes, without running it; see `StageEstimator`."""
     return estimated_profile(StageEstimator(workload, conditions))
 
 
 def estimated_profile(estimator: StageEstimator) -> Profile:
-    """The profile of an estimator's workload."""
+    """Return the profile of an estimator's workload."""
     return _profile(estimator, input_sizes(estimator.workload, estimator.conditions.microbatch_size), "gloo", None)
 
 
@@ -236,7 +234,7 @@ def estimate_config(
     memo: Memo | None = None,
     use_cache: bool = False,
 ) -> Profile:
-    """Profiles the model of a config under the conditions of its training run, without a device.
+    """Profile the model of a config under the conditions of its training run, without a device.
 
     Args:
         memo: see `StageEstimator`.
@@ -263,23 +261,23 @@ def _profile(estimator: StageEstimator, sizes: InputSizes, transport: str, progr
     progress = progress or (lambda done, total, text: None)
     progress(0, count, "starting")
     stages, rows = _rows(estimator, functools.partial(_progress_behind, progress, 0, count))
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "attention": "+".join(sorted(frozenset().union(*(stage.attention for stage in stages)))) or "none",
         "seconds": f"classes({estimator.speed.name}), {estimator.speed.source}",
         "headroom": _headroom(estimator, stages, sizes, transport),
     }
     if limits := frozenset().union(*(stage.limits for stage in stages)):
-        found["limits"] = sorted(limits)
+        facts["limits"] = sorted(limits)
     alone = [stage for stage in stages if stage.layers[1] - stage.layers[0] == 1]
     sizes_of_weights = sum(parameter.nbytes for layer in chain.layers for parameter in layer.module.parameters())
     if sizes_of_weights:
-        found[UPDATE_RATE] = sum(stage.update_seconds for stage in alone) / sizes_of_weights
-    conditions = _key(estimator, sizes, transport) | found
+        facts[UPDATE_RATE] = sum(stage.update_seconds for stage in alone) / sizes_of_weights
+    conditions = _key(estimator, sizes, transport) | facts
     profile = profile_of(chain, rows, "estimated", conditions, specs=estimator.specs)
-    for other in several:
+    for larger in several:
         before = len(profile.observations)
-        _, more = _rows(other, functools.partial(_progress_behind, progress, before, count))
-        profile = replace(profile, observations=(*profile.observations, *more), tensors=_with_fixed(profile, other))
+        _, more = _rows(larger, functools.partial(_progress_behind, progress, before, count))
+        profile = replace(profile, observations=(*profile.observations, *more), tensors=_with_fixed(profile, larger))
     return profile
 
 
@@ -290,9 +288,9 @@ def _progress_behind(progress: Progress, before: int, count: int, done: int, tex
 def _rows(
     estimator: StageEstimator, progress: Callable[[int, str], None]
 ) -> tuple[list[StageEstimate], list[Observation]]:
-    """The runs of all layers and pairs, and their rows.
+    """Return the runs of all layers and pairs, and their rows.
 
-    progress: called with the number of runs done and the names of the last one's layers.
+    progress: called with the number of runs done and the names of the last run's layers.
     """
     names, stages, rows = [layer.name for layer in estimator.chain.layers], [], []
     for number, (first, end) in enumerate(stage_runs(len(names))):
@@ -303,7 +301,7 @@ def _rows(
 
 
 def row_of(estimator: StageEstimator, first: int, end: int) -> Observation:
-    """The run of layers first .. end-1, as a profile has it."""
+    """Return the row of layers first .. end-1 for a profile."""
     # with a block for every microbatch, no backward would find the parameters' gradients
     one_block, stage = estimator.with_one_block(), estimator.stage(first, end)
     conditions = estimator.conditions
@@ -319,32 +317,36 @@ def row_of(estimator: StageEstimator, first: int, end: int) -> Observation:
 
 
 def _with_fixed(profile: Profile, several: StageEstimator) -> tuple[TensorRecord, ...]:
-    """The profile's tensors; those are fixed that are as large in the calls of an estimator of several microbatches."""
+    """Return the profile's tensors; fixed: as large in the calls of an estimator of several microbatches."""
     return tuple(
-        replace(one, fixed=several.specs[0 if one.writer is None else one.writer + 1][one.name].num_bytes == one.bytes)
-        for one in profile.tensors
+        replace(
+            tensor,
+            fixed=several.specs[0 if tensor.writer is None else tensor.writer + 1][tensor.name].num_bytes
+            == tensor.bytes,
+        )
+        for tensor in profile.tensors
     )
 
 
 def _headroom(
     estimator: StageEstimator, stages: Sequence[StageEstimate], sizes: InputSizes, transport: str
 ) -> dict[str, Any]:
-    """What a device must have beyond a predicted peak, from the largest stages at the largest and at usual sizes."""
+    """Return the bytes beyond a predicted peak, from the largest stages at the largest and at usual sizes."""
     device = estimator.conditions.device
     if device == "cpu":
         return state_headroom(device, transport, [])
     usual = [sizes.quantile(part) for part in _USUAL] if len(sizes.sampled) > 1 else []
     others = [estimator.at(inputs) for inputs in usual]
     largest = max(stage.peak_bytes for stage in stages)
-    # plans even peaks out: stages much smaller than the largest layers and pairs decide nothing
+    # plans balance peaks, so stages much smaller than the largest layers and pairs do not matter
     deciding = {stage.events: stage for stage in stages if 2 * stage.peak_bytes >= largest}
     picked = sorted(deciding.values(), key=lambda stage: -stage.peak_bytes)[:_SIMULATED]
-    traces = [[stage, *(other.stage(*stage.layers) for other in others)] for stage in picked]
+    traces = [[stage, *(resized.stage(*stage.layers) for resized in others)] for stage in picked]
     return state_headroom(device, transport, traces, estimator.conditions.gpu)
 
 
 def _key(estimator: StageEstimator, sizes: InputSizes, transport: str) -> dict[str, Any]:
-    """All that the numbers depend on, as JSON has it, as far as it is known beforehand."""
+    """Return all conditions of the numbers in the form of JSON, as far as they are known beforehand."""
     conditions, chain = estimator.conditions, estimator.chain
     dilations = {
         step
@@ -356,7 +358,7 @@ def _key(estimator: StageEstimator, sizes: InputSizes, transport: str) -> dict[s
         "source": "estimated",
         "device": conditions.device,
         **({"gpu": conditions.gpu} if conditions.gpu else {}),
-        "parameter_types": "+".join(sorted({str(one.dtype).removeprefix("torch.") for one in _weights(chain)}))
+        "parameter_types": "+".join(sorted({str(weight.dtype).removeprefix("torch.") for weight in _weights(chain)}))
         or "none",
         "memory_format": "channels_last" if any(map(_is_channels_last, _weights(chain))) else "contiguous",
         "microbatch_size": conditions.microbatch_size,
@@ -392,14 +394,13 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
 
 def _whole_numbers(value: Any) -> list[int]:
     values = value if isinstance(value, tuple) else (value,)
-    return [item for item in values if isinstance(item, int)]
+    return [number for number in values if isinstance(number, int)]
 
 
 def _run_key(chain: Chain, run: TrimmedRun, conditions: RunConditions, workload: Workload) -> object:
-    """Equal for runs that do the same work; it must hold all that a result depends on.
+    """Return a key that is equal for runs that do the same work; it must hold all that a result depends on.
 
-    It holds: `key_of_range`; whether there are stages before and after; the conditions; and for the last stage what the
-    workload says of its loss.
+    It holds: `key_of_range`; whether stages come before and after; the conditions; the loss key of the last stage.
     """
     return (
         key_of_range(chain, run.first, run.end, run.specs),
@@ -419,13 +420,13 @@ def _run_key(chain: Chain, run: TrimmedRun, conditions: RunConditions, workload:
 
 
 def key_of_range(chain: Chain, first: int, end: int, specs: Sequence[Mapping[str, TensorSpec]]) -> object:
-    """Equal for ranges of layers that do the same work on tensors that are alike.
+    """Return a key that is equal for ranges of layers that do the same work on tensors with equal specs.
 
-    It holds: what decides the work of the layers (`signature`), and which tensors they read and write; the tensors at
-    every cut (shape, dtype, stride, requires_grad); which parameters are shared, within and with layers elsewhere. A
+    It holds: the `signature` of the layers, and the tensors that they read and write; the tensors at every cut (shape,
+    dtype, stride, requires_grad); the parameters that are shared, within the range and with layers elsewhere. A
     tensor's name counts by its place among the sorted names of the range, since tensors cross cuts in that order.
 
-    specs: what crosses the cuts first .. end.
+    specs: of the tensors across the cuts first .. end.
     """
     layers = chain.layers[first:end]
     inside = set(range(first, end))

@@ -37,13 +37,13 @@ _SIMULATED = 6
 
 @dataclass(frozen=True)
 class Served:
-    """How a model is served.
+    """Settings with which a model is served.
 
     Attributes:
         microbatch_size: sequences, or samples, of one forward.
         device, gpu: "cpu" or "cuda", and the kind of GPU (`base.gpus`) that the seconds are for; "" for none.
-        cache_bytes_per_token: what each layer that attends caches for one token, for models that do not say it
-            themselves; None: nothing.
+        cache_bytes_per_token: cache of each attending layer for one token, for models that do not tell it themselves;
+            None: nothing.
     """
 
     microbatch_size: int = 1
@@ -53,9 +53,9 @@ class Served:
 
 
 def estimate_inference(model: InferenceModel, served: Served) -> Profile:
-    """The profile for inference of a model: per run the peak of one forward, weights (static) and nothing saved.
+    """Return the inference profile of a model: per run the peak of one forward, weights (static) and nothing saved.
 
-    Its conditions name the purpose, and what every layer caches for one sequence.
+    Its conditions name the purpose, and the cache of every layer for one sequence.
 
     Raises:
         CapslogError: the model cannot be captured, or a layer cannot run on fake tensors; a cache is stated where the
@@ -73,19 +73,21 @@ def estimate_inference(model: InferenceModel, served: Served) -> Profile:
         Recipes(),
         FakeTensorMode(allow_non_fake_inputs=True),
     )
-    known: dict[object, ForwardRun] = {}
+    run_of_key: dict[object, ForwardRun] = {}
     runs = stage_runs(len(chain))
-    found = []
+    forwards = []
     for first, end in runs:
         key = key_of_range(chain, first, end, specs[first : end + 1])
-        if key not in known:
+        if key not in run_of_key:
             fresh = Quirks(served.device, served.gpu)
-            known[key] = run_forward(mode, chain, (first, end), specs[first], fresh, speed, recipes)
-        found.append(known[key])
+            run_of_key[key] = run_forward(mode, chain, (first, end), specs[first], fresh, speed, recipes)
+        forwards.append(run_of_key[key])
     conditions = RunConditions(served.device, size, shapes_of(inputs), recompute=False, stage_inputs="device")
     rows = [
-        conditions.row(run, (specs[run[0]], specs[run[1]]), (one.peak_bytes, one.weight_bytes, 0), (one.seconds, 0.0))
-        for run, one in zip(runs, found, strict=True)
+        conditions.row(
+            run, (specs[run[0]], specs[run[1]]), (forward.peak_bytes, forward.weight_bytes, 0), (forward.seconds, 0.0)
+        )
+        for run, forward in zip(runs, forwards, strict=True)
     ]
     told: dict[str, Any] = {
         PURPOSE: "inference",
@@ -101,17 +103,17 @@ def estimate_inference(model: InferenceModel, served: Served) -> Profile:
         "quirks_version": QUIRKS_VERSION,
         "torch": torch.__version__,
         "seconds": f"classes({speed.name}), {speed.source}",
-        "headroom": _headroom(found, served),
+        "headroom": _headroom(forwards, served),
         "sequence": model.tokens,
-        CACHE_BYTES: _cache_bytes(model, served, found[: len(chain)]),
+        CACHE_BYTES: _cache_bytes(model, served, forwards[: len(chain)]),
     }
-    if limits := frozenset().union(*(one.limits for one in found)):
+    if limits := frozenset().union(*(forward.limits for forward in forwards)):
         told["limits"] = sorted(limits)
     return profile_of(chain, rows, "estimated", told, specs=specs)
 
 
 def _cache_bytes(model: InferenceModel, served: Served, single: list[ForwardRun]) -> list[int]:
-    """What each layer caches for one sequence."""
+    """Return the cache of each layer for one sequence."""
     stated = served.cache_bytes_per_token
     if model.cache_bytes is not None:
         if stated is not None:
@@ -123,22 +125,24 @@ def _cache_bytes(model: InferenceModel, served: Served, single: list[ForwardRun]
         return [0] * len(single)
     if model.tokens is None:
         raise CapslogError("--cache counts tokens, but the model's inputs have none; leave --cache out")
-    if not any(one.attends for one in single):
+    if not any(forward.attends for forward in single):
         raise CapslogError("--cache is given, but no layer of the model attends to other tokens; leave --cache out")
-    return [stated * model.tokens if one.attends else 0 for one in single]
+    return [stated * model.tokens if forward.attends else 0 for forward in single]
 
 
-def _headroom(found: list[ForwardRun], served: Served) -> dict[str, Any]:
-    """What a device needs beyond a peak. GPUs talk over NCCL when they serve.
+def _headroom(forwards: list[ForwardRun], served: Served) -> dict[str, Any]:
+    """Return the bytes that a device needs beyond a peak. GPUs communicate over NCCL when they serve.
 
-    Weights and caches are allocated once and stay, so that only a forward's own tensors leave gaps: what the allocator
-    reserves beyond the peak of the largest runs is added, and nothing is multiplied.
+    Weights and caches are allocated once and stay, so that only a forward's own tensors leave gaps: the bytes that the
+    allocator reserves beyond the peak of the largest runs are added, and nothing is multiplied.
     """
     if served.device == "cpu":
         return state_headroom(served.device, "gloo", [])
     stated = state_headroom(served.device, "nccl", [], served.gpu, communicators=2)
-    largest = {one.events: one for one in sorted(found, key=lambda one: one.peak_bytes)[-_SIMULATED:]}
-    gaps = max(math.ceil((fragmentation([one]) - 1) * one.peak_bytes) for one in largest.values())
-    known = f"replayed by the allocator's rules: {len(largest)} runs"
-    parts = stated["parts"] | {"gaps between tensors": {"bytes": gaps, "known": known}}
+    largest = {
+        forward.events: forward for forward in sorted(forwards, key=lambda forward: forward.peak_bytes)[-_SIMULATED:]
+    }
+    gaps = max(math.ceil((fragmentation([forward]) - 1) * forward.peak_bytes) for forward in largest.values())
+    origin = f"replayed by the allocator's rules: {len(largest)} runs"
+    parts = stated["parts"] | {"gaps between tensors": {"bytes": gaps, "known": origin}}
     return stated | {"fixed_bytes": stated["fixed_bytes"] + gaps, "parts": parts}

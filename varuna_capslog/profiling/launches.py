@@ -1,4 +1,4 @@
-"""The three orders in which a profile's real runs are launched, and what each of them took.
+"""The three orders in which a profile's real runs are launched, and the time of each launch.
 
 `packed` (ours): all 2L-1 stage runs in one launch, spread over the workers there are. `capslog`: that paper's trimmed
 partitionings (Sec. III-A), one launch of new processes after the other, the GPUs that are read in parallel. `mcap`:
@@ -55,9 +55,9 @@ class LaunchTimes:
     launches: list[list[tuple[int, float, float]]] = field(default_factory=list)
 
     def report(self, order: str, workers: int) -> dict[str, Any]:
-        """What the profile tells of it: the paper's |P| is `launches`, its Mean, Total and E2E are the seconds.
+        """Return the entry of the profile: the paper's |P| is `launches`, its Mean, Total and E2E are the seconds.
 
-        A round is what one worker does at a time: a launch of the two papers, or a stage run of the packed order.
+        A round is the work of one worker at a time: a launch of the two papers, or a stage run of the packed order.
         """
         total = sum(max(end for _, _, end in runs) - min(begin for _, begin, _ in runs) for runs in self.launches)
         rounds = sum(max(Counter(worker for worker, _, _ in runs).values()) for runs in self.launches)
@@ -80,7 +80,7 @@ def devices_of(kind: str, workers: int) -> list[torch.device]:
 
 @contextlib.contextmanager
 def failures_named(names: Sequence[str]) -> Iterator[None]:
-    """Around all runs of a profile: turns a `WorkerFailure` into an error that names the run's layers."""
+    """Turn a `WorkerFailure` of the enclosed runs into an error that names the run's layers."""
     try:
         yield
     except WorkerFailure as error:
@@ -101,30 +101,30 @@ def in_one_launch(
         WorkerFailure: a run failed.
     """
     devices, names = workers.devices, workers.names
-    left = {device: workers.free_bytes(device) for device in set(devices)}
-    too_big = [task for task in tasks if task[1] > max(left.values())]
+    free = {device: workers.free_bytes(device) for device in set(devices)}
+    too_big = [task for task in tasks if task[1] > max(free.values())]
     if too_big:
-        raise DoesNotFit(_refusal(too_big, max(left.values()), names))
+        raise DoesNotFit(_refusal(too_big, max(free.values()), names))
     progress(0, len(tasks), "starting")
     waiting = list(tasks)
-    found: dict[RunKey, Observation] = {}
+    rows: dict[RunKey, Observation] = {}
     begun: dict[int, float] = {}
     intervals: list[tuple[int, float, float]] = []
-    while len(found) < len(tasks):
+    while len(rows) < len(tasks):
         for worker in list(group.idle):
-            task = next((task for task in waiting if task[1] <= left[devices[worker]]), None)
+            task = next((task for task in waiting if task[1] <= free[devices[worker]]), None)
             if task is not None:
                 waiting.remove(task)
-                left[devices[worker]] -= task[1]
+                free[devices[worker]] -= task[1]
                 begun[worker] = time.perf_counter()
                 group.start(worker, task)
         for worker, (run, bound), result in group.finished():
             intervals.append((worker, begun[worker], time.perf_counter()))
-            left[devices[worker]] += bound
-            found[run.key] = result
-            progress(len(found), len(tasks), _name((run.first, run.end), names))
+            free[devices[worker]] += bound
+            rows[run.key] = result
+            progress(len(rows), len(tasks), _name((run.first, run.end), names))
     clock.launches.append(intervals)
-    return found
+    return rows
 
 
 def in_capslog_order(
@@ -139,15 +139,15 @@ def in_capslog_order(
     """
     by_run = {(run.first, run.end): (run, bound) for run, bound in tasks}
     partitionings = capslog_partitionings(len(workers.names), len(workers.devices))
-    found: dict[RunKey, Observation] = {}
+    rows: dict[RunKey, Observation] = {}
     progress(0, len(partitionings), "starting")
     for number, partitioning in enumerate(partitionings, start=1):
         with workers.group(len(partitioning.measured)) as group:
-            group.wait_until_ready()  # one that was early would take two runs, which are then not read in parallel
+            group.wait_until_ready()  # else an early worker would take two runs, which then do not run in parallel
             mine = [by_run[run] for run in partitioning.runs]
-            found |= in_one_launch(mine, group, workers, clock, lambda *_: None)
+            rows |= in_one_launch(mine, group, workers, clock, lambda *_: None)
         progress(number, len(partitionings), f"pipeline {list(partitioning.layers_per_gpu)}")
-    return found
+    return rows
 
 
 def in_mcap_order(
@@ -170,7 +170,7 @@ def in_mcap_order(
         CapslogError: fewer than 3 workers when the layers outnumber them.
     """
     partitionings = mcap_partitionings(len(workers.names), len(workers.devices))
-    found: dict[StageRun, Observation] = {}
+    first_rows: dict[StageRun, Observation] = {}
     progress(0, len(partitionings), "starting")
     for number, partitioning in enumerate(partitionings, start=1):
         stages = partitioning.stages
@@ -181,9 +181,9 @@ def in_mcap_order(
         ended = time.perf_counter()
         clock.launches.append([(rank, max(begun, ended - seconds), ended) for rank in range(len(stages))])
         for gpu in partitioning.measured:
-            found.setdefault(rows[gpu].layers, rows[gpu])
+            first_rows.setdefault(rows[gpu].layers, rows[gpu])
         progress(number, len(partitionings), f"pipeline {list(partitioning.layers_per_gpu)}")
-    return found
+    return first_rows
 
 
 def _refuse_what_does_not_fit(
@@ -222,9 +222,9 @@ def _name(run: StageRun, names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class _Pipeline:
-    """One launch, nothing trimmed: the stages of a whole chain, and what crosses the cuts 0 .. L.
+    """A launch without trimming: the stages of a whole chain, and the tensors across the cuts 0 .. L.
 
-    Every stage computes for real on what the stage before sends; peaks are read as in trimmed runs (`trim.observe`).
+    Every stage computes on the real outputs of the stage before; peaks are read as in trimmed runs (`trim.observe`).
     """
 
     stages: tuple[StageRun, ...]
@@ -266,7 +266,7 @@ def _measure_pipeline(pipeline: _Pipeline, workers: Workers) -> tuple[list[Obser
 def _roles(
     pipeline: _Pipeline, source: Callable[[], Workload], rank: int, port: int, device: torch.device
 ) -> tuple[Role, list[Role]]:
-    """One stage; its neighbours are workers too."""
+    """Return the role of one stage; its neighbours are workers too."""
     workload = source()
     chain = with_real_layers(skeleton(workload), range(*pipeline.stages[rank]))
 

@@ -52,15 +52,15 @@ def profile_config(
     use_cache: bool = True,
     variants: str | None = None,
 ) -> Profile:
-    """Profiles the model of a config under the conditions of its training run.
+    """Profile the model of a config under the conditions of its training run.
 
     Args:
         workers: processes that measure at the same time, each with a light companion; None: one per pipeline device,
-            and always so many in the orders capslog and mcap, which launch pipelines.
-        use_cache: take the profile of the same model and conditions that was measured before, and keep a new one.
-        variants: a numerical class: measure too what layers cost in other ways of this class or a stricter one
-            (`variant_rows.allowed_variants`). Such runs that do the same work are carried out once, in one launch with
-            those of the plain layers where the order is packed, else in a launch behind theirs.
+            and always that many in the orders capslog and mcap, which launch pipelines.
+        use_cache: take the profile of the same model and conditions that was measured before, and store a new one.
+        variants: a numerical class: also measure layers with variants of this class or a stricter one
+            (`variant_rows.allowed_variants`). Such runs that do the same work are run once, in one launch with those of
+            the plain layers where the order is packed, else in a later launch.
 
     Raises:
         DoesNotFit: a run needs more memory than there is.
@@ -91,15 +91,15 @@ def profile_workload(
     free_bytes: FreeBytes = admission.free_bytes,
     variants: str | None = None,
 ) -> Profile:
-    """Profiles a workload, also one that no config describes.
+    """Profile a workload, also one that no config describes.
 
     Args:
         conditions: of the training that the profile is for; their `input` is taken from the workload. With several GPUs
             the workers take turns.
         workers: as in `profile_config`.
         threads: CPU threads of each worker.
-        order: "packed", "capslog" or "mcap", of so many `workers`; see `launches`.
-        free_bytes: what a device has left.
+        order: "packed", "capslog" or "mcap", with this number of `workers`; see `launches`.
+        free_bytes: device -> its free bytes.
 
     Raises:
         as `profile_config`; also CapslogError where an accelerator is in use and the workload cannot be sent to another
@@ -118,7 +118,7 @@ ORDERS = ("packed", "capslog", "mcap")
 
 @dataclass(frozen=True)
 class _Launch:
-    """How the runs are carried out; nothing that the result depends on."""
+    """Settings for launching the runs; results do not depend on them."""
 
     source: Callable[[], Workload]
     workers: int
@@ -161,8 +161,8 @@ def _profile(
 
 
 def _digests(workload: Workload, others: Sequence[VariantRun]) -> dict[str, str]:
-    """Name of every variant that the profile has rows of -> digest of a model with a layer computed so, since variants
-    may be anybody's code.
+    """Return the name of every variant in the profile -> digest of a model that uses it, since variants may be
+    anybody's code.
     """
     single = {run.names[0]: run.chain for run in others if len(run.names) == 1}
     return {name: cache.model_digest(workload, chain) for name, chain in sorted(single.items())}
@@ -172,9 +172,9 @@ _Rows = list[Observation]
 
 
 class _Runs:
-    """The runs of one profile, and how they are carried out.
+    """The runs of one profile, and their launch.
 
-    others: those of layers that are computed in other ways.
+    others: the runs with variants.
     """
 
     def __init__(
@@ -203,63 +203,68 @@ class _Runs:
         )
 
     def launched(self, clock: LaunchTimes) -> tuple[_Rows, _Rows, Sequence[Mapping[str, TensorSpec]]]:
-        """Carries them out: a row for each range of layers, those of the others, and what crosses every cut."""
+        """Run them; return the row of each range of layers, the rows of variants, and the specs across every cut."""
         launch, runs = self._launch, stage_runs(len(self._chain))
         progress = launch.progress or (lambda done, total, text: None)
         # in one launch the processes get ready while this one traces shapes
         with self._workers.group(self._count) if launch.order == "packed" else nullcontext() as group:
-            asked = self._conditions
-            types = asked.precision, asked.weights
-            specs = ShapeTable(self._chain, asked.device, *types).boundaries(self._inputs)
-            bounds = BoundTable(self._chain, specs, asked.device, types[0], asked.blocks, asked.recipe, types[1])
+            conditions = self._conditions
+            types = conditions.precision, conditions.weights
+            specs = ShapeTable(self._chain, conditions.device, *types).boundaries(self._inputs)
+            bounds = BoundTable(
+                self._chain, specs, conditions.device, types[0], conditions.blocks, conditions.recipe, types[1]
+            )
             plain = [self._task(bounds, specs, run) for run in runs]
-            work = [one.work(specs) for one in self._others]
+            work = [variant_run.work(specs) for variant_run in self._others]
             first = dict(zip(reversed(work), reversed(self._others), strict=True))
-            more = [self._task(bounds, specs, (one.first, one.end), one) for one in first.values()]
+            more = [
+                self._task(bounds, specs, (variant_run.first, variant_run.end), variant_run)
+                for variant_run in first.values()
+            ]
             if group is not None:
-                found = in_one_launch(_largest_first([*plain, *more]), group, self._workers, clock, progress)
+                row_of = in_one_launch(_largest_first([*plain, *more]), group, self._workers, clock, progress)
             elif launch.order == "mcap":
                 mine = in_mcap_order(specs, self._goal, bounds.bound_bytes, self._workers, clock, progress)
-                runs, found = list(mine), {(*run, None): row for run, row in mine.items()}
+                runs, row_of = list(mine), {(*run, None): row for run, row in mine.items()}
             else:
-                found = in_capslog_order(_largest_first(plain), self._workers, clock, progress)
+                row_of = in_capslog_order(_largest_first(plain), self._workers, clock, progress)
         if more and group is None:
             with self._workers.group(self._count) as group:
-                found |= in_one_launch(_largest_first(more), group, self._workers, clock, progress)
+                row_of |= in_one_launch(_largest_first(more), group, self._workers, clock, progress)
         rows = []
-        for key, one in zip(work, self._others, strict=True):
+        for key, variant_run in zip(work, self._others, strict=True):
             alike = first[key]
-            row = found[alike.first, alike.end, text_of(alike.names)]
-            rows.append(replace(row, layers=(one.first, one.end), variant=text_of(one.names)))
-        return [found[(*run, None)] for run in runs], rows, specs
+            row = row_of[alike.first, alike.end, text_of(alike.names)]
+            rows.append(replace(row, layers=(variant_run.first, variant_run.end), variant=text_of(variant_run.names)))
+        return [row_of[(*run, None)] for run in runs], rows, specs
 
     def _task(
         self,
         bounds: BoundTable,
         specs: Sequence[Mapping[str, TensorSpec]],
         run: StageRun,
-        other: VariantRun | None = None,
+        variant_run: VariantRun | None = None,
     ) -> Task:
         (first, end), size = run, len(self._chain)
         targets, normalisers = self._goal if end == size else (None, {})
-        names, chain = ((), None) if other is None else (other.names, other.chain)
+        names, chain = ((), None) if variant_run is None else (variant_run.names, variant_run.chain)
         trimmed = TrimmedRun(first, end, size, tuple(specs[first : end + 1]), targets, normalisers, names)
         return trimmed, bounds.bound_bytes(first, end, chain)
 
 
 def _largest_first(tasks: Sequence[Task]) -> list[Task]:
-    """As Graham's rule wants it, with bytes for seconds."""
+    """Sort tasks by Graham's rule, with bytes for seconds."""
     return sorted(tasks, key=lambda task: -task[1])
 
 
 def modules_of(workload: Workload, chain: Chain) -> list[str]:
-    """Where the classes of a workload are defined: what every worker would have to import."""
+    """Return the modules that define the classes of a workload, which every worker imports."""
     kinds = {type(workload), *(type(part) for layer in chain.layers for part in layer.module.modules())}
     return sorted({kind.__module__ for kind in kinds})
 
 
 def _describe(workload: Workload, chain: Chain, conditions: RunConditions, launch: _Launch) -> dict[str, Any]:
-    """All that the numbers depend on, as JSON has it."""
+    """Return all conditions that the numbers depend on, in the form of JSON."""
     return {
         "device": conditions.device,
         "device_name": _device_name(conditions.device),

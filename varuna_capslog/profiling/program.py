@@ -1,6 +1,6 @@
-"""What the two ranks of a trimmed pipeline do: the measured one, and the one that plays the stages around it.
+"""The programs of the two ranks of a trimmed pipeline: the measured rank, and the one that plays its neighbour stages.
 
-`trim` carries it out; an estimate does so on fake tensors.
+`trim` executes them; an estimate does so on fake tensors.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ __all__ = ["HALVED_MICROBATCHES", "MEASURED_RANK", "MICROBATCHES", "NEIGHBOUR_RA
 
 MEASURED_RANK, NEIGHBOUR_RANK = 1, 0
 MICROBATCHES = 4
-"""From the second one on all gradients are there; the last two then find what a long step would have under way."""
+"""From the second one on all gradients are there; the last two then have as much in flight as in a long step."""
 HALVED_MICROBATCHES = 3
 """Of a run that splits its backwards: the second finds all gradients, and the third stands between its halves."""
 
@@ -20,16 +20,16 @@ HALVED_MICROBATCHES = 3
 def program(
     count: int, around: tuple[bool, bool], recompute: bool, microbatches: int, halves: bool = False
 ) -> tuple[Layout, Schedule]:
-    """Stages, their ranks and both ranks' actions: the steady state of Varuna's schedule.
+    """Return stages, their ranks and both ranks' actions: the steady state of Varuna's schedule.
 
     Args:
-        count: layers of the run. around: whether a stage comes before it, and one behind.
+        count: layers of the run. around: True for a stage before it, and for one behind.
         microbatches: at most 4. halves: split the backwards of the run; then there are 3 microbatches.
 
     A stage with another behind it has a second microbatch in flight while it recomputes and differentiates the first.
-    The neighbour sends ahead as far as real neighbours would, so that as many receives are posted and sends under way.
-    Where backwards are split, a forward stands between the halves: what it receives proves that the gradient which the
-    first half sent has arrived, so that the second lets go of everything that the microbatch still holds.
+    The neighbour sends ahead as far as real neighbours would, so that as many receives are posted and sends in flight.
+    Where backwards are split, a forward is between the halves: the activation that it receives proves that the gradient
+    of the first half has arrived, so that the second half frees all that the microbatch still holds.
     """
     upstream, downstream = around
     if upstream and downstream:
@@ -59,5 +59,5 @@ def _halved_rows(upstream: bool, downstream: bool) -> list[str]:
         neighbour += f"0F{number} " * upstream
         neighbour += f"{stage + 1}F{number} {stage + 1}B{number} " * downstream
         neighbour += f"0B{number} " * upstream
-    own = " ".join(f"{stage}{text}" for text in ("F0", "I0", "F1", "W0", "I1", "F2", "W1", "I2", "W2"))
-    return [neighbour, own] if neighbour else [own]
+    measured = " ".join(f"{stage}{text}" for text in ("F0", "I0", "F1", "W0", "I1", "F2", "W1", "I2", "W2"))
+    return [neighbour, measured] if neighbour else [measured]

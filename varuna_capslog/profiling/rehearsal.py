@@ -1,9 +1,9 @@
-"""A plan rehearsed on fake tensors: every rank's own program of a step, so that its peak is known before the launch.
+"""Runs every rank's program of a plan on fake tensors, so that its peak is known before the launch.
 
 Where `estimate` runs single layers and pairs between dummies, from which a memory model predicts any stage, this runs
-whole ranks of one given plan, whatever stages, blocks and action lists it has, with all that is in flight: inputs and
+whole ranks of one plan, whatever stages, blocks and action lists it has, with all that is in flight: inputs and
 graphs that wait, receives posted ahead, messages sent and not yet confirmed, blocks of gradients until they are added.
-On the CPU these share one memory. It takes a few seconds and therefore confirms a plan, it does not search one.
+On the CPU these share one memory. It takes a few seconds, so it confirms a plan and does not search for one.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class RankRehearsal:
-    """One rank's step.
+    """Result of one rank's step.
 
     peak_bytes: as its device's allocator counts.
-    course: (instruction, the most bytes, in whole blocks, from its begin to the next one's), in the order of its
+    course: (instruction, peak bytes in whole blocks from its beginning to that of the next one), in the order of its
         program; the last entry, "end", is the exchange of gradients, the vote and the update.
     """
 
@@ -54,7 +54,7 @@ class RankRehearsal:
 
 
 def rehearse(estimator: StageEstimator, cuts: Sequence[int], schedule: str, num_microbatches: int) -> list[int]:
-    """Peak bytes of every stage of a cut list, stage s on rank s, in one step of training after the first.
+    """Return peak bytes of every stage of a cut list, stage s on rank s, in one step of training after the first.
 
     Args:
         estimator: the workload and its conditions.
@@ -69,7 +69,8 @@ def rehearse(estimator: StageEstimator, cuts: Sequence[int], schedule: str, num_
 
 
 def rank_peaks(estimator: StageEstimator, layout: Layout, options: EngineOptions) -> list[int]:
-    """Peak bytes of every rank; of ranks that are alike one is rehearsed, with no more microbatches than show it."""
+    """Return peak bytes of every rank; only one of several equal ranks is rehearsed, with as few microbatches as show
+    its peak."""
     conditions = estimator.conditions
     if not Quirks(conditions.device).has("host staging") or not ShortSteps.know(layout, options):
         return [rank.peak_bytes for rank in rehearse_layout(estimator, layout, options)]
@@ -80,21 +81,23 @@ def rank_peaks(estimator: StageEstimator, layout: Layout, options: EngineOptions
     alike: dict[object, list[int]] = {}
     for rank, stage in enumerate(layout.stages):
         doings = short.doings(rank)
-        treated = [(one.first - stage.first, one.end - stage.first, one.kind) for one in stage.memory or ()]
+        treated = [
+            (interval.first - stage.first, interval.end - stage.first, interval.kind) for interval in stage.memory or ()
+        ]
         key = rank if doings is None else (doings, estimator.run_key(stage.first, stage.end), tuple(treated))
         alike.setdefault(key, []).append(rank)
-    found = [0] * layout.world_size
+    peaks = [0] * layout.world_size
     for ranks in alike.values():
         few, rank = min((short.microbatches(rank), rank) for rank in ranks)
         step = dataclasses.replace(options, num_microbatches=few)
         (rehearsed,) = _rehearse_ranks(estimator, layout, step, [rank])
         for rank in ranks:
-            found[rank] = rehearsed.peak_bytes
-    return found
+            peaks[rank] = rehearsed.peak_bytes
+    return peaks
 
 
 def rehearse_layout(estimator: StageEstimator, layout: Layout, options: EngineOptions) -> list[RankRehearsal]:
-    """Every rank of a layout in one step of training after the first; an idle rank holds nothing.
+    """Rehearse every rank of a layout in one step of training after the first; an idle rank holds nothing.
 
     Args:
         estimator: the workload, its input size and its device.
@@ -109,7 +112,7 @@ def rehearse_layout(estimator: StageEstimator, layout: Layout, options: EngineOp
 def _rehearse_ranks(
     estimator: StageEstimator, layout: Layout, options: EngineOptions, ranks: Iterable[int]
 ) -> list[RankRehearsal]:
-    """`rehearse_layout` for some of the ranks."""
+    """Run `rehearse_layout` for some of the ranks."""
     targets, normalisers = estimator.workload.profile_targets(estimator.conditions.microbatch_size)
     inputs = [dict(estimator.specs[0])] * options.num_microbatches
     minibatch = Minibatch(inputs, [targets] * options.num_microbatches, dict(normalisers))
@@ -120,7 +123,7 @@ def _rehearse_ranks(
 
 
 def _table(estimator: StageEstimator, layout: Layout) -> ShapeTable:
-    """The shapes of one microbatch, and of as many as the calls of the stages take together."""
+    """Return the shapes of one microbatch, and of each number of microbatches that the stages take in a call."""
     grains = {stage.grain for stage in layout.stages}
     if grains == {1}:
         return KnownShapes(estimator.specs)
@@ -133,7 +136,7 @@ def _table(estimator: StageEstimator, layout: Layout) -> ShapeTable:
 def rehearse_plan(
     config: Config, plan: Plan, shapes: Mapping[str, Sequence[int]] | None = None, memo: Memo | None = None
 ) -> list[int]:
-    """Peak bytes of every rank of any plan that the engine runs, for the run that a config describes.
+    """Return peak bytes of every rank of any plan that the engine runs, for the run that a config describes.
 
     The config must be one that agrees with the plan (`start.given_plan.with_given_plan`): where a plan of the short
     form stands in several replicas, the ranks of all of them are listed.
@@ -161,7 +164,7 @@ def rehearse_config(
     shapes: Mapping[str, Sequence[int]] | None = None,
     memo: Memo | None = None,
 ) -> list[int]:
-    """`rehearse` for the run that a config describes.
+    """Run `rehearse` for the run that a config describes.
 
     Args:
         shapes: of the chain's inputs, by name; None: of the largest inputs that the run can meet.
@@ -220,15 +223,15 @@ def _rehearse_rank(
     fake: tuple[FakeTensorMode, Recipes],
     table: ShapeTable,
 ) -> RankRehearsal:
-    own = layout.layers_of(rank)
-    if not own:
+    layers = layout.layers_of(rank)
+    if not layers:
         return RankRehearsal(0, ())
     conditions = estimator.conditions
     quirks, positions = Quirks(conditions.device, conditions.gpu), _Positions()
     mode, recipes = fake
     with torch.random.fork_rng(devices=[]), mode, quirks.dispatch(), options.recipe.uncompiled():
         engine = PipelineEngine(
-            with_real_layers(estimator.chain, own),
+            with_real_layers(estimator.chain, layers),
             estimator.workload.loss,
             layout,
             options,
@@ -237,8 +240,8 @@ def _rehearse_rank(
             hollow_ready(table, estimator.conditions),
             positions,
         )
-        who = layout.describe(rank), "its layers"
-        peak_bytes, events = fake_step(engine, quirks, minibatch, who, recipes, positions)
+        names = layout.describe(rank), "its layers"
+        peak_bytes, events = fake_step(engine, quirks, minibatch, names, recipes, positions)
         positions.close()
     if quirks.has("caching allocator"):
         peak_bytes = replay(events).allocated_bytes
@@ -246,7 +249,7 @@ def _rehearse_rank(
 
 
 class _Positions(StepMeter):
-    """Writes down the most bytes of every instruction."""
+    """Records the peak bytes of every instruction."""
 
     def __init__(self) -> None:
         self.course: list[tuple[str, int]] = []
@@ -256,7 +259,7 @@ class _Positions(StepMeter):
         self._next(str(instruction))
 
     def count_static(self) -> None:
-        # what follows the last instruction shows in the update's entry
+        # bytes after the last instruction are in the update's entry
         self._next("update")
 
     def close(self) -> None:

@@ -25,10 +25,10 @@ __all__ = ["real_parameter", "real_tensors", "skeleton", "with_real_layers"]
 
 
 def skeleton(workload: Workload, evaluates: bool = False) -> Chain:
-    """The workload's chain in training mode with real buffers but all parameters on the meta device; see
+    """Return the workload's chain in training mode with real buffers and all parameters on the meta device; see
     `built_hollow`.
 
-    evaluates: whether its layers run in eval mode too.
+    evaluates: its layers run in eval mode too.
     """
     torch.manual_seed(0)
     build = functools.partial(workload.chosen_chain, evaluates)
@@ -46,7 +46,7 @@ def _with_modules(chain: Chain, modules: Sequence[nn.Module]) -> Chain:
 
 
 def with_real_layers(chain: Chain, indices: Iterable[int]) -> Chain:
-    """The chain with memory for these layers, also where other layers share it; the rest keep shapes alone."""
+    """Return the chain with memory for these layers, also where others share it; other layers have only shapes."""
     wanted = set(indices)
     memo = real_tensors([chain.layers[index] for index in wanted])
     modules = [layer.module for layer in chain.layers]
@@ -61,23 +61,23 @@ def with_real_layers(chain: Chain, indices: Iterable[int]) -> Chain:
 
 
 def real_tensors(layers: Sequence[Layer], only: set[int] | None = None) -> dict[int, Any]:
-    """What a deep copy puts in place of the layers' parameters (`only` those of these identities) and buffers."""
+    """Return a deep copy's memo with real parameters (`only` those of these identities) and buffers of the layers."""
     memo: dict[int, Any] = {}
     for layer in layers:
         for parameter in layer.module.parameters():
             if id(parameter) not in memo and (only is None or id(parameter) in only):
                 memo[id(parameter)] = real_parameter(parameter)
         # not left to deepcopy, which cannot copy a tensor, or a generator, into the fake world of an estimate
-        whole = [layer.module.model] if isinstance(layer.module, WholeModel) else []
-        tensors = [*layer.module.buffers(), *attribute_tensors([layer.module, *whole])]
+        whole_models = [layer.module.model] if isinstance(layer.module, WholeModel) else []
+        tensors = [*layer.module.buffers(), *attribute_tensors([layer.module, *whole_models])]
         memo |= {id(tensor): tensor.detach().clone() for tensor in tensors}
-        kept = (value for part in (*layer.module.modules(), *whole) for value in vars(part).values())
+        kept = (value for part in (*layer.module.modules(), *whole_models) for value in vars(part).values())
         memo |= {id(value): value for value in kept if isinstance(value, torch.Generator)}
     return memo
 
 
 def real_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter of that shape in host memory, of values that keep activations finite."""
+    """Return a parameter of that shape in host memory, with values that keep activations finite."""
     values = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
     if parameter.dim() > 1:
         nn.init.normal_(values, std=(parameter.shape[0] / max(parameter.numel(), 1)) ** 0.5)

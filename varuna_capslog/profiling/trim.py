@@ -68,12 +68,12 @@ _TIMED = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
 
 @dataclass(frozen=True)
 class TrimmedRun:
-    """Layers [first, end) of a chain of `num_layers`, and all that must be known of the rest.
+    """Layers [first, end) of a chain of `num_layers`, and the facts about other layers that a run needs.
 
     Attributes:
-        specs: what crosses the cuts first .. end.
-        targets, normalisers: for the loss, which is asked for where the run holds the last layer.
-        variants: how each of its layers is computed (`profiles/variants`); (): all as configured.
+        specs: of the tensors across the cuts first .. end.
+        targets, normalisers: for the loss, which is computed where the run holds the last layer.
+        variants: the variant of each of its layers (`profiles/variants`); (): all as configured.
     """
 
     first: int
@@ -86,17 +86,17 @@ class TrimmedRun:
 
     @property
     def key(self) -> tuple[int, int, str | None]:
-        """First layer, end, and what a row of the run says of variants."""
+        """First layer, end, and the `variant` of the run's row."""
         return self.first, self.end, text_of(self.variants)
 
     @property
     def has_upstream(self) -> bool:
-        """Whether a stage comes before."""
+        """True where a stage comes before."""
         return self.first > 0
 
     @property
     def has_downstream(self) -> bool:
-        """Whether a stage comes after; else the loss is the run's own."""
+        """True where a stage comes after; else the run computes the loss."""
         return self.end < self.num_layers
 
 
@@ -104,7 +104,7 @@ class TrimmedRun:
 
 
 class _HandOn(nn.Module):
-    """A dummy stage: hands its tensors on. It holds what the run shares with layers elsewhere, as their stage would."""
+    """A dummy stage, which passes its tensors on. It holds parameters that the run shares with layers elsewhere."""
 
     def __init__(self, shared: Sequence[nn.Parameter] = ()) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def trimmed_chain(chain: Chain, run: TrimmedRun, real: bool) -> Chain:
 
     Args:
         chain: from `skeleton`; not changed.
-        real: whether the run's parameters are to have memory (the measured rank) or only those of the dummies.
+        real: the run's parameters get memory (on the measured rank); else only those of the dummies.
     """
     layers = chain.layers[run.first : run.end]
     inside = set(range(run.first, run.end))
@@ -160,9 +160,9 @@ def trimmed_chain(chain: Chain, run: TrimmedRun, real: bool) -> Chain:
         for module, name in zip(modules, run.variants, strict=True):
             if name != PLAIN:
                 variant_named(name).rewrite(module)
-        whole = [*(old.module for old in chain.layers[: run.first]), *modules]
-        whole += [old.module for old in chain.layers[run.end :]]
-        tell_readers(whole, [old.writes for old in chain.layers], chain.readers)
+        modules_of_chain = [*(old.module for old in chain.layers[: run.first]), *modules]
+        modules_of_chain += [old.module for old in chain.layers[run.end :]]
+        tell_readers(modules_of_chain, [old.writes for old in chain.layers], chain.readers)
     built = [replace(old, module=new) for old, new in zip(layers, modules, strict=True)]
     enters, leaves = chain.crossing(run.first), chain.crossing(run.end)
     if run.has_upstream:
@@ -178,7 +178,7 @@ def _parameter_of(chain: Chain, use: tuple[int, str]) -> nn.Parameter:
 
 
 def dummy_options(conditions: RunConditions, schedule: Schedule, microbatches: int = MICROBATCHES) -> EngineOptions:
-    """How an engine runs dummy microbatches (at most 4) in a schedule's order, whatever their values lead to."""
+    """Return options to run dummy microbatches (at most 4) in a schedule's order, whatever their values lead to."""
     return EngineOptions(
         num_microbatches=microbatches,
         # more than two blocks are never alive at once
@@ -213,7 +213,7 @@ class TrimmedPipeline:
         microbatches: int = MICROBATCHES,
         halves: bool = False,
     ) -> TrimmedPipeline:
-        """The pipeline of a run.
+        """Make the pipeline of a run.
 
         Args:
             chain, real: see `trimmed_chain`.
@@ -244,7 +244,7 @@ class TrimmedPipeline:
         ready: Ready | None = None,
         observer: Observer | None = None,
     ) -> PipelineEngine:
-        """One rank's engine."""
+        """Return the engine of one rank."""
         ready = ready or Ready(self.table)
         return PipelineEngine(self.chain, loss, self.layout, self.options, communicator, device, ready, observer)
 
@@ -253,7 +253,7 @@ class TrimmedPipeline:
 
 
 def play_neighbours(chain: Chain, run: TrimmedRun, conditions: RunConditions, communicator: Communicator) -> None:
-    """The other side of `measure_run`: sends and receives from host memory what the stages around would."""
+    """Play the neighbours of `measure_run`: send and receive the messages of their stages from host memory."""
     if not run.has_upstream and not run.has_downstream:
         return
     values = dummy_inputs(run.specs[0])
@@ -272,13 +272,12 @@ def measure_run(
     communicator: Communicator,
     device: torch.device,
 ) -> Observation:
-    """Trains one trimmed stage: a step that creates the optimizer's state, a step under the probe, steps against the
-    clock.
+    """Train one trimmed stage: a step that creates the optimizer state, a step under the probe, and timed steps.
 
     Args:
         chain: from `skeleton`.
         loss: the workload's.
-        communicator: of this rank (1) and the one that plays the neighbours (0).
+        communicator: of this rank (1) and the rank that plays the neighbours (0).
 
     Returns:
         Peak bytes of a whole step, update included; static bytes (parameters, gradients, moments, buffers); saved bytes
@@ -331,8 +330,8 @@ def observe(
 
     with measured.weighed_by(probe) as seen, probe:
         train_step(engine, 2, minibatch, load, before_commit=count)
-    for (kind, stage, context, left), window in zip(seen, probe.windows, strict=True):
-        weights.add(kind, stage, context, window, left.statistics)
+    for (kind, stage, context, residue), window in zip(seen, probe.windows, strict=True):
+        weights.add(kind, stage, context, window, residue.statistics)
     with measured.watching(meter):
         for step in range(3, 3 + _TIMED_STEPS):
             train_step(engine, step, minibatch, load)
@@ -345,7 +344,7 @@ def observe(
 
 
 def _observe_halves(engine: PipelineEngine, measured: MeasuredStage, minibatch: Minibatch, run: TrimmedRun) -> Halves:
-    """As `observe`, of an engine that splits its backwards."""
+    """Run `observe` with an engine that splits its backwards."""
 
     def load(microbatch: int) -> dict[str, Tensor]:
         return dummy_inputs(run.specs[0])
@@ -354,8 +353,8 @@ def _observe_halves(engine: PipelineEngine, measured: MeasuredStage, minibatch: 
     weights, probe = HalfWeights(), ActionProbe(engine.device, resident_tensors(engine.layers, engine.optimizer))
     with measured.weighed_by(probe) as seen, probe:
         train_step(engine, 2, minibatch, load)
-    for (kind, stage, context, left), window in zip(seen, probe.windows, strict=True):
-        weights.add(kind, stage, context, window, left)
+    for (kind, stage, context, residue), window in zip(seen, probe.windows, strict=True):
+        weights.add(kind, stage, context, window, residue)
     meter = StageMeter(engine.device, list)
     with measured.watching(meter):
         for step in range(3, 3 + _TIMED_STEPS):
@@ -364,12 +363,12 @@ def _observe_halves(engine: PipelineEngine, measured: MeasuredStage, minibatch: 
 
 
 def dummy_inputs(specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
-    """Values for the tensors that cross a cut."""
+    """Return values for the tensors that cross a cut."""
     return {name: _dummy(spec) for name, spec in specs.items()}
 
 
 def _dummy(spec: TensorSpec) -> Tensor:
-    """Values that most layers take: floats in [0, 1), ones for whole numbers (valid ids, sizes above 0), False."""
+    """Return values that most layers take: floats in [0, 1), ones for integers (valid ids, sizes above 0), False."""
     tensor = spec.empty()
     if spec.dtype.is_floating_point:
         return tensor.uniform_()
@@ -383,7 +382,7 @@ class MeasuredStage(Observer):
     """Opens a stage meter around the forwards, recomputations and backwards of an engine with one stage.
 
     Attributes:
-        refused: what the loss said of values that it refused.
+        refused: the message of the loss about values that it refused.
     """
 
     def __init__(self) -> None:
@@ -395,8 +394,8 @@ class MeasuredStage(Observer):
 
     @contextlib.contextmanager
     def weighed_by(self, probe: ActionProbe) -> Iterator[list[_Seen]]:
-        """While it is open, the probe sees every action; gives what they were, in the order of its windows, with
-        what it left (`weighing.Left`).
+        """Let the probe see every action of the block; yield the list of the actions, in the order of its windows,
+        with the bytes that they left (`weighing.Left`).
         """
         self._probe, self._seen = probe, []
         try:
@@ -405,13 +404,13 @@ class MeasuredStage(Observer):
             self._probe = None
 
     @contextlib.contextmanager
-    def watching(self, meter: StageMeter, own: list[Tensor] | None = None) -> Iterator[None]:
-        """While it is open, the meter times every forward and backward.
+    def watching(self, meter: StageMeter, resident: list[Tensor] | None = None) -> Iterator[None]:
+        """Let the meter time every forward and backward of the block.
 
         Args:
-            own: what is resident; the meter then sees what every forward leaves behind for its backward instead.
+            resident: the resident tensors; the meter then counts the tensors that forwards save, and times nothing.
         """
-        self._meter, self._own = meter, own
+        self._meter, self._own = meter, resident
         try:
             yield
         finally:
@@ -433,9 +432,11 @@ class MeasuredStage(Observer):
         self._seen.append((kind, stage, context, Left.of(kind, stage, context)))
 
     @contextlib.contextmanager
-    def _saving(self, meter: StageMeter, own: list[Tensor], stage: Stage, context: MicrobatchContext) -> Iterator[None]:
-        here = context.index
-        found = lambda: stage.kept(here), lambda: stage.entries(here), lambda: stage.in_loss
-        with meter.saving(storages_of(own), *found):
+    def _saving(
+        self, meter: StageMeter, resident: list[Tensor], stage: Stage, context: MicrobatchContext
+    ) -> Iterator[None]:
+        microbatch = context.index
+        sources = lambda: stage.kept(microbatch), lambda: stage.entries(microbatch), lambda: stage.in_loss
+        with meter.saving(storages_of(resident), *sources):
             yield
         self.refused = self.refused or stage.refusals.get(context.index, "")

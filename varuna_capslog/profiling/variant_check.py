@@ -50,15 +50,15 @@ _PARTS = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True)
 class VariantCheck:
-    """What one check has found, for all layers that do the same work.
+    """The result of one check, for all layers that do the same work.
 
     Attributes:
         layers: their numbers.
         names: their names.
-        variant: what computes them instead.
-        inputs: shapes of what the layer was called with, as text.
-        smaller: whether these are smaller than those of the run.
-        fault: why the variant is not what it promises; empty where it is.
+        variant: that computes them.
+        inputs: shapes of the layer's inputs in the check, as text.
+        smaller: True where these are smaller than in the run.
+        fault: reason why the variant breaks its promise; empty where it keeps it.
     """
 
     layers: tuple[int, ...]
@@ -69,20 +69,20 @@ class VariantCheck:
     fault: str
 
     def sentence(self) -> str:
-        """For the user: what was checked and what came of it."""
+        """Return a sentence for the user about the check and its result."""
         promise = NUMERICS[known_variants()[self.variant].numerics]
         where = f"on {self.inputs}{', smaller than the run' if self.smaller else ''}"
-        who = f"{self.names[0]!r}" + (f" and {len(self.names) - 1} like it" if len(self.names) > 1 else "")
+        subject = f"{self.names[0]!r}" + (f" and {len(self.names) - 1} like it" if len(self.names) > 1 else "")
         if self.fault:
             return (
-                f"variant {self.variant!r} of layer {who} promises {promise}, but {self.fault} ({where}); the plain "
-                "layer is used"
+                f"variant {self.variant!r} of layer {subject} promises {promise}, but {self.fault} ({where}); the "
+                "plain layer is used"
             )
-        return f"variant {self.variant!r} of layer {who} keeps its promise, {promise} ({where})"
+        return f"variant {self.variant!r} of layer {subject} keeps its promise, {promise} ({where})"
 
 
 def plain_chain(workload: Workload) -> Chain:
-    """The chain of a workload without its variants and without memory for parameters, in training mode.
+    """Return the chain of a workload without its variants and without memory for parameters, in training mode.
 
     Raises:
         CapslogError: its layers are built by factories, which no variant can change.
@@ -92,14 +92,14 @@ def plain_chain(workload: Workload) -> Chain:
     with torch.random.fork_rng(devices=[]):
         chain = skeleton(plain, evaluates=True)
     if chain.factories is not None:
-        workload.chosen_chain()  # says so
+        workload.chosen_chain()  # raises
     return chain
 
 
 def checked_choices(workload: Workload, microbatch_size: int) -> tuple[dict[str, str], list[VariantCheck]]:
-    """The workload's `variants` without those layers whose variant fails its check; and all checks.
+    """Return the workload's `variants` without the layers whose variant fails its check, and all checks.
 
-    The same patterns come back where nothing fails, else the number of every layer that is left, as `#3`.
+    Where nothing fails the patterns are unchanged, else they are the numbers of the remaining layers, such as `#3`.
 
     Raises:
         CapslogError: as `registry.apply_variants`.
@@ -108,16 +108,16 @@ def checked_choices(workload: Workload, microbatch_size: int) -> tuple[dict[str,
     copies = [(layer.name, copy.deepcopy(layer.module)) for layer in chain.layers]
     apply_variants(copies, workload.variants, workload.numerics)  # refuses what is not allowed
     chosen = matched([layer.name for layer in chain.layers], workload.variants)
-    found = check_variants(chain, chosen, workload.profile_inputs(microbatch_size))
-    failed = {layer for one in found if one.fault for layer in one.layers}
+    checks = check_variants(chain, chosen, workload.profile_inputs(microbatch_size))
+    failed = {layer for check in checks if check.fault for layer in check.layers}
     if not failed:
-        return dict(workload.variants), found
-    passed = {layer for one in found for layer in one.layers} - failed
-    return {f"#{layer}": chosen[layer] for layer in sorted(passed)}, found
+        return dict(workload.variants), checks
+    passed = {layer for check in checks for layer in check.layers} - failed
+    return {f"#{layer}": chosen[layer] for layer in sorted(passed)}, checks
 
 
 def check_variants(chain: Chain, chosen: Mapping[int, str], inputs: Mapping[str, TensorSpec]) -> list[VariantCheck]:
-    """Checks a variant of some layers of a plain chain, which is not changed, where they have a place for it.
+    """Check the variants of some layers of a plain chain, which is not changed; skips layers without a place for them.
 
     Args:
         chain: its parameters may have shapes only.
@@ -129,12 +129,12 @@ def check_variants(chain: Chain, chosen: Mapping[int, str], inputs: Mapping[str,
     for layer, variant in sorted(chosen.items()):
         key = variant, layer_signature(chain.layers[layer]), sizes.read(layer, 1)
         alike.setdefault(key, []).append(layer)
-    found = []
+    checks = []
     for (variant, *_), layers in zip(_keys(alike), alike.values(), strict=True):
-        one = _check(chain.layers[layers[0]], variant, sizes, layers[0])
-        if one is not None:
-            found.append(replace(one, layers=tuple(layers), names=tuple(chain.layers[at].name for at in layers)))
-    return found
+        check = _check(chain.layers[layers[0]], variant, sizes, layers[0])
+        if check is not None:
+            checks.append(replace(check, layers=tuple(layers), names=tuple(chain.layers[at].name for at in layers)))
+    return checks
 
 
 def _keys(alike: Mapping[object, list[int]]) -> Iterator[tuple[str, object, object]]:
@@ -144,21 +144,21 @@ def _keys(alike: Mapping[object, list[int]]) -> Iterator[tuple[str, object, obje
 
 
 class _Sizes:
-    """What every layer reads, on the inputs of the run (part 1), or on inputs that are this many times smaller."""
+    """Specs of the tensors that layers read, on the run's inputs (part 1) or on inputs `part` times smaller."""
 
     def __init__(self, chain: Chain, inputs: Mapping[str, TensorSpec]) -> None:
         self._chain, self._inputs, self._table = chain, inputs, ShapeTable(chain)
         self._cuts: dict[int, list[dict[str, TensorSpec]] | None] = {}
 
     def read(self, layer: int, part: int) -> tuple[TensorSpec, ...] | None:
-        """None where the chain cannot run on smaller inputs."""
+        """Return the specs that the layer reads; None where the chain cannot run on smaller inputs."""
         if part not in self._cuts:
             self._cuts[part] = self._boundaries(part)
         cuts = self._cuts[part]
         return None if cuts is None else tuple(cuts[layer][name] for name in self._chain.layers[layer].reads)
 
     def unread(self, layer: int) -> list[str]:
-        """What the layer writes, and neither another one nor the loss reads."""
+        """Return names of the tensors that the layer writes and that neither another layer nor the loss reads."""
         return [name for name in self._chain.layers[layer].writes if (name, layer) not in self._chain.readers]
 
     def _boundaries(self, part: int) -> list[dict[str, TensorSpec]] | None:
@@ -189,62 +189,65 @@ def _check(layer: Layer, name: str, sizes: _Sizes, number: int) -> VariantCheck 
                 read, part = specs, smaller
                 if _work(layer, specs) <= _MOST_WORK:
                     break
-        shapes = ", ".join(f"{one}{list(spec.shape)}" for one, spec in zip(layer.reads, read, strict=True))
+        shapes = ", ".join(
+            f"{tensor_name}{list(spec.shape)}" for tensor_name, spec in zip(layer.reads, read, strict=True)
+        )
         report = VariantCheck((), (), name, shapes, part > 1, "")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             plain = copy.deepcopy(layer.module, real_tensors([layer]))
-            other = copy.deepcopy(plain)
-            if variant.rewrite(other) is None:
+            rewritten = copy.deepcopy(plain)
+            if variant.rewrite(rewritten) is None:
                 return None
             unread = sizes.unread(number)
-            tell_readers([other], [layer.writes], {(name, 0): (1,) for name in layer.writes if name not in unread})
+            tell_readers([rewritten], [layer.writes], {(name, 0): (1,) for name in layer.writes if name not in unread})
             compare = functools.partial(
-                _difference, plain, other, variant, [at for at, name in enumerate(layer.writes) if name in unread]
+                _difference, plain, rewritten, variant, [at for at, name in enumerate(layer.writes) if name in unread]
             )
             try:
-                found = compare(list(_arguments(read, drawn=True)))
+                worst = compare(list(_arguments(read, drawn=True)))
             except (IndexError, RuntimeError, ValueError):  # such as numbers of classes, of which there are fewer
-                found = compare(list(_arguments(read, drawn=False)))
+                worst = compare(list(_arguments(read, drawn=False)))
     except Exception as error:  # a variant may be anybody's code
         reason = " ".join(str(error).split()) or type(error).__name__
         return VariantCheck((), (), name, "the shapes of the run", False, f"it cannot be checked: {reason}")
-    if found.part <= TOLERANCES[variant.numerics]:
+    if worst.part <= TOLERANCES[variant.numerics]:
         return report
-    return replace(report, fault=f"{found.what} differs by {found.part:.1e} of the largest value")
+    return replace(report, fault=f"{worst.what} differs by {worst.part:.1e} of the largest value")
 
 
 def _difference(
-    plain: nn.Module, other: nn.Module, variant: Variant, unread: Collection[int], arguments: list[Tensor]
+    plain: nn.Module, rewritten: nn.Module, variant: Variant, unread: Collection[int], arguments: list[Tensor]
 ) -> Difference:
-    """In float32; the gradients of a `close` variant in float64, where the layers can run in it.
+    """Compare in float32; the gradients of a `close` variant in float64, where the layers can run in it.
 
-    A layer with a ReLU has gradients that jump where a value is near 0: two right ways to add up in float32 may stand
-    on both sides of it.
+    The gradients of a layer with a ReLU jump where a value is near 0: two correct orders of summation in float32 may
+    give values on both sides of it.
     """
     compare = functools.partial(difference, unread=unread)
     if variant.numerics != "close":
-        return compare(plain, other, arguments, call=_code_of(other))
+        return compare(plain, rewritten, arguments, call=_code_of(rewritten))
     wide = [
-        one.detach().double().requires_grad_(one.requires_grad) if one.is_floating_point() else one for one in arguments
+        tensor.detach().double().requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else tensor
+        for tensor in arguments
     ]
-    wide_other, code = copy.deepcopy(other).double(), _code_of(other)
+    wide_other, code = copy.deepcopy(rewritten).double(), _code_of(rewritten)
     try:
-        found = compare(copy.deepcopy(plain).double(), wide_other, wide, call=_code_of(wide_other))
+        wide_difference = compare(copy.deepcopy(plain).double(), wide_other, wide, call=_code_of(wide_other))
     except RuntimeError:  # types that the layer's code or graph fixes
-        return compare(plain, other, arguments, call=code)
-    narrow = compare(plain, other, arguments, gradients=False, call=code)
-    return max(found, narrow, key=lambda one: one.part)
+        return compare(plain, rewritten, arguments, call=code)
+    narrow = compare(plain, rewritten, arguments, gradients=False, call=code)
+    return max(wide_difference, narrow, key=lambda tensor: tensor.part)
 
 
 def _code_of(layer: nn.Module) -> CompiledForward | None:
-    """What a run calls in the place of a layer whose variant compiles it."""
+    """Return the compiled forward that a run calls for a layer whose variant compiles it."""
     backend = backend_of(layer)
     return None if backend is None else CompiledForward(layer, backend)
 
 
 def _work(layer: Layer, read: Sequence[TensorSpec]) -> int:
-    """Multiplications and additions of a forward."""
+    """Return the multiplications and additions of a forward."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), FlopCounterMode(display=False) as counter:
         state, arguments = fake_operands(layer, tuple(read), "cpu")
         call_on(layer, state, arguments)
@@ -252,8 +255,8 @@ def _work(layer: Layer, read: Sequence[TensorSpec]) -> int:
 
 
 def _arguments(read: Sequence[TensorSpec], drawn: bool) -> Iterator[Tensor]:
-    """Numbers around 0; False but for the last quarter, since masks hide, or show, a part; whole numbers from 1 to the
-    least of the larger sizes where they are `drawn`, else ones.
+    """Yield arguments: numbers around 0; bools, True in the last quarter, since masks hide, or show, a part; whole
+    numbers from 1 to the smallest of the larger sizes where they are `drawn`, else ones.
     """
     most = min((size for spec in read for size in spec.shape if size >= _LEAST_LIMIT), default=1)
     for spec in read:

@@ -1,7 +1,7 @@
-"""The runs that tell what variants cost: of each layer in each way, and of every two neighbours in each two ways.
+"""The runs that give the costs of variants: each layer with each variant, and every two neighbours with each pair.
 
-The runs are those of any profile, of a chain in which one or two layers are rewritten; what these hand on is what the
-plain layers do. `measure` carries them out beside those of the plain layers, and `with_variant_rows` estimates them.
+The runs are those of any profile, of a chain in which one or two layers are rewritten; these pass on the same tensors
+as the plain layers. `measure` runs them beside those of the plain layers, and `with_variant_rows` estimates them.
 """
 
 from __future__ import annotations
@@ -27,31 +27,32 @@ __all__ = ["VariantRun", "allowed_variants", "joined_variants", "variant_runs", 
 
 
 def allowed_variants(numerics: str, more: Sequence[str] = ()) -> list[Variant]:
-    """Those that planners may choose whose class is this one or a stricter one.
+    """Return the variants that planners may choose and that are at least as strict as `numerics`.
 
-    more: names of such that are searched only where a config asks for them (`profile.variants`).
+    more: names of variants that are searched only where a config asks for them (`profile.variants`).
 
-    Raises CapslogError for one of these that is unknown or of a weaker class.
+    Raises CapslogError for a name in `more` that is unknown or of a weaker class.
     """
-    classes, known = list(NUMERICS), known_variants().values()
-    for one in map(variant_named, more):
-        if classes.index(one.numerics) > classes.index(numerics):
+    classes, all_variants = list(NUMERICS), known_variants().values()
+    for variant in map(variant_named, more):
+        if classes.index(variant.numerics) > classes.index(numerics):
             raise CapslogError(
-                f"profile.variants names {one.name!r}, which promises {NUMERICS[one.numerics]}, but "
-                f"numerics={numerics} allows {NUMERICS[numerics]} at most; leave it out, or set numerics={one.numerics}"
+                f"profile.variants names {variant.name!r}, which promises {NUMERICS[variant.numerics]}, but "
+                f"numerics={numerics} allows {NUMERICS[numerics]} at most; leave it out, or set "
+                f"numerics={variant.numerics}"
             )
-    allowed = [one for one in known if classes.index(one.numerics) <= classes.index(numerics)]
-    return [one for one in allowed if one.searched or one.name in more]
+    allowed = [variant for variant in all_variants if classes.index(variant.numerics) <= classes.index(numerics)]
+    return [variant for variant in allowed if variant.searched or variant.name in more]
 
 
 @dataclass(frozen=True)
 class VariantRun:
-    """One or two layers, at least one of which is computed in another way.
+    """A run of one or two layers, at least one of which has a variant.
 
     Attributes:
         first: the first layer.
-        names: how each is computed.
-        chain: the whole one, with these layers rewritten; it shares the other layers, and all parameters, with the
+        names: the variant of each layer.
+        chain: the whole chain, with these layers rewritten; it shares the other layers, and all parameters, with the
             plain chain.
     """
 
@@ -65,16 +66,16 @@ class VariantRun:
         return self.first + len(self.names)
 
     def work(self, specs: Sequence[Mapping[str, TensorSpec]]) -> object:
-        """Equal for runs that do the same work, which is done once.
+        """Return a key that is equal for runs that do the same work, which is done once.
 
-        specs: what crosses the cuts 0 .. L.
+        specs: of the tensors across the cuts 0 .. L.
         """
         key = key_of_range(self.chain, self.first, self.end, specs[self.first : self.end + 1])
         return key, self.first > 0, self.end < len(self.chain)
 
 
 def variant_runs(chain: Chain, variants: Sequence[Variant]) -> list[VariantRun]:
-    """The runs of every one of some variants that changes a layer.
+    """Return the runs of all variants that change a layer.
 
     chain: with the plain layers; not changed.
     """
@@ -82,25 +83,25 @@ def variant_runs(chain: Chain, variants: Sequence[Variant]) -> list[VariantRun]:
     alternatives: dict[int, list[str]] = {}
     for layer, name in rewritten:
         alternatives.setdefault(layer, []).append(name)
-    found = []
+    runs = []
     for first, names in variant_pairs(alternatives, len(chain)):
         modules = {first + place: rewritten[first + place, name] for place, name in enumerate(names) if name != PLAIN}
-        found.append(VariantRun(first, names, _with_modules(chain, modules)))
-    return found
+        runs.append(VariantRun(first, names, _with_modules(chain, modules)))
+    return runs
 
 
 def joined_variants(runs: Sequence[VariantRun]) -> dict[str, list[str]]:
-    """What the conditions of a profile with rows of these runs say of variants that spare neighbours a conversion."""
+    """Return the conditions of a profile with these runs about variants that save a conversion between neighbours."""
     names = {name for run in runs for name in run.names if name != PLAIN and known_variants()[name].joined}
     return {JOINED: sorted(names)} if names else {}
 
 
 def with_variant_rows(profile: Profile, estimator: StageEstimator, variants: Sequence[Variant]) -> Profile:
-    """An estimated profile with rows of all `variant_runs`, but for variants whose costs no estimate knows.
+    """Return an estimated profile with rows of all `variant_runs`, without variants that cannot be estimated.
 
     profile: of the estimator's workload.
     """
-    rows, runs = [], variant_runs(estimator.chain, [one for one in variants if one.estimated])
+    rows, runs = [], variant_runs(estimator.chain, [variant for variant in variants if variant.estimated])
     for run in runs:
         row = row_of(estimator.of_chain(run.chain), run.first, run.end)
         rows.append(dataclasses.replace(row, variant=text_of(run.names)))
@@ -109,8 +110,8 @@ def with_variant_rows(profile: Profile, estimator: StageEstimator, variants: Seq
 
 
 def _rewritten(chain: Chain, variants: Sequence[Variant]) -> dict[tuple[int, str], nn.Module]:
-    """(layer, variant) -> the layer's module as the variant has it, where it changes the layer."""
-    found: dict[tuple[int, str], nn.Module] = {}
+    """Return (layer, variant) -> the layer's module with the variant, where the variant changes the layer."""
+    modules: dict[tuple[int, str], nn.Module] = {}
     hopeless: set[object] = set()
     for number, layer in enumerate(chain.layers):
         signature = layer_signature(layer)
@@ -118,26 +119,28 @@ def _rewritten(chain: Chain, variants: Sequence[Variant]) -> dict[tuple[int, str
             if (signature, variant.name) in hopeless:
                 continue
             # the parameters stay the chain's own, so that what is shared stays shared
-            held: dict[int, Any] = {id(one): one for one in (*layer.module.parameters(), *layer.module.buffers())}
+            held: dict[int, Any] = {
+                id(tensor): tensor for tensor in (*layer.module.parameters(), *layer.module.buffers())
+            }
             module = copy.deepcopy(layer.module, held)
             if variant.rewrite(module):
-                found[number, variant.name] = module
+                modules[number, variant.name] = module
             else:
                 hopeless.add((signature, variant.name))
-    return found
+    return modules
 
 
 def _with_modules(chain: Chain, modules: Mapping[int, nn.Module]) -> Chain:
-    own = {number: _copy(module) for number, module in modules.items()}  # what it leaves is of this chain alone
+    copies = {number: _copy(module) for number, module in modules.items()}  # its attributes belong to this chain alone
     layers = [
-        dataclasses.replace(layer, module=own.get(number, layer.module)) for number, layer in enumerate(chain.layers)
+        dataclasses.replace(layer, module=copies.get(number, layer.module)) for number, layer in enumerate(chain.layers)
     ]
     tell_readers([layer.module for layer in layers], [layer.writes for layer in layers], chain.readers)
     return Chain(layers, chain.inputs, chain.outputs, chain.name)
 
 
 def _copy(module: nn.Module) -> nn.Module:
-    """A module of the same class that holds the same things; `copy.copy` makes a plain graph of a rewritten one."""
-    found = object.__new__(type(module))
-    found.__dict__.update(module.__dict__)
-    return found
+    """Return a shallow copy of the same class; `copy.copy` would make a plain graph of a rewritten module."""
+    copied = object.__new__(type(module))
+    copied.__dict__.update(module.__dict__)
+    return copied

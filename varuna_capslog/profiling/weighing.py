@@ -1,7 +1,7 @@
-"""What each action of a stage takes: read from a step of a real run, or from a step on fake tensors.
+"""The bytes of each action of a stage, read from a step of a real run, or from a step on fake tensors.
 
-`trim` and `estimation/hollow` call it. `ActionWeights` makes an observation's `action_bytes` from what was live before,
-during and after every action; `ActionProbe` reads these numbers from the device's allocator.
+`trim` and `estimation/hollow` call it. `ActionWeights` makes an observation's `action_bytes` from the live bytes
+before, during and after every action; `ActionProbe` reads these numbers from the device's allocator.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MARK = "capslog action "
 
 
 class Window(NamedTuple):
-    """Live bytes when an action began, the most while it was at work, and when it had ended."""
+    """Live bytes before an action, their peak during it, and after it."""
 
     before: int
     most: int
@@ -39,10 +39,10 @@ class Window(NamedTuple):
 
 
 class Left(NamedTuple):
-    """Bytes that an action of a microbatch has left.
+    """Bytes that remain after an action of a microbatch.
 
     statistics: running statistics. noted: gradients that I has noted. seeds: the part of them that it began with (of
-        the last of several graphs, which are the gradients of the stage's outputs).
+        the last of several graphs: the gradients of the stage's outputs).
     """
 
     statistics: int
@@ -51,13 +51,13 @@ class Left(NamedTuple):
 
     @classmethod
     def of(cls, kind: str, stage: Stage, context: MicrobatchContext) -> Left:
-        """After an action of this kind."""
+        """Read them after an action of this kind."""
         statistics = storage_bytes(stage.statistics(context.index))
         if kind != "I":
             return cls(statistics)
         rests = stage.rests(context.index)
-        noted = storages_of([one for rest in rests for one in rest.gradients])
-        return cls(statistics, sum(noted.values()), sum(noted.get(key, 0) for rest in rests[:1] for key in rest.seeds))
+        noted = storages_of([gradient for ends in rests for gradient in ends.gradients])
+        return cls(statistics, sum(noted.values()), sum(noted.get(key, 0) for ends in rests[:1] for key in ends.seeds))
 
 
 class ActionWeights:
@@ -76,9 +76,9 @@ class ActionWeights:
         self._separate_bytes: int | None = None
 
     def add(self, kind: str, stage: Stage, context: MicrobatchContext, window: Window, statistics: int) -> None:
-        """One action.
+        """Add one action.
 
-        statistics: bytes of what a forward of this microbatch leaves until the commit.
+        statistics: bytes that remain after a forward of this microbatch until the commit.
         """
         first, last = context.index == 0, stage.ends_in_loss
         name = "first_backward" if first else "backward"
@@ -97,22 +97,22 @@ class ActionWeights:
             self._graph_bytes = max(0, window.before - window.after + before - (0 if last else behind))
 
     def count_gradients(self) -> None:
-        """Between backward and update, when all gradients are there: these, and the optimizer's moments."""
-        parameters = [one for layer in self._engine.layers for one in layer.parameters.values()]
-        gradients = (one.grad for one in parameters if one.grad is not None)
+        """Count gradients and optimizer moments; called between backward and update, when all gradients are there."""
+        parameters = [parameter for layer in self._engine.layers for parameter in layer.parameters.values()]
+        gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
         self._gradient_bytes = storage_bytes(gradients, self._block_bytes)
-        self._moment_bytes = storage_bytes(one for one in self._engine.optimizer.resident() if leaves(one))
+        self._moment_bytes = storage_bytes(tensor for tensor in self._engine.optimizer.resident() if leaves(tensor))
 
     def result(self, update_bytes: int, meter: StageMeter, lasting_bytes: int | None) -> ActionBytes:
-        """What each action takes.
+        """Return the bytes of each action.
 
-        update_bytes: the most after the last action, beside what is static and what lasts.
-        meter: has seen what the stage's forwards save.
+        update_bytes: the peak after the last action, beside static and lasting bytes.
+        meter: has counted the tensors that the stage's forwards save.
         lasting_bytes: as in `ActionBytes`.
         """
         graph = meter.saved_bytes if self._graph_bytes is None else self._graph_bytes
         shared = 0 if self._separate_bytes is None else graph + self._output_bytes - self._separate_bytes
-        # where every forward kept its graph, one that keeps none takes no more; frozen layers have no graph to keep
+        # where every forward kept its graph, a forward without a graph needs no more; frozen layers have no graph
         bare, kept = self._most["bare"], self._most["forward"]
         most = {f"{name}_bytes": size for name, size in self._most.items()}
         most |= {"bare_bytes": bare or kept, "forward_bytes": max(bare, kept)}
@@ -132,9 +132,9 @@ class ActionWeights:
 
 @dataclass(frozen=True)
 class Halves:
-    """What the two halves of a stage's backward take of one microbatch, in the terms of `ActionBytes`.
+    """Bytes and seconds of the two halves of a stage's backward of one microbatch, in the terms of `ActionBytes`.
 
-    held_bytes: between them; what W lets go of.
+    held_bytes: held between them and freed by W.
     input_seconds, weight_seconds: of each.
     """
 
@@ -148,7 +148,7 @@ class Halves:
     weight_seconds: float
 
     def told(self, row: Observation) -> Observation:
-        """The row of the same stage, which then says so too."""
+        """Return the row of the same stage with these numbers added."""
         actions = row.action_bytes
         if actions is not None:
             actions = dataclasses.replace(actions, **{name: getattr(self, name) for name in HALVES})
@@ -169,10 +169,10 @@ class HalfWeights:
         self._ends = 0
         self._noted = (0, 0)
 
-    def add(self, kind: str, stage: Stage, context: MicrobatchContext, window: Window, left: Left) -> None:
-        """One action; those that are no half of a backward are left out.
+    def add(self, kind: str, stage: Stage, context: MicrobatchContext, window: Window, residue: Left) -> None:
+        """Add one action; actions that are no half of a backward are ignored.
 
-        left: of what the action has left.
+        residue: the bytes that remain after the action.
         """
         if kind not in "IW":
             return
@@ -182,13 +182,13 @@ class HalfWeights:
         )
         self._ends = before - (0 if stage.ends_in_loss else behind)
         self._windows[kind, context.index] = window
-        self._noted = max(self._noted, (left.noted, left.seeds))
+        self._noted = max(self._noted, (residue.noted, residue.seeds))
 
     def result(self, input_seconds: float, weight_seconds: float) -> Halves:
-        """What the halves take.
+        """Return the bytes and seconds of the halves.
 
-        The second W lets go of all that was held. Where the first I lets go of less than the second, what it made (a
-        part that torch differentiates as a whole gives its parameters' gradients there) counts as held too.
+        The second W frees all that was held. Where the first I frees less than the second, the tensors that it made
+        count as held too (a part that torch differentiates as a whole makes its parameters' gradients there).
         """
         most = {key: window.most - window.before for key, window in self._windows.items()}
         gone = {key: window.before - window.after for key, window in self._windows.items()}
@@ -205,8 +205,8 @@ class ActionProbe(PeakProbe):
     held: a list.
 
     Attributes:
-        lasting_bytes: what lay on the device beside `held` when the probe was made, as `ActionBytes` has it; None on
-            the CPU, where it is no part of the peak.
+        lasting_bytes: bytes on the device beside `held` when the probe was made, as in `ActionBytes`; None on the CPU,
+            where they are no part of the peak.
 
     Attributes, set when the block has ended:
         windows: in the order of their begins.
@@ -218,7 +218,7 @@ class ActionProbe(PeakProbe):
         self.lasting_bytes: int | None = None
         if device.type != "cpu":
             gc.collect()  # layers of an earlier run, which would count in this one's peak
-            there = storage_bytes(one for one in held if one.device.type == device.type)
+            there = storage_bytes(tensor for tensor in held if tensor.device.type == device.type)
             self.lasting_bytes = max(0, accelerator.allocated_bytes(device) - there)
         self._highest = 0
         self.windows: list[Window] = []
@@ -226,7 +226,7 @@ class ActionProbe(PeakProbe):
 
     @contextlib.contextmanager
     def action(self) -> Iterator[None]:
-        """Around one action."""
+        """Record the window of the enclosed action."""
         if self._device.type == "cpu":
             self.windows.append(Window(0, 0, 0))
             with record_function(f"{_MARK}{len(self.windows) - 1}"):
@@ -247,14 +247,14 @@ class ActionProbe(PeakProbe):
             self._read(profile.kineto_results.experimental_event_tree(), held)
 
     def _since_reset(self) -> int:
-        """Accelerators: the most since the last call."""
+        """Return the peak since the last call, on accelerators."""
         most = accelerator.peak_bytes(self._device)
         self._highest = max(self._highest, most)
         accelerator.reset_peak(self._device)
         return most
 
     def _read(self, tree: Any, held: dict[int, int]) -> None:
-        """CPU: the windows between the marks, from every allocation."""
+        """Read the windows between the marks from all allocations, on the CPU."""
         marks: dict[int, tuple[int, int]] = {}
         waiting = list(tree)
         while waiting:
@@ -268,10 +268,10 @@ class ActionProbe(PeakProbe):
         course += [(end, 2, number, 0) for number, (_, end) in marks.items()]
         live, current = dict(held), sum(held.values())
         most, before = current, 0
-        for _, what, key, size in sorted(course, key=lambda one: one[:2]):
-            if what == 0:
+        for _, kind, key, size in sorted(course, key=lambda moment: moment[:2]):
+            if kind == 0:
                 before = most = current
-            elif what == 2:
+            elif kind == 2:
                 self.windows[key] = Window(before, most, current)
                 most = current
             else:

@@ -1,4 +1,4 @@
-"""A whole model on one device, its layers computed in one way and another: what sums over layers are compared with.
+"""Runs of a whole model on one device with choices of variants, with which sums over layers are compared.
 
 `start/collage_start` asks for the seconds. A run is a trimmed run (`trim`) of which nothing is trimmed.
 """
@@ -56,22 +56,22 @@ class WholeRuns:
         self._group.__exit__(kind, error, trace)
 
     def seconds(self, choices: Sequence[Mapping[int, str]], rounds: int = 1) -> list[list[float]]:
-        """For each choice (layer -> variant) the seconds of a forward and a backward of one microbatch, in each round;
-        all choices take their turn in every round, each round in another order.
+        """Return, for each choice (layer -> variant), the seconds of forward and backward of one microbatch in each
+        round. Every round runs all choices, in another order.
 
         Raises CapslogError where one of them cannot run.
         """
-        names = [tuple(one.get(at, PLAIN) for at in range(len(self._chain))) for one in choices]
-        found: dict[tuple[str, ...], list[float]] = {one: [] for one in names}
+        names = [tuple(choice.get(at, PLAIN) for at in range(len(self._chain))) for choice in choices]
+        seconds_of: dict[tuple[str, ...], list[float]] = {names_of_choice: [] for names_of_choice in names}
         size, (targets, normalisers) = len(self._chain), self._goal
         for number in range(rounds):
-            turns = list(found)
-            for one in turns[number % len(turns) :] + turns[: number % len(turns)]:
-                run = TrimmedRun(0, size, size, tuple(self._specs), targets, normalisers, one)
+            turns = list(seconds_of)
+            for names_of_choice in turns[number % len(turns) :] + turns[: number % len(turns)]:
+                run = TrimmedRun(0, size, size, tuple(self._specs), targets, normalisers, names_of_choice)
                 with failures_named(self._names):
                     told = in_one_launch(
                         [(run, self._bound)], self._group, self._workers, LaunchTimes(), lambda *_: None
                     )
                 row = told[run.key]
-                found[one].append((row.forward_seconds or 0.0) + (row.backward_seconds or 0.0))
-        return [found[one] for one in names]
+                seconds_of[names_of_choice].append((row.forward_seconds or 0.0) + (row.backward_seconds or 0.0))
+        return [seconds_of[names_of_choice] for names_of_choice in names]

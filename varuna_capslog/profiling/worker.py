@@ -1,7 +1,7 @@
-"""The processes of a profile: workers that measure one trimmed run after another, each with a neighbour of its own.
+"""The processes of a profile: workers that measure one trimmed run after another, each with its own neighbour process.
 
-`measure` starts a `WorkerGroup` and hands out runs. A worker builds the chain's skeleton once and then forks the
-process that plays its neighbours, so that torch is imported once for all. No process outlives the one that started it.
+`measure` starts a `WorkerGroup` and assigns runs. A worker builds the chain's skeleton once and then forks the process
+that plays its neighbours, so that torch is imported only once. No process outlives the process that started it.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ __all__ = [
 
 _MESSAGE_SECONDS = 3600.0
 _GRACE_SECONDS = 10.0
-"""How long a worker that lost a neighbour waits for the neighbour's process to say why, or to end."""
+"""Time that a worker which lost a neighbour waits for the neighbour's process to report the reason, or to end."""
 _LAST_WORD_SECONDS = 2.0
-"""How long a worker that lost another worker waits, so that the one that failed reports first."""
+"""Time that a worker which lost another worker waits, so that the failed worker reports first."""
 
 T = TypeVar("T")
 
 Task = tuple[TrimmedRun, int]
-"""A run and the most bytes it may take."""
+"""A run and an upper bound on its bytes."""
 
 Play = Callable[[TrimmedRun, RunConditions], "Observation | None"]
-"""One process's part of a run: what it has measured; None where it plays stages around the measured one."""
+"""Runs the part of one process and returns its measurement; None where it plays stages around the measured one."""
 
 Role = Callable[[], Play]
 """Called once in the process that plays the part, before its first run."""
@@ -79,7 +79,7 @@ Roles = Callable[[Callable[[], Any], int, int, torch.device], tuple[Role, list[R
 which gets a process forked from the worker's."""
 
 FreeBytes = Callable[[torch.device], int]
-"""What a device has left."""
+"""Device -> its free bytes."""
 
 
 class WorkerFailure(CapslogError):
@@ -92,7 +92,7 @@ class WorkerFailure(CapslogError):
 
 @dataclass(frozen=True)
 class Given(Generic[T]):
-    """A source of something that is there already; it can be sent to the workers where its value can."""
+    """A source that returns an existing value; it can be sent to the workers where the value can be pickled."""
 
     value: T
 
@@ -102,17 +102,17 @@ class Given(Generic[T]):
 
 @dataclass(frozen=True)
 class Workers:
-    """What processes are started with.
+    """The settings with which processes are started.
 
     Attributes:
         source: makes the workload in every process.
         devices: one per worker.
         threads: CPU threads of each worker; their neighbours have one.
-        preload: modules that are imported once, before the processes part; one that cannot be imported is left out.
+        preload: modules that are imported once, before processes fork; one that cannot be imported is left out.
         conditions: of all runs.
-        free_bytes: what a device has left.
+        free_bytes: device -> its free bytes.
         names: of the layers.
-        roles: what a worker and its neighbours play; None: stages on our own engine.
+        roles: the roles of a worker and its neighbours; None: stages on our own engine.
     """
 
     source: Callable[[], Workload]
@@ -125,7 +125,7 @@ class Workers:
     roles: Roles | None = None
 
     def group(self, count: int) -> WorkerGroup:
-        """The first `count` workers."""
+        """Return a group of the first `count` workers."""
         return WorkerGroup(self, count)
 
 
@@ -133,8 +133,8 @@ class WorkerGroup:
     """Workers, each with a pipe to it; a context manager that ends all of them, however it is left.
 
     Args:
-        workers: what they are started with.
-        count: how many; the first of the devices are theirs.
+        workers: their settings.
+        count: number of workers, which use the first devices.
 
     Attributes:
         idle: workers that are ready for a run.
@@ -175,7 +175,7 @@ class WorkerGroup:
             pipe.close()
 
     def wait_until_ready(self) -> None:
-        """Returns when every worker is idle; to be called before the first run.
+        """Wait until every worker is idle; to be called before the first run.
 
         Raises:
             WorkerFailure: a worker could not be started.
@@ -185,7 +185,7 @@ class WorkerGroup:
             assert not ended, "no run is under way"
 
     def start(self, worker: int, task: Task) -> None:
-        """Gives an idle worker its next run."""
+        """Send an idle worker its next run."""
         self.idle.remove(worker)
         self._doing[worker] = task
         try:
@@ -194,7 +194,7 @@ class WorkerGroup:
             raise self.failure(worker, None) from error
 
     def finished(self) -> Iterator[tuple[int, Task, Observation]]:
-        """Waits for news; gives (worker, task, result) of every run that has ended (none: workers became ready).
+        """Wait for messages; yield (worker, task, result) of every run that has ended (none: workers became ready).
 
         Raises:
             WorkerFailure: a run failed or its worker died.
@@ -212,7 +212,7 @@ class WorkerGroup:
                 yield worker, self._doing.pop(worker), value
 
     def failure(self, worker: int, reason: str | None) -> WorkerFailure:
-        """The error for a worker that failed; `reason` is None where its process ended without one."""
+        """Return the error for a worker that failed; `reason` is None where its process ended without one."""
         if reason is None:
             process = self._processes[worker]
             process.join(_GRACE_SECONDS)
@@ -221,10 +221,10 @@ class WorkerGroup:
 
 
 def _process_context(source: Callable[[], Workload], preload: Sequence[str]) -> Any:
-    """How to start processes: from this one, as long as a fork loses nothing of it, or else from a clean server that
-    imports torch once more, which takes seconds.
+    """Return the context to start processes: by forking this one if that is safe, or else from a clean fork server,
+    which imports torch again and takes seconds.
     """
-    if sys.platform == "linux" and may_fork():  # elsewhere nobody tells of threads that are not Python's
+    if sys.platform == "linux" and may_fork():  # on other systems, threads that are not Python's cannot be detected
         return multiprocessing.get_context("fork")
     try:
         pickle.dumps(source)
@@ -256,7 +256,7 @@ def _work(
     device: torch.device,
     threads: int,
 ) -> None:
-    """A worker: measures the runs that come through `pipe`, until it closes."""
+    """Run a worker: measure the runs that come through `pipe`, until it closes."""
     belong_to_parent()
     torch.set_num_threads(1)
     neighbours: list[tuple[BaseProcess, Connection]] = []
@@ -290,7 +290,7 @@ def _work(
 
 
 def _neighbour(tasks: Connection, foreign: Sequence[Connection], role: Role) -> None:
-    """What plays stages around a worker's runs; `foreign` are ends of pipes that it must not keep open."""
+    """Play the stages around a worker's runs; `foreign` are ends of pipes that it must not keep open."""
     belong_to_parent()
     renew_threads()
     for connection in foreign:
@@ -306,7 +306,7 @@ def _neighbour(tasks: Connection, foreign: Sequence[Connection], role: Role) -> 
 def _engine_roles(
     source: Callable[[], Workload], number: int, port: int, device: torch.device
 ) -> tuple[Role, list[Role]]:
-    """Our own engine: one neighbour plays the stages before and behind."""
+    """Return the roles on our own engine: one neighbour plays the stages before and behind."""
     workload = source()
     chain = skeleton(workload)
 
@@ -323,7 +323,7 @@ def _engine_roles(
 
 
 def next_task(pipe: Connection) -> tuple[TrimmedRun, RunConditions] | None:
-    """Waits for the next run; None when the process that hands out runs has closed the pipe or ended."""
+    """Wait for the next run; return None when the process that assigns runs has closed the pipe or ended."""
     try:
         return pipe.recv()
     except (EOFError, ConnectionError):
@@ -331,7 +331,7 @@ def next_task(pipe: Connection) -> tuple[TrimmedRun, RunConditions] | None:
 
 
 def pass_on(task: tuple[TrimmedRun, RunConditions], neighbours: Sequence[Connection]) -> None:
-    """Hands a run to the processes that play the stages around it.
+    """Send a run to the processes that play the stages around it.
 
     Raises:
         PeerLost: one of these processes has ended.
@@ -344,16 +344,16 @@ def pass_on(task: tuple[TrimmedRun, RunConditions], neighbours: Sequence[Connect
 
 
 def report(pipe: Connection, kind: str, value: Any) -> None:
-    """Sends (kind, value) to the process that waits for this one; without effect where that process has ended."""
+    """Send (kind, value) to the process that waits for this one; without effect where that process has ended."""
     with contextlib.suppress(ConnectionError):
         pipe.send((kind, value))
 
 
 def cause_of_loss(lost: PeerLost, neighbours: Sequence[tuple[BaseProcess, Connection]]) -> str:
-    """Why a worker's run lost a neighbour: the neighbour's own error, or else how its process ended.
+    """Return the reason why a worker's run lost a neighbour: the neighbour's error, or else the end of its process.
 
     Args:
-        lost: what the worker saw.
+        lost: the worker's error.
         neighbours: the processes that play the stages around the run, each with the worker's end of its pipe.
     """
     deadline = time.monotonic() + _GRACE_SECONDS
@@ -371,9 +371,9 @@ def cause_of_loss(lost: PeerLost, neighbours: Sequence[tuple[BaseProcess, Connec
 
 
 def _last_message(pipe: Connection, deadline: float) -> tuple[str | None, str]:
-    """(kind, text) of a neighbour's last message; kind is None where there is none.
+    """Return (kind, text) of a neighbour's last message; kind is None where there is none.
 
-    A pipe whose other end is closed is ready, too: `poll` says True, and only `recv` shows that nothing was sent.
+    A pipe whose other end is closed is ready, too: `poll` returns True, and only `recv` shows that nothing was sent.
     """
     try:
         if pipe.poll(max(0.0, deadline - time.monotonic())):
@@ -385,7 +385,7 @@ def _last_message(pipe: Connection, deadline: float) -> tuple[str | None, str]:
 
 
 def _how_it_ended(status: int | None) -> str:
-    """The end of a process as the rest of a sentence, with what to do about it."""
+    """Describe the end of a process as the rest of a sentence, with a remedy."""
     if status is None:
         return "closed its pipe and still runs"
     if status >= 0:
@@ -400,13 +400,13 @@ def _how_it_ended(status: int | None) -> str:
 
 
 def sentence(error: Exception) -> str:
-    """What a worker reports of an error: its first line, and its kind where it is not one of ours."""
+    """Return a worker's report of an error: its first line, and its type where it is no `CapslogError`."""
     text = str(error).split("\n", 1)[0]
     return text if isinstance(error, CapslogError) else f"{type(error).__name__}: {text}"
 
 
 def follow_client() -> None:
-    """From now on this worker ends at once when the process that profiles is gone, also in the middle of a long run."""
+    """Make this worker end at once when the process that profiles is gone, also in the middle of a long run."""
     client = multiprocessing.parent_process()
     assert client is not None
 
@@ -421,6 +421,6 @@ def follow_client() -> None:
 
 
 def belong_to_parent() -> None:
-    """Ends with its parent, and leaves Ctrl-C to the process that the user sees."""
+    """Make this process end with its parent, and leave Ctrl-C to the process that the user sees."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     killed_with(os.getppid())()

@@ -21,7 +21,7 @@ __all__ = ["busy_parts"]
 
 
 def busy_parts(run: RunRecord) -> list[Markup]:
-    """A table of the ranks; nothing where no rank's work was measured under the newest plan."""
+    """Return a table of the ranks; nothing where no rank's work was measured under the newest plan."""
     rows = [line.busy_seconds for line in run.steps_of_plan if line.busy_seconds]
     if not rows:
         return []
@@ -43,17 +43,17 @@ def busy_parts(run: RunRecord) -> list[Markup]:
 
 
 def _stages(run: RunRecord, ranks: int) -> Mapping[int, str]:
-    """By rank, the numbers of its stages in the plan; equal pipelines of a short plan follow one another."""
+    """Return each rank's stages in the plan, by number; equal pipelines of a short plan follow one another."""
     assert run.plan is not None
-    width, found = run.plan.num_ranks, dict[int, list[str]]()
+    width, stages_of_rank = run.plan.num_ranks, dict[int, list[str]]()
     for stage, rank in enumerate(run.plan.placement()):
-        for one in range(rank, ranks, width) if run.plan.short else (rank,):
-            found.setdefault(one, []).append(str(stage))
-    return {rank: ", ".join(stages) for rank, stages in found.items()}
+        for rank_of_copy in range(rank, ranks, width) if run.plan.short else (rank,):
+            stages_of_rank.setdefault(rank_of_copy, []).append(str(stage))
+    return {rank: ", ".join(stages) for rank, stages in stages_of_rank.items()}
 
 
 def _planned(run: RunRecord, ranks: int) -> Mapping[int, float]:
-    """By rank, what the profile predicts for its work; nothing where it cannot."""
+    """Return the predicted seconds of each rank's work; empty where the profile cannot predict them."""
     if run.plan is None or run.profile is None or run.config is None or run.plan.num_microbatches is None:
         return {}
     shape = RunShape.of_config(run.config).settled()

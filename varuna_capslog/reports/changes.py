@@ -1,6 +1,6 @@
 """The section on a run whose members changed: which members left, were lost or joined, why, and at which cost.
 
-`page` calls it. It reads what the members and the hosts wrote into events.jsonl.
+`page` calls it. It reads the events.jsonl that the members and the hosts wrote.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _BEGINNINGS = ("start", "resume", "morph")
 
 
 def change_kind(event: Event) -> str:
-    """Of a change: "lost", "left" or "joined", the gravest first; "" for what is none of them."""
-    said = [str(text) for text in _listed(event.details.get("why"))]
-    return next((name for name in COLOURS if any(text.endswith(f" {name}") for text in said)), "")
+    """Return the kind of a change: "lost", "left" or "joined", the gravest first; "" for any other event."""
+    causes = [str(text) for text in _listed(event.details.get("why"))]
+    return next((name for name in COLOURS if any(text.endswith(f" {name}") for text in causes)), "")
 
 
 def changes_in_short(run: RunRecord) -> str | None:
-    """One line for the summary; None for a run whose members never changed."""
+    """Return a line for the summary; None for a run whose members never changed."""
     morphs = [event for event in run.events if event.kind == "morph"]
     if not morphs:
         return None
@@ -46,7 +46,7 @@ def changes_in_short(run: RunRecord) -> str | None:
 
 
 def change_parts(run: RunRecord, folder: Path) -> list[Markup]:
-    """Picture and table; nothing for a run that no member joined or left."""
+    """Return picture and table; nothing for a run that no member joined or left."""
     short = changes_in_short(run)
     waits = [event for event in run.events if event.kind == "waiting"]
     if short is None and not waits:
@@ -55,12 +55,12 @@ def change_parts(run: RunRecord, folder: Path) -> list[Markup]:
     changes = _changes(run.events)
     generations = _generations(run, [event for event, _ in changes])
     shown = generations[-MOST_GENERATIONS:]
-    if any(one.stages for one in shown):
+    if any(generation.stages for generation in shown):
         draw_generations(folder / _PICTURE, shown)
         caption = "Peak memory of each stage by generation, which is what a time between two changes is called."
         if len(shown) < len(generations):
             caption += f" The last {len(shown)} of {len(generations)}."
-        if any(one.measured is None for one in shown):
+        if any(generation.measured is None for generation in shown):
             caption += " A generation of a few steps is not measured."
         parts.append(markup.figure(_PICTURE, "Bars of the memory of each stage, by generation", caption))
     rows = [_row(event, words) for event, words in changes[-_MOST_ROWS:]]
@@ -84,8 +84,8 @@ def change_parts(run: RunRecord, folder: Path) -> list[Markup]:
 
 
 def _changes(events: Sequence[Event]) -> list[tuple[Event, str]]:
-    """Every generation that began, and its causes with the notices and losses recorded since the one before."""
-    found: list[tuple[Event, str]] = []
+    """Return every generation that began, and its causes with the notices and losses since the generation before."""
+    changes: list[tuple[Event, str]] = []
     reasons: dict[str, str] = {}
     for event in events:
         member = str(event.details.get("member"))
@@ -94,19 +94,19 @@ def _changes(events: Sequence[Event]) -> list[tuple[Event, str]]:
         elif event.kind == "notice":
             reasons.setdefault(member, _notice(event.details))
         elif event.kind in _BEGINNINGS and "cuts" in event.details:
-            said = []
+            sentences = []
             for sentence in map(str, _listed(event.details.get("why"))):
                 named = [name for name in reasons if name in sentence.replace(",", " ").split()]
                 why = [(f"{name} " if len(named) > 1 else "") + reasons.pop(name) for name in named]
-                said.append(sentence + (f" ({'; '.join(why)})" if why else ""))
-            found.append((event, "; ".join(said)))
-    return found
+                sentences.append(sentence + (f" ({'; '.join(why)})" if why else ""))
+            changes.append((event, "; ".join(sentences)))
+    return changes
 
 
 def _notice(details: Mapping[str, Any]) -> str:
     deadline = details.get("deadline")
-    left = f", {deadline:.0f} s left" if isinstance(deadline, (int, float)) else ""
-    return f"notice from {details.get('source')}{left}"
+    remaining_text = f", {deadline:.0f} s left" if isinstance(deadline, (int, float)) else ""
+    return f"notice from {details.get('source')}{remaining_text}"
 
 
 def _row(event: Event, words: str) -> list[str]:
@@ -128,7 +128,7 @@ def _row(event: Event, words: str) -> list[str]:
 
 
 def _generations(run: RunRecord, changes: Sequence[Event]) -> list[GenerationPeaks]:
-    """Every generation that began or made a step, oldest first."""
+    """Return every generation that began or made a step, oldest first."""
     began = {event.generation: event for event in changes if event.generation is not None}
     steps: dict[int, list[int]] = {}
     measured: dict[int, Sequence[int]] = {}
@@ -142,13 +142,13 @@ def _generations(run: RunRecord, changes: Sequence[Event]) -> list[GenerationPea
     for number in sorted(set(began) | set(steps)):
         event, made, plan = began.get(number), steps.get(number), run.plans.get(number)
         predicted, capacity = (None, None) if plan is None else (plan.stage_bytes, plan.capacities_of(plan.placement()))
-        known = measured.get(number)
-        if predicted is not None and known is not None and len(known) != len(predicted):
-            known = None
-        what = "" if event is None else change_kind(event)
+        peaks = measured.get(number)
+        if predicted is not None and peaks is not None and len(peaks) != len(predicted):
+            peaks = None
+        change = "" if event is None else change_kind(event)
         why = "" if event is None else "; ".join(map(str, _listed(event.details.get("why"))))
         span = None if made is None else (made[0], made[-1])
-        generations.append(GenerationPeaks(number, span, why, what, predicted, known, capacity))
+        generations.append(GenerationPeaks(number, span, why, change, predicted, peaks, capacity))
     return generations
 
 

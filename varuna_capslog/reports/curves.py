@@ -27,7 +27,7 @@ _ROUTINE = frozenset({"checkpoint"})
 _CAUSES = frozenset({"notice", "lost", "join"})
 """Kinds of events that cause a change of the devices; the line through the plots marks the change itself."""
 _ORDER = ("start", "resume", "error", "", "notice", "lost", "join", "morph", "checkpoint", "stop")
-"""Of the rows of the strip; other kinds stand in the empty place."""
+"""Order of the rows of the strip; other kinds stand in the empty place."""
 _ABOVE: dict[str, Any] = {
     "loc": "lower left",
     "bbox_to_anchor": (0, 1),
@@ -42,7 +42,7 @@ _LOSS_SMOOTHING = 50
 
 
 def main_parts(steps: Sequence[StepLine]) -> tuple[list[str], list[str]]:
-    """(the loss parts that get a colour, the others), at most as many as there are colours.
+    """Return (the loss parts that get a colour, the others); at most as many get one as there are colours.
 
     A name that ends in a number (`loss_bbox_3`, the auxiliary losses of DETR) counts as one of the others if the same
     name without it is there.
@@ -54,7 +54,7 @@ def main_parts(steps: Sequence[StepLine]) -> tuple[list[str], list[str]]:
 
 
 def draw_training(path: Path, steps: Sequence[StepLine], events: Sequence[Event], clip_norm: float | None) -> None:
-    """Loss, its parts, gradient norm (with the clipping limit, if any) and learning rate over one axis of steps.
+    """Draw loss, its parts, gradient norm (with the clipping limit, if any) and learning rate over one axis of steps.
 
     Events whose step is known stand in a strip on top, one row per kind.
     """
@@ -104,7 +104,7 @@ def draw_training(path: Path, steps: Sequence[StepLine], events: Sequence[Event]
 
 
 def draw_scores(path: Path, evaluations: Sequence[Evaluation], names: Sequence[str]) -> None:
-    """The named scores over steps, a mark per evaluation, the best of each with a ring and its value."""
+    """Draw the named scores over steps, a mark per evaluation, the best of each with a ring and its value."""
     x = [evaluation.step for evaluation in evaluations]
     with picture(path, height=3.3) as figure:
         axes = figure.add_subplot()
@@ -154,7 +154,7 @@ def _event_strip(axes: Axes, marks: Sequence[Event], kinds: Sequence[str]) -> No
 
 
 def _place(mark: Event) -> float:
-    """Where an event stands: a change of the devices before its first step, what led to it after the last one."""
+    """Return an event's position on the axis: a change of devices before its first step, its cause after the last."""
     assert mark.step is not None, "only events of a known step are drawn"
     return mark.step + {"morph": -0.5, "lost": 0.5}.get(mark.kind, 0)
 
@@ -182,12 +182,12 @@ def _loss_curve(axes: Axes, x: Sequence[int], loss: np.ndarray[Any, Any]) -> Non
 
 
 def _panels(main: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Losses and what else was counted (`class_error`, in percent) have scales of their own."""
+    """Return a panel for losses and one for other parts (`class_error`, in percent), which need another scale."""
     losses = [name for name in main if name.startswith("loss")]
-    rest = [name for name in main if name not in losses]
-    if not losses or not rest:
+    other_parts = [name for name in main if name not in losses]
+    if not losses or not other_parts:
         return [("loss parts", list(main))] if main else []
-    return [("loss parts", losses), ("other parts", rest)]
+    return [("loss parts", losses), ("other parts", other_parts)]
 
 
 def _part_curves(
@@ -195,8 +195,8 @@ def _part_curves(
 ) -> None:
     for number, name in enumerate(others):
         values = _column([line.parts.get(name) for line in steps])
-        rest = f"{len(others)} more" if number == 0 else None
-        _line(axes, x, values, color="#c9d0d6", linewidth=0.6, label=rest)
+        others_label = f"{len(others)} more" if number == 0 else None
+        _line(axes, x, values, color="#c9d0d6", linewidth=0.6, label=others_label)
     # the legend is one row: names are cut only where all of them together are too long for it
     longest = 60 if sum(map(len, main)) <= 60 else 60 // len(main)
     everything = []
@@ -216,17 +216,19 @@ def _line(axes: Axes, x: Sequence[int], values: np.ndarray[Any, Any], **look: An
 
 
 def _scale(axes: Axes, values: np.ndarray[Any, Any], name: str) -> None:
-    """Logarithmic where all values are positive and span more than a factor of 30, else from 0 if none is below."""
-    known = values[~np.isnan(values)]
+    """Set a logarithmic scale where all values are positive and span more than a factor of 30, else one from 0 if no
+    value is negative.
+    """
+    finite = values[~np.isnan(values)]
     axes.set_ylabel(name)
-    if known.size and known.min() > 0 and known.max() / known.min() > 30:
+    if finite.size and finite.min() > 0 and finite.max() / finite.min() > 30:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
-    elif known.size and known.min() >= 0:
-        axes.set_ylim(0, 1.12 * known.max() or 1.0)
+    elif finite.size and finite.min() >= 0:
+        axes.set_ylim(0, 1.12 * finite.max() or 1.0)
 
 
 def _column(values: Sequence[float | None]) -> np.ndarray[Any, Any]:
-    """The values, with NaN for None."""
+    """Return the values, with NaN for None."""
     return np.array(values, dtype=float)

@@ -1,4 +1,4 @@
-"""Pictures of what is known before a run: planners compared, the Pareto front of one, a trace of preemptions replayed.
+"""Pictures from before a run: planners compared, the Pareto front of a planner, a trace of preemptions replayed.
 
 The commands `compare`, `front` and `simulate --trace` call them. They draw and judge nothing.
 """
@@ -23,7 +23,7 @@ _MARKS = {"leave": (AMBER, "leave, announced"), "crash": (ALARM, "crash"), "stop
 
 
 class FrontPoint(NamedTuple):
-    """A point of a front: bytes, the step within them, and below what no step within them is, where that is known."""
+    """A point of a front: bytes, the step time within them, and its lower bound, where that is known."""
 
     bytes: int
     step_seconds: float
@@ -34,10 +34,10 @@ class FrontPoint(NamedTuple):
 def draw_front(
     path: Path, front: Sequence[FrontPoint], title: str, bytes_name: str, capacity: int | None = None
 ) -> None:
-    """Draws the points (bytes, step time) and the steps between them as PNG; `capacity` in bytes as a line.
+    """Draw the points (bytes, step time) and the steps between them as PNG; `capacity` in bytes as a line.
 
-    Filled points are proven to be the fastest within their bytes; of a hollow one the thin line down to its bound says
-    how much faster a plan could be.
+    Filled points are proven to be the fastest within their bytes; the thin line from a hollow point down to its bound
+    shows how much faster a plan could be.
 
     Raises CapslogError where the file cannot be written.
     """
@@ -73,32 +73,36 @@ def draw_front(
 
 
 def draw_comparison(path: Path, rows: Sequence[Row]) -> None:
-    """Three bar charts beside each other; a planner without an answer has empty rows that say so."""
+    """Draw three bar charts beside each other; the bars of a planner without an answer read "none"."""
     with picture(path, height=1.2 + 0.34 * len(rows)) as figure:
-        left, middle, right = figure.subplots(1, 3, sharey=True)
+        peaks_axes, steps_axes, search_axes = figure.subplots(1, 3, sharey=True)
         peaks = [row.peak_bytes for row in rows]
         divisor, unit = byte_unit([peak for peak in peaks if peak is not None])
-        _bars(left, peaks, divisor, BLUE, f"peak of the largest stage [{unit}]")
+        _bars(peaks_axes, peaks, divisor, BLUE, f"peak of the largest stage [{unit}]")
         for number, row in enumerate(rows):
             if row.margin_bytes is not None and row.peak_bytes is not None:
                 limit = (row.peak_bytes + row.margin_bytes) / divisor
                 if limit <= 2.5 * max(peak or 0 for peak in peaks) / divisor:
-                    left.plot([limit, limit], [number - 0.4, number + 0.4], color=ALARM, linestyle="--", linewidth=1.0)
-                    left.set_xlim(0, max(left.get_xlim()[1], 1.05 * limit))
-                    left.set_xlabel(f"peak of the largest stage [{unit}], dashed: capacity")
+                    peaks_axes.plot(
+                        [limit, limit], [number - 0.4, number + 0.4], color=ALARM, linestyle="--", linewidth=1.0
+                    )
+                    peaks_axes.set_xlim(0, max(peaks_axes.get_xlim()[1], 1.05 * limit))
+                    peaks_axes.set_xlabel(f"peak of the largest stage [{unit}], dashed: capacity")
         steps = [row.step_seconds for row in rows]
         scale, name = second_unit(max((step for step in steps if step is not None), default=1.0))
-        _bars(middle, steps, scale, AMBER, f"simulated step [{name}]")
-        _bars(right, [row.search_seconds for row in rows], 1e-3, GREY, "search [ms], logarithmic", logarithmic=True)
-        name_rows(left, [row.planner for row in rows])
+        _bars(steps_axes, steps, scale, AMBER, f"simulated step [{name}]")
+        _bars(
+            search_axes, [row.search_seconds for row in rows], 1e-3, GREY, "search [ms], logarithmic", logarithmic=True
+        )
+        name_rows(peaks_axes, [row.planner for row in rows])
 
 
 def _bars(
     axes: Axes, values: Sequence[float | None], divisor: float, colour: str, label: str, logarithmic: bool = False
 ) -> None:
-    """A bar and its number per row, both inside the axes."""
-    known = [value / divisor for value in values if value is not None and value > 0]
-    low, high = min(known, default=1.0), max(known, default=1.0)
+    """Draw a bar and its number per row, both inside the axes."""
+    bar_lengths = [value / divisor for value in values if value is not None and value > 0]
+    low, high = min(bar_lengths, default=1.0), max(bar_lengths, default=1.0)
     nothing = low / 4 if logarithmic else 0.0
     heights = [nothing if value is None else max(nothing, value / divisor) for value in values]
     if logarithmic:
@@ -108,7 +112,7 @@ def _bars(
         axes.xaxis.set_minor_formatter(NullFormatter())
     else:
         axes.set_xlim(0, 1.22 * high)
-    bars = axes.barh(range(len(values)), [one - nothing for one in heights], 0.72, left=nothing, color=colour)
+    bars = axes.barh(range(len(values)), [height - nothing for height in heights], 0.72, left=nothing, color=colour)
     texts = ["none" if value is None else significant(value / divisor) for value in values]
     axes.bar_label(bars, texts, padding=3, fontsize=8)
     axes.set_xlabel(label)
@@ -116,17 +120,17 @@ def _bars(
     axes.grid(axis="x")
 
 
-def draw_replay(path: Path, found: Replay) -> None:
-    """Devices rented and used over the hours; below, samples per second as planned and the average that was reached."""
-    hours = [change.seconds / 3600 for change in found.changes]
-    end = found.duration_seconds / 3600
+def draw_replay(path: Path, replayed: Replay) -> None:
+    """Draw devices rented and used over the hours; below, samples per second as planned and the average reached."""
+    hours = [change.seconds / 3600 for change in replayed.changes]
+    end = replayed.duration_seconds / 3600
     times = [0.0, *hours, end]
     rented, used, rates = (
         [0, *values, *values[-1:]] if values else [0, 0]
         for values in (
-            [change.devices for change in found.changes],
-            [change.devices_used for change in found.changes],
-            [change.samples_per_second for change in found.changes],
+            [change.devices for change in replayed.changes],
+            [change.devices_used for change in replayed.changes],
+            [change.samples_per_second for change in replayed.changes],
         )
     )
     with picture(path, height=4.6) as figure:
@@ -134,15 +138,15 @@ def draw_replay(path: Path, found: Replay) -> None:
         above.fill_between(times, rented, step="post", color=SKY, linewidth=0, label="devices rented")
         above.step(times, used, where="post", color=BLUE, linewidth=1.0, label="used")
         for kind, (colour, label) in _MARKS.items():
-            places = [hour for hour, change in zip(hours, found.changes, strict=True) if change.kind == kind]
+            places = [hour for hour, change in zip(hours, replayed.changes, strict=True) if change.kind == kind]
             if places:
                 above.plot(places, [0] * len(places), "|", color=colour, markersize=7, label=label, clip_on=False)
         above.set_ylabel("devices")
         above.yaxis.set_major_locator(MaxNLocator(integer=True))
         above.set_ylim(0, 1.08 * max(rented, default=1))
         below.step(times, rates, where="post", color=BLUE, linewidth=1.0, label="planned")
-        label = f"reached on average: {100 * found.share_of_ideal:.2f} % of the ideal"
-        below.axhline(found.goodput, color=GREY, linestyle="--", linewidth=1.0, label=label)
+        label = f"reached on average: {100 * replayed.share_of_ideal:.2f} % of the ideal"
+        below.axhline(replayed.goodput, color=GREY, linestyle="--", linewidth=1.0, label=label)
         below.set_ylabel("samples per second")
         below.set_ylim(0, 1.08 * max(rates, default=1) or 1)
         below.set_xlim(0, end)

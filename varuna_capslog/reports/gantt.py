@@ -38,14 +38,14 @@ __all__ = ["draw_schedule", "draw_simulation"]
 _COLOURS = {"F": SKY, "R": AMBER, "B": BLUE, "I": BLUE, "W": "#5b87ad", "O": "#c9b7d6", "L": "#c9b7d6", "U": GREY}
 _WHITE_TEXT = frozenset("BIW")
 _MARKS = {"O": "^", "L": "v"}
-"""Where a copy begins that takes no time of its rank: at the upper edge of the row."""
+"""Marks for the begin of a copy that takes no time of its rank, at the upper edge of the row."""
 _MARK_COLOUR = "#7a4f96"
 _SMALLEST, _LARGEST = 4.0, 8.5
 """Points of the numbers in the boxes; where not even the smallest fits, boxes stay empty."""
 
 
 def draw_schedule(path: Path, timeline: Timeline, in_seconds: bool) -> bool:
-    """Draws the timeline and returns whether every box has its number.
+    """Draw the timeline and return whether every box has its number.
 
     Where a rank runs several stages, boxes read `stage.microbatch`.
 
@@ -56,7 +56,7 @@ def draw_schedule(path: Path, timeline: Timeline, in_seconds: bool) -> bool:
     height = _row_height(len(rows))
     with picture(path, height=1.15 + height * len(rows)) as figure:
         axes = figure.add_subplot()
-        labels = [_row_name(rank, list({one.action.stage for one in row})) for rank, row in enumerate(rows)]
+        labels = [_row_name(rank, list({timed.action.stage for timed in row})) for rank, row in enumerate(rows)]
         numbered = _draw_boxes(axes, rows, labels, timeline.step_seconds or 1.0, in_seconds, height)
         _key(figure, rows)
     return numbered
@@ -65,15 +65,15 @@ def draw_schedule(path: Path, timeline: Timeline, in_seconds: bool) -> bool:
 def draw_simulation(
     path: Path, simulation: Simulation, capacity: Sequence[int] | None = None, vector: bool = True
 ) -> bool:
-    """Draws all pipelines' ranks and, where it is known, what each holds over time; returns as `draw_schedule`.
+    """Draw all pipelines' ranks and, where known, each rank's memory over time; return as `draw_schedule`.
 
-    Writes `path` (PNG) and beside it, where `vector` says so, the same picture as SVG. The memory of a rank is that of
-    its list of actions, or, where that cannot be folded, the sum of its stages'.
+    Writes `path` (PNG) and, with `vector`, the same picture as SVG beside it. The memory of a rank is that of its list
+    of actions, or, where that cannot be computed, the sum of its stages'.
 
     Args:
         capacity: bytes that each rank may use, in the order of the rows; drawn where it is not far above the peaks.
     """
-    rows = [row for one in simulation.pipelines for row in one.timeline.actions]
+    rows = [row for pipeline in simulation.pipelines for row in pipeline.timeline.actions]
     labels = _labels(simulation)
     end = simulation.step_seconds or 1.0
     height = _row_height(len(rows))
@@ -105,22 +105,22 @@ def _draw_boxes(
     in_seconds: bool,
     height: float,
 ) -> bool:
-    """A row per rank from time 0 to `end`; returns whether every box has its number."""
+    """Draw a row per rank from time 0 to `end`; return whether every box has its number."""
     unit, unit_name = second_unit(end) if in_seconds else (1.0, "forward passes")
-    several = any(len({one.action.stage for one in row}) > 1 for row in rows)
+    several = any(len({timed.action.stage for timed in row}) > 1 for row in rows)
     points = 72 * (WIDTH - 1.6) / end  # of axis per second
     numbered = True
     for rank, row in enumerate(rows):
         axes.broken_barh([(0, end / unit)], (rank - 0.41, 0.82), facecolors=PALE, linewidth=0)
-        for kind in dict.fromkeys(one.action.kind for one in row):
-            of_kind = [one for one in row if one.action.kind == kind]
-            boxes = [one for one in of_kind if one.end_seconds > one.start_seconds]
+        for kind in dict.fromkeys(timed.action.kind for timed in row):
+            of_kind = [timed for timed in row if timed.action.kind == kind]
+            boxes = [timed for timed in of_kind if timed.end_seconds > timed.start_seconds]
             if kind in _MARKS and not boxes:
-                times = [one.start_seconds / unit for one in of_kind]
+                times = [timed.start_seconds / unit for timed in of_kind]
                 axes.plot(times, [rank - 0.41] * len(times), clip_on=False, **_mark(kind))
-            spans = [(one.start_seconds / unit, (one.end_seconds - one.start_seconds) / unit) for one in boxes]
+            spans = [(timed.start_seconds / unit, (timed.end_seconds - timed.start_seconds) / unit) for timed in boxes]
             axes.broken_barh(spans, (rank - 0.41, 0.82), facecolors=_COLOURS[kind], edgecolors="white", linewidth=0.6)
-            texts = [_label(one, several) for one in boxes]
+            texts = [_label(timed, several) for timed in boxes]
             # one size for a row's boxes of a kind, and all of them or none: gaps would look like a meaning
             widths = [1.3 if text == "U" else len(text) for text in texts]
             room = [points * span[1] * unit / width for span, width in zip(spans, widths, strict=True)]
@@ -128,8 +128,8 @@ def _draw_boxes(
             if size < _SMALLEST:
                 numbered = False
                 continue
-            for one, text in zip(boxes, texts, strict=True):
-                middle = (one.start_seconds + one.end_seconds) / 2 / unit
+            for timed, text in zip(boxes, texts, strict=True):
+                middle = (timed.start_seconds + timed.end_seconds) / 2 / unit
                 colour = "white" if kind in _WHITE_TEXT else INK
                 axes.text(middle, rank, text, ha="center", va="center_baseline", fontsize=size, color=colour)
     name_rows(axes, labels)
@@ -146,7 +146,7 @@ def _draw_memory(
     end: float,
     capacity: Sequence[int] | None,
 ) -> None:
-    """A filled course per rank, all rows on one scale, each with its peak; a dashed line where its device is full."""
+    """Draw a filled curve of bytes per rank, all on one scale, each with its peak; a dashed line is the capacity."""
     unit, _ = second_unit(end)
     peaks = [max(size for _, size in course) for course in courses]
     limits = capacity if capacity is not None and max(capacity) <= 2.5 * max([1, *peaks]) else None
@@ -167,12 +167,12 @@ def _draw_memory(
 
 
 def _row_name(rank: int, stages: Sequence[int]) -> str:
-    """A row is named by its stage, or by its rank where that runs several."""
+    """Return the name of a row: its stage, or its rank where that runs several."""
     return f"stage {stages[0]}" if len(stages) == 1 else f"rank {rank}"
 
 
 def _labels(simulation: Simulation) -> list[str]:
-    """A name per row, with the pipeline's number before it where there are several."""
+    """Return a name per row, with the pipeline's number before it where there are several."""
     return [
         (f"{number}: " if len(simulation.pipelines) > 1 else "") + _row_name(rank, stages)
         for number, pipeline in enumerate(simulation.pipelines)
@@ -181,7 +181,7 @@ def _labels(simulation: Simulation) -> list[str]:
 
 
 def _rank_courses(simulation: Simulation) -> list[list[tuple[float, int]]] | None:
-    """Per row, the bytes of its rank over time; None where they are unknown."""
+    """Return for each row the bytes of its rank over time; None where they are unknown."""
     rows = []
     for pipeline in simulation.pipelines:
         if (folded := pipeline.rank_memory) is not None:
@@ -195,7 +195,7 @@ def _rank_courses(simulation: Simulation) -> list[list[tuple[float, int]]] | Non
 
 
 def _added(courses: Sequence[Sequence[tuple[float, int]]]) -> list[tuple[float, int]]:
-    """The sum of several courses."""
+    """Return the sum of several curves of bytes over time."""
     if len(courses) == 1:
         return list(courses[0])
     changes = sorted(
@@ -211,10 +211,12 @@ def _added(courses: Sequence[Sequence[tuple[float, int]]]) -> list[tuple[float, 
 
 
 def _key(figure: Figure, rows: Sequence[Sequence[TimedAction]]) -> None:
-    kinds = [kind for kind in _COLOURS if any(one.action.kind == kind for row in rows for one in row)]
+    kinds = [kind for kind in _COLOURS if any(timed.action.kind == kind for row in rows for timed in row)]
     handles: list[Artist] = []
     for kind in kinds:
-        instant = all(one.start_seconds == one.end_seconds for row in rows for one in row if one.action.kind == kind)
+        instant = all(
+            timed.start_seconds == timed.end_seconds for row in rows for timed in row if timed.action.kind == kind
+        )
         box = Patch(facecolor=_COLOURS[kind], label=KINDS[kind])
         handles.append(Line2D([], [], label=KINDS[kind], **_mark(kind)) if kind in _MARKS and instant else box)
     handles.append(Patch(facecolor=PALE, label="idle"))
@@ -225,6 +227,6 @@ def _mark(kind: str) -> dict[str, Any]:
     return {"marker": _MARKS[kind], "color": _MARK_COLOUR, "markersize": 5, "markeredgewidth": 0, "linestyle": "none"}
 
 
-def _label(one: TimedAction, several: bool) -> str:
-    microbatch = "" if one.action.microbatch is None else str(one.action.microbatch)
-    return f"{one.action.stage}.{microbatch}" if several else microbatch or "U"
+def _label(timed: TimedAction, several: bool) -> str:
+    microbatch = "" if timed.action.microbatch is None else str(timed.action.microbatch)
+    return f"{timed.action.stage}.{microbatch}" if several else microbatch or "U"

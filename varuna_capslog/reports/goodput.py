@@ -1,4 +1,4 @@
-"""Where the time of a run went, from its files alone: productive steps, and everything that was not.
+"""Accounts for the time of a run, from its files alone: productive steps, and all other time.
 
 Every moment from the first launch to the last line of the run's files belongs to exactly one of the kinds below, so
 that they add up to the wall time.
@@ -31,7 +31,7 @@ KINDS: Mapping[str, str] = {
     "ending": "from the last step to the end: the last checkpoint and evaluation",
     "not running": "from the end of one launch to the next one",
 }
-"""In the order in which they are shown, with what each of them is."""
+"""Kinds of time, in the order in which they are shown, with the meaning of each."""
 
 
 @dataclass(frozen=True)
@@ -42,32 +42,36 @@ class Account:
 
     @property
     def total(self) -> float:
-        """From the first launch to the last line."""
+        """Seconds from the first launch to the last line."""
         return sum(self.seconds.values())
 
     @property
     def goodput(self) -> float:
-        """The share of the productive steps in all the time, 0 .. 1."""
+        """Share of the productive steps in all the time, 0 .. 1."""
         return self.seconds["productive"] / self.total if self.total > 0 else 0.0
 
     def sentence(self) -> str:
-        """What was not productive, the largest part first, in words; parts below 0.05 % are left out."""
+        """Describe the goodput and the unproductive parts, the largest first; parts below 0.05 % are left out."""
         percent = {kind: 100 * seconds / self.total for kind, seconds in self.seconds.items() if self.total > 0}
-        rest = [(share, kind) for kind, share in percent.items() if kind != "productive" and share >= 0.05]
-        named = ", ".join(f"{kind} {share:.1f} %" for share, kind in sorted(rest, reverse=True))
+        unproductive = [(share, kind) for kind, share in percent.items() if kind != "productive" and share >= 0.05]
+        named = ", ".join(f"{kind} {share:.1f} %" for share, kind in sorted(unproductive, reverse=True))
         return f"{100 * self.goodput:.1f} % of {duration(self.total)}" + (f" ({named})" if named else "")
 
 
 def account_of(run: RunRecord) -> Account | None:
-    """The account of a run; None where its lines have no times, as those of older versions."""
+    """Return the account of a run; None where its lines have no times, as in older versions."""
     steps = [line for line in run.every_step if line.time is not None and line.step_seconds is not None]
     if not steps or len(steps) < len(run.every_step):
         return None
-    return Account(_Ledger(steps, run.events, {(one.step, one.generation) for one in run.evaluations}).account())
+    return Account(
+        _Ledger(
+            steps, run.events, {(evaluation.step, evaluation.generation) for evaluation in run.evaluations}
+        ).account()
+    )
 
 
 class _Ledger:
-    """One run's time, taken apart from its beginning to its end."""
+    """Splits a run's time, from its beginning to its end, into kinds."""
 
     def __init__(
         self, steps: Sequence[StepLine], events: Sequence[Event], evaluated: Collection[tuple[int, int | None]]
@@ -87,7 +91,7 @@ class _Ledger:
         self._found = dict.fromkeys(KINDS, 0.0)
 
     def account(self) -> dict[str, float]:
-        """Seconds by kind."""
+        """Return seconds by kind."""
         first = self._steps[0]
         begin = _begin(first)
         at = min([begin, *(_time(event) for event in self._events if event.kind == "launch")])
@@ -104,37 +108,37 @@ class _Ledger:
         return self._found
 
     def _before_a_step(self, begin: float, end: float, before: StepLine | None, after: StepLine) -> None:
-        """Time without a step, up to the begin of one."""
+        """Account for time without a step, up to the begin of a step."""
         inside = self._events[bisect_left(self._times, begin) : bisect_right(self._times, end)]
         launches = [_time(event) for event in inside if event.kind == "launch"]
         if launches or before is None:
-            # what a launch that came to no step did, counts as its start
+            # the time of a launch that came to no step counts as its start
             launched = launches[0] if launches else begin
             stopped = max([begin, *(at for event in inside if (at := _time(event)) < launched)])
             self._found["ending"] += stopped - begin
             self._found["not running"] += launched - stopped
             self._found["starting"] += end - launched
             return
-        left = end - begin
+        remaining_seconds = end - begin
         for kind, seconds in self._known(end, inside, before, after):
-            taken = min(left, max(0.0, seconds))
+            taken = min(remaining_seconds, max(0.0, seconds))
             self._found[kind] += taken
-            left -= taken
-        self._found["between steps" if before.generation == after.generation else "paused"] += left
+            remaining_seconds -= taken
+        self._found["between steps" if before.generation == after.generation else "paused"] += remaining_seconds
 
     def _known(self, end: float, inside: Sequence[Event], before: StepLine, after: StepLine) -> list[tuple[str, float]]:
-        """What is known to have happened between two steps, and how long it took at most."""
+        """Return the known events between two steps, as kinds with their longest possible seconds."""
         boundary = before.step, before.generation
-        found = [("checkpointing", self._stalls.get(boundary, 0.0))]
+        parts = [("checkpointing", self._stalls.get(boundary, 0.0))]
         if before.generation != after.generation:
-            found.append(("repeated", self._broken_off.get(after.generation, 0.0)))
+            parts.append(("repeated", self._broken_off.get(after.generation, 0.0)))
             waits = [_time(event) for event in inside if event.kind == "waiting"]
             if waits:  # until a device comes that ends it; the change itself is a pause
                 comes = [at for event in inside if event.kind == "join" and (at := _time(event)) > waits[0]]
-                found.append(("waiting", (comes[-1] if comes else end) - waits[0]))
+                parts.append(("waiting", (comes[-1] if comes else end) - waits[0]))
         elif boundary in self._evaluated:
-            found.append(("evaluating", math.inf))  # the rest
-        return found
+            parts.append(("evaluating", math.inf))  # the rest
+        return parts
 
 
 def _time(event: Event) -> float:
@@ -151,14 +155,14 @@ def _number(event: Event, name: str) -> float:
 
 
 def goodput_parts(run: RunRecord) -> list[Markup]:
-    """A table of the kinds with their shares; nothing where the times are not known."""
+    """Return a table of the kinds with their shares; nothing where the times are not known."""
     account = account_of(run)
     if account is None:
         return []
     rows = []
-    for kind, what in KINDS.items():
+    for kind, meaning in KINDS.items():
         if (seconds := account.seconds[kind]) > 0:
             share = seconds / account.total
-            rows.append([kind, duration(seconds), f"{100 * share:.2f} %", markup.cell_bar(share), what])
+            rows.append([kind, duration(seconds), f"{100 * share:.2f} %", markup.cell_bar(share), meaning])
     rows.append(["all", duration(account.total), "100.00 %", "", ""])
     return [markup.table("goodput-table", ("kind", "time", "share", "", "what it is"), rows, left=(0, 3, 4))]

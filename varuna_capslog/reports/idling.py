@@ -1,6 +1,6 @@
-"""Where a pipeline idles more than half of its step: how much, and what would help, each tried by playing that step.
+"""Notes on a pipeline that idles more than half of its step: how much, and changes that would help, each simulated.
 
-`tables` writes it below a plan. Nothing is planned anew, so what would help is told without the memory that it takes.
+`tables` writes them below a plan. No new plan is made, so the notes do not consider the memory that a change takes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from varuna_capslog.schedules import RunShape
 __all__ = ["idle_notes"]
 
 _MUCH = 0.5
-"""Share of the devices' time in a step from which on it is told."""
+"""Share of the devices' time in a step above which a note is made."""
 _MOST_CALLS = 2_000
-"""Of all stages in a step that is played here, which takes at most a second; of larger ones nothing is told."""
+"""Most calls of all stages in a step that is simulated, which takes at most a second; larger steps get no note."""
 
 
 def idle_notes(plan: Plan, profile: Profile) -> list[str]:
-    """One sentence where devices idle more than half of the step as it is played; else none."""
+    """Return a sentence where devices idle more than half of the simulated step; else nothing."""
     if plan.num_microbatches is None or not profile.timed or plan.purpose != "training":
         return []
     if plan.num_microbatches * len(plan.stages) > _MOST_CALLS:
@@ -32,14 +32,14 @@ def idle_notes(plan: Plan, profile: Profile) -> list[str]:
         if share <= _MUCH:
             return []
         helps = [] if plan.cuts is None or plan.actions is not None else _what_helps(plan, profile)
-    except CapslogError:  # the profile lacks what the play needs
+    except CapslogError:  # the profile lacks columns that the simulation needs
         return []
     return [f"devices idle {100 * share:.0f} % of the step{'; ' if helps else ''}{', '.join(helps)}"]
 
 
 def _what_helps(plan: Plan, profile: Profile) -> list[str]:
-    """The fewest microbatches, and the most devices, each with as many neighbouring stages of the plan, that idle no
-    more than half of the step; as far as doubling the one, or halving the other, comes to such.
+    """Return the fewest microbatches, and the most devices (each with equally many neighbouring stages of the plan),
+    that idle at most half of the step. Microbatches are only doubled, and devices only halved.
     """
     assert plan.num_microbatches is not None
     assert plan.cuts is not None
@@ -68,10 +68,10 @@ def _idle(
     count: int | None = None,
     recompute: bool | None = None,
 ) -> float:
-    """The share of all ranks' time until the update in which they do not compute.
+    """Return the share of all ranks' time until the update in which they do not compute.
 
-    step_seconds: of the step, where they are known better than without links. count: microbatches, if not the plan's.
-    recompute: whether stages do whose memory the plan leaves open; None: as in the profile.
+    step_seconds: of the step, where they are known more exactly than without links. count: microbatches, if not the
+    plan's. recompute: whether stages recompute whose memory the plan leaves open; None: as in the profile.
     """
     run = RunShape.of_conditions(profile.conditions)
     played = play(profile, plan, None, count, recompute, run, Link())

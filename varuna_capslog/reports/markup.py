@@ -1,4 +1,4 @@
-"""The few pieces of HTML a report is made of, and its one style sheet.
+"""The few pieces of HTML that a report is made of, and its style sheet.
 
 Every text that comes from a run is escaped here and nowhere else. No scripts, no fonts, nothing from the network: a
 page must read the same from a zipped folder ten years on.
@@ -33,12 +33,12 @@ class Markup(str):
 
 
 def escape(text: str) -> str:
-    """The text as HTML; what would drive a terminal that shows the page, or hide in it, stands there as an escape."""
+    """Return the text as HTML, with escapes for characters that control a terminal or are invisible."""
     return html.escape("\n".join(map(printable, text.split("\n"))))
 
 
 def page(title: str, subtitle: str, sections: Sequence[Markup]) -> Markup:
-    """The whole document."""
+    """Return the whole document."""
     return Markup(
         "<!DOCTYPE html>\n"
         '<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -61,7 +61,7 @@ def paragraph(text: str) -> Markup:
 
 
 def note(text: str) -> Markup:
-    """A sentence about what is missing or to be read with care."""
+    """A sentence about missing or doubtful content."""
     return Markup(f'<p class="note">{_inner(text)}</p>')
 
 
@@ -76,7 +76,7 @@ def code(text: str) -> Markup:
 
 
 def figure(source: str, description: str, caption: str) -> Markup:
-    """A picture that lies beside the page; `description` is for those who cannot see it."""
+    """A picture that lies beside the page; `description` is its alternative text."""
     return Markup(
         f'<figure>\n<img src="{escape(source)}" alt="{escape(description)}">\n'
         f"<figcaption>{_inner(caption)}</figcaption>\n</figure>"
@@ -84,7 +84,7 @@ def figure(source: str, description: str, caption: str) -> Markup:
 
 
 def gallery(sources: Mapping[str, str]) -> Markup:
-    """Pictures side by side, each a link to itself in full size; source -> caption."""
+    """Return pictures side by side, each a link to itself in full size; source -> caption."""
     items = (
         f'<figure><a href="{escape(source)}"><img src="{escape(source)}" alt="{escape(caption)}"></a>'
         f"<figcaption>{escape(caption)}</figcaption></figure>"
@@ -94,7 +94,7 @@ def gallery(sources: Mapping[str, str]) -> Markup:
 
 
 def facts(name: str, rows: Mapping[str, str]) -> Markup:
-    """A table of two columns, what and its value."""
+    """Return a table of two columns, names and values."""
     body = "".join(
         f'<tr><th scope="row">{escape(key)}</th><td>{_inner(value)}</td></tr>\n' for key, value in rows.items()
     )
@@ -116,7 +116,7 @@ def table(name: str, headings: Sequence[str], rows: Sequence[Sequence[str]], lef
 
 
 def join(*parts: str) -> Markup:
-    """The parts one after the other; those that are not HTML yet are escaped."""
+    """Return the parts one after the other; parts that are not HTML yet are escaped."""
     return Markup("".join(_inner(part) for part in parts))
 
 

@@ -59,7 +59,7 @@ _MOST_ABOVE = 2.5
 
 
 def shows_capacity(capacity: Sequence[int] | None, peaks: Sequence[int]) -> bool:
-    """Whether the picture of these peaks holds the capacity line."""
+    """Return whether the picture of these peaks shows the capacity line."""
     return capacity is not None and max(capacity) <= _MOST_ABOVE * max([0, *peaks])
 
 
@@ -70,9 +70,8 @@ def draw_stage_peaks(
     capacity: Sequence[int] | None,
     at_measured_size: Sequence[int] | None = None,
 ) -> None:
-    """Bars of every stage, in bytes: what the plan predicted, what was predicted for the sizes that were measured
-    (where these are other sizes), what was measured. `capacity` is that of each stage's device. At least one kind of
-    bar is given.
+    """Draw bars of every stage, in bytes: peaks predicted by the plan, peaks predicted for the measured sizes (where
+    these differ), and measured peaks. `capacity` is that of each stage's device. At least one kind of bar is given.
     """
     peaks = [*(predicted or ()), *(at_measured_size or ()), *(measured or ())]
     stages = len(predicted or measured or ())
@@ -105,7 +104,7 @@ def draw_stage_peaks(
 def draw_layers(
     path: Path, names: Sequence[str], isolated: Sequence[int], added: Sequence[int | None], cuts: Sequence[int] | None
 ) -> None:
-    """M_i and M_a of every layer in bytes as bars; where `cuts` is given, a line before each stage and its number."""
+    """Draw M_i and M_a of every layer in bytes as bars; with `cuts`, a line before each stage, and its number."""
     divisor, unit = byte_unit(isolated)
     count = len(names)
     with picture(path, height=4.6) as figure:
@@ -127,7 +126,7 @@ def draw_layers(
 
 
 def _draw_cuts(axes: Axes, cuts: Sequence[int], num_layers: int) -> None:
-    """A line before every stage but the first, every second stage shaded, and the stages' numbers on top."""
+    """Draw a line before every stage but the first, shade every second stage, and number the stages on top."""
     stages = list(pairwise([*cuts, num_layers]))
     narrowest = WIDTH * min(end - first for first, end in stages) / num_layers
     above: dict[str, Any] = {"textcoords": "offset points", "va": "bottom", "fontsize": 8.5}
@@ -146,11 +145,11 @@ def _draw_cuts(axes: Axes, cuts: Sequence[int], num_layers: int) -> None:
 
 @dataclass(frozen=True)
 class GenerationPeaks:
-    """One generation.
+    """A generation and its peaks.
 
     Attributes:
-        steps: the first and the last one that it made; None where no step is known.
-        why: what began it, in few words.
+        steps: the first and the last step that it made; None where no step is known.
+        why: its cause, in few words.
         change: "lost", "left", "joined", or anything else for another reason.
         predicted, measured: bytes of each stage; None if unknown.
         capacity: of each stage's device in bytes, or None.
@@ -166,18 +165,20 @@ class GenerationPeaks:
 
     @property
     def stages(self) -> int:
-        """0 where nothing is known."""
+        """Number of stages; 0 where it is not known."""
         return len(self.predicted or self.measured or ())
 
 
 def draw_generations(path: Path, generations: Sequence[GenerationPeaks]) -> None:
-    """Per generation two bars for each stage, predicted and measured, in bytes; a line for each change between them.
+    """Draw for each generation two bars per stage, predicted and measured, in bytes, and a line for each change.
 
     At most `MOST_GENERATIONS`, with at least one bar among them.
     """
-    peaks = [peak for one in generations for peak in (*(one.predicted or ()), *(one.measured or ()))]
+    peaks = [
+        peak for generation in generations for peak in (*(generation.predicted or ()), *(generation.measured or ()))
+    ]
     divisor, unit = byte_unit(peaks)
-    widest = max(one.stages for one in generations)
+    widest = max(generation.stages for generation in generations)
     room = _INSIDE / len(generations)  # inches for each
     slot = min(1 / (widest + 1.0), 1.1 / room)  # of the room, for one stage
     width = 0.4 * slot
@@ -198,10 +199,10 @@ def draw_generations(path: Path, generations: Sequence[GenerationPeaks]) -> None
                 limits = [limit / divisor for limit in generation.capacity]
                 axes.hlines(limits, [x - slot / 2 for x in middles], [x + slot / 2 for x in middles], **_CAPACITY)
         for change, colour in COLOURS.items():
-            if any(one.change == change for one in generations[1:]):
+            if any(generation.change == change for generation in generations[1:]):
                 axes.plot([], [], color=colour, linewidth=1.6, label=f"a device {change}")
         axes.set_xlim(-0.5, len(generations) - 0.5)
-        texts = [_words(one, len(generations), room) for one in generations]
+        texts = [_words(generation, len(generations), room) for generation in generations]
         axes.set_xticks(range(len(generations)), texts, color=INK)
         axes.tick_params(axis="x", length=0, labelsize=8)
         if len(generations) > _MOST_WORDS:
@@ -210,14 +211,14 @@ def draw_generations(path: Path, generations: Sequence[GenerationPeaks]) -> None
         axes.margins(y=0.12)
         axes.grid(axis="y")
         handles, labels = axes.get_legend_handles_labels()
-        known = dict(zip(labels, handles, strict=True))  # each label once
-        order = sorted(known, key=lambda label: label.startswith("a device"))  # bars before lines
-        handles = [known[label] for label in order]
+        handle_of = dict(zip(labels, handles, strict=True))  # each label once
+        order = sorted(handle_of, key=lambda label: label.startswith("a device"))  # bars before lines
+        handles = [handle_of[label] for label in order]
         figure.legend(handles, order, loc="outside upper left", ncols=6, columnspacing=1.3, handlelength=1.6)
 
 
 def _words(generation: GenerationPeaks, count: int, room: float) -> str:
-    """The text under a generation: its number, its steps, and its cause."""
+    """Return the text under a generation: its number, its steps, and its cause."""
     if count > _MOST_WORDS:
         return str(generation.number)
     longest = round(room / 0.068)
@@ -229,12 +230,15 @@ def _words(generation: GenerationPeaks, count: int, room: float) -> str:
 def _draw_bars(
     axes: Axes, places: Sequence[float], heights: Sequence[float], width: float, size: float, look: Mapping[str, Any]
 ) -> None:
-    """Bars, each with its number over it, with three digits that matter (6.19, 61.9, 619); none where `size`, in
-    points, would be too small.
+    """Draw bars, each with its number over it, in three significant digits (6.19, 61.9, 619); no numbers where `size`,
+    in points, would be too small.
     """
     bars = axes.bar(places, heights, 0.94 * width, edgecolor="white", linewidth=0, **look)
     if size < 5:
         return
-    texts = [f"{one:.2f}" if abs(one) < 10 else f"{one:.1f}" if abs(one) < 100 else f"{one:.0f}" for one in heights]
+    texts = [
+        f"{height:.2f}" if abs(height) < 10 else f"{height:.1f}" if abs(height) < 100 else f"{height:.0f}"
+        for height in heights
+    ]
     for text in axes.bar_label(bars, texts, padding=2, fontsize=size):  # over the capacity line, and readable there
         text.set(zorder=5, path_effects=[withStroke(linewidth=3, foreground="white")])

@@ -35,13 +35,13 @@ _PREDICTION = "prediction-"
 
 
 def write_report(run: RunRecord | Path, rehearse: Rehearsal | None = None) -> Path:
-    """Writes `report/` into the folder of a run, index.html with its pictures beside it, and returns the page's path.
+    """Write `report/` into the folder of a run, index.html with its pictures beside it, and return the page's path.
 
     If a file of the run is missing or unreadable, the section that needs it says so. An earlier report
     in the folder is replaced; other files there stay.
 
     Args:
-        run: as it was read, or its folder.
+        run: a record that was read, or its folder.
         rehearse: predicts the peaks of a plan for given input shapes (`reporting.peaks_of_stages`), for a run whose
             peaks were measured at other sizes than the plan's predictions hold for; None: these are not compared then.
 
@@ -115,12 +115,12 @@ def _training(run: RunRecord, folder: Path) -> list[Markup]:
         return [_missing(run, "curves", "metrics.jsonl", "step")]
     clip_norm = run.config.train.clip_norm if run.config is not None else None
     draw_training(folder / "training.png", run.steps, run.events, clip_norm)
-    shown, rest = main_parts(run.steps)
+    shown, others = main_parts(run.steps)
     caption = f"{plural(len(run.steps), 'step')}, from step {run.steps[0].step} to step {run.steps[-1].step}."
     if shown:
         caption += " Loss parts as the workload names them."
-    if rest:
-        caption += f" {plural(len(rest), 'further part')} in grey (such as the same loss of earlier decoder layers)."
+    if others:
+        caption += f" {plural(len(others), 'further part')} in grey (such as the same loss of earlier decoder layers)."
     if any(event.step is not None for event in run.events):
         caption += " The strip on top marks the run's events."
     if any(event.kind == "morph" and event.step is not None for event in run.events):
@@ -198,8 +198,8 @@ def _events(run: RunRecord) -> list[Markup]:
     return [markup.table("event-table", headings, rows, left=(0, 1, 4)), *parts]
 
 
-def _missing(run: RunRecord, what: str, file: str, entry: str) -> Markup:
-    return markup.note(f"No {what}: {run.problems.get(file, f'{file} holds no {entry} yet')}.")
+def _missing(run: RunRecord, content: str, file: str, entry: str) -> Markup:
+    return markup.note(f"No {content}: {run.problems.get(file, f'{file} holds no {entry} yet')}.")
 
 
 def _score(value: float | None) -> str:

@@ -1,8 +1,8 @@
-"""The section on the peak memory of each stage: what the plan predicted beside what the run measured.
+"""The section on the peak memory of each stage: the plan's prediction beside the run's measurement.
 
-`page` calls it. Errors are shares of the measured peak; where a comparison would mislead, it says why and gives none. A
-plan predicts the largest input that a run can meet; a peak is measured on the inputs that came. Where these differ, the
-peaks are predicted anew for the measured sizes, by a function that the caller of the report gives.
+`page` calls it. Errors are shares of the measured peak; where a comparison would mislead, it gives the reason and no
+error. A plan predicts the peak for the largest input that a run can meet; a peak is measured on the inputs that came.
+Where these differ, the caller's function predicts the peaks again for the measured sizes.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ __all__ = ["Rehearsal", "peak_parts", "size_text"]
 _PICTURE = "stage-memory.png"
 
 Rehearsal = Callable[[Config, Plan, Mapping[str, Sequence[int]]], list[int]]
-"""(config, plan, input shapes) -> peak bytes by stage; raises CapslogError where it cannot tell."""
+"""(config, plan, input shapes) -> peak bytes by stage; raises CapslogError where it cannot predict them."""
 
 
 def peak_parts(run: RunRecord, folder: Path, rehearse: Rehearsal | None) -> list[Markup]:
-    """Picture and table; draws `stage-memory.png` where there is a prediction or a measurement.
+    """Return picture and table; draw `stage-memory.png` where there is a prediction or a measurement.
 
     rehearse: as for `write_report`.
     """
     if run.plan is None:
         return [markup.note(f"No stages are known: {run.reason('plan')}.")]
-    plan, found = run.plan, run.measured_peaks()
+    plan, peaks_found = run.plan, run.measured_peaks()
     predicted = plan.stage_bytes
-    measured = None if found is None else found.bytes
+    measured = None if peaks_found is None else peaks_found.bytes
     notes = []
     if predicted is None:
         notes.append("The plan predicts no bytes: its cuts were given, or no memory model describes its schedule.")
@@ -57,10 +57,10 @@ def peak_parts(run: RunRecord, folder: Path, rehearse: Rehearsal | None) -> list
         notes.append(
             "Several stages share a rank here and show that rank's whole peak, so that no error per stage can be given."
         )
-    elif predicted is not None and found is not None:
+    elif predicted is not None and peaks_found is not None:
         try:
-            anew = _peaks_at_measured_sizes(run, predicted, found, rehearse)
-            errors = [_error(*pair) for pair in zip(anew or predicted, found.bytes, strict=True)]
+            anew = _peaks_at_measured_sizes(run, predicted, peaks_found, rehearse)
+            errors = [_error(*pair) for pair in zip(anew or predicted, peaks_found.bytes, strict=True)]
         except (CapslogError, OSError) as error:
             notes.append(f"No error is given, since predictions and measurements hold for other sizes: {error}.")
     peaks = [*(predicted or ()), *(anew or ()), *(measured or ())]
@@ -76,7 +76,7 @@ def peak_parts(run: RunRecord, folder: Path, rehearse: Rehearsal | None) -> list
     columns["error"] = errors or [UNKNOWN] * len(plan.stages)
     if capacity is not None:
         columns[f"capacity [{unit}]"] = _column(capacity, divisor, len(plan.stages))
-    caption = _caption(run, plan, found)
+    caption = _caption(run, plan, peaks_found)
     if anew is not None:
         caption.append("Predicted for the measured size by a rehearsal of every rank's program on fake tensors.")
     if capacity is not None and not shows_capacity(capacity, peaks):
@@ -95,13 +95,13 @@ def peak_parts(run: RunRecord, folder: Path, rehearse: Rehearsal | None) -> list
     return [*parts, *map(markup.note, notes)]
 
 
-def _caption(run: RunRecord, plan: Plan, found: MeasuredPeaks | None) -> list[str]:
-    """What the numbers are, and the input size that each of them holds for."""
+def _caption(run: RunRecord, plan: Plan, measured: MeasuredPeaks | None) -> list[str]:
+    """Describe the numbers, and the input size that each of them holds for."""
     caption = []
-    if found is not None:
-        source = "" if found.source is None else f" ({found.source})"
-        sizes = sorted({size_text(shapes) for shapes in found.inputs})
-        at = "" if all(shapes is None for shapes in found.inputs) else f", at {' and at '.join(sizes)}"
+    if measured is not None:
+        source = "" if measured.source is None else f" ({measured.source})"
+        sizes = sorted({size_text(shapes) for shapes in measured.inputs})
+        at = "" if all(shapes is None for shapes in measured.inputs) else f", at {' and at '.join(sizes)}"
         caption.append(f"Measured: the largest peak of any measured step{source}{at}.")
     if plan.stage_bytes is not None and plan.memory_model:
         largest = _predicted_input(run)
@@ -124,14 +124,14 @@ def _capacity_text(capacity: list[int]) -> str:
 
 
 def _predicted_input(run: RunRecord) -> Shapes | None:
-    """The shapes that the plan's predictions hold for: those of its profile. None where the profile has none."""
+    """Return the shapes that the plan's predictions hold for, those of its profile; None where it has none."""
     return None if run.profile is None else shapes_of(dict(run.profile.conditions).get("input"))
 
 
 def _peaks_at_measured_sizes(
     run: RunRecord, predicted: Sequence[int], measured: MeasuredPeaks, rehearse: Rehearsal | None
 ) -> list[int] | None:
-    """The peaks of a rehearsal at the measured sizes, by stage.
+    """Return the peaks of a rehearsal at the measured sizes, by stage.
 
     None where the plan's own predictions hold for these sizes, and where the sizes of either are not known (older
     runs). Raises CapslogError or OSError where nothing can be predicted for the measured sizes.
@@ -144,18 +144,18 @@ def _peaks_at_measured_sizes(
         raise CapslogError(f"the run's settings are not known: {run.reason('config.yaml')}")
     if rehearse is None or run.config.engine != "capslog":
         raise CapslogError("no rehearsal at these sizes can be made")
-    found: dict[str, list[int]] = {}
+    rehearsed: dict[str, list[int]] = {}
     for shapes in others:
         text = size_text(shapes)
-        found[text] = found.get(text) or rehearse(run.config, run.plan, shapes)
+        rehearsed[text] = rehearsed.get(text) or rehearse(run.config, run.plan, shapes)
     return [
-        predicted[stage] if shapes in (None, largest) else found[size_text(shapes)][stage]
+        predicted[stage] if shapes in (None, largest) else rehearsed[size_text(shapes)][stage]
         for stage, shapes in enumerate(measured.inputs)
     ]
 
 
 def size_text(shapes: Shapes | None) -> str:
-    """Shapes for people, such as images 8x3x72x72."""
+    """Return shapes as text, such as images 8x3x72x72."""
     if shapes is None:
         return "a size that is not recorded"
     return ", ".join(f"{name} {'x'.join(map(str, sizes)) or 'scalar'}" for name, sizes in shapes.items())

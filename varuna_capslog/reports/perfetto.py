@@ -1,9 +1,9 @@
 """A simulated step as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-`capslog simulate -o` calls it. The form is the Chrome trace event format: a process per rank with one thread for what
-it computes, one per rank it sends to and one for copies that run beside the computation, a counter of bytes per stage,
-and an arrow per message from the action that made it to the action that waits for it. It draws what was simulated and
-adds nothing.
+`capslog simulate -o` calls it. The form is the Chrome trace event format: a process per rank with one thread for its
+computation, one per rank that it sends to and one for copies that run beside the computation, a counter of bytes per
+stage, and an arrow per message from the action that made it to the action that waits for it. It only converts the
+simulated step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _INSIDE = 1e-3
 
 
 def trace_events(simulation: Simulation) -> dict[str, Any]:
-    """The JSON value of a trace file; times in microseconds since the step's begin."""
+    """Return the JSON value of a trace file; times in microseconds since the step's begin."""
     events: list[dict[str, Any]] = []
     for number, pipeline in enumerate(simulation.pipelines):
         events += _names(pipeline, number if len(simulation.pipelines) > 1 else None)
@@ -50,15 +50,15 @@ def trace_events(simulation: Simulation) -> dict[str, Any]:
 def _names(pipeline: PipelineStep, number: int | None) -> Iterator[dict[str, Any]]:
     of_pipeline = "" if number is None else f"pipeline {number}, "
     for rank, stages in zip(pipeline.ranks, pipeline.stage_of_row, strict=True):
-        what = f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
-        yield _named("process_name", rank, 0, {"name": f"rank {rank} ({of_pipeline}{what})"})
+        stage_text = f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
+        yield _named("process_name", rank, 0, {"name": f"rank {rank} ({of_pipeline}{stage_text})"})
         yield _named("process_sort_index", rank, 0, {"sort_index": rank})
         yield _named("thread_name", rank, COMPUTE_THREAD, {"name": "compute"})
         yield _named("thread_sort_index", rank, COMPUTE_THREAD, {"sort_index": 0})
-    for source, destination in sorted({_ends(pipeline, one) for one in pipeline.timeline.messages}):
+    for source, destination in sorted({_ends(pipeline, message) for message in pipeline.timeline.messages}):
         yield _named("thread_name", source, destination + 1, {"name": f"to rank {destination}"})
         yield _named("thread_sort_index", source, destination + 1, {"sort_index": destination + 1})
-    for rank in sorted({pipeline.ranks[one.rank] for one in pipeline.timeline.copies}):
+    for rank in sorted({pipeline.ranks[copy.rank] for copy in pipeline.timeline.copies}):
         yield _named("thread_name", rank, COPY_THREAD, {"name": "host tier"})
         yield _named("thread_sort_index", rank, COPY_THREAD, {"sort_index": COPY_THREAD})
 
@@ -67,20 +67,20 @@ def _named(name: str, pid: int, tid: int, arguments: dict[str, Any]) -> dict[str
     return {"ph": "M", "name": name, "pid": pid, "tid": tid, "ts": 0, "args": arguments}
 
 
-def _ends(pipeline: PipelineStep, one: TimedMessage) -> tuple[int, int]:
-    return pipeline.ranks[one.source], pipeline.ranks[one.destination]
+def _ends(pipeline: PipelineStep, message: TimedMessage) -> tuple[int, int]:
+    return pipeline.ranks[message.source], pipeline.ranks[message.destination]
 
 
 def _slices(pipeline: PipelineStep) -> Iterator[dict[str, Any]]:
     for rank, row in zip(pipeline.ranks, pipeline.timeline.actions, strict=True):
-        for one in row:
-            action = one.action
+        for timed in row:
+            action = timed.action
             place = {"name": str(action), "cat": KINDS[action.kind], "pid": rank, "tid": COMPUTE_THREAD}
-            yield _slice(one, place, {"stage": action.stage, "microbatch": action.microbatch})
-    for one in pipeline.timeline.copies:
-        action = one.action
-        place = {"name": str(action), "cat": "copy", "pid": pipeline.ranks[one.rank], "tid": COPY_THREAD}
-        yield _slice(one, place, {"stage": action.stage, "microbatch": action.microbatch})
+            yield _slice(timed, place, {"stage": action.stage, "microbatch": action.microbatch})
+    for copy in pipeline.timeline.copies:
+        action = copy.action
+        place = {"name": str(action), "cat": "copy", "pid": pipeline.ranks[copy.rank], "tid": COPY_THREAD}
+        yield _slice(copy, place, {"stage": action.stage, "microbatch": action.microbatch})
     for sent in pipeline.timeline.messages:
         message, (source, destination) = sent.message, _ends(pipeline, sent)
         name = f"{message.kind} {message.downstream[1]}"
@@ -90,8 +90,8 @@ def _slices(pipeline: PipelineStep) -> Iterator[dict[str, Any]]:
         yield _slice(sent, place, arguments)
 
 
-def _slice(one: TimedAction | TimedMessage, place: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    begin, length = one.start_seconds * _MICROSECONDS, (one.end_seconds - one.start_seconds) * _MICROSECONDS
+def _slice(timed: TimedAction | TimedMessage, place: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    begin, length = timed.start_seconds * _MICROSECONDS, (timed.end_seconds - timed.start_seconds) * _MICROSECONDS
     return {"ph": "X", **place, "ts": begin, "dur": length, "args": arguments}
 
 
@@ -109,21 +109,21 @@ def _counters(pipeline: PipelineStep) -> Iterator[dict[str, Any]]:
 
 
 def _arrows(pipeline: PipelineStep, prefix: str) -> Iterator[dict[str, Any]]:
-    """A pair of flow events per message whose two actions take time; an action without extent holds no arrow."""
+    """Yield a pair of flow events per message whose two actions take time; an action of no duration gets no arrow."""
     timed: dict[Action, tuple[int, TimedAction]] = {
-        one.action: (rank, one)
+        timed_end.action: (rank, timed_end)
         for rank, row in zip(pipeline.ranks, pipeline.timeline.actions, strict=True)
-        for one in row
+        for timed_end in row
     }
     for number, sent in enumerate(pipeline.timeline.messages):
         message = sent.message
         kinds = "F" if message.kind == "activation" else "BI"
-        found = [
+        ends = [
             next(timed[key] for kind in kinds if (key := Action(stage, kind, call)) in timed)
             for stage, call in (message.end(sends=True), message.end(sends=False))
         ]
-        (source, made), (destination, waits) = found
-        lengths = [(one.end_seconds - one.start_seconds) * _MICROSECONDS for one in (made, waits)]
+        (source, made), (destination, waits) = ends
+        lengths = [(timed_end.end_seconds - timed_end.start_seconds) * _MICROSECONDS for timed_end in (made, waits)]
         if min(lengths) <= 0:
             continue
         common = {"name": message.kind, "cat": "message", "id": f"{prefix}{number}"}

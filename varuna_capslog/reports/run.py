@@ -41,7 +41,7 @@ def _valid_or_none(value: Any, validate: Callable[[Any], T]) -> T | None:
 
 
 def _integer(value: Any) -> Any:
-    """A whole number may be written with a decimal point."""
+    """Convert a whole number that is written with a decimal point."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -51,9 +51,9 @@ def _object(value: Any) -> dict[str, Any]:
 
 _PREDICTIONS = "predictions"
 _MOST_TEXT_BYTES = 1 << 20
-"""Of a file of `predictions/`, which the page holds as a whole."""
+"""Limit of a text file of `predictions/`, which the page holds as a whole."""
 _OR_NONE = WrapValidator(_valid_or_none)
-# an axis from -1e308 to 1e308 is longer than a float can say, and no picture can be drawn
+# an axis from -1e308 to 1e308 is longer than the largest float, and no picture can be drawn
 _Finite = Annotated[float, Strict(), AllowInfNan(False), Field(ge=-1e100, le=1e100)]
 _Number = Annotated[_Finite | None, _OR_NONE]
 _Whole = Annotated[int, Strict(), Field(gt=-(2**63), lt=2**63), BeforeValidator(_integer)]
@@ -77,19 +77,19 @@ _SHAPES: TypeAdapter[Shapes | None] = TypeAdapter(_Shapes)
 
 
 def shapes_of(value: Any) -> Shapes | None:
-    """The shapes that a JSON object of name -> list of sizes gives; None where it is none."""
+    """Return the shapes of a JSON object of name -> list of sizes; None where it is not one."""
     return _SHAPES.validate_python(value)
 
 
 @checked_dataclass(frozen=True)
 class StepLine:
-    """One line of metrics.jsonl. A value that is missing or invalid is None; a line without a step is refused.
+    """A line of metrics.jsonl. A value that is missing or invalid is None; a line without a step is refused.
 
-    waited_seconds: how long the rank that waited longest for data did so.
-    busy_seconds: by rank, how long it worked.
-    time: when the step ended, in seconds since 1970.
-    peak_bytes: measured peak per stage, on the steps where it was taken; peak_source says how, peak_input the shapes of
-        the largest microbatch of the step.
+    waited_seconds: longest time that a rank waited for data.
+    busy_seconds: work of each rank.
+    time: end of the step, in seconds since 1970.
+    peak_bytes: measured peak per stage, on the steps where it was taken; peak_source is the method, peak_input the
+        shapes of the largest microbatch of the step.
     """
 
     step: _Whole
@@ -113,7 +113,7 @@ class MeasuredPeaks:
     """The largest measured peak of each stage.
 
     bytes, inputs: by stage; the input is that of the step whose peak it is, None where it is not recorded.
-    source: how it was taken; None where that is not recorded.
+    source: the method of measurement; None where it is not recorded.
     """
 
     bytes: list[int]
@@ -123,7 +123,7 @@ class MeasuredPeaks:
 
 @checked_dataclass(frozen=True)
 class Evaluation:
-    """One line of evaluations.jsonl: the scores that are numbers, in file order, and those per class."""
+    """A line of evaluations.jsonl: the scores that are numbers, in file order, and those per class."""
 
     step: _Whole
     scores: _KnownNumbers
@@ -132,13 +132,13 @@ class Evaluation:
 
     @property
     def value(self) -> float:
-        """What `best` is chosen by, the first score, negative where less is better; -inf where there is none."""
+        """Value by which `best` is chosen: the first score, negative where less is better; -inf where there is none."""
         return next((goodness(name, value) for name, value in self.scores.items()), -math.inf)
 
 
 @checked_dataclass(frozen=True)
 class Event:
-    """One line of events.jsonl; `time` is in seconds since 1970, `details` holds the keys that not every event has."""
+    """A line of events.jsonl; `time` is in seconds since 1970, `details` holds the keys that not every event has."""
 
     kind: str
     time: _Number = None
@@ -149,13 +149,13 @@ class Event:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run directory holds.
+    """Content of a run directory.
 
     plans: by generation; plan: the newest one, and its generation.
     steps, evaluations: rising in step, the last line of a step counts; last_step is the step of the last line.
-    every_step: all lines of steps as they were written, those of steps that were made again later included.
-    predictions, texts: what the trained model makes of samples: pictures, and what is written.
-    problems: by file name, why the file cannot be used (not written, not readable), or which part was left out.
+    every_step: all lines of steps as they were written, including steps that were repeated later.
+    predictions, texts: the trained model's output on samples, as pictures and as text.
+    problems: by file name, the reason why the file cannot be used (not written, not readable), or the part left out.
     """
 
     run_dir: Path
@@ -207,16 +207,16 @@ class RunRecord:
         return statistics.median(seconds) if seconds else None
 
     def waited_share(self) -> float | None:
-        """What part of the time in steps, but for the first of a generation, the rank that waited longest for data did
-        so; None where it was not measured.
+        """Return the share of the time in steps, without the first of a generation, that the rank with the longest wait
+        waited for data; None where it was not measured.
         """
-        known = [line for line in self.steps if None not in (line.step_seconds, line.waited_seconds)]
-        later = [line for before, line in itertools.pairwise(known) if line.generation == before.generation]
+        timed = [line for line in self.steps if None not in (line.step_seconds, line.waited_seconds)]
+        later = [line for before, line in itertools.pairwise(timed) if line.generation == before.generation]
         seconds = sum(line.step_seconds or 0 for line in later)
         return sum(line.waited_seconds or 0 for line in later) / seconds if seconds > 0 else None
 
     def reason(self, name: str) -> str:
-        """Why the file whose name begins with `name` cannot be used, as the rest of a sentence without its stop."""
+        """Return why the file whose name begins with `name` cannot be used, as a clause without full stop."""
         for file, problem in self.problems.items():
             if file.startswith(name):
                 return problem.rstrip(".")
@@ -228,7 +228,7 @@ class RunRecord:
 
 
 def read_run(run_dir: Path) -> RunRecord:
-    """Reads a run directory.
+    """Read a run directory.
 
     Raises:
         CapslogError: there is no such folder, or it holds no file that a run writes.
@@ -236,7 +236,7 @@ def read_run(run_dir: Path) -> RunRecord:
     if not run_dir.is_dir():
         raise CapslogError(f"{run_dir} is not a folder; give the run_dir of a training")
     plans = {
-        int(found[1]): path for path in run_dir.glob("plan-*.json") if (found := re.fullmatch(r"plan-(\d+)", path.stem))
+        int(match[1]): path for path in run_dir.glob("plan-*.json") if (match := re.fullmatch(r"plan-(\d+)", path.stem))
     }
     single = ("config.yaml", "profile.json", "metrics.jsonl", "evaluations.jsonl", "events.jsonl")
     if not plans and not any((run_dir / name).is_file() for name in single):
@@ -247,10 +247,10 @@ def read_run(run_dir: Path) -> RunRecord:
     generation = max(plans, default=None)
     plan_path = run_dir / "plan-<generation>.json" if generation is None else plans[generation]
     newest = _whole(plan_path, read_plan, problems)
-    every = {} if generation is None or newest is None else {generation: newest}
+    all_plans = {} if generation is None or newest is None else {generation: newest}
     for number, path in plans.items():
         if number != generation and (plan := _whole(path, read_plan, problems)) is not None:
-            every[number] = plan
+            all_plans[number] = plan
     lines = {name: _lines(run_dir / name, problems) for name in single if name.endswith(".jsonl")}
     steps = _records(lines["metrics.jsonl"], StepLine, "metrics.jsonl", problems)
     evaluations = _records(list(map(_scored, lines["evaluations.jsonl"])), Evaluation, "evaluations.jsonl", problems)
@@ -261,7 +261,7 @@ def read_run(run_dir: Path) -> RunRecord:
         profile=_whole(run_dir / "profile.json", read_profile, problems),
         plan=newest,
         generation=generation,
-        plans=every,
+        plans=all_plans,
         steps=_last_of_each_step(steps),
         every_step=tuple(steps),
         last_step=steps[-1].step if steps else None,
@@ -274,7 +274,7 @@ def read_run(run_dir: Path) -> RunRecord:
 
 
 def _whole(path: Path, read: Callable[[Path], T], problems: dict[str, str]) -> T | None:
-    """The record of one file, or None and the reason among the problems."""
+    """Return the record of a file; or None, with the reason added to the problems."""
     if not path.is_file():
         problems[path.name] = f"{path.name} is missing"
         return None
@@ -289,16 +289,16 @@ def _whole(path: Path, read: Callable[[Path], T], problems: dict[str, str]) -> T
 
 
 def _leads_away(path: Path) -> bool:
-    """Whether a file in the folder of a run, or in its `predictions/`, is a link to what does not lie there.
+    """Return whether a file in the folder of a run, or in its `predictions/`, is a link to a file outside of it.
 
-    Who makes a report of a stranger's run and passes it on must not pass on a file of their own.
+    A user who makes a report of a stranger's run and passes it on must not pass on a file of their own.
     """
     folder = path.parent.parent if path.parent.name == _PREDICTIONS else path.parent
     return not path.resolve().is_relative_to(folder.resolve())
 
 
 def _predictions(run_dir: Path, ending: str, problems: dict[str, str]) -> list[Path]:
-    """The files of `predictions/` that lie in the run's folder."""
+    """Return the files of `predictions/` that lie in the run's folder."""
     named = sorted((run_dir / _PREDICTIONS).glob(f"*.{ending}"), key=_natural)
     paths = [path for path in named if path.is_file() and not _leads_away(path)]
     if len(paths) < len(named):
@@ -344,13 +344,15 @@ def _detailed(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _last_of_each_step(lines: list[R]) -> tuple[R, ...]:
-    """A resumed run repeats the steps after its checkpoint; its last line for a step belongs to its weights."""
+    """Return the last line of each step. A resumed run repeats the steps after its checkpoint, and its last line for a
+    step belongs to its weights.
+    """
     by_step = {line.step: line for line in lines}
     return tuple(by_step[step] for step in sorted(by_step))
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
-    """Sorts sample-10 behind sample-9."""
+    """Sort key that puts sample-10 behind sample-9."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path.name)]
 
 

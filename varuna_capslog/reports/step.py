@@ -35,7 +35,7 @@ _PICTURE = "schedule.png"
 
 
 def step_parts(run: RunRecord, folder: Path) -> list[Markup]:
-    """Picture, facts and notes; draws `schedule.png` where the plan has a schedule."""
+    """Return picture, facts and notes; draw `schedule.png` where the plan has a schedule."""
     if run.plan is None:
         return [markup.note(f"No schedule is known: {run.reason('plan')}.")]
     try:
@@ -84,7 +84,7 @@ def step_parts(run: RunRecord, folder: Path) -> list[Markup]:
 
 
 def _schedule(run: RunRecord, plan: Plan) -> tuple[Schedule, str, StageGraph]:
-    """The actions of a step (in the short form those of one pipeline), their schedule's name, and the stages."""
+    """Return the actions of a step (in the short form those of one pipeline), their schedule's name, and the stages."""
     pipeline = None if run.config is None else run.config.pipeline
     name = plan.schedule or (None if pipeline is None else pipeline.schedule)
     if plan.actions is not None:
@@ -105,38 +105,38 @@ def _schedule(run: RunRecord, plan: Plan) -> tuple[Schedule, str, StageGraph]:
 
 
 def _edges(run: RunRecord) -> list[tuple[int, int]] | None:
-    """Which layers read from which; None where the run's profile does not say it."""
+    """Return the edges between layers, as (writer, reader); None where the run's profile does not have them."""
     return None if run.profile is None else run.profile.known_edges
 
 
 def _gradients(run: RunRecord, plan: Plan, graph: StageGraph) -> list[Edge] | None:
-    """The edges over which gradients come back; None: all."""
+    """Return the edges over which gradients come back; None: all."""
     if run.profile is None or plan.routes == "relay":
         return None
     return gradient_edges(message_bytes(run.profile, plan.stages, graph, plan.routes), graph)
 
 
 def _stage_seconds(run: RunRecord, plan: Plan) -> tuple[StageSeconds, str | None]:
-    """The seconds of each stage, or units (forward 1, backward 2) and why there are no seconds."""
-    ones = [1.0] * len(plan.stages)
+    """Return the seconds of each stage and None; or units (forward 1, backward 2) and the reason for the units."""
+    forward_units = [1.0] * len(plan.stages)
     bare = [0.0 if stage.end == plan.num_layers else 1.0 for stage in plan.stages]
     copies = dict.fromkeys("OL", [0.0] * len(plan.stages))
-    uniform = StageSeconds(ones, [2.0] * len(plan.stages), bare_forward=bare, other=copies)
+    uniform = StageSeconds(forward_units, [2.0] * len(plan.stages), bare_forward=bare, other=copies)
     if run.profile is None:
         return uniform, run.reason("profile.json")
     if run.profile.num_layers != plan.num_layers:
         return uniform, "profile.json describes another number of layers than the plan"
     try:
-        found = stage_seconds(run.profile, plan.stages)
+        seconds = stage_seconds(run.profile, plan.stages)
     except CapslogError:
         return uniform, "profile.json has no forward_seconds or backward_seconds"
-    if not any(found.forward) and not any(found.backward):
+    if not any(seconds.forward) and not any(seconds.backward):
         return uniform, "all seconds in profile.json are 0"
-    return found, None
+    return seconds, None
 
 
 def _other_conditions(run: RunRecord) -> list[str]:
-    """The differences between the profile's microbatches and the run's, because of which the seconds do not apply."""
+    """Return the differences between the profile's microbatches and the run's that make the seconds not apply."""
     profiled = run.profile.conditions.get("microbatch_size") if run.profile is not None else None
     ran = run.plan.microbatch_size if run.plan is not None else None
     if isinstance(profiled, int) and ran is not None and profiled != ran:

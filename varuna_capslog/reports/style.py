@@ -1,4 +1,4 @@
-"""How every picture of a report looks: type, colours, size, and units on the axes.
+"""The look of every picture of a report: type, colours, size, and units on the axes.
 
 The drawing modules of this room make their figures here and save them here. matplotlib is used without pyplot, so that
 no display, backend or global state of the caller is touched.
@@ -79,7 +79,7 @@ _SETTINGS: dict[Any, Any] = {
 
 @contextmanager
 def picture(path: Path, height: float, vector: bool = False) -> Iterator[Figure]:
-    """Gives a figure of the common width and `height` inches to draw on, then saves it as PNG.
+    """Yield a figure of the common width and `height` inches to draw on, then save it as PNG.
 
     Args:
         vector: save it also as SVG beside the PNG.
@@ -99,19 +99,19 @@ def picture(path: Path, height: float, vector: bool = False) -> Iterator[Figure]
 
 
 def byte_unit(values: Iterable[float]) -> tuple[int, str]:
-    """(bytes per unit, its name) in which the largest of `values` is at least 1: GiB, MiB, KiB or B."""
+    """Return (bytes per unit, its name) in which the largest of `values` is at least 1: GiB, MiB, KiB or B."""
     largest = max((abs(value) for value in values), default=0)
     units = ((1024**3, "GiB"), (1024**2, "MiB"), (1024, "KiB"))
     return next((unit for unit in units if largest >= unit[0]), (1, "B"))
 
 
 def second_unit(largest: float) -> tuple[float, str]:
-    """(seconds per unit, its name) that suits times up to `largest` seconds: s, ms or µs."""
+    """Return (seconds per unit, its name) for times up to `largest` seconds: s, ms or µs."""
     return (1.0, "s") if largest >= 1 else (1e-3, "ms") if largest >= 1e-3 else (1e-6, "µs")
 
 
 def shorten(name: str, longest: int) -> str:
-    """`name`, its middle left out where it is longer than `longest` signs."""
+    """Return `name`, without its middle where it is longer than `longest` characters."""
     if len(name) <= longest:
         return name
     head = (longest - 1) // 2
@@ -119,23 +119,23 @@ def shorten(name: str, longest: int) -> str:
 
 
 def name_rows(axes: Axes, names: Sequence[str]) -> None:
-    """Writes names beside the rows 0, 1, ... of a picture, the first one on top."""
+    """Write names beside the rows 0, 1, ... of a picture, the first one on top."""
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
 
 
 def name_axis(axes: Axes, names: Sequence[str], width: float) -> None:
-    """Writes names under positions 0, 1, ... of the x axis so that none overlaps: level, upright, smaller, not all.
+    """Write names under positions 0, 1, ... of the x axis so that none overlaps: level, upright, smaller, not all.
 
     Args:
         width: of the axes in inches, about.
     """
     room = 72 * width / max(1, len(names))  # points for one name
     size = max(5.0, min(8.5, 0.72 * room))
-    every = max(1, -(-round(1.15 * size * len(names)) // round(72 * width)))
-    chosen = range(0, len(names), every)
+    spacing = max(1, -(-round(1.15 * size * len(names)) // round(72 * width)))
+    chosen = range(0, len(names), spacing)
     axes.set_xticks(list(chosen))
     texts = [shorten(names[index], 30) for index in chosen]
-    level = every == 1 and 0.68 * size * max(map(len, texts), default=0) < room
+    level = spacing == 1 and 0.68 * size * max(map(len, texts), default=0) < room
     axes.set_xticklabels(texts, rotation=0 if level else 90, fontsize=size)

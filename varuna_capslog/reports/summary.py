@@ -27,13 +27,13 @@ _PARAMETER_WIDTH = {"float64": 8, "float32": 4, "bfloat16": 4, "float16": 4}
 _MOST_NAMES = 40
 """Names of layers per stage that the table lists in full; of more it lists the first and the last."""
 _MOST_CHARACTERS = 80
-"""Of one condition of the profile; of a longer list, such as the histogram of input sizes, its length is said."""
+"""Limit for a condition of the profile; of a longer list, such as the histogram of input sizes, the length is shown."""
 _MUCH_WAITING = 0.1
-"""Share of the time in steps from which on the page says what may help."""
+"""Share of the time in steps above which the page gives advice."""
 
 
 def summary_parts(run: RunRecord) -> list[Markup]:
-    """What ran, where, for how long, how it ended, and what of its files could not be read."""
+    """Return the summary: the model, its placement, duration and result, and the files that could not be read."""
     rows = {**_model(run), **_placement(run), **_course(run), **_results(run), **_versions(run)}
     if (account := account_of(run)) is not None:
         rows["Productive"] = account.sentence()
@@ -50,7 +50,7 @@ def summary_parts(run: RunRecord) -> list[Markup]:
 
 
 def stage_parts(run: RunRecord) -> list[Markup]:
-    """The cut list, stage by stage, with the names of the layers."""
+    """Return the cut list, stage by stage, with the names of the layers."""
     plan, names = run.plan, run.layer_names
     if plan is None:
         return [markup.note(f"No stages are known: {run.reason('plan')}.")]
@@ -90,7 +90,9 @@ def _model(run: RunRecord) -> dict[str, str]:
 
 
 def _parameters(profile: Profile) -> str | None:
-    """Number and bytes of the parameters, each counted once however many layers use it; None where a layer has none."""
+    """Return number and bytes of the parameters, each counted once however many layers use it; None where the bytes of
+    a layer are not known.
+    """
     sizes = [layer.parameter_bytes for layer in profile.layers]
     if None in sizes:
         return None
@@ -117,8 +119,10 @@ def _placement(run: RunRecord) -> dict[str, str]:
         )
     if plan is not None:
         planner = plan.planner or "none, the cuts were given"
-        found = "" if plan.search_seconds is None else f", found in {duration(plan.search_seconds)}"
-        rows["Planner"] = f"{planner}{found}" + (f", memory model {plan.memory_model}" if plan.memory_model else "")
+        search_text = "" if plan.search_seconds is None else f", found in {duration(plan.search_seconds)}"
+        rows["Planner"] = f"{planner}{search_text}" + (
+            f", memory model {plan.memory_model}" if plan.memory_model else ""
+        )
         rows["Cuts"] = markup.code(_cuts(plan))
         generation = run.generation or 0
         if generation:
@@ -156,7 +160,7 @@ def _results(run: RunRecord) -> dict[str, str]:
     if best is None or not best.scores:
         return {}
     (name, value), *others = best.scores.items()
-    also = "".join(f", {other} {score:.3f}" for other, score in others if other == "AP50")
+    also = "".join(f", {other_name} {score:.3f}" for other_name, score in others if other_name == "AP50")
     return {f"Best {name}": f"{value:.3f}{also} at step {best.step}"}
 
 
@@ -174,7 +178,7 @@ def _versions(run: RunRecord) -> dict[str, str]:
 
 
 def _conditions(conditions: Mapping[str, object]) -> Iterator[str]:
-    """What a profile holds for, a short text for each condition; digests and long lists serve programs only."""
+    """Yield a short text for each condition of a profile; digests and long lists serve programs only."""
     for key, entry in conditions.items():
         if key.endswith("digest"):
             continue

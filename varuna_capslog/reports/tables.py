@@ -1,4 +1,4 @@
-"""The tables of a plan and of a profile: what `capslog plan` and `capslog profile` print, and notebooks show."""
+"""The tables of a plan and of a profile, which `capslog plan` and `capslog profile` print and notebooks show."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["plan_table", "profile_table"]
 
 
 def _said_of_bound(plan: Plan, step: float, bound: float) -> str:
-    """The step, and how much faster another plan of the search space could be at most."""
+    """Describe the step time, and how much faster another plan of the search space could be at most."""
     schedule = "" if plan.schedule is None else f" under {plan.schedule}"
     if plan.proven:
         return f"step {format_seconds(step)}{schedule}, proven: no plan is faster of {plan.search_space}"
@@ -31,15 +31,15 @@ def _said_of_bound(plan: Plan, step: float, bound: float) -> str:
 
 
 def plan_table(plan: Plan, profile: Profile | None = None, memory: bool = True) -> Table:
-    """The stages: layers (the first and the last also by name where a profile knows it), predicted peak, headroom and
-    margin, which together are the capacity of the device; the blocks where stages share them out, and with `memory`
-    what is not kept where the plan says so. Lines below say what the plan is for.
+    """Return a table of the stages: layers (the first and the last also by name where a profile has it), predicted
+    peak, headroom and margin, which together are the capacity of the device; the blocks where stages share them out;
+    with `memory` the plan's memory intervals. Lines below describe the run that the plan is for.
     """
     title = f"{plan.planner or 'given cuts'}: {len(plan.stages)} stages of {plan.num_layers} layers"
     ranks, sizes, rows = plan.placement(), plan.stage_bytes, []
-    if sizes is None and len(set(ranks)) == len(ranks) <= len(plan.ranks):  # what a rank holds is its stage's
-        known = [size for rank in ranks if (size := plan.ranks[rank].bytes) is not None]
-        sizes = tuple(known) if len(known) == len(ranks) else None
+    if sizes is None and len(set(ranks)) == len(ranks) <= len(plan.ranks):  # the bytes of a rank are its stage's
+        known_sizes = [size for rank in ranks if (size := plan.ranks[rank].bytes) is not None]
+        sizes = tuple(known_sizes) if len(known_sizes) == len(ranks) else None
     headroom = Headroom() if profile is None else Headroom.of(profile)
     verdict = judge(sizes, plan.capacities_of(ranks), headroom)
     unit, unit_name = unit_of(max(sizes or [0]))
@@ -56,7 +56,7 @@ def plan_table(plan: Plan, profile: Profile | None = None, memory: bool = True) 
         rows.append(["" if ranks == list(range(len(ranks))) else str(ranks[number]), stage.spans, *names, *parts])
         rows[-1].insert(0, str(number))
         rows[-1].append("" if not shared_out else "all" if stage.blocks is None else ", ".join(map(str, stage.blocks)))
-        treated = (f"{one.kind} {one.first}-{one.end - 1}" for one in stage.memory or ())
+        treated = (f"{interval.kind} {interval.first}-{interval.end - 1}" for interval in stage.memory or ())
         rows[-1].append(", ".join(treated) if memory else "")
     notes = _purpose(plan, profile)
     if verdict is not None:
@@ -68,8 +68,10 @@ def plan_table(plan: Plan, profile: Profile | None = None, memory: bool = True) 
         notes += idle_notes(plan, profile)
     if plan.bound_seconds is not None and plan.step_seconds is not None:
         notes.append(_said_of_bound(plan, plan.step_seconds, plan.bound_seconds))
-    if sizes is None and any(one.bytes is not None for one in plan.ranks):
-        sizes_of_ranks = ["unknown" if one.bytes is None else format_bytes(one.bytes) for one in plan.ranks]
+    if sizes is None and any(rank_use.bytes is not None for rank_use in plan.ranks):
+        sizes_of_ranks = [
+            "unknown" if rank_use.bytes is None else format_bytes(rank_use.bytes) for rank_use in plan.ranks
+        ]
         notes.append(f"peak of each rank: {', '.join(sizes_of_ranks)}")
     notes += [] if plan.search_seconds is None else [f"found in {duration(plan.search_seconds, 2)}"]
     of_bytes = [
@@ -80,11 +82,11 @@ def plan_table(plan: Plan, profile: Profile | None = None, memory: bool = True) 
 
 
 def _parts_of_capacity(verdict: MemoryVerdict, number: int, unit: int) -> list[str]:
-    """Peak, headroom, margin and capacity of a stage in this unit; as rounded, the first three add up to the last."""
+    """Return peak, headroom, margin and capacity of a stage, rounded so that the first three sum to the last."""
     peak, needed, capacity = (sizes[number] for sizes in (verdict.peaks, verdict.needed, verdict.capacities))
-    whole, used, more = (round(size / unit, 2) for size in (capacity, peak, needed - peak))
+    total, used, more = (round(size / unit, 2) for size in (capacity, peak, needed - peak))
     headroom = "" if verdict.needed == verdict.peaks else f"{more:.2f}"
-    return [f"{used:.2f}", headroom, f"{whole - used - more:.2f}", f"{whole:.2f}"]
+    return [f"{used:.2f}", headroom, f"{total - used - more:.2f}", f"{total:.2f}"]
 
 
 _SCHEDULES = {
@@ -100,7 +102,7 @@ _SCHEDULES = {
 
 
 def _purpose(plan: Plan, profile: Profile | None) -> list[str]:
-    """What the plan is for, and where its numbers come from, as far as plan and profile know it."""
+    """Describe the run that the plan is for, and the source of its numbers, as far as plan and profile have them."""
     conditions = {} if profile is None else profile.conditions
     size, count, parts = plan.microbatch_size or conditions.get("microbatch_size"), plan.num_microbatches, []
     if count is not None and isinstance(size, int):
@@ -123,7 +125,7 @@ def _purpose(plan: Plan, profile: Profile | None) -> list[str]:
 
 
 def _device_notes(verdict: MemoryVerdict, profile: Profile) -> list[str]:
-    """The bytes of the stage that leaves least of its device, as the three counters show them; none for a CPU."""
+    """Return the bytes of the stage with the smallest margin, as the three counters show them; nothing for a CPU."""
     headroom = Headroom.of(profile)
     if not headroom.fixed_bytes:
         return []
@@ -140,7 +142,9 @@ def _device_notes(verdict: MemoryVerdict, profile: Profile) -> list[str]:
 
 
 def profile_table(profile: Profile, *more: str) -> Table:
-    """The layers: bytes alone and added, seconds, and what each reads where there are branches; `more`: last notes."""
+    """Return a table of the layers: bytes alone and added, seconds, and inputs where there are branches; `more`: last
+    notes.
+    """
     rows, notes = [], []
     for index, layer in enumerate(profile.layers):
         sizes = ["" if size is None else format_bytes(size) for size in (layer.isolated_bytes, layer.added_bytes)]
@@ -150,7 +154,7 @@ def profile_table(profile: Profile, *more: str) -> Table:
     if profile.edges != [(index, index + 1) for index in range(profile.num_layers - 1)]:
         headings.append("reads from")
         for reader, row in enumerate(rows):
-            row.append(", ".join(str(writer) for writer, other in profile.edges if other == reader))
+            row.append(", ".join(str(writer) for writer, layer_reading in profile.edges if layer_reading == reader))
     if "input_sizes" in profile.conditions:
         notes.append(_sizes(profile.conditions["input_sizes"]))
     if "headroom" in profile.conditions:
@@ -168,7 +172,7 @@ def profile_table(profile: Profile, *more: str) -> Table:
 
 
 def _sizes(sizes: Mapping[str, Any]) -> str:
-    """The largest microbatch, which the bytes are for, and the median of those that training meets."""
+    """Describe the largest microbatch, which the bytes are for, and the median of those that training meets."""
 
     def text(shapes: Mapping[str, list[int]]) -> str:
         name, shape = max(shapes.items(), key=lambda item: math.prod(item[1]))

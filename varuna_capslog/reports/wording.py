@@ -14,15 +14,15 @@ UNKNOWN = "\N{EN DASH}"
 
 
 def duration(seconds: float | None, digits: int = 3) -> str:
-    """Seconds in the unit people would use: 12.3 ms, 4.56 s, 3 min 20 s, 2 h 05 min."""
+    """Return seconds in the unit that people would use: 12.3 ms, 4.56 s, 3 min 20 s, 2 h 05 min."""
     if seconds is None:
         return UNKNOWN
     if seconds < 60:
         factor, unit = (1, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
         return f"{significant(seconds * factor, digits)} {unit}"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remaining_seconds = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
+        return f"{minutes} min {remaining_seconds:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
@@ -32,13 +32,13 @@ def percent(share: float) -> str:
 
 
 def significant(value: float | None, digits: int = 3) -> str:
-    """A number with so many digits that matter, without an exponent where people would not use one."""
+    """Return a number with this many significant digits, without an exponent where people would not use one."""
     if value is None:
         return UNKNOWN
     if value and not 1e-3 <= abs(value) < 10**6:
         return f"{value:.{digits - 1}e}"
-    whole = len(str(int(abs(value)))) if abs(value) >= 1 else 0
-    return f"{value:.{max(0, digits - whole)}f}" if whole else f"{value:.{digits}g}"
+    whole_digits = len(str(int(abs(value)))) if abs(value) >= 1 else 0
+    return f"{value:.{max(0, digits - whole_digits)}f}" if whole_digits else f"{value:.{digits}g}"
 
 
 def plain(value: object) -> str:

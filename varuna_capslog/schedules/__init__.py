@@ -1,7 +1,8 @@
-"""Schedules: which rank computes what in which order, as data.
+"""Schedules: the actions of each rank, in order, as data.
 
 A plan's schedule is made (`make_schedule`), checked (`validate`), lowered to messages (`lower`, `find_deadlock`)
-and timed (`simulate`). Planners, the engine and the reports call it; nothing here imports torch or starts a process.
+and timed (`simulate`). Planners, the engine and the reports call it; this package imports no torch and starts no
+process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A schedule as data: who computes what in which order.
+"""A schedule as data: the actions of each rank, in order.
 
-One `Action` is one piece of work on one stage; a `Schedule` is one ordered list of them per rank of one pipeline.
-Every other module of this room takes and returns these lists; nothing here may know how long an action takes or how
-it is executed.
+An `Action` is a piece of work on one stage; a `Schedule` is an ordered list of actions for each rank of a pipeline.
+The other modules of this package take and return these lists. This module knows neither the duration nor the
+execution of an action.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TEXT = re.compile(r"(0|[1-9][0-9]*)([A-Z])(0|[1-9][0-9]*)?")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One piece of work: `kind` (a key of `KINDS`) of `microbatch` on `stage`, both counted from 0.
+    """A piece of work: `kind` (a key of `KINDS`) of `microbatch` on `stage`, both counted from 0.
 
     An update (`U`) belongs to the whole step and has microbatch None; every other kind has a microbatch. Prints as
     `<stage><kind><microbatch>`: `2F0`, `0R3`, `1U`. Raises `CapslogError` when the parts do not fit together.
@@ -73,21 +73,21 @@ Schedule: TypeAlias = list[list[Action]]
 
 
 def parse_action(text: str) -> Action:
-    """The action that prints as `text`. Raises `CapslogError` for anything else."""
-    found = _TEXT.fullmatch(text)
-    if found is None:
+    """Return the action that prints as `text`. Raises `CapslogError` for any other text."""
+    match = _TEXT.fullmatch(text)
+    if match is None:
         raise CapslogError(f"{text!r} is not an action; write <stage><kind><microbatch>, for example 2F0, 0R3 or 1U")
-    stage, kind, microbatch = found.groups()
+    stage, kind, microbatch = match.groups()
     return Action(int(stage), kind, None if microbatch is None else int(microbatch))
 
 
 def to_strings(schedule: Iterable[Iterable[Action]]) -> list[list[str]]:
-    """The form that JSON holds (`actions` in plan.json): one list of strings per rank."""
+    """Return the form of JSON (`actions` in plan.json): one list of strings per rank."""
     return [[str(action) for action in actions] for actions in schedule]
 
 
 def from_strings(rows: Sequence[Sequence[str]]) -> Schedule:
-    """The inverse of `to_strings`. Raises `CapslogError` naming rank and position of the first entry it cannot read."""
+    """Return the inverse of `to_strings`. Raises `CapslogError` naming rank and position of the first invalid entry."""
     schedule: Schedule = []
     for rank, row in enumerate(rows):
         actions = []
@@ -101,7 +101,7 @@ def from_strings(rows: Sequence[Sequence[str]]) -> Schedule:
 
 
 def placement_of(schedule: Sequence[Sequence[Action]]) -> list[int]:
-    """`placement[stage]` = the rank that runs the stage.
+    """Return `placement`: `placement[stage]` is the rank that runs the stage.
 
     Raises `CapslogError` when a stage has actions on two ranks or a number between 0 and the last stage has none at
     all.
@@ -124,28 +124,28 @@ def placement_of(schedule: Sequence[Sequence[Action]]) -> list[int]:
 
 
 def backwards_at_once(actions: Iterable[Action]) -> set[tuple[int, int]]:
-    """The (stage, microbatch) pairs of one rank whose backward is what their stage computes next after the forward.
+    """Return the (stage, microbatch) pairs of one rank whose backward directly follows the forward on their stage.
 
-    Such a pair has no R, and nothing of it is offloaded. A pair with an O is none.
+    Such a pair has no R, and nothing of it is offloaded: pairs with an O are left out.
     """
-    found: set[tuple[int, int]] = set()
+    at_once: set[tuple[int, int]] = set()
     offloaded: set[tuple[int, int]] = set()
     last: dict[int, Action] = {}
     for action in actions:
         if action.microbatch is None:
             continue
-        here = action.stage, action.microbatch
+        call = action.stage, action.microbatch
         if action.kind == "O":
-            offloaded.add(here)
+            offloaded.add(call)
         elif action.kind != "L":
             if action.kind in "BI" and last.get(action.stage) == Action(action.stage, "F", action.microbatch):
-                found.add(here)
+                at_once.add(call)
             last[action.stage] = action
-    return found - offloaded
+    return at_once - offloaded
 
 
 def graph_keeping_forwards(schedule: Iterable[Iterable[Action]]) -> set[tuple[int, int]]:
-    """The (stage, microbatch) pairs whose F must build a graph: those that no R builds again."""
+    """Return the (stage, microbatch) pairs whose F must build a graph: those without an R."""
     forwards: set[tuple[int, int]] = set()
     recomputed: set[tuple[int, int]] = set()
     for actions in schedule:

@@ -10,8 +10,8 @@ the textbook's lists exactly. With several the same limits and the rule "backwar
 `1f1b-star` (MadPipe, Sec. 4.1): the same order under limits that follow from seconds. They stand in the plan, see
 `planning/limits`; a stage without one has that of `1f1b`.
 
-`interleaved` (Narayanan et al., SC 2021): stages that go round the ranks, in Megatron's order; see `interleaved`. On
-any other placement, and where a stage has a limit of its own, it is `1f1b`.
+`interleaved` (Narayanan et al., SC 2021): stages placed round-robin over the ranks, in Megatron's order; see
+`interleaved`. On any other placement, and where a stage has its own limit, it is `1f1b`.
 
 `kfkb` (GraphPipe, Sec. 3.5): k forwards, then k backwards: `1f1b` of groups of k microbatches.
 
@@ -60,7 +60,7 @@ def make_schedule(
     recompute: bool = False,
     k: int = DEFAULT_K,
 ) -> Schedule:
-    """The actions of one step of one pipeline, one ordered list per rank; see `schedule_of` and `StageGraph.line`."""
+    """Return the actions of one step of a pipeline, an ordered list per rank; see `schedule_of`, `StageGraph.line`."""
     return schedule_of(name, StageGraph.line(num_stages, num_microbatches, placement), recompute, k=k)
 
 
@@ -72,14 +72,14 @@ def schedule_of(
     offload: Sequence[bool] = (),
     k: int = DEFAULT_K,
 ) -> Schedule:
-    """The actions of one step of all stages, one ordered list per rank.
+    """Return the actions of one step of all stages, one ordered list per rank.
 
     Args:
         name: one of `SCHEDULES`; `varuna` always recomputes.
-        recompute: put an R before each backward whose forward was not the stage's last action, on all stages or on each
-            that says so; `varuna` does so on all where one value is given for all.
-        in_flight: stage -> the most microbatches in flight; None, or a shorter list: the schedule's own limit.
-        offload: stage -> whether it moves something to the host tier between F and B; default: none does.
+        recompute: put an R before each backward whose forward was not the stage's last action: one value for all stages
+            (`varuna` then recomputes on all), or one per stage.
+        in_flight: stage -> maximum of microbatches in flight; None, or a shorter list: the schedule's own limit.
+        offload: stage -> True where it moves tensors to the host tier between F and B; default: no stage does.
         k: microbatches of a group of `kfkb`.
 
     Raises `CapslogError` for an unknown name, and for a limit that the schedule cannot keep.
@@ -91,20 +91,20 @@ def schedule_of(
     deepest = [-(-max(in_flight_of) // grain) for grain in graph.grains]
     limits = [_limit(name, *stage, k) for stage in zip(depths, calls, deepest, strict=True)]
     together = [k * math.lcm(*graph.grains) // grain for grain in graph.grains]  # calls of a group of kfkb
-    for stage, (limit, given) in enumerate(zip(limits, in_flight, strict=False)):
+    for stage, (limit, plan_limit) in enumerate(zip(limits, in_flight, strict=False)):
         least = {"gpipe": limit, "kfkb": min(together[stage], calls[stage])}.get(name, 1)
-        if given is not None and given < least:
+        if plan_limit is not None and plan_limit < least:
             why = (
                 "gpipe runs all forwards before the first backward"
                 if name == "gpipe"
                 else f"kfkb runs {together[stage]} at a time"
             )
             raise CapslogError(
-                f"stage {stage} takes {calls[stage]} microbatches and may have {given} in flight, but {why}; leave "
-                "in_flight out, or choose another schedule"
+                f"stage {stage} takes {calls[stage]} microbatches and may have {plan_limit} in flight, but {why}; "
+                "leave in_flight out, or choose another schedule"
             )
-    own = any(given is not None for given in in_flight)
-    limits = [limit if given is None else given for limit, given in zip_longest(limits, in_flight)]
+    limited = any(plan_limit is not None for plan_limit in in_flight)
+    limits = [limit if plan_limit is None else plan_limit for limit, plan_limit in zip_longest(limits, in_flight)]
     again = [recompute or always] * len(limits) if isinstance(recompute, bool) else list(recompute)
     if always:
         return insert_offload(_listed(graph, tuple(limits), tuple(again)), offload)
@@ -112,10 +112,10 @@ def schedule_of(
         schedule = _in_groups(graph, [max(1, most // size) for most, size in zip(limits, together, strict=True)], k)
     elif name == "zb-h1":
         kept = [min(depth, limit) for depth, limit in zip(depths, limits, strict=True)]
-        delays = [limit - here for limit, here in zip(limits, kept, strict=True)]
+        delays = [limit - count for limit, count in zip(limits, kept, strict=True)]
         schedule = split_backwards(_listed(graph, tuple(kept)), delays)
     else:
-        looped = interleaved(graph) if name == "interleaved" and not own else None
+        looped = interleaved(graph) if name == "interleaved" and not limited else None
         schedule = looped or _listed(graph, tuple(limits), forwards_first=name == "gpipe")
     return insert_offload(insert_recompute(schedule, again), offload)
 
@@ -123,7 +123,7 @@ def schedule_of(
 def _listed(
     graph: StageGraph, limits: tuple[int, ...], recompute: tuple[bool, ...] = (), forwards_first: bool = False
 ) -> Schedule:
-    """`list_schedule`; a search asks for the same lists again and again."""
+    """Return `list_schedule`, cached, since a search asks for the same lists again and again."""
     return [list(row) for row in _known_lists(graph, limits, recompute, forwards_first)]
 
 
@@ -135,25 +135,25 @@ def _known_lists(
 
 
 def in_flight_limits(name: str, num_stages: int, num_microbatches: int, k: int = DEFAULT_K) -> list[int]:
-    """The most microbatches a stage has in flight (forward begun, backward not ended) under the schedule, per stage of
-    one pipeline with one stage per rank."""
+    """Return the maximum of microbatches in flight (forward begun, backward not ended) under the schedule, for each
+    stage of one pipeline with one stage per rank."""
     _known(name)
-    StageGraph.line(num_stages, num_microbatches)  # refuses numbers that make no pipeline
+    StageGraph.line(num_stages, num_microbatches)  # raises for invalid numbers
     return [_limit(name, num_stages - stage, num_microbatches, num_stages, k) for stage in range(num_stages)]
 
 
 def _limit(name: str, depth: int, calls: int, deepest: int, k: int) -> int:
-    """The limit of a stage.
+    """Return the limit of calls in flight of a stage.
 
     A microbatch in flight under `varuna` keeps only the stage's input (no graph), so the limit is wider than 1F1B's: it
     is away from a stage for up to three units per deeper stage (one forward, one backward of two). In unit costs a
     smaller limit makes the step longer, and a larger one does not make it shorter.
 
-    depth: calls that it has in flight under 1F1B: the stages from it to the loss, S - s in one pipeline, where all
-        grains are alike. calls: of a step. deepest: the largest depth, in its calls.
+    depth: calls in flight under 1F1B: the number of stages from this one to the loss, S - s in one pipeline, where all
+        grains are equal. calls: of a step. deepest: the largest depth, in calls of this stage.
     """
-    own = {"gpipe": calls, "kfkb": k * depth, "zb-h1": deepest, "varuna": max(1, 3 * (depth - 1))}.get(name, depth)
-    return min(own, calls)
+    limit = {"gpipe": calls, "kfkb": k * depth, "zb-h1": deepest, "varuna": max(1, 3 * (depth - 1))}.get(name, depth)
+    return min(limit, calls)
 
 
 def _known(name: str) -> None:
@@ -164,7 +164,7 @@ def _known(name: str) -> None:
 
 
 def _in_groups(graph: StageGraph, limits: Sequence[int], k: int) -> Schedule:
-    """1F1B of groups: the microbatches of up to k calls of every stage that pass the same stages act as one.
+    """Return 1F1B of groups: microbatches of up to k calls of every stage, on the same route, are scheduled as one.
 
     limits: in groups.
     """

@@ -1,7 +1,4 @@
-"""What is put into a finished order of forwards and backwards.
-
-Recomputations, copies to and from the host tier, and the two halves of each backward.
-"""
+"""Inserts recomputations, copies to and from the host tier, and halves of backwards into a finished order."""
 
 from __future__ import annotations
 
@@ -13,12 +10,12 @@ from varuna_capslog.schedules.actions import Action, Schedule, backwards_at_once
 
 
 def insert_recompute(schedule: Sequence[Sequence[Action]], recompute: Sequence[bool] | None = None) -> Schedule:
-    """Puts an R directly before every B or I that needs one, on its stage.
+    """Insert an R directly before every B or I that needs one, on its stage.
 
-    Where the forward of the same microbatch is the stage's last action before it, no R is needed: nothing of that
+    Where the forward of the same microbatch is the stage's last action before it, no R is needed: no action of that
     stage comes between, so keeping the forward's graph costs no more than building it again.
 
-    recompute: stage -> whether it recomputes; default: every stage.
+    recompute: stage -> True where it recomputes; default: every stage.
     """
     result: Schedule = []
     for actions in schedule:
@@ -34,13 +31,13 @@ def insert_recompute(schedule: Sequence[Sequence[Action]], recompute: Sequence[b
 
 
 def insert_offload(schedule: Sequence[Sequence[Action]], offload: Sequence[bool]) -> Schedule:
-    """Puts an O behind every F of the stages that offload, but where the backward follows at once, and an L before the
-    R, B or I.
+    """Insert an O behind every F of the stages that offload, except where the backward follows at once, and an L before
+    the R, B or I.
 
-    The L stands one computation earlier than what needs it, so that both copies run beside a computation; where that
-    would be directly behind the O, it stands directly before what needs it.
+    The L is one computation earlier than the action that needs it, so that both copies run beside a computation; where
+    that would be directly behind the O, the L is directly before the action that needs it.
 
-    offload: stage -> whether it offloads; a shorter list: no further one does.
+    offload: stage -> True where it offloads; stages beyond a shorter list do not.
     """
     if not any(offload):
         return [list(actions) for actions in schedule]
@@ -49,29 +46,29 @@ def insert_offload(schedule: Sequence[Sequence[Action]], offload: Sequence[bool]
         row: list[Action] = []
         kept = backwards_at_once(actions)
         away: set[tuple[int, int]] = set()
-        begin = 0  # where the last computation and what belongs to it stand in the row
+        begin = 0  # position in the row of the last computation
         for action in actions:
             assert action.microbatch is not None
-            here = action.stage, action.microbatch
-            load = action.kind in "RBI" and here in away
+            call = action.stage, action.microbatch
+            load = action.kind in "RBI" and call in away
             if load:
-                away.discard(here)
+                away.discard(call)
                 just_left = Action(action.stage, "O", action.microbatch) in row[max(0, begin - 1) :]
                 row.insert(len(row) if just_left else begin, Action(action.stage, "L", action.microbatch))
             begin = len(row)
             row.append(action)
-            if action.kind == "F" and here not in kept and action.stage < len(offload) and offload[action.stage]:
+            if action.kind == "F" and call not in kept and action.stage < len(offload) and offload[action.stage]:
                 row.append(Action(action.stage, "O", action.microbatch))
-                away.add(here)
+                away.add(call)
         result.append(row)
     return result
 
 
 def split_backwards(schedule: Sequence[Sequence[Action]], delays: Sequence[int]) -> Schedule:
-    """Every B in two halves: I in its place, and W directly behind the I of the microbatch that is so many calls later.
+    """Split every B into two halves: I in its place, and W behind the I of the call that is `delays[stage]` later.
 
-    delays: stage -> how many calls its W comes later; what is left comes at the end of the rank's list, the stages of
-        the later layers first.
+    delays: stage -> number of calls by which its W comes later; remaining W come at the end of the rank's list, those
+        of the last stages first.
     """
     result: Schedule = []
     for actions in schedule:
@@ -86,5 +83,7 @@ def split_backwards(schedule: Sequence[Sequence[Action]], delays: Sequence[int])
             queue.append(Action(action.stage, "W", action.microbatch))
             if len(queue) > delays[action.stage]:
                 row.append(queue.pop(0))
-        result.append([*row, *(one for stage in sorted(waiting, reverse=True) for one in waiting[stage])])
+        result.append(
+            [*row, *(weight_half for stage in sorted(waiting, reverse=True) for weight_half in waiting[stage])]
+        )
     return result

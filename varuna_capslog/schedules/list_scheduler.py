@@ -1,7 +1,7 @@
-"""One list scheduler: it plays a step in unit costs and lets every idle rank take the best action that is ready.
+"""A list scheduler: it simulates a step in unit costs, in which every idle rank starts the best action that is ready.
 
-A forward and a recomputation of a microbatch take 1, a backward 2, messages 0. The order in which a rank took its
-actions is its list. Real durations never enter, so that a schedule depends only on stages, microbatches and placement.
+A forward and a recomputation of a microbatch take 1, a backward 2, messages 0. The order in which a rank starts its
+actions is its list. Real durations are not used, so that a schedule depends only on stages, microbatches and placement.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _COST = {"F": 1, "R": 1, "B": 2}
 
 
 class _Step:
-    """What has been started so far in the played step; times are in units, an end may lie in the future."""
+    """The actions started so far in the simulated step; times are in units, an end may lie in the future."""
 
     def __init__(
         self, graph: StageGraph, limits: Sequence[int], forwards_first: bool, recompute: Sequence[bool]
@@ -29,7 +29,7 @@ class _Step:
         self.recompute = recompute or [False] * len(limits)
         self.upstream, self.downstream = graph.upstream, graph.downstream
         self.calls, self.grains = [len(row) for row in graph.calls], graph.grains
-        # Deepest stage first: it shortens the way of the oldest microbatch and frees what it holds.
+        # Deepest stage first: the oldest microbatch ends earlier, and its memory is freed.
         deepest = sorted(range(len(graph.ranks)), key=lambda stage: (graph.depths[stage], -stage))
         self.stages_of_rank = [
             [stage for stage in deepest if graph.ranks[stage] == rank] for rank in range(graph.num_ranks)
@@ -40,7 +40,7 @@ class _Step:
         self.last_of_stage: list[Action | None] = [None] * len(graph.ranks)
 
     def choose(self, rank: int, now: int) -> Action | None:
-        """The rank's best ready action at time `now`: backward before recompute before forward."""
+        """Return the rank's best ready action at time `now`: backward before recompute before forward."""
         stages = self.stages_of_rank[rank]
         for stage in stages:
             if self.recompute[stage]:
@@ -59,7 +59,7 @@ class _Step:
         return None
 
     def start(self, action: Action, now: int) -> int:
-        """Books the action and returns its end."""
+        """Record the start of the action and return its end."""
         stage = action.stage
         end = now + _COST[action.kind] * self.grains[stage]
         if action.kind == "F":
@@ -71,7 +71,7 @@ class _Step:
         return end
 
     def _gradient_end(self, stage: int) -> float:
-        """When the gradient for the stage's next backward arrives; inf while no rank has started to compute it."""
+        """Return the time at which the gradient of the stage's next backward arrives; inf before its computation."""
         call = len(self.backward_ends[stage])
         if call >= self.calls[stage]:
             return math.inf
@@ -79,7 +79,7 @@ class _Step:
         if not after:
             ends = self.forward_ends[stage]
             return ends[call] if call < len(ends) else math.inf
-        rows = [(self.backward_ends[other], place) for other, place in after]
+        rows = [(self.backward_ends[stage_after], place) for stage_after, place in after]
         return max(ends[place] if place < len(ends) else math.inf for ends, place in rows)
 
     def _backward_ready(self, stage: int, now: int) -> bool:
@@ -87,11 +87,11 @@ class _Step:
         return has_graph and self._gradient_end(stage) <= now
 
     def _gradient_due(self, stage: int, now: int) -> bool:
-        """The next gradient is here or comes before an R would end: earlier would hold up forwards that still fit."""
+        """Return True once the next gradient arrives before an R would end: an earlier R would delay forwards."""
         return self._gradient_end(stage) <= now + _COST["R"] * self.grains[stage]
 
     def _keep_graph_if_due(self, stage: int, now: int) -> None:
-        """Where nothing of the stage came after the forward, its graph is kept and the stage waits, instead of an R."""
+        """Keep the forward's graph instead of an R, if the forward is the stage's last action; the stage then waits."""
         microbatch = len(self.backward_ends[stage])
         if self.last_of_stage[stage] == Action(stage, "F", microbatch) and self._gradient_due(stage, now):
             self.graph_of[stage] = microbatch
@@ -104,15 +104,17 @@ class _Step:
         in_flight = call - len(self.backward_ends[stage])
         if call == self.calls[stage] or in_flight >= self.limits[stage] or self.graph_of[stage] is not None:
             return False
-        rows = [(self.forward_ends[other], place) for other, place in self.upstream[stage][call]]
+        rows = [(self.forward_ends[stage_before], place) for stage_before, place in self.upstream[stage][call]]
         return all(place < len(ends) and ends[place] <= now for ends, place in rows)
 
     def check_complete(self) -> None:
-        """Raises CapslogError where a stage could not do all its calls."""
+        """Raise CapslogError if a stage could not do all its calls."""
         for stage, ends in enumerate(self.backward_ends):
             if len(ends) < self.calls[stage]:
                 rows = enumerate(self.backward_ends)
-                full = next((one for one, done in rows if self._is_full(one, len(done))), stage)
+                full = next(
+                    (stage_number for stage_number, done in rows if self._is_full(stage_number, len(done))), stage
+                )
                 raise CapslogError(
                     f"stage {full} may have {self.limits[full]} calls in flight, which is less than a stage behind it "
                     "takes at once; raise its in_flight"
@@ -127,18 +129,18 @@ class _Step:
 def list_schedule(
     graph: StageGraph, limits: Sequence[int], *, forwards_first: bool = False, recompute: Sequence[bool] = ()
 ) -> Schedule:
-    """The order in which each rank takes its forwards and backwards (and recomputes, with `recompute`).
+    """Return the order in which each rank runs its forwards and backwards (and recomputes, with `recompute`).
 
     `limits[stage]` >= 1 bounds the microbatches in flight on a stage. `forwards_first`: no backward on a rank before
     its last forward. `recompute[stage]` (default: no stage): an R builds the graph for a backward and starts so that it
     ends when the gradient arrives; from R to B the stage does nothing else. No R where the forward was the stage's last
     action by then: its graph is kept and the stage waits.
 
-    Where all grains are alike it cannot stall: all stages take microbatches in rising order, so that the first
-    microbatch which has not ended is the next one of every stage on its way, and none of these is at its limit. Cost:
+    Where all grains are equal it cannot stall: all stages take microbatches in rising order, so that the first
+    microbatch which has not ended is the next one of every stage on its route, and none of these is at its limit. Cost:
     O(distinct times x stages).
 
-    Raises CapslogError where a limit keeps back what a stage with a larger grain waits for.
+    Raises CapslogError where a limit holds back microbatches that a stage with a larger grain waits for.
     """
     step = _Step(graph, limits, forwards_first, recompute)
     schedule: Schedule = [[] for _ in step.stages_of_rank]

@@ -1,8 +1,8 @@
-"""From a compute schedule to what each rank does, messages included; a pure function.
+"""Turns a compute schedule into the program of each rank, messages included; a pure function.
 
-The engine executes the result as it stands. Each ordered pair of ranks has one order of messages, the sender's, and the
-receiver takes them in that order, so that a transport without tags (NCCL) pairs them correctly. Nothing here knows
-tensors: a message stands for all that goes from one call of a stage to one call of another in one direction.
+The engine executes the result as it is. Each ordered pair of ranks has one order of messages, the sender's, and the
+receiver takes them in that order, so that a transport without tags (NCCL) pairs them correctly. This module knows no
+tensors: a message stands for all tensors from one call of a stage to one call of another in one direction.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from varuna_capslog.schedules.stage_graph import Edge, StageGraph
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What goes from one stage to another for one call of each.
+    """The tensors sent from one stage to another for one call of each.
 
     kind: "activation" (from `upstream` to `downstream`) or "gradient" (the other way).
     upstream, downstream: the two stages, each with the number of its own call.
@@ -38,11 +38,11 @@ class Message:
 
     @property
     def way(self) -> Edge:
-        """The stage that sends it, and the one that takes it."""
+        """The stage that sends it, and the stage that receives it."""
         return self.end(sends=True)[0], self.end(sends=False)[0]
 
     def end(self, sends: bool) -> tuple[int, int]:
-        """Stage and call that send it, or those that receive it."""
+        """Return stage and call that send it, or those that receive it."""
         return self.upstream if sends == (self.kind == "activation") else self.downstream
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class SendInstruction:
-    """The rank hands `message`, complete with the action before, to rank `peer`. Prints as `0SEND_F2`."""
+    """The rank sends `message`, complete with the action before, to rank `peer`. Prints as `0SEND_F2`."""
 
     message: Message
     peer: int
@@ -83,10 +83,10 @@ Instruction: TypeAlias = Action | SendInstruction | Recv
 
 @dataclass(frozen=True)
 class Lowered:
-    """What every rank does in one step.
+    """The programs of all ranks in one step.
 
     programs: per rank, its actions with the sends and receives between them, in order.
-    channels: per (source rank, destination rank), every message in the one order both sides keep; pairs without
+    channels: per (source rank, destination rank), every message in the order that both sides keep; pairs without
         messages are absent. A rank's receives from one peer, read from its program, come in this order.
     graph: the stages of the step.
     """
@@ -99,11 +99,11 @@ class Lowered:
 def lower(
     schedule: Sequence[Sequence[Action]], gradients: Collection[Edge] | None = None, graph: StageGraph | None = None
 ) -> Lowered:
-    """Adds the messages to a (validated) schedule.
+    """Add the messages to a (validated) schedule.
 
     A send follows the action that made its content: F for an activation, B (or I, where the backward is split) for a
     gradient. A receive comes directly before the action that needs it; where another message of the same sender was
-    sent earlier and is needed later, its receive is drawn forward to keep the sender's order. That adds no waiting:
+    sent earlier and is needed later, its receive is moved forward to keep the sender's order. That adds no waiting:
     the earlier message has left when the needed one leaves. Stages on one rank exchange no messages.
 
     Args:
@@ -120,17 +120,17 @@ def lower(
     ranks = graph.ranks
 
     def ends_of(action: Action, sends: bool) -> Iterator[tuple[_Ends, int]]:
-        """The messages that the action makes, or those that it needs, each with the rank on the other side."""
+        """Yield the messages that the action makes, or those that it needs, each with the rank on the other side."""
         if action.kind not in "FBI":
             return
         assert action.microbatch is not None
-        forward, here = action.kind == "F", (action.stage, action.microbatch)
+        forward, call = action.kind == "F", (action.stage, action.microbatch)
         neighbours = graph.downstream if forward == sends else graph.upstream
-        for other in neighbours[action.stage][action.microbatch]:
-            above, below = (here, other) if forward == sends else (other, here)
+        for neighbour in neighbours[action.stage][action.microbatch]:
+            above, below = (call, neighbour) if forward == sends else (neighbour, call)
             travels = forward or gradients is None or (above[0], below[0]) in gradients
-            if travels and ranks[other[0]] != ranks[action.stage]:
-                yield ("activation" if forward else "gradient", above, below), ranks[other[0]]
+            if travels and ranks[neighbour[0]] != ranks[action.stage]:
+                yield ("activation" if forward else "gradient", above, below), ranks[neighbour[0]]
 
     channels: dict[tuple[int, int], list[Message]] = {}
     index_of: dict[_Ends, int] = {}  # in its channel
@@ -138,12 +138,12 @@ def lower(
     for rank, actions in enumerate(schedule):
         sent.append([])
         for action in actions:
-            sent[rank].append(found := [])
+            sent[rank].append(sends_of_action := [])
             for ends, peer in ends_of(action, sends=True):
                 channel = channels.setdefault((rank, peer), [])
                 index_of[ends] = len(channel)
                 channel.append(message := Message(*ends))
-                found.append(SendInstruction(message, peer))
+                sends_of_action.append(SendInstruction(message, peer))
 
     programs: list[list[Instruction]] = []
     for rank, actions in enumerate(schedule):
@@ -173,11 +173,10 @@ def lower(
 
 
 def in_turn(lowered: Lowered) -> Iterator[tuple[int, Instruction]]:
-    """Every instruction with its rank, in one order in which each receive comes after its send.
+    """Yield every instruction with its rank, in an order in which each receive comes after its send.
 
-    The order does not depend on seconds: each rank in turn runs until it must wait for a message. It ends where every
-    rank is at its end or waits: see `find_deadlock`. A rank also waits where another message than the one it expects
-    comes first.
+    The order does not depend on seconds: each rank in turn runs until it must wait for a message. It ends when every
+    rank is at its end or waits: see `find_deadlock`. A rank also waits where the next message is not the expected one.
     """
     programs = lowered.programs
     at = [0] * len(programs)
@@ -201,10 +200,10 @@ def in_turn(lowered: Lowered) -> Iterator[tuple[int, Instruction]]:
 
 
 def find_deadlock(lowered: Lowered) -> str | None:
-    """Plays the programs with blocking receives; None when every rank comes to its end.
+    """Run the programs with blocking receives; return None when every rank comes to its end.
 
-    Otherwise one sentence that says for each stuck rank where it stands, what it waits for and where the other side is;
-    also for a receive that meets another message than the one it expects.
+    Otherwise return a sentence that names the position of each stuck rank, the message that it waits for and the
+    position of its peer. A rank is also stuck where the next message is not the expected one.
     """
     at = [0] * len(lowered.programs)
     for rank, _ in in_turn(lowered):
@@ -214,16 +213,20 @@ def find_deadlock(lowered: Lowered) -> str | None:
 
 
 def _describe(programs: list[list[Instruction]], at: list[int], rank: int) -> str:
-    """What a stuck rank waits for."""
+    """Describe the message that a stuck rank waits for."""
     instruction = programs[rank][at[rank]]
     assert isinstance(instruction, Recv)
     message, peer = instruction.message, instruction.peer
-    sent = [one.message for one in programs[peer][: at[peer]] if isinstance(one, SendInstruction) and one.peer == rank]
-    taken = sum(isinstance(one, Recv) and one.peer == peer for one in programs[rank][: at[rank]])
+    sent = [
+        step.message for step in programs[peer][: at[peer]] if isinstance(step, SendInstruction) and step.peer == rank
+    ]
+    taken = sum(isinstance(step, Recv) and step.peer == peer for step in programs[rank][: at[rank]])
     if len(sent) > taken:
         return (
             f"rank {rank} at {instruction} (position {at[rank]}) expects {message} from rank {peer}, "
             f"whose next message is {sent[taken]}"
         )
-    other = f"is at {programs[peer][at[peer]]} (position {at[peer]})" if at[peer] < len(programs[peer]) else "has ended"
-    return f"rank {rank} at {instruction} (position {at[rank]}) waits for {message}; rank {peer} {other}"
+    peer_state = (
+        f"is at {programs[peer][at[peer]]} (position {at[peer]})" if at[peer] < len(programs[peer]) else "has ended"
+    )
+    return f"rank {rank} at {instruction} (position {at[rank]}) waits for {message}; rank {peer} {peer_state}"

@@ -1,6 +1,6 @@
-"""A step as one row of numbers, in an order in which everything can happen, for who plays it again and again.
+"""A step as a row of numbers in an executable order, for callers that simulate it again and again.
 
-Which instruction comes when does not depend on seconds. So the order is found once per schedule, and a play is one pass
+The order of the instructions does not depend on seconds. It is computed once per schedule, and a simulation is one pass
 over the row that adds seconds.
 """
 
@@ -24,7 +24,7 @@ _CODES = {"O": _OFFLOAD, "L": _LOAD, **dict.fromkeys("RBI", _WORK_BEHIND_LOAD)}
 
 
 class Piece(NamedTuple):
-    """What actions have in common that take equally long; keeps: their microbatch's forward keeps its graph."""
+    """Key of actions that take equally long; keeps: the forward of their microbatch keeps its graph."""
 
     kind: str
     stage: int
@@ -32,8 +32,8 @@ class Piece(NamedTuple):
 
 
 class Times(NamedTuple):
-    """begins, ends: of each instruction of the row, receives left out. copies: (number of the instruction, begin, end)
-    of those that run beside the computation. step_seconds: the end of the last action."""
+    """Times of a simulated step. begins, ends: of each instruction of the row, receives left out. copies: (number of
+    the instruction, begin, end) of copies that run beside the computation. step_seconds: the end of the last action."""
 
     begins: list[float]
     ends: list[float]
@@ -46,7 +46,7 @@ class OrderedStep:
     """A step that does not deadlock.
 
     instructions: each with its rank, in an order in which every receive comes behind its send.
-    works, ways: what the seconds of a play are counted by.
+    works, ways: the keys of action costs and of message costs, in the order of the arguments of `play`.
     """
 
     lowered: Lowered
@@ -59,7 +59,7 @@ class OrderedStep:
     def play(
         self, work: Sequence[float], transfer: Sequence[float], handover: Sequence[float], copies_beside: bool
     ) -> Times:
-        """Every rank has a core of its own, so that one pass tells when everything happens.
+        """Return the times of the step, in one pass, since every rank has its own core.
 
         Args:
             work: seconds of each of `works`. transfer, handover: of a message of each of `ways`.
@@ -71,33 +71,33 @@ class OrderedStep:
         begins, ends = [0.0] * len(self._row), [0.0] * len(self._row)
         copies: list[tuple[int, float, float]] = []
         free, leaving, back = [0.0] * ranks, [0.0] * ranks, dict[tuple[int, int], float]()
-        for place, (what, rank, one, two, three) in enumerate(self._row):
+        for place, (code, rank, message_or_work, link_or_stage, way_or_call) in enumerate(self._row):
             now = clock[rank]
-            if what == _RECEIVE:
-                if arrival[one] > now:
-                    clock[rank] = arrival[one]
+            if code == _RECEIVE:
+                if arrival[message_or_work] > now:
+                    clock[rank] = arrival[message_or_work]
                 continue
-            if what == _SEND:
-                begin = max(now, links[two])
-                clock[rank] = now = now + handover[three]
-                end = max(begin + transfer[three], now)
-                links[two] = arrival[one] = end
+            if code == _SEND:
+                begin = max(now, links[link_or_stage])
+                clock[rank] = now = now + handover[way_or_call]
+                end = max(begin + transfer[way_or_call], now)
+                links[link_or_stage] = arrival[message_or_work] = end
             elif not copies_beside:
-                begin, end = now, now + work[one]
+                begin, end = now, now + work[message_or_work]
                 clock[rank] = last[rank] = end
-            elif what in (_OFFLOAD, _LOAD):
+            elif code in (_OFFLOAD, _LOAD):
                 begin = max(now, free[rank])
-                free[rank] = end = begin + work[one]
+                free[rank] = end = begin + work[message_or_work]
                 copies.append((place, begin, end))
-                if what == _LOAD:
-                    back[two, three] = end
+                if code == _LOAD:
+                    back[link_or_stage, way_or_call] = end
                 else:
                     leaving[rank] = end
                 begin = end = last[rank] = now
             else:
-                begin = max(now, back.get((two, three), 0.0)) if what == _WORK_BEHIND_LOAD else now
-                last[rank] = end = begin + work[one]
-                # what left beside this action must be away before the rank goes on
+                begin = max(now, back.get((link_or_stage, way_or_call), 0.0)) if code == _WORK_BEHIND_LOAD else now
+                last[rank] = end = begin + work[message_or_work]
+                # an offload beside this action must end before the rank goes on
                 clock[rank] = max(end, leaving[rank])
                 leaving[rank] = 0.0
             begins[place], ends[place] = begin, end
@@ -107,7 +107,7 @@ class OrderedStep:
 def ordered(
     schedule: Sequence[Sequence[Action]], gradients: Collection[Edge] | None = None, graph: StageGraph | None = None
 ) -> OrderedStep:
-    """The step of a (validated) schedule; the arguments are those of `lower`. Steps of late are remembered.
+    """Return the step of a (validated) schedule; the arguments are those of `lower`. Recent steps are cached.
 
     Raises `CapslogError` for a schedule that deadlocks.
     """
@@ -126,17 +126,20 @@ def _ordered(
     works: dict[Piece, int] = {}
     ways: dict[Edge, int] = {}
     channels = {pair: number for number, pair in enumerate(lowered.channels)}
-    # a receive's message is the very one that is sent
-    messages = {id(one): number for number, one in enumerate(itertools.chain(*lowered.channels.values()))}
+    # a receive and its send have the same message object
+    messages = {id(message): number for number, message in enumerate(itertools.chain(*lowered.channels.values()))}
     row = []
-    for rank, one in instructions:
-        if isinstance(one, Recv):
-            row.append((_RECEIVE, rank, messages[id(one.message)], 0, 0))
-        elif isinstance(one, SendInstruction):
-            way = ways.setdefault(one.message.way, len(ways))
-            row.append((_SEND, rank, messages[id(one.message)], channels[rank, one.peer], way))
+    for rank, instruction in instructions:
+        if isinstance(instruction, Recv):
+            row.append((_RECEIVE, rank, messages[id(instruction.message)], 0, 0))
+        elif isinstance(instruction, SendInstruction):
+            way = ways.setdefault(instruction.message.way, len(ways))
+            row.append((_SEND, rank, messages[id(instruction.message)], channels[rank, instruction.peer], way))
         else:
-            work = Piece(one.kind, one.stage, (one.stage, one.microbatch) in keeping)
-            code, call = _CODES.get(one.kind, _WORK), -1 if one.microbatch is None else one.microbatch
-            row.append((code, rank, works.setdefault(work, len(works)), one.stage, call))
+            work = Piece(instruction.kind, instruction.stage, (instruction.stage, instruction.microbatch) in keeping)
+            code, call = (
+                _CODES.get(instruction.kind, _WORK),
+                -1 if instruction.microbatch is None else instruction.microbatch,
+            )
+            row.append((code, rank, works.setdefault(work, len(works)), instruction.stage, call))
     return OrderedStep(lowered, instructions, list(works), list(ways), row, len(messages))

@@ -1,7 +1,7 @@
-"""The shape of a run: what decides, besides its cuts, how long a step takes and what each stage holds.
+"""The shape of a run: the settings that, with its cuts, determine the time of a step and the memory of each stage.
 
-Memory models, planners, the simulator, the elastic layouts and the engine's options all read this one record. It knows
-no model and no cluster.
+Memory models, planners, the simulator, the elastic layouts and the engine's options all read this record. It knows no
+model and no cluster.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
 __all__ = ["ALWAYS_RECOMPUTE", "AUTO_SCHEDULE", "DEFAULT_K", "DEFAULT_RUN", "STAGE_INPUTS", "RunShape"]
 
 ALWAYS_RECOMPUTE = frozenset({"varuna"})
-"""Schedules that recompute whatever `recompute` says."""
+"""Schedules that always recompute, regardless of `recompute`."""
 
 AUTO_SCHEDULE = "auto"
-"""What the schedule of a run is called that planner `budget` chooses; `RunShape.settled` for all others."""
+"""Name of the schedule where planner `budget` chooses it; for other planners see `RunShape.settled`."""
 
 DEFAULT_K = 2
-"""Microbatches of a group of schedule `kfkb` where nothing else is said."""
+"""Default of the microbatches of a group of schedule `kfkb`."""
 
 STAGE_INPUTS = ("host", "device")
 
 
 @dataclass(frozen=True)
 class RunShape:
-    """One step of a run, or of one of its equal pipelines (`share`).
+    """The shape of a step of a run, or of one of its equal pipelines (`share`).
 
     num_microbatches: of one step; None where it is not known: memory models then count as many as the pipeline can
         take.
     schedule: a name of `schedules.SCHEDULES`, or `AUTO_SCHEDULE`; "varuna" always recomputes.
-    recompute: whether forwards keep the stage's inputs only.
+    recompute: True where forwards keep only the stage's inputs.
     stage_inputs: where inputs kept for recomputation wait, "host" or "device".
-    microbatch_size: samples of one microbatch; None: as many as the profile holds for.
+    microbatch_size: samples of one microbatch; None: as in the profile.
     num_blocks: accumulation blocks of the step; they divide the microbatches.
     k: microbatches of a group of schedule "kfkb".
 
@@ -68,7 +68,7 @@ class RunShape:
 
     @classmethod
     def of_config(cls, config: Config) -> Self:
-        """The whole step of a configured run, over all its replicas."""
+        """Return the whole step of a configured run, over all its replicas."""
         pipeline = config.pipeline
         return cls(
             config.num_microbatches,
@@ -82,7 +82,7 @@ class RunShape:
 
     @classmethod
     def of_conditions(cls, conditions: Mapping[str, Any], schedule: str = "varuna") -> RunShape:
-        """The run that a profile was taken for, as far as its conditions say."""
+        """Return the run that a profile was made for, as far as its conditions tell."""
         return cls(
             schedule=schedule,
             recompute=bool(conditions.get("recompute", True)),
@@ -90,39 +90,39 @@ class RunShape:
         )
 
     def unsized(self) -> RunShape:
-        """The same run where the number and the size of its microbatches are not known."""
+        """Return the same run with unknown number and size of microbatches."""
         return replace(self, num_microbatches=None, microbatch_size=None, num_blocks=1)
 
     def settled(self) -> Self:
-        """The same run where nobody chooses the schedule: what is left open is `varuna`."""
+        """Return the same run for planners that do not choose the schedule: `auto` becomes `varuna`."""
         return replace(self, schedule="varuna") if self.schedule == AUTO_SCHEDULE else self
 
     def share(self, pipelines: int) -> RunShape:
-        """The part of one of so many equal pipelines, which share the blocks evenly."""
+        """Return the part of one of `pipelines` equal pipelines, which share the blocks evenly."""
         return replace(
             self, num_microbatches=self.microbatches // pipelines, num_blocks=max(1, self.num_blocks // pipelines)
         )
 
     @property
     def microbatches(self) -> int:
-        """`num_microbatches`, for what cannot do without the number. Raises CapslogError where it is not known."""
+        """`num_microbatches`, for callers that need the number. Raises CapslogError where it is not known."""
         if self.num_microbatches is None:
             raise CapslogError("the number of microbatches of a step is not known; give num_microbatches")
         return self.num_microbatches
 
     @property
     def limits_by_plan(self) -> bool:
-        """Whether the limits of its stages follow from seconds, and stand in the plan."""
+        """True where the limits of its stages follow from seconds, and are stored in the plan."""
         return self.schedule == "1f1b-star"
 
     @property
     def splits_backwards(self) -> bool:
-        """Whether every backward is in two halves, and only the first is on the way of the gradients."""
+        """True where every backward is in two halves, and gradients are sent on after the first."""
         return self.schedule == "zb-h1"
 
     @property
     def recomputes(self) -> bool:
-        """Whether stages recompute: `recompute`, or the schedule always does."""
+        """True where stages recompute: by `recompute`, or because the schedule always does."""
         return self.recompute or self.schedule in ALWAYS_RECOMPUTE
 
 

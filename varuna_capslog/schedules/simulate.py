@@ -1,12 +1,13 @@
-"""The time and memory course of one step, from the seconds of each stage.
+"""Simulates time and memory of one step, from the seconds of each stage.
 
-`capslog simulate`, planners that rank by time and the report's Gantt picture call it. It plays the lowered programs and
-is not a measurement: an action takes the same time for every microbatch, and a transfer runs beside the computation
-except for what handing it over costs the sender.
+`capslog simulate`, planners that rank by time and the report's Gantt picture call it. It executes the lowered programs
+and is not a measurement: an action takes the same time for every microbatch, and a transfer runs beside the computation
+except for the sender's handover.
 
-`ordered.OrderedStep` gives every rank a core of its own. `play_contended` has fewer cores than ranks, and ranks that
-compute at the same time slow each other down. It is processor sharing: at any moment all ranks that compute have one
-speed, which depends only on their number. Messages have a speed of their own. The order of actions is not decided here.
+`ordered.OrderedStep` gives every rank its own core. `play_contended` has fewer cores than ranks, and ranks that compute
+at the same time slow each other down. It is processor sharing: at any moment all ranks that compute have the same
+speed, which depends only on their number. Messages have their own speed. This module does not choose the order of
+actions.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from varuna_capslog.schedules.stage_graph import Edge, StageGraph
 
 @dataclass(frozen=True, slots=True)
 class TimedAction:
-    """One action on `rank` with its begin and end in seconds since the step's begin."""
+    """An action on `rank` with its beginning and end in seconds since the beginning of the step."""
 
     rank: int
     action: Action
@@ -46,7 +47,7 @@ class TimedAction:
 
 @dataclass(frozen=True, slots=True)
 class TimedMessage:
-    """One transfer from rank `source` to rank `destination`; `end_seconds` is when it has arrived."""
+    """A transfer from rank `source` to rank `destination`; at `end_seconds` it has arrived."""
 
     source: int
     destination: int
@@ -76,8 +77,10 @@ class Timeline:
 
     @property
     def busy_seconds(self) -> list[float]:
-        """Per rank, the time spent in actions."""
-        return [sum(one.end_seconds - one.start_seconds for one in row) for row in self.actions]
+        """Time spent in actions, of each rank."""
+        return [
+            sum(timed_action.end_seconds - timed_action.start_seconds for timed_action in row) for row in self.actions
+        ]
 
     @property
     def bubble_fraction(self) -> float:
@@ -87,18 +90,18 @@ class Timeline:
 
     @property
     def max_in_flight(self) -> list[int]:
-        """Per stage, the most microbatches in flight at a time."""
+        """Maximum of microbatches in flight at a time, of each stage."""
         return [max((count for _, count in course), default=0) for course in self.in_flight]
 
     @property
     def max_live_graphs(self) -> list[int]:
-        """Per stage, the most graphs alive at a time."""
+        """Maximum of graphs alive at a time, of each stage."""
         return [max((count for _, count in course), default=0) for course in self.live_graphs]
 
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """One step that was played: its length, and the timeline, which is made where somebody asks for it.
+    """A simulated step: its length, and the timeline, which is made on demand.
 
     step_seconds: end of the last action.
     """
@@ -121,7 +124,7 @@ def simulate(
     shared_links: bool = False,
     copies_beside: bool = False,
 ) -> Timeline:
-    """`simulated`, with its timeline."""
+    """Return the timeline of `simulated`."""
     return simulated(schedule, seconds, speeds, gradients, graph, shared_links, copies_beside).timeline
 
 
@@ -134,19 +137,19 @@ def simulated(
     shared_links: bool = False,
     copies_beside: bool = False,
 ) -> SimulatedStep:
-    """Plays one step of a (validated) schedule.
+    """Simulate one step of a (validated) schedule.
 
     Args:
         schedule: one list of actions per rank.
         seconds: of its stages.
-        speeds: `speeds[k - 1]` is the speed of each of k ranks that compute at the same time, 1 being that of the given
-            seconds; beyond the list all cores are shared out evenly. So [1.0, 1.0] are two full cores. Default: a
-            core for every rank.
+        speeds: `speeds[k - 1]` is the speed of each of k ranks that compute at the same time; 1 is the speed of
+            `seconds`; beyond the list all cores are shared evenly. So [1.0, 1.0] are two full cores. Default: a core
+            for every rank.
         gradients, graph: as in `lower`.
         shared_links: both directions between two ranks share one link, on which messages go one after the other;
             default: each direction has its own.
         copies_beside: O and L run beside the computation of their rank, one after the other. The R, B or I that needs
-            what an L brings back waits for it; and as in the engine, the first computation behind an O ends when that
+            the tensors of an L waits for it; and as in the engine, the first computation behind an O ends when that
             copy has ended. Default: they take the time of their rank, as any action.
 
     Raises `CapslogError` for lists of a wrong length, times that are negative or not finite, and a schedule that
@@ -164,7 +167,7 @@ def simulated(
             )
     step = ordered(schedule, gradients, graph)
     lowered = step.lowered
-    work = {one: seconds.of(one) for one in step.works}
+    work = {piece: seconds.of(piece) for piece in step.works}
     transfers, handovers = seconds.of_messages(lowered.graph)
     free = speeds is None or (len(speeds) >= len(lowered.programs) and all(speed == 1.0 for speed in speeds))
     if free and not shared_links:
@@ -175,28 +178,30 @@ def simulated(
     copies = [_Copies(rank, copies_beside) for rank in range(len(lowered.programs))]
     rows = graph_keeping_forwards(schedule)
     cost = {
-        one: work[Piece(one.kind, one.stage, (one.stage, one.microbatch) in rows)] for row in schedule for one in row
+        action: work[Piece(action.kind, action.stage, (action.stage, action.microbatch) in rows)]
+        for row in schedule
+        for action in row
     }
     timed, messages = play_contended(lowered, cost, transfers, handovers, cores, shared_links, copies)
     end = max((row[-1].end_seconds for row in timed if row), default=0.0)
-    found = [one for row in copies for one in row.timed]
-    return SimulatedStep(end, lambda: _whole_timeline(timed, messages, found, num_stages, rows))
+    copy_actions = [timed_action for row in copies for timed_action in row.timed]
+    return SimulatedStep(end, lambda: _whole_timeline(timed, messages, copy_actions, num_stages, rows))
 
 
 def _timeline(step: OrderedStep, times: Times, num_stages: int) -> Timeline:
     timed: list[list[TimedAction]] = [[] for _ in step.lowered.programs]
     messages: list[TimedMessage] = []
-    for (rank, one), begin, end in zip(step.instructions, times.begins, times.ends, strict=True):
-        if isinstance(one, SendInstruction):
-            messages.append(TimedMessage(rank, one.peer, one.message, begin, end))
-        elif isinstance(one, Action):
-            timed[rank].append(TimedAction(rank, one, begin, end))
+    for (rank, instruction), begin, end in zip(step.instructions, times.begins, times.ends, strict=True):
+        if isinstance(instruction, SendInstruction):
+            messages.append(TimedMessage(rank, instruction.peer, instruction.message, begin, end))
+        elif isinstance(instruction, Action):
+            timed[rank].append(TimedAction(rank, instruction, begin, end))
     copies = []
     for place, begin, end in times.copies:
-        rank, one = step.instructions[place]
-        assert isinstance(one, Action), "messages are no copies"
-        copies.append(TimedAction(rank, one, begin, end))
-    keeping = graph_keeping_forwards([[one.action for one in row] for row in timed])
+        rank, action = step.instructions[place]
+        assert isinstance(action, Action), "messages are no copies"
+        copies.append(TimedAction(rank, action, begin, end))
+    keeping = graph_keeping_forwards([[timed_action.action for timed_action in row] for row in timed])
     return _whole_timeline(timed, messages, copies, num_stages, keeping)
 
 
@@ -210,18 +215,18 @@ def _whole_timeline(
     in_flight, live_graphs = _courses(timed, num_stages, keeping)
     return Timeline(
         actions=timed,
-        messages=sorted(messages, key=lambda one: one.start_seconds),
+        messages=sorted(messages, key=lambda message: message.start_seconds),
         step_seconds=max((row[-1].end_seconds for row in timed if row), default=0.0),
         in_flight=in_flight,
         live_graphs=live_graphs,
-        copies=sorted(copies, key=lambda one: (one.start_seconds, one.rank)),
+        copies=sorted(copies, key=lambda copy: (copy.start_seconds, copy.rank)),
     )
 
 
 def _courses(
     timed: list[list[TimedAction]], num_stages: int, graph_keeping: set[tuple[int, int]]
 ) -> tuple[list[list[tuple[float, int]]], list[list[tuple[float, int]]]]:
-    """Per stage, how many microbatches are in flight and how many graphs alive from each time on.
+    """Return, for each stage, the numbers of microbatches in flight and of graphs alive from each time on.
 
     A graph that was offloaded counts only outside O's end .. L's begin.
     """
@@ -234,21 +239,21 @@ def _courses(
         course.append((at_seconds, (course[-1][1] if course else 0) + by))
 
     for row in timed:
-        for one in row:
-            stage, kind = one.action.stage, one.action.kind
-            if one.action.microbatch is None:
+        for timed_action in row:
+            stage, kind = timed_action.action.stage, timed_action.action.kind
+            if timed_action.action.microbatch is None:
                 continue
-            key = (stage, one.action.microbatch)
+            key = (stage, timed_action.action.microbatch)
             if kind == "F":
-                change(in_flight[stage], one.start_seconds, 1)
+                change(in_flight[stage], timed_action.start_seconds, 1)
             if kind == "R" or (kind == "F" and key in graph_keeping) or (kind == "L" and key in offloaded):
                 alive.add(key)
-                change(live_graphs[stage], one.start_seconds, 1)
+                change(live_graphs[stage], timed_action.start_seconds, 1)
             if kind in "BW":
-                change(in_flight[stage], one.end_seconds, -1)
+                change(in_flight[stage], timed_action.end_seconds, -1)
             if kind in "BWO" and key in alive:
                 alive.discard(key)
-                change(live_graphs[stage], one.end_seconds, -1)
+                change(live_graphs[stage], timed_action.end_seconds, -1)
                 if kind == "O":
                     offloaded.add(key)
     return in_flight, live_graphs
@@ -260,7 +265,7 @@ def _courses(
 class _Copies:
     """The copies of one rank to and from the host tier that run beside its computation, one after the other.
 
-    beside: whether O and L run so; else they are actions like others, and there is nothing to wait for here.
+    beside: True where O and L run so; else they are ordinary actions, and no action waits for these copies.
 
     Attributes:
         timed: the copies.
@@ -273,7 +278,7 @@ class _Copies:
         self._leaving = 0.0
 
     def begin(self, action: Action, now: float, seconds: float) -> bool:
-        """Begins the copy of an O or L; False where the action is none that runs beside the computation."""
+        """Begin the copy of an O or L; return False for an action that does not run beside the computation."""
         if not self._beside or action.kind not in "OL":
             return False
         begin = max(now, self._free)
@@ -286,27 +291,27 @@ class _Copies:
         return True
 
     def back(self, action: Action) -> float:
-        """The moment from which an action may begin: when what it needs is back."""
+        """Return the time from which an action may begin: when its tensors are back on the device."""
         return self._back.get((action.stage, action.microbatch), 0.0) if action.kind in "RBI" else 0.0
 
     def away(self) -> float:
-        """The moment before which the rank does not go on behind a computation: what left beside it must be away."""
-        found, self._leaving = self._leaving, 0.0
-        return found
+        """Return the time before which the rank does not go on after a computation: the end of the copy beside it."""
+        leaving, self._leaving = self._leaving, 0.0
+        return leaving
 
 
 def speed_of(active: int, speeds: Sequence[float]) -> float:
-    """The speed of each of `active` ranks that compute at the same time; beyond the list all cores are shared out."""
-    known = len(speeds)
-    return speeds[active - 1] if active <= known else speeds[-1] * known / active
+    """Return the speed of each of `active` ranks that compute at once; beyond the list all cores are shared evenly."""
+    cores = len(speeds)
+    return speeds[active - 1] if active <= cores else speeds[-1] * cores / active
 
 
 @dataclass
 class _CoreUser:
-    """Where a rank stands: the instruction it works on, the work left in it (seconds of a lone rank), and its begin.
+    """The state of a rank: its instruction, the work left in it (seconds of a lone rank), and its beginning.
 
-    ready: where no work has begun, the moment from which the instruction can; it may not be known yet.
-    held: the moment before which nothing can.
+    ready: where no work has begun, the time from which the instruction can begin; it may not be known yet.
+    held: the time before which no instruction can begin.
     """
 
     at: int = 0
@@ -325,7 +330,7 @@ def play_contended(
     shared_links: bool = False,
     copies: Sequence[_Copies] | None = None,
 ) -> tuple[list[list[TimedAction]], list[TimedMessage]]:
-    """Plays the programs from event to event; the next event is the first end of a piece of work or of a wait.
+    """Simulate the programs from event to event; the next event is the first end of a piece of work or of a wait.
 
     The state is per rank the instruction at hand and the work left in it. Between two events every working rank does
     `speed_of(working ranks)` of work per second. With n instructions in all there are O(n) events, each O(ranks).
@@ -336,7 +341,7 @@ def play_contended(
         transfer_seconds, handover_seconds: of a message, by (stage that sends it, stage that takes it).
         speeds: `speeds[k - 1]` is the speed of each of k working ranks.
         shared_links: as in `simulate`.
-        copies: of every rank; None: O and L are actions like others.
+        copies: of every rank; None: O and L are ordinary actions.
     """
     programs = lowered.programs
     copies = copies or [_Copies(rank, beside=False) for rank in range(len(programs))]
@@ -348,7 +353,7 @@ def play_contended(
     now = 0.0
     while True:
         moved = True
-        while moved:  # what takes no time, until every rank works, waits or has ended
+        while moved:  # steps that take no time, until every rank works, waits or has ended
             moved = False
             for number, rank in enumerate(ranks):
                 program = programs[number]

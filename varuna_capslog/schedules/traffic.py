@@ -1,8 +1,8 @@
-"""When the messages of a step take memory: from the action at which each arrives, or is made, until it is let go.
+"""The lifetime of a step's messages in memory: from the action at which each arrives, or is made, until it is freed.
 
-The executor posts receives ahead and releases what it has sent as soon as a later message of the peer proves that it
-was received; both follow from the lists of actions alone. The fold of a rank's memory calls `messages_of` with steps of
-tens of thousands of actions, so everything here is arrays, one element per action, call or message.
+The executor posts receives ahead and frees a sent message as soon as a later message of the peer proves that it was
+received; both follow from the lists of actions alone. The fold of a rank's memory calls `messages_of` with steps of
+tens of thousands of actions, so this module uses arrays, one element per action, call or message.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["POSTED_AHEAD", "POSTED_AHEAD_BYTES", "Messages", "RankActions", "Sta
 Numbers = NDArray[np.int64]
 
 POSTED_AHEAD, POSTED_AHEAD_BYTES = 2, 1 << 20
-"""The executor posts so many receives ahead at least, and more while they are small. Posting in the middle of a
-computation wakes gloo's thread and costs half a millisecond; all at the beginning of a step cost next to nothing.
+"""Number of receives that the executor posts ahead at least, and bytes up to which it posts more. Posting in the middle
+of a computation wakes gloo's thread and costs half a millisecond; posting at the beginning of a step is almost free.
 """
 
 
 @dataclass(frozen=True)
 class RankActions:
-    """One rank's list: stage, kind (its letter's number) and call of every action; a U has call -1. All [n]."""
+    """The list of a rank: stage, kind (its letter's number) and call of every action; a U has call -1. All [n]."""
 
     stages: Numbers
     kinds: Numbers
@@ -37,7 +37,7 @@ class RankActions:
 
     @classmethod
     def of(cls, actions: Sequence[Action]) -> RankActions:
-        """The arrays of a list."""
+        """Return the arrays of a list."""
         calls = [-1 if action.microbatch is None else action.microbatch for action in actions]
         letters = "".join([action.kind for action in actions]).encode()
         return cls(
@@ -50,18 +50,18 @@ class RankActions:
         return len(self.stages)
 
     def where(self, kinds: str, stage: int | None = None) -> Numbers:
-        """Positions of all actions of these kinds, rising."""
-        found = np.zeros(len(self.kinds), dtype=np.bool_)
+        """Return the positions of all actions of these kinds, rising; stage: only those of this stage."""
+        matches = np.zeros(len(self.kinds), dtype=np.bool_)
         for kind in kinds:  # np.isin takes several times as long for so few
-            found |= self.kinds == ord(kind)
-        return np.flatnonzero(found if stage is None else found & (self.stages == stage))
+            matches |= self.kinds == ord(kind)
+        return np.flatnonzero(matches if stage is None else matches & (self.stages == stage))
 
 
 @dataclass(frozen=True)
 class StageLink:
     """The messages between two stages, one per call of the stage that takes fewer microbatches at once.
 
-    above, below: the stages; the second takes what the first makes.
+    above, below: the stages; the second reads outputs of the first.
     above_calls, below_calls: message -> the call of each.
     """
 
@@ -73,7 +73,7 @@ class StageLink:
 
 @dataclass(frozen=True)
 class StepActions:
-    """The actions of a step and the way of every microbatch through its stages.
+    """The actions of a step and the route of every microbatch through its stages.
 
     rows: by rank.
     """
@@ -83,11 +83,11 @@ class StepActions:
 
     @classmethod
     def of(cls, actions: Sequence[Sequence[Action]], graph: StageGraph) -> StepActions:
-        """Those of these lists; steps of late are remembered, so the arrays are only to be read."""
+        """Return the step of these lists. Recent steps are cached, so do not write to the arrays."""
         return _step_of(tuple(map(tuple, actions)), graph)
 
     def at(self, kind: str, stage: int) -> Numbers:
-        """call -> position of its action of this kind in the list of the stage's rank; -1 where there is none."""
+        """Return call -> position of its action of this kind in the list of the stage's rank; -1 where it has none."""
         if (kind, stage) not in self._places:
             self._places[kind, stage] = self._find(kind, stage)
         return self._places[kind, stage]
@@ -95,9 +95,11 @@ class StepActions:
     def _find(self, kind: str, stage: int) -> Numbers:
         row = self.rows[self.graph.ranks[stage]]
         positions = row.where(kind, stage)
-        found = np.full(len(self.graph.microbatches[stage]) // self.graph.grains[stage], -1, dtype=np.int64)
-        found[row.calls[positions]] = positions
-        return found
+        positions_of_calls = np.full(
+            len(self.graph.microbatches[stage]) // self.graph.grains[stage], -1, dtype=np.int64
+        )
+        positions_of_calls[row.calls[positions]] = positions
+        return positions_of_calls
 
     @cached_property
     def _places(self) -> dict[tuple[str, int], Numbers]:
@@ -120,22 +122,22 @@ class StepActions:
 
     @cached_property
     def links(self) -> list[StageLink]:
-        """One per edge of the graph, in its order."""
+        """The links of all edges of the graph, in its order."""
         graph = self.graph
         numbers = {route: number for number, route in enumerate(dict.fromkeys(graph.routes))}
         taken = np.array([numbers[route] for route in graph.routes], dtype=np.int64)
         microbatches = [np.array(row, dtype=np.int64) for row in graph.microbatches]
-        found = []
-        for one, other in graph.edges:
-            ways = [number for route, number in numbers.items() if (one, other) in graph.edges_of(route)]
-            ends, step = (one, other), min(graph.grains[one], graph.grains[other])
+        links = []
+        for above, below in graph.edges:
+            ways = [number for route, number in numbers.items() if (above, below) in graph.edges_of(route)]
+            ends, step = (above, below), min(graph.grains[above], graph.grains[below])
             common = np.flatnonzero(np.isin(taken, ways))[::step]
             calls = (np.searchsorted(microbatches[stage], common) // graph.grains[stage] for stage in ends)
-            found.append(StageLink(one, other, *calls))
-        return found
+            links.append(StageLink(above, below, *calls))
+        return links
 
     def is_local(self, link: StageLink) -> bool:
-        """Whether both stages are on one rank, so that no message travels."""
+        """Return True where both stages are on one rank, so that no message travels."""
         return self.graph.ranks[link.above] == self.graph.ranks[link.below]
 
 
@@ -146,11 +148,11 @@ def _step_of(actions: tuple[tuple[Action, ...], ...], graph: StageGraph) -> Step
 
 @dataclass(frozen=True)
 class Messages:
-    """The life of every message, by link and message; positions are those of the lists of actions.
+    """The lifetime of every message, by link and message; positions are those of the lists of actions.
 
     begins[kind][link]: on the rank that receives: the position from which the buffer of an activation ("F") or of a
         gradient ("B") counts; -1 where none travels.
-    ends[kind][link]: on the rank that sends: the position at which it is let go; the length of the list where nothing
+    ends[kind][link]: on the rank that sends: the position at which it is freed; the length of the list where nothing
         confirms it before the end; -1 as above.
     """
 
@@ -159,15 +161,14 @@ class Messages:
 
 
 def messages_of(step: StepActions, sizes: Mapping[str, Sequence[int]], ahead: bool) -> Messages:
-    """The life of the messages of a step.
+    """Return the lifetime of the messages of a step.
 
     Args:
         sizes: "F" and "B" -> link -> bytes of an activation, and of a gradient; one of -1 bytes is not sent.
-        ahead: whether receives are posted ahead in the memory that is counted (else they count from the action that
-            needs them).
+        ahead: receives are posted ahead in the memory that is counted; else they count from the action that needs them.
     """
     empty = {kind: [np.full(len(link.above_calls), -1, dtype=np.int64) for link in step.links] for kind in "FB"}
-    found = Messages(empty, {kind: [row.copy() for row in rows] for kind, rows in empty.items()})
+    messages = Messages(empty, {kind: [row.copy() for row in rows] for kind, rows in empty.items()})
     # the order of the messages that one action sends, and of those that it needs: by stage and call of the other side
     ranks, most = step.graph.ranks, 1 + max(map(len, step.forwards))
     later = most * len(ranks)
@@ -191,15 +192,14 @@ def messages_of(step: StepActions, sizes: Mapping[str, Sequence[int]], ahead: bo
     begun = _posted(table, received, later, len(step.rows)) if ahead else received // later
     for kind in "FB":
         for number in range(len(step.links)):
-            own = (table[4] == ord(kind)) & (table[5] == number)
-            found.begins[kind][number][table[6][own]] = begun[own]
-            found.ends[kind][number][table[6][own]] = released[own]
-    return found
+            selected = (table[4] == ord(kind)) & (table[5] == number)
+            messages.begins[kind][number][table[6][selected]] = begun[selected]
+            messages.ends[kind][number][table[6][selected]] = released[selected]
+    return messages
 
 
 def _channels(table: Numbers, lengths: Sequence[int], later: int) -> tuple[Numbers, Numbers]:
-    """For every message the position and place at which it is received, and the position at which its sender lets it
-    go.
+    """Return, for every message, position and place at which it is received, and position at which its sender frees it.
 
     later: places per position.
     """
@@ -219,26 +219,26 @@ def _channels(table: Numbers, lengths: Sequence[int], later: int) -> tuple[Numbe
         released[part] = lengths[source]
         if back is None:
             continue
-        # how many of these the peer had received before it sent each of its own
-        known = np.searchsorted(received[part] // later, table[2, back] // later, side="right")
-        proof = np.searchsorted(known, np.arange(part.stop - part.start), side="right")
+        # number of these messages that the peer had received before it sent each of its own
+        counts = np.searchsorted(received[part] // later, table[2, back] // later, side="right")
+        proof = np.searchsorted(counts, np.arange(part.stop - part.start), side="right")
         proven = proof < back.stop - back.start
         released[part][proven] = received[back][proof[proven]] // later
     return received, released
 
 
 def _posted(table: Numbers, received: Numbers, later: int, num_ranks: int) -> Numbers:
-    """For every message the position at which its receive is posted: 0 for those posted before the first action."""
+    """Return, for every message, the position at which its receive is posted: 0 before the first action."""
     begun = np.zeros_like(received)
     for rank in range(num_ranks):
-        own = np.flatnonzero(table[1] == rank)
-        own = own[np.argsort(received[own], kind="stable")]
-        total = np.append(0, np.cumsum(table[7, own]))
-        done = np.arange(len(own) + 1)
-        # having received `done` messages, so many are posted in all
+        selected = np.flatnonzero(table[1] == rank)
+        selected = selected[np.argsort(received[selected], kind="stable")]
+        total = np.append(0, np.cumsum(table[7, selected]))
+        done = np.arange(len(selected) + 1)
+        # number of posted receives in all after `done` received messages
         small = np.searchsorted(total, total[done] + POSTED_AHEAD_BYTES, side="right") - 1
-        posted = np.maximum.accumulate(np.minimum(np.maximum(small, done + POSTED_AHEAD), len(own)))
-        after = np.searchsorted(posted, np.arange(len(own)), side="right")
-        at = np.append(0, received[own] // later)
-        begun[own] = at[after]
+        posted = np.maximum.accumulate(np.minimum(np.maximum(small, done + POSTED_AHEAD), len(selected)))
+        after = np.searchsorted(posted, np.arange(len(selected)), side="right")
+        at = np.append(0, received[selected] // later)
+        begun[selected] = at[after]
     return begun

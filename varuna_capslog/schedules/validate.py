@@ -1,8 +1,8 @@
-"""The one validator of schedules.
+"""The only validator of schedules.
 
 The engine and the command call it on every schedule that comes from a file or a generator. It knows every kind of
-action, also those the engine cannot run yet, and it checks each rank's list alone:
-`find_deadlock` checks whether ranks wait for each other in a circle.
+action, also those the engine cannot run yet, and it checks each rank's list alone; `find_deadlock` checks whether ranks
+wait for each other in a circle.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def validate(
     max_in_flight: Sequence[int | None] = (),
     offload: Sequence[bool] | None = None,
 ) -> None:
-    """Returns when the schedule is one complete step; raises `CapslogError` at the first broken rule.
+    """Check that the schedule is one complete step; raise `CapslogError` at the first broken rule.
 
     The error names rank, position in the rank's list, stage, microbatch and rule. The rules: a stage acts on its own
     rank only; every stage runs F once and either B or I and then W once for every microbatch that it takes, each in
@@ -34,13 +34,13 @@ def validate(
 
     Args:
         schedule: one list of actions per rank.
-        graph: the stages of the step. A microbatch is here, as in the actions, the number of the stage's own call.
-        recompute: of all stages, or of each. False refuses every R. True wants an R between F and B (or I), except
-            where F is the last that the stage computes before them and nothing was offloaded, so that its graph is
-            still alive; a second R of a microbatch is refused.
-        max_in_flight: stage -> the most microbatches between begin of F and end of B (or W); None, or a shorter list:
+        graph: the stages of the step. As in the actions, a microbatch is the number of the stage's own call.
+        recompute: of all stages, or of each. False refuses every R. True requires an R between F and B (or I), except
+            where F is the stage's last computation before them and nothing was offloaded, so that its graph is still
+            alive; a second R of a microbatch is refused.
+        max_in_flight: stage -> maximum of microbatches between begin of F and end of B (or W); None, or a shorter list:
             no limit.
-        offload: stage -> whether it has something to offload; False refuses every O. Default: every stage.
+        offload: stage -> True where it may offload; False refuses every O. Default: every stage.
     """
     again = [recompute] * len(graph.ranks) if isinstance(recompute, bool) else recompute
     calls = [len(row) for row in graph.calls]
@@ -92,7 +92,7 @@ def _refusal(rank: int, position: int, action: Action, rule: str) -> CapslogErro
 
 @dataclass
 class _StageState:
-    """What one stage has done so far, for the rules that concern it alone.
+    """The actions of one stage so far, for the rules that concern this stage alone.
 
     recomputed: the microbatches that have an R somewhere in the schedule.
     """
@@ -108,7 +108,7 @@ class _StageState:
     last: Action | None = None
 
     def broken_rule(self, action: Action) -> str | None:
-        """The rule of this stage that the action would break now, or None."""
+        """Return the rule of this stage that the action would break now, or None."""
         kind, microbatch = action.kind, action.microbatch
         if (kind, microbatch) in self.done:
             return f"duplicate, the stage ran {action} before"
@@ -141,7 +141,7 @@ class _StageState:
         return None
 
     def take(self, action: Action) -> None:
-        """Notes an action that broke no rule."""
+        """Record an action that broke no rule."""
         self.done.add((action.kind, action.microbatch))
         if action.kind not in "OLU":
             self.last = action
@@ -149,7 +149,7 @@ class _StageState:
             self.next_of_kind[action.kind] += 1
 
     def missing(self) -> str | None:
-        """What the finished list lacks, or None."""
+        """Describe the action that the finished list lacks, or return None."""
         for microbatch in range(self.num_microbatches):
             if ("F", microbatch) not in self.done:
                 return f"missing {self.stage}F{microbatch}, every stage runs every microbatch"
@@ -161,7 +161,8 @@ class _StageState:
         return None
 
     def _broken_microbatch_order(self, action: Action) -> str | None:
-        """F, B, I and W in ascending microbatch order; B and W count together, both add to the weights' gradients."""
+        """Check that F, B, I and W come in ascending microbatch order; B and W, which both add to the gradients of the
+        weights, count together."""
         kind = action.kind
         if kind not in self.next_of_kind:
             return None
@@ -200,7 +201,7 @@ class _StageState:
 
 
 def _broken_order_between(graph: StageGraph, stages: dict[int, _StageState], action: Action) -> str | None:
-    """On one rank the stages that make this action's input must have run before it."""
+    """Check that on this rank the stages that make the action's input have run before it."""
     if action.microbatch is None:
         return None
     if action.kind == "F":

@@ -1,8 +1,8 @@
-"""The variants of a config, checked once where a run starts, so that all its ranks compute the layers alike; and those
-that a plan names.
+"""The variants of a config, checked once where a run starts, so that all its ranks compute the layers alike; and the
+variants that a plan names.
 
-`start/given_plan` and `api.training` call this. The workers read the config.yaml of the run's folder, which holds what
-has passed.
+`start/given_plan` and `api.training` call this. The workers read the config.yaml of the run's folder, which holds the
+variants that have passed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["naming_variants", "with_checked_variants", "with_plan_variants"]
 
 
 def with_checked_variants(config: Config, say: Callable[[str], object] = lambda line: None) -> Config:
-    """The config without the variants of layers that fail their check; the same config where all pass.
+    """Return the config without the variants of layers that fail their check; the same config where all pass.
 
     Args:
         say: told one sentence for each kind of layer whose variant fails, or was checked on smaller inputs; before
@@ -37,9 +37,9 @@ def with_checked_variants(config: Config, say: Callable[[str], object] = lambda 
     if "compiled" in config.variants.values():
         say("layers are compiled to check them, which may take minutes the first time; torch keeps the code on disk")
     passed, checks = checked_choices(load_workload(config), config.train.microbatch_size)
-    for one in checks:
-        if one.fault or one.smaller:
-            say(one.sentence())
+    for check in checks:
+        if check.fault or check.smaller:
+            say(check.sentence())
     if passed == config.variants:
         return config
     decided = section(Config, config.model_dump(mode="json") | {"variants": passed}, "")
@@ -48,8 +48,9 @@ def with_checked_variants(config: Config, say: Callable[[str], object] = lambda 
 
 
 def naming_variants(config: Config, plan: Plan) -> Plan:
-    """The plan with the variants of its layers, where the config names layers by their numbers, as it does when a
-    planner has chosen; the same plan where the config has patterns, and where plans follow that leave them to it.
+    """Return the plan with the variants of its layers, where the config names layers by their numbers, as it does when
+    a planner has chosen. The same plan is returned where the config has patterns, and where later plans of the run
+    leave the variants to the config.
     """
     numbers = [key.removeprefix("#") for key in config.variants]
     if plan.short or config.elastic.enabled or not all(number.isdigit() for number in numbers):
@@ -58,7 +59,7 @@ def naming_variants(config: Config, plan: Plan) -> Plan:
 
 
 def with_plan_variants(config: Config, plan: Plan) -> dict[str, Any]:
-    """What a given plan that names variants decides of a config: its `variants`; nothing where it names none.
+    """Return the key `variants` of the config that a given plan decides; empty where the plan names no variants.
 
     Raises CapslogError where the config has others.
     """

@@ -1,4 +1,4 @@
-"""What a plan has chosen of a run beside its stages: the schedule, the accumulation blocks, what runs again."""
+"""Choices of a plan besides its stages: the schedule, the accumulation blocks, the recomputation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["with_choices_of"]
 
 
 def with_choices_of(config: Config, plan: Plan) -> Config:
-    """The config with what its plan has chosen; the same config where cuts or a plan are given."""
+    """Return the config with its plan's choices; the same config where cuts or a plan are given."""
     pipeline = config.pipeline
     if pipeline.cuts is not None or pipeline.plan is not None or plan.schedule is None:
         return config

@@ -1,7 +1,7 @@
 """The variants that planner `budget` chooses for a run whose config leaves them open and allows results to differ.
 
-`prepare.profile_and_variants` calls this. The config that comes back names the variants, as if its user had: everything
-behind it, such as profile, plan, workers and later plans of an elastic run, is of the layers in that way.
+`prepare.profile_and_variants` calls this. The config that it returns names the variants, as if its user had, so
+profile, plan, workers and later plans of an elastic run all use these variants.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["may_choose", "say_what_is_not_estimated", "with_chosen_variants"]
 
 
 def say_what_is_not_estimated(config: Config, say: Callable[[str], object]) -> None:
-    """Of a config whose profile is estimated: that some of its own variants count as the layers without them."""
+    """Warn where some of the config's own variants have no estimate, so that an estimated profile ignores them."""
     unknown = _not_estimated(sorted(set(config.variants.values()))) if config.profile.source == "estimated" else ""
     if unknown:
         say(f"{unknown}, so the estimate is of these layers without it; profile.source=measured measures them")
@@ -38,14 +38,14 @@ def say_what_is_not_estimated(config: Config, say: Callable[[str], object]) -> N
 def _not_estimated(names: Iterable[str]) -> str:
     from varuna_capslog.variants.registry import known_variants
 
-    known = known_variants()
-    unknown = [name for name in names if name in known and not known[name].estimated]
+    variants = known_variants()
+    unknown = [name for name in names if name in variants and not variants[name].estimated]
     return f"no estimate knows what layers cost as {' or '.join(unknown)}" if unknown else ""
 
 
 def may_choose(config: Config) -> bool:
-    """Whether a planner is to choose variants, as far as the config says: it allows some, names none, and has no other
-    planner than budget.
+    """Return whether a planner is to choose variants, as far as the config says: it allows some, names none, and its
+    planner is budget.
     """
     pipeline = config.pipeline
     chooses = pipeline.planner == BUDGET and pipeline.cuts is None and pipeline.plan is None
@@ -55,15 +55,15 @@ def may_choose(config: Config) -> bool:
 def with_chosen_variants(
     config: Config, profile: Profile, memo: Memo | None, say: Callable[[str], object] = print
 ) -> Config:
-    """The config with the variants of the fastest plan that fits; the same config where it names some itself, allows
-    none, or has another planner than budget.
+    """Return the config with the variants of the fastest plan that fits; the same config where it names some itself,
+    allows none, or has another planner than budget.
 
     A variant that fails its check (`profiling/variant_check`) is left out, and the search goes on without it.
 
     Args:
         profile: of the config; a measured one has rows of variants.
         memo: of the estimate that the profile is; None: it is measured.
-        say: told what is chosen and why, or why nothing can be.
+        say: called with a sentence on the choice and its reason, or on why there is none.
     """
     if not may_choose(config):
         return config
@@ -79,25 +79,25 @@ def with_chosen_variants(
     workload, refused = load_workload(config), dict[int, list[str]]()
     full = profile if memo is None else _estimated(config, profile, memo, say)
     while alternatives_of(full):
-        found = _searched(decided, full)
+        choice = _searched(decided, full)
         checks = check_variants(
-            plain_chain(workload), found.chosen, workload.profile_inputs(config.train.microbatch_size)
+            plain_chain(workload), choice.chosen, workload.profile_inputs(config.train.microbatch_size)
         )
-        failed = [one for one in checks if one.fault]
-        for one in failed:
-            say(one.sentence())
-            for layer in one.layers:
-                refused.setdefault(layer, []).append(one.variant)
+        failed = [check for check in checks if check.fault]
+        for check in failed:
+            say(check.sentence())
+            for layer in check.layers:
+                refused.setdefault(layer, []).append(check.variant)
         if not failed:
-            say(_sentence(config, full, found))
-            chosen = {f"#{layer}": name for layer, name in found.chosen.items()}
+            say(_sentence(config, full, choice))
+            chosen = {f"#{layer}": name for layer, name in choice.chosen.items()}
             return config.model_copy(update={"variants": chosen})
         full = _without(full, refused)
     return config
 
 
 def _estimated(config: Config, profile: Profile, memo: Memo, say: Callable[[str], object]) -> Profile:
-    """The profile with rows of variants; without any where the layers are those of factories."""
+    """Return the profile with rows of variants; without any where the layers are made by factories."""
     from varuna_capslog.profiling.estimate import StageEstimator
     from varuna_capslog.profiling.variant_rows import allowed_variants, with_variant_rows
 
@@ -105,7 +105,7 @@ def _estimated(config: Config, profile: Profile, memo: Memo, say: Callable[[str]
     if estimator.chain.factories is not None:
         return profile
     allowed = allowed_variants(config.numerics, config.profile.variants)
-    if unknown := _not_estimated(one.name for one in allowed):
+    if unknown := _not_estimated(variant.name for variant in allowed):
         say(f"{unknown}, so these ways are not weighed; set profile.source=measured")
     return with_variant_rows(profile, estimator, allowed)
 
@@ -130,42 +130,42 @@ def _searched(config: Config, profile: Profile) -> VariantChoice:
     return choose_variants(profile, problem.width, problem.share.microbatches, plan_of)
 
 
-def _sentence(config: Config, profile: Profile, found: VariantChoice) -> str:
-    """What was chosen, its class, and what it gains."""
-    if not found.chosen:
+def _sentence(config: Config, profile: Profile, choice: VariantChoice) -> str:
+    """Describe the choice: the variants, their class, and the gain."""
+    if not choice.chosen:
         return f"no variant of class {config.numerics} or stricter makes the plan better; the layers stay as configured"
-    counts = Counter(found.chosen.values())
+    counts = Counter(choice.chosen.values())
     size = profile.num_layers
-    what = ", ".join(
-        f"{name} for {count} of {size} layers ({_range(profile, found, name)})" for name, count in counts.items()
+    variants = ", ".join(
+        f"{name} for {count} of {size} layers ({_range(profile, choice, name)})" for name, count in counts.items()
     )
-    how = "of all choices" if found.every else f"of the {found.weighed} choices that were weighed"
-    return f"variants ({config.numerics}): {what}; {_gain(found)}; the best {how}{_compiling(profile, found)}"
+    how = "of all choices" if choice.every else f"of the {choice.weighed} choices that were weighed"
+    return f"variants ({config.numerics}): {variants}; {_gain(choice)}; the best {how}{_compiling(profile, choice)}"
 
 
-def _compiling(profile: Profile, found: VariantChoice) -> str:
-    """What compiling costs, where a chosen variant compiles."""
-    spent = compile_seconds(profile, set(found.chosen.values()))
+def _compiling(profile: Profile, choice: VariantChoice) -> str:
+    """Describe the cost of compiling, where a chosen variant compiles."""
+    spent = compile_seconds(profile, set(choice.chosen.values()))
     if not spent:
         return ""
-    step, plain = found.plan.step_seconds, found.plain.step_seconds
+    step, plain = choice.plan.step_seconds, choice.plain.step_seconds
     gains = (
         "" if step is None or plain is None or step >= plain else f", the gain of {spent / (plain - step):.0f} steps"
     )
     return f"; compiling took {spent:.0f} s while the layers were measured{gains}, and torch keeps the code on disk"
 
 
-def _range(profile: Profile, found: VariantChoice, name: str) -> str:
-    layers = [profile.layers[layer].name for layer, own in found.chosen.items() if own == name]
+def _range(profile: Profile, choice: VariantChoice, name: str) -> str:
+    layers = [profile.layers[layer].name for layer, variant in choice.chosen.items() if variant == name]
     return layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
 
 
-def _gain(found: VariantChoice) -> str:
-    plan, plain = found.plan, found.plain
+def _gain(choice: VariantChoice) -> str:
+    plan, plain = choice.plan, choice.plain
     if plain.fits is False and plan.fits is not False:
         lack = 0 if plain.shortfall is None else plain.shortfall.bytes
         return f"it fits, and without them the best plan lacks {format_bytes(lack)}"
     if plan.fits is False:
-        needs, before = (format_bytes(one.peak_bytes or 0) for one in (plan, plain))
+        needs, before = (format_bytes(candidate.peak_bytes or 0) for candidate in (plan, plain))
         return f"the largest rank needs {needs} instead of {before}"
     return f"the step takes {plan.step_seconds:.4g} s instead of {plain.step_seconds:.4g} s"

@@ -1,6 +1,6 @@
 """`capslog variants`: measures the layers of a config's model in every way it allows, and places them as Collage does.
 
-What comes back names the fastest choice whose layers pass their check; the caller writes it.
+The result names the fastest choice whose layers pass their check; the caller writes it.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from varuna_capslog.profiling.whole import WholeRuns
 __all__ = ["Collaged", "MeasuredChoice", "collage"]
 
 LEAST_GAIN = 0.02
-"""What a choice must gain over the layers as configured, measured whole, to be worth other results."""
+"""Least gain of a choice over the layers as configured, measured on the whole model, to be worth other results."""
 
 Choice = Mapping[int, str]
 
 
 @dataclass(frozen=True)
 class MeasuredChoice:
-    """One choice.
+    """A measured choice of variants.
 
     Attributes:
         name: "as configured", "VARIANT wherever it can", "level 1", or "level 2, VARIANT".
         chosen: layer -> variant.
-        predicted_seconds: sum over its layers of what each takes alone.
+        predicted_seconds: sum over its layers of the seconds that each takes alone.
         measured_seconds: of the whole model, in each round.
     """
 
@@ -51,14 +51,14 @@ class MeasuredChoice:
     measured_seconds: tuple[float, ...]
 
     def ratio(self, plain: MeasuredChoice) -> float:
-        """Median over rounds of its seconds by those of the layers as configured."""
+        """Return the median over rounds of its seconds divided by those of the layers as configured."""
         pairs = zip(self.measured_seconds, plain.measured_seconds, strict=True)
-        return statistics.median(one / other for one, other in pairs)
+        return statistics.median(seconds / plain_seconds for seconds, plain_seconds in pairs)
 
 
 @dataclass(frozen=True)
 class Collaged:
-    """What was found: all candidates, the first as configured, and the best one."""
+    """The result: all candidates, the first as configured, and the best one."""
 
     candidates: tuple[MeasuredChoice, ...]
     profile: Profile = field(repr=False)
@@ -67,21 +67,21 @@ class Collaged:
     def best(self) -> MeasuredChoice:
         """The fastest one, measured whole; as configured where none gains 2 %."""
         plain = self.candidates[0]
-        found = min(self.candidates, key=lambda one: one.ratio(plain))
-        return found if found.ratio(plain) <= 1 - LEAST_GAIN else plain
+        fastest = min(self.candidates, key=lambda choice: choice.ratio(plain))
+        return fastest if fastest.ratio(plain) <= 1 - LEAST_GAIN else plain
 
 
 def collage(
     config: Config, rounds: int = 5, generations: int = 4, seed: int = 0, say: Callable[[str], object] = print
 ) -> Collaged:
-    """Measures and places.
+    """Measure the layers in every allowed variant, and place the variants.
 
     Args:
         config: without `variants`; `numerics` says which are allowed.
         rounds: whole runs of each candidate, interleaved.
         generations: of level 2; 0 leaves it out.
         seed: of level 2.
-        say: told what fails its check and is left out.
+        say: called with a sentence on each variant that fails its check and is left out.
 
     Raises:
         CapslogError: the config allows none or names some, or its model's layers are those of factories.
@@ -93,50 +93,58 @@ def collage(
     sizes = load_workload(config).profile_inputs(config.train.microbatch_size)
     profile = profile_config(config, 1, variants=config.numerics)
     refused = _refused(config, profile, say)
-    patterns = [one for one in patterns_of(profile) if not any((at, one.name) in refused for at in one.layers)]
-    own = {at: [name for name in names if (at, name) not in refused] for at, names in alternatives_of(profile).items()}
+    patterns = [
+        pattern for pattern in patterns_of(profile) if not any((at, pattern.name) in refused for at in pattern.layers)
+    ]
+    variants = {
+        at: [name for name in names if (at, name) not in refused] for at, names in alternatives_of(profile).items()
+    }
     first = placed(profile.num_layers, profile.edges, patterns).chosen
-    names = list(dict.fromkeys(name for some in own.values() for name in some))
+    names = list(dict.fromkeys(name for some in variants.values() for name in some))
     choices: dict[str, Choice] = {"as configured": {}}
-    choices |= {f"{name} wherever it can": {at: name for at, some in own.items() if name in some} for name in names}
+    choices |= {
+        f"{name} wherever it can": {at: name for at, some in variants.items() if name in some} for name in names
+    }
     choices["level 1"] = first
     source = functools.partial(load_workload, config)
-    with WholeRuns(source, conditions_of_run(config, sizes), config.train.threads) as whole:
-        log = _Log(whole, first, profile.digest)
+    with WholeRuns(source, conditions_of_run(config, sizes), config.train.threads) as whole_runs:
+        log = _Log(whole_runs, first, profile.digest)
         for name in profile.conditions.get(JOINED, ()) if generations else ():
-            second = _second(log, own, name, seed, generations)
+            second = _second(log, variants, name, seed, generations)
             choices[f"level 2, {name}"] = second
-        measured = whole.seconds(list(choices.values()), rounds)
-    found = [
+        measured = whole_runs.seconds(list(choices.values()), rounds)
+    candidates = [
         MeasuredChoice(name, chosen, sum(seconds_under(profile, chosen)), tuple(seconds))
         for (name, chosen), seconds in zip(choices.items(), measured, strict=True)
     ]
-    return Collaged(tuple(found), profile)
+    return Collaged(tuple(candidates), profile)
 
 
 def _refused(config: Config, profile: Profile, say: Callable[[str], object]) -> set[tuple[int, str]]:
-    """(layer, variant) that fail their check."""
-    workload, found = load_workload(config), set[tuple[int, str]]()
-    chain, own = plain_chain(workload), alternatives_of(profile)
-    for name in dict.fromkeys(name for names in own.values() for name in names):
-        chosen = {layer: name for layer, names in own.items() if name in names}
-        for one in check_variants(chain, chosen, workload.profile_inputs(config.train.microbatch_size)):
-            if one.fault:
-                say(one.sentence())
-                found |= {(layer, name) for layer in one.layers}
-    return found
+    """Return the pairs (layer, variant) that fail their check."""
+    workload, refused = load_workload(config), set[tuple[int, str]]()
+    chain, variants = plain_chain(workload), alternatives_of(profile)
+    for name in dict.fromkeys(name for names in variants.values() for name in names):
+        chosen = {layer: name for layer, names in variants.items() if name in names}
+        for check in check_variants(chain, chosen, workload.profile_inputs(config.train.microbatch_size)):
+            if check.fault:
+                say(check.sentence())
+                refused |= {(layer, name) for layer in check.layers}
+    return refused
 
 
-def _second(log: _Log, own: Mapping[int, Sequence[str]], name: str, seed: int, generations: int) -> Choice:
-    """Level 2: which of the layers that level 1 gave to others go to this variant as well."""
-    parts = [at for at, some in own.items() if name in some and log.first.get(at) != name]
+def _second(log: _Log, variants: Mapping[int, Sequence[str]], name: str, seed: int, generations: int) -> Choice:
+    """Level 2: choose which layers that level 1 gave to other variants get this variant as well."""
+    parts = [at for at, some in variants.items() if name in some and log.first.get(at) != name]
 
     def choice(bits: Bits) -> Choice:
         return {**log.first, **{at: name for at, bit in zip(parts, bits, strict=True) if bit}}
 
     if not parts:
         return log.first
-    return choice(evolved(len(parts), lambda strings: log.ratios([choice(one) for one in strings]), seed, generations))
+    return choice(
+        evolved(len(parts), lambda strings: log.ratios([choice(bits) for bits in strings]), seed, generations)
+    )
 
 
 class _Log:
@@ -149,8 +157,8 @@ class _Log:
         digest: of the profile.
     """
 
-    def __init__(self, whole: WholeRuns, first: Choice, digest: str) -> None:
-        self._whole, self.first = whole, first
+    def __init__(self, whole_runs: WholeRuns, first: Choice, digest: str) -> None:
+        self._whole, self.first = whole_runs, first
         folder = cache.folder()
         self._path = None if folder is None else folder / "whole" / f"{digest.rpartition(':')[2][:32]}.json"
         self._known: dict[str, float] = {}
@@ -158,12 +166,12 @@ class _Log:
             self._known = files.read_json(self._path)
 
     def ratios(self, choices: Sequence[Choice]) -> list[float]:
-        """Of each choice, from the log or from a run now."""
-        texts = [json.dumps([sorted(self.first.items()), sorted(one.items())]) for one in choices]
-        new = {text: one for text, one in zip(texts, choices, strict=True) if text not in self._known}
+        """Return the ratio of each choice, from the log or from a run now."""
+        texts = [json.dumps([sorted(self.first.items()), sorted(choice.items())]) for choice in choices]
+        new = {text: choice for text, choice in zip(texts, choices, strict=True) if text not in self._known}
         if new:
             (first, *_), *others = self._whole.seconds([self.first, *new.values()])
-            self._known |= {text: one[0] / first for text, one in zip(new, others, strict=True)}
+            self._known |= {text: seconds[0] / first for text, seconds in zip(new, others, strict=True)}
             if self._path is not None:
                 with contextlib.suppress(CapslogError):  # then it is measured again the next time
                     files.write_text(self._path, json.dumps(self._known))

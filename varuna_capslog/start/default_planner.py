@@ -1,6 +1,6 @@
-"""What is planned for where nobody says it: the planner, as far as the profile decides it, and the memory to keep to.
+"""Defaults of planning: the planner, as far as the profile decides it, and the memory limit.
 
-What a config decides stands in `config/settings`. Planning for a profile imports no torch.
+Defaults that the config decides stand in `config/settings`. Planning for a profile imports no torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ __all__ = ["default_planner", "with_default_capacity", "with_defaults", "with_pl
 
 
 def default_planner(profile: Profile, memory: str) -> str:
-    """The planner for a profile where none is named: that of the shortest step, if the profile can feed it."""
+    """Return the planner for a profile where none is named: that of the shortest step, if the profile has the columns
+    that it needs.
+    """
     if not profile.timed or memory not in (AUTO, RANKS) or is_for_inference(profile):
         return defaults.SMALLEST
     try:
@@ -35,28 +37,29 @@ def default_planner(profile: Profile, memory: str) -> str:
 
 
 def with_defaults(config: Config, profile: Profile | None) -> Config:
-    """The config with the planner and the memory that a run with this profile has where it says neither."""
+    """Return the config with the default planner and memory limit of a run with this profile, where it sets none."""
     return config if profile is None else with_default_capacity(with_planner_for(config, profile))
 
 
 def with_planner_for(config: Config, profile: Profile) -> Config:
-    """The config with a default planner that the profile can feed; the same config where it names one itself."""
+    """Return the config with a default planner whose inputs the profile has; the same config where it names one."""
     pipeline = config.pipeline
     if not pipeline.planner_is_default or default_planner(profile, pipeline.memory) == defaults.FASTEST:
         return config
-    found = {"planner": defaults.SMALLEST, "schedule": RunShape.of_config(config).settled().schedule}
-    return config.model_copy(update={"pipeline": pipeline.model_copy(update=found)})
+    keys = {"planner": defaults.SMALLEST, "schedule": RunShape.of_config(config).settled().schedule}
+    return config.model_copy(update={"pipeline": pipeline.model_copy(update=keys)})
 
 
 def with_default_capacity(config: Config) -> Config:
-    """The config with the memory of this machine's devices, where planner `budget` has none to keep to.
+    """Return the config with the memory of this machine's devices, where planner `budget` has no limit.
 
-    That is all of an accelerator's, and on a CPU an equal part of the machine's, or of its container's, for every rank.
-    The same config where there is a capacity, for a profile alone, and for devices that are not here.
+    The limit is all of an accelerator's memory, and on a CPU an equal part of the machine's, or its container's, for
+    every rank. The same config is returned where there is a capacity, for a profile alone, and for devices that this
+    machine does not have.
     """
     pipeline, device = config.pipeline, config.profile.device or config.device
-    given = pipeline.capacity is not None or pipeline.cuts is not None or pipeline.plan is not None
-    if given or pipeline.planner != defaults.FASTEST or config.workload == WITHOUT_MODEL:
+    is_limited = pipeline.capacity is not None or pipeline.cuts is not None or pipeline.plan is not None
+    if is_limited or pipeline.planner != defaults.FASTEST or config.workload == WITHOUT_MODEL:
         return config
     sizes = [] if device == "cpu" else _bytes_here(device)
     if not sizes and device not in ("auto", "cpu"):
@@ -66,8 +69,14 @@ def with_default_capacity(config: Config) -> Config:
 
 
 def _bytes_here(device: str) -> list[int]:
-    """The memory of each accelerator here of this type; [] where there is none, and for auto on the CPU."""
+    """Return the memory of each accelerator of this type in this machine; [] where there is none, and for auto on the
+    CPU.
+    """
     from varuna_capslog import accelerator
 
     kind = accelerator.auto_type() if device == "auto" else device
-    return [] if kind == "cpu" else [accelerator.total_bytes(one) for one in accelerator.all_devices(kind)]
+    return (
+        []
+        if kind == "cpu"
+        else [accelerator.total_bytes(torch_device) for torch_device in accelerator.all_devices(kind)]
+    )

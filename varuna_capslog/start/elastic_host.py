@@ -50,14 +50,15 @@ __all__ = [
 
 _LOOK_SECONDS = 0.5
 _SCRIPT_CALL = "script.json"
-"""The file in the folder of a script's run that holds what its workers are called with."""
+"""The file in the folder of a script's run that holds the arguments of its workers."""
 
 
 def starting_point(config: Config, say: Callable[[str], None] = lambda line: None) -> tuple[dict[str, str], Stamp]:
-    """The keys that the store must hold before the first worker looks, and the boundary that the run begins with.
+    """Return the keys that the store must hold before the first worker reads it, and the boundary at which the run
+    begins.
 
     Args:
-        say: prints from which checkpoint, and which were passed over.
+        say: prints the checkpoint from which the run continues, and the checkpoints that were passed over.
 
     Raises:
         CapslogError: nothing is prepared, or there is no checkpoint where `resume` says.
@@ -65,24 +66,24 @@ def starting_point(config: Config, say: Callable[[str], None] = lambda line: Non
     planned = latest_plan(config.run_dir)
     if planned is None:
         raise CapslogError(f"{config.run_dir} holds no plan-<generation>.json; start the run with `capslog train`")
-    found: Checkpoint | None = None
+    checkpoint: Checkpoint | None = None
     if config.resume == "auto":
         take_held(config.run_dir)
-        found, skipped = newest_checkpoint(config.run_dir)
+        checkpoint, skipped = newest_checkpoint(config.run_dir)
         if skipped:
             from varuna_capslog.training.checkpoint import passed_over
 
-            for line in passed_over(found, skipped):
+            for line in passed_over(checkpoint, skipped):
                 say(line)
     elif config.resume != "never":
         from varuna_capslog.training.checkpoint import open_checkpoint
 
-        found = open_checkpoint(Path(config.resume))
-    if found is None:
+        checkpoint = open_checkpoint(Path(config.resume))
+    if checkpoint is None:
         beginning = Beginning(planned[0])
     else:
-        say(f"resumed after step {found.step} from {found.path}")
-        beginning = Beginning(planned[0], found.step, found.path)
+        say(f"resumed after step {checkpoint.step} from {checkpoint.path}")
+        beginning = Beginning(planned[0], checkpoint.step, checkpoint.path)
     return beginning.keys(), beginning.stamp
 
 
@@ -131,8 +132,8 @@ def join_run(config: Config, options: HostOptions, wait_seconds: float) -> HostE
     all of them have left.
 
     Args:
-        config: its `run_dir` counts, which all machines share, and what workers import for it, which begins while this
-            machine waits; the rest is what the serving machine wrote there.
+        config: only its `run_dir`, which all machines share, and the modules that workers import for it are used (the
+            import begins while this machine waits); all else is read from the config that the serving machine wrote.
         options: this machine's, with the address of the store; workers and settings are filled in here.
         wait_seconds: for the store, which is served once the run is profiled and planned.
 
@@ -149,15 +150,15 @@ def join_run(config: Config, options: HostOptions, wait_seconds: float) -> HostE
 
 
 def server_of(config: Config) -> ForkServer:
-    """What a host of this run forks its workers from, started before the host (`HostOptions.fork_server`)."""
+    """Start the fork server of this run's workers, before the host (`HostOptions.fork_server`)."""
     options = _of_config(HostOptions(config.run_dir), config)
     return member_server(options.entry, options.modules, options.environment)
 
 
 def member_modules(config: Config) -> tuple[str, ...]:
-    """What the members of this run import, for `HostOptions.modules`."""
-    own = ("varuna_capslog.elastic.member.runtime", "varuna_capslog.elastic.member.pipeline_work")
-    return *training_modules(config), *own
+    """Return the modules that the members of this run import, for `HostOptions.modules`."""
+    member_code = ("varuna_capslog.elastic.member.runtime", "varuna_capslog.elastic.member.pipeline_work")
+    return *training_modules(config), *member_code
 
 
 def _of_config(options: HostOptions, config: Config) -> HostOptions:
@@ -221,7 +222,7 @@ def _of_script(options: HostOptions, script: Path, arguments: Sequence[str]) -> 
 
 
 def _starting_point_of_script(run_dir: Path) -> Beginning:
-    """The newest checkpoint; the generations follow all that the run's files count."""
+    """Return the newest checkpoint as a beginning; its generation follows all those in the run's files."""
     saved, metrics = newest_states(run_dir), run_dir / "metrics.jsonl"
     lines = files.last_lines(metrics) if metrics.exists() else []
     numbers = [stamp.generation for stamp, _ in saved] + [
@@ -239,8 +240,8 @@ def _find_run(options: HostOptions, wait_seconds: float) -> None:
 
 
 def wait_for_store(run_dir: Path, store: str, seconds: float, say: Callable[[str], None]) -> str:
-    """The identity of the store, once it holds the run's first plan and a machine of the run gives a sign of life: a
-    store that outlives machines may hold a run that has ended.
+    """Wait until the store holds the run's first plan and a machine of the run gives a sign of life (a store that
+    outlives machines may hold a run that has ended). Returns the identity of the store.
 
     Raises:
         StoreRefuses: it has another secret than this machine.

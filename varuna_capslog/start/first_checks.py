@@ -1,6 +1,6 @@
-"""What is asked of a config before anything is built: names, the optimizer, data and weights.
+"""Checks of a config before anything is built: names, the optimizer, data and weights.
 
-`prepare.prepare_run` and `readiness` ask it, so that `capslog train` and `capslog check` find the same.
+`prepare.prepare_run` and `readiness` call them, so that `capslog train` and `capslog check` find the same.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def check_optimizer(config: Config) -> None:
 
 
 def data_findings(config: Config, workload: Workload) -> list[RunFinding]:
-    """What the user should know of data and weights, and what the run would stop at or learn wrong things from."""
+    """Return findings about data and weights: notes, and problems that would stop the run or spoil its training."""
 
     def enough() -> None:
         facts = workload.data_facts()
@@ -56,9 +56,9 @@ def data_findings(config: Config, workload: Workload) -> list[RunFinding]:
 
 
 def disk_findings(config: Config, checkpoint_bytes: int | None) -> Iterator[RunFinding]:
-    """Whether the run's folder can be written, and whether its disk has room for the checkpoints that are kept there.
+    """Check that the run's folder can be written, and that its disk has room for the checkpoints that are kept there.
 
-    checkpoint_bytes: about those of one; None: not known.
+    checkpoint_bytes: approximate size of a checkpoint; None: not known.
     """
     wanted = config.run_dir.absolute()
     folder = next(path for path in (wanted, *wanted.parents) if os.path.lexists(path))
@@ -82,7 +82,7 @@ def disk_findings(config: Config, checkpoint_bytes: int | None) -> Iterator[RunF
 
 
 def _kept_checkpoints(config: Config) -> int:
-    """The most that are there at once: those kept, the best one, and the one that is being written."""
+    """Return the largest number of checkpoints at once: those kept, the best one, and the one being written."""
     train = config.train
     most = train.checkpoint_keep + 1 + (train.evaluate_every is not None)
     if train.max_steps is None or train.evaluate_every:

@@ -1,4 +1,4 @@
-"""The config of a run: its file, the defaults of own data, and what the plan file decides that it may name.
+"""The config of a run: its file, the defaults of own data, and the decisions of the plan file that it may name.
 
 Every command that a person calls with a config begins with `load_run_config`. Workers read the config.yaml of the run's
 folder, in which the plan has decided already.
@@ -31,8 +31,8 @@ OWN_DATA = "varuna_capslog.own_data:workload"
 def load_run_config(
     path: Path | str, overrides: Sequence[str] = (), say: Callable[[str], object] = lambda line: None
 ) -> Config:
-    """The config of a YAML file with `a.b=value` overrides, with everything that its `pipeline.plan` decides, and with
-    those of its variants that pass their check.
+    """Return the config of a YAML file with `a.b=value` overrides, with everything that its `pipeline.plan` decides,
+    and with those of its variants that pass their check.
 
     Raises:
         ConfigError: as `load_config`.
@@ -43,8 +43,8 @@ def load_run_config(
 
 
 def fill_defaults(values: dict[str, Any], say: Callable[[str], object]) -> None:
-    """Sets what the values of a run on own data leave open, as `config/own_data.fill_own_train` does; `say` is told so
-    in one line. A run that goes on from a checkpoint keeps what its config.yaml says.
+    """Set the open values of a run on own data with `config/own_data.fill_own_train`, and report it to `say` in one
+    line. A run that goes on from a checkpoint keeps the values of its config.yaml.
 
     Raises:
         CapslogError: the data set of `data.dataset` or `data.val` cannot be opened.
@@ -55,7 +55,7 @@ def fill_defaults(values: dict[str, Any], say: Callable[[str], object]) -> None:
     if resume not in ("auto", "never"):
         folder = Path(resume).parent.parent
     before = folder / "config.yaml"
-    goes_on = resume != "never" and os.path.isfile(before)  # False, too, for what is no path
+    goes_on = resume != "never" and os.path.isfile(before)  # False, too, for an invalid path
     goes_on = goes_on and (any((folder / "checkpoints").glob("step-*")) or (folder / "held").exists())
     kept = load_config(before).train.model_dump(mode="json") if goes_on else None
     line = fill_own_train(values, lambda split: _samples(values, split), kept)
@@ -73,7 +73,7 @@ def _samples(values: Mapping[str, Any], split: str) -> int | None:
 
 
 def with_given_plan(config: Config, say: Callable[[str], object] = lambda line: None) -> Config:
-    """The config with everything that its `pipeline.plan` decides; the same config where it names no plan.
+    """Return the config with everything that its `pipeline.plan` decides; the same config where it names no plan.
 
     The plan replaces `pipeline.devices`, `replicas`, `schedule`, `recompute` and `stage_inputs`, and `say` is told so
     in one line. Its capacities are those of its devices, also for plans that follow: they are taken where the config
@@ -90,21 +90,24 @@ def with_given_plan(config: Config, say: Callable[[str], object] = lambda line: 
     plan, values = read_plan(path), config.model_dump(mode="json")
     plan.check_trains(str(path))
     pipeline, train = values["pipeline"], values["train"]
-    given: dict[str, Any] = {"devices": plan.num_ranks, "replicas": 1}
-    limits = [one.capacity_bytes for one in plan.ranks]
+    decided_keys: dict[str, Any] = {"devices": plan.num_ranks, "replicas": 1}
+    limits = [rank.capacity_bytes for rank in plan.ranks]
     if pipeline["capacity"] is None and any(limits):
         if all(limits):
-            given["capacity"] = [units.with_unit(limit) for limit in limits]
+            decided_keys["capacity"] = [units.with_unit(limit) for limit in limits]
         elif config.elastic.enabled:
             raise CapslogError(
                 f"{path}: ranks[{limits.index(None)}].capacity_bytes is not given, but that of other ranks is, and the "
                 "later plans of an elastic run must know all of them; give every rank one, or set pipeline.capacity"
             )
     if plan.schedule is not None:
-        given["schedule"] = plan.schedule
+        decided_keys["schedule"] = plan.schedule
     if plan.recomputes is not None:
-        kinds = {one.kind for stage in plan.stages for one in stage.memory or ()}
-        given |= {"recompute": plan.recomputes, "stage_inputs": "host" if "recompute+offload" in kinds else "device"}
+        kinds = {interval.kind for stage in plan.stages for interval in stage.memory or ()}
+        decided_keys |= {
+            "recompute": plan.recomputes,
+            "stage_inputs": "host" if "recompute+offload" in kinds else "device",
+        }
     blocks = plan.units.blocks
     if blocks is not None and train["accumulation_blocks"] not in (None, blocks):
         raise CapslogError(
@@ -113,17 +116,17 @@ def with_given_plan(config: Config, say: Callable[[str], object] = lambda line: 
         )
     sizes = {"per_step": config.num_microbatches, "samples": config.train.microbatch_size}
     for name, ours in sizes.items():
-        known = getattr(plan.units, name)
-        if known not in (None, ours):
+        plan_size = getattr(plan.units, name)
+        if plan_size not in (None, ours):
             raise CapslogError(
-                f"{path}: units.{name} is {known}, but the config makes it {ours} (train.minibatch_size="
+                f"{path}: units.{name} is {plan_size}, but the config makes it {ours} (train.minibatch_size="
                 f"{config.train.minibatch_size}, train.microbatch_size={config.train.microbatch_size}); sizes are "
                 "constants of a run, so make the two agree"
             )
-    changed = [f"{name}={value}" for name, value in given.items() if pipeline[name] != value]
+    changed = [f"{name}={value}" for name, value in decided_keys.items() if pipeline[name] != value]
     if changed:
         say(f"{path} decides: pipeline.{', pipeline.'.join(changed)}")
-    values["pipeline"] = pipeline | given
+    values["pipeline"] = pipeline | decided_keys
     values["train"] = train | {"accumulation_blocks": blocks or train["accumulation_blocks"] or 1}
     values |= with_plan_variants(config, plan)
     decided = section(Config, values, "")
@@ -132,8 +135,8 @@ def with_given_plan(config: Config, say: Callable[[str], object] = lambda line: 
 
 
 def given_plan(config: Config) -> Plan | None:
-    """The plan that `pipeline.plan` names, with `pipeline.capacity` in the place of its own capacities where that is
-    set; None where no plan is named.
+    """Return the plan that `pipeline.plan` names, with `pipeline.capacity` in place of its own capacities where that
+    is set; None where no plan is named.
     """
     if config.pipeline.plan is None:
         return None
@@ -141,6 +144,8 @@ def given_plan(config: Config) -> Plan | None:
     if capacity is None:
         return plan
     limits = capacities_of_devices(capacity, plan.num_ranks) or []
-    known = plan.ranks or (PlanRank(),) * plan.num_ranks
-    ranks = tuple(dataclasses.replace(one, capacity_bytes=limit) for one, limit in zip(known, limits, strict=True))
+    plan_ranks = plan.ranks or (PlanRank(),) * plan.num_ranks
+    ranks = tuple(
+        dataclasses.replace(rank, capacity_bytes=limit) for rank, limit in zip(plan_ranks, limits, strict=True)
+    )
     return dataclasses.replace(plan, ranks=ranks)

@@ -30,11 +30,11 @@ Say = Callable[[str], None]
 def train_here(
     config: Config, show_plan: Callable[[Plan, Profile | None], object], say: Say, show: bool = True
 ) -> None:
-    """Profiles, plans and trains, and returns when the training has ended.
+    """Profile, plan and train; return when the training has ended.
 
     Args:
         show_plan: called with the plan, and the profile where one was made, before the first worker starts.
-        say: told what happens to the workers, a line each time.
+        say: called with a line for each event of the workers.
         show: draw progress bars.
 
     Raises:
@@ -64,13 +64,13 @@ def prepared_run(config: Config, show: bool = True, server: ForkServer | None = 
     """Profiles and plans a run: its plan, and its profile where it has one; see `prepare.prepare_run`.
 
     Args:
-        server: that workers will be forked from. A process that has not imported torch has this done in a fork of it,
-            so that what takes seconds to import is imported once.
+        server: the fork server of the workers. A process that has not imported torch runs this function in a fork of
+            it, so that modules that take seconds to import are imported once.
     """
     if server is not None and "torch" not in sys.modules:
-        check_names(config)  # what needs no import is said at once
-        found: tuple[Plan, Profile | None] = server.call(f"{__name__}:prepared_run", config, show)
-        return found
+        check_names(config)  # errors that need no import are raised at once
+        plan_and_profile: tuple[Plan, Profile | None] = server.call(f"{__name__}:prepared_run", config, show)
+        return plan_and_profile
     from varuna_capslog.profiles.record import read_profile
 
     plan, path = prepare_run(config, show), config.run_dir / "profile.json"
@@ -94,7 +94,7 @@ def run_workers(config: Config, say: Say, starter: Starter, workers: int | None 
 
 
 def worker_starter(config: Config, *flags: str) -> Forks:
-    """Starts workers with these flags. What they import is imported from now on, in a process of its own."""
+    """Return a starter of workers with these flags. Their modules are imported from now on, in another process."""
     from varuna_capslog.base.starters import Forks
 
     return Forks(
@@ -106,7 +106,9 @@ def worker_starter(config: Config, *flags: str) -> Forks:
 
 
 def run_elastic(config: Config, options: HostOptions, continued: str) -> None:
-    """Trains as the host that begins the run. Raises Interrupted when all devices left; `continued`: what goes on."""
+    """Train as the host that begins the run. Raises Interrupted when all devices left; `continued`: the begin of the
+    sentence on how to continue.
+    """
     from varuna_capslog.base.supervisor import Interrupted
     from varuna_capslog.elastic.host.terminal import Terminal
     from varuna_capslog.start.elastic_host import run_here

@@ -37,17 +37,17 @@ from varuna_capslog.training.worker_process import StopWish
 __all__ = ["Equipment", "MemberFile", "capacity_of", "least_bytes", "main"]
 
 _MORE_DEVICES = 2
-"""Plans are prepared for so many more devices than there are, so that a join needs no long search."""
+"""Plans are prepared for this many more devices than there are, so that a join needs no long search."""
 
 
 @dataclass(frozen=True)
 class Equipment:
-    """What a test or a measurement gives a member in place of the real things; an ordinary member has none of it.
+    """Replacements for parts of a member in a test or a measurement; an ordinary member has the defaults.
 
     Attributes:
         probe: as in `RuntimeOptions`.
         observer: sees the work of the member's engines.
-        work: builds what is trained, with the arguments of `PipelineWork`.
+        work: builds the training, with the arguments of `PipelineWork`.
         open_store: called with the address of the store, the secret of the run and the identity of the store.
         runtime: the class of the runtime.
     """
@@ -60,7 +60,7 @@ class Equipment:
 
 
 class MemberFile:
-    """`workers/<member>.json`: what the host wrote there when it started this process, and this member's stage."""
+    """`workers/<member>.json`: facts that the host wrote when it started this process, and this member's stage."""
 
     def __init__(self, run_dir: Path, me: str) -> None:
         self._path = run_dir / "workers" / f"{me}.json"
@@ -80,11 +80,11 @@ class MemberFile:
 
 
 def main(arguments: Sequence[str] = (), equipment: Equipment | None = None) -> int:
-    """Runs one member; returns the exit status.
+    """Run one member; return the exit status.
 
     Args:
         arguments: the run's folder.
-        equipment: what a test or a measurement gives the member in place of the real things.
+        equipment: replacements for parts of the member in a test or a measurement.
     """
     run_dir = Path(arguments[0])
     return report_failures(run_dir, lambda wish: _take_part(run_dir, wish, equipment or Equipment()))
@@ -113,7 +113,7 @@ def _take_part(run_dir: Path, wish: StopWish, equipment: Equipment) -> int:
     capacity = capacity_of(config.pipeline.capacity, local_rank())
     work.placer.prepare(max(config.world_size, len(newest.members)) + _MORE_DEVICES, capacity)
     gc.collect()
-    gc.freeze()  # later collections need not look at what exists by now
+    gc.freeze()  # later collections need not scan the present objects
     options = RuntimeOptions(
         capacity=capacity,
         sync=config.elastic.protection == "sync",
@@ -125,15 +125,15 @@ def _take_part(run_dir: Path, wish: StopWish, equipment: Equipment) -> int:
 
 
 def least_bytes(plan: Plan) -> int | None:
-    """What the smallest place in a plan takes: a member may get any. None: the plan does not say."""
+    """Return the bytes of the smallest rank of a plan, since a member may get any rank; None: not known."""
     return min((rank.bytes for rank in plan.ranks if rank.bytes is not None), default=None)
 
 
 def capacity_of(capacity: int | Sequence[int] | None, device: int) -> int:
-    """Bytes of a device of this host; 0: no limit.
+    """Return the bytes of a device of this host; 0: no limit.
 
-    Of a list the entry of this device, where the run began on one host; else the smallest, since it is not known whose
-    devices it means.
+    Of a list it is the entry of this device, where the run began on one host; else the smallest entry, since it is not
+    known to which host's devices the list refers.
     """
     if capacity is None or isinstance(capacity, int):
         return capacity or 0

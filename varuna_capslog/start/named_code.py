@@ -1,8 +1,8 @@
-"""A config is code: what a run's folder names that would be run, and whether it may run without a question.
+"""A config is code: finds the code that a run's folder names, and decides whether it may run without a question.
 
 Commands ask `check_run` or `check_config` before they import anything that a run's folder names; `start/prepare` marks
 the folder of every run that it starts. The mark is an HMAC under a key that only this user can read, so that neither a
-file's owner nor its mode counts as a proof. The Python API and workers, which are told by this user, never ask.
+file's owner nor its mode counts as a proof. The Python API and workers, which this user starts, never ask.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ OFFERED = frozenset(
     varuna_capslog.own_data:workload
     """.split()  # noqa: SIM905 (nothing here imports them, as tests/test_rooms.py takes names by themselves to mean)
 )
-"""What our packages offer to configs. A list and not a rule: under our names there is much more that can be called with
-any arguments (`base.files:write_text`), and what is imported there (`base.processes:subprocess`) is nobody's own."""
+"""Functions that our packages offer to configs. It is a list, not a rule, because our modules hold much more that can
+be called with any arguments (`base.files:write_text`), and modules that they import (`base.processes:subprocess`)."""
 
 _NAME = re.compile(r"[^\s:=/\\\[]+:[^\s:=/\\\[]+")
-"""Whatever can name a function of a module, in letters of any alphabet; texts such as cuda:0 are only asked about."""
+"""Any text that can name a function of a module, in letters of any alphabet; for texts such as cuda:0 it only asks."""
 
 _HANDED = "varuna_capslog.own_data.handed:model"
 _MARK = "mark.json"
@@ -52,8 +52,8 @@ _MOST_MARK_BYTES = 1 << 20
 
 
 def check_run(run_dir: Path, config: Config, trust: bool = False) -> None:
-    """Returns where the code that the config of a run's folder names may run: it is all `OFFERED`, this user started
-    the run and nothing of it was changed since, or `trust`.
+    """Return if the code that the config of a run's folder names may run: it is all `OFFERED`, or this user started
+    the run and nothing of it was changed since, or `trust` is set.
 
     Raises:
         CapslogError: it may not; the sentence names what would run.
@@ -64,10 +64,10 @@ def check_run(run_dir: Path, config: Config, trust: bool = False) -> None:
 
 
 def check_config(path: Path, overrides: Sequence[str], trust: bool = False) -> None:
-    """As `check_run`, for a config that a command is called with.
+    """Check like `check_run`, for a config that a command is called with.
 
-    To name a config of one's own is to start its code, as with a script. What is asked about is the config.yaml of a
-    run's folder, and a config that names a pickle, which nobody can read.
+    A user who names a config of their own wants to run its code, as with a script. Checked are the config.yaml of a
+    run's folder, and a config that names a pickle, whose code nobody can read.
 
     Raises:
         ConfigError: as `load_config`.
@@ -75,12 +75,12 @@ def check_config(path: Path, overrides: Sequence[str], trust: bool = False) -> N
     """
     if trust:
         return
-    place, known = Path(os.path.realpath(path)), set[str]()
+    place, checked = Path(os.path.realpath(path)), set[str]()
     if place.name == "config.yaml" and any(any(place.parent.glob(pattern)) for pattern in _FILES_OF_RUNS):
         resolved = load_config(path)
         check_run(place.parent, resolved)
-        known = {*_pickles(resolved)}
-    if pickles := {*_pickles(load_config(path, overrides))} - known:
+        checked = {*_pickles(resolved)}
+    if pickles := {*_pickles(load_config(path, overrides))} - checked:
         told = [f"the pickle {pickle}" for pickle in sorted(pickles)]
         raise CapslogError(_sentence(path, told, "nobody can read in a pickle what it will do"))
 
@@ -98,7 +98,7 @@ def mark_run(run_dir: Path) -> None:
 
 
 def _code(config: Config) -> list[str]:
-    """What the config names beside `OFFERED` that would run, in words."""
+    """List the code besides `OFFERED` that the config names and that would run, in words."""
     places = {f"{key}={name}": _file_of(name) for key, name in _leaves(config) if _is_code(name)}
     names = [told if file is None else f"{told} ({file})" for told, file in places.items()]
     return [*names, *(f"the pickle {path}" for path in _pickles(config))]
@@ -120,8 +120,8 @@ def _pickles(config: Config) -> list[str]:
 
 
 def _leaves(config: Config) -> Iterator[tuple[str, str]]:
-    """Key and text of every text in the config, keys of mappings included; not where the run lies and the device of
-    its profile, which are checked to be no code.
+    """Yield key and text of every text in the config, keys of mappings included. Left out are `run_dir` and the device
+    of its profile, which are checked to be no code.
     """
     for key, content in config.model_dump(mode="json", exclude={"run_dir": True, "profile": {"device"}}).items():
         yield from _texts(key, content)
@@ -157,7 +157,7 @@ def _file_of(name: str) -> str | None:
 
 
 def _doubt(run_dir: Path, config: Config) -> str | None:
-    """Why this user may not have started the run of a folder as it is now; None where it is certain."""
+    """Reason to doubt that this user started the run of a folder as it is now; None where it is certain."""
     try:
         key, written = _key(), _written_mark(run_dir / _MARK)
         if key is None or written is None:
@@ -221,5 +221,5 @@ def _key(create: bool = False) -> bytes | None:
 
 def _sentence(path: Path, code: Sequence[str], doubt: str) -> str:
     more = f" and {len(code) - 5} more" if len(code) > 5 else ""
-    what = f"{path} is code and would run {', '.join(code[:5])}{more}"
-    return f"{what}, but {doubt}; read that code, then give --trust to have it run"
+    clause = f"{path} is code and would run {', '.join(code[:5])}{more}"
+    return f"{clause}, but {doubt}; read that code, then give --trust to have it run"

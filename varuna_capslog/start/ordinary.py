@@ -1,4 +1,4 @@
-"""The config that an ordinary model stands for, or a profile alone, with which commands and `capslog.plan` plan.
+"""The config of an ordinary model, or of a profile alone, with which commands and `capslog.plan` plan.
 
 The costs of a model are estimated, unless they are to be measured here. Where no capacity is given and the plan is for
 the GPU of this machine, that GPU's memory is the capacity; a kind of GPU (`cuda:a100-80gb`) brings its own.
@@ -22,7 +22,7 @@ from varuna_capslog.schedules import SCHEDULES, RunShape
 __all__ = ["WITHOUT_MODEL", "OrdinaryModel", "check_kinds", "config_of_profile", "ordinary_config", "without_model"]
 
 WITHOUT_MODEL = f"{__name__}:without_model"
-"""The workload of a config that stands for a profile alone."""
+"""The workload of a config that has a profile alone, and no model."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def ordinary_config(
     measured: bool = False,
     settings: Mapping[str, Any] | None = None,
 ) -> Config:
-    """The config of a run of the model.
+    """Return the config of a run of the model.
 
     Args:
         pipeline: keys of its `pipeline` section, the devices among them.
@@ -67,7 +67,7 @@ def ordinary_config(
     workload, devices = None, fields.whole(pipeline["devices"], "pipeline.devices", minimum=1)
     if isinstance(name, str):
         specs = [sample] if isinstance(sample, str) else [] if sample is None else sample
-        if not isinstance(specs, (list, tuple)) or not all(isinstance(one, str) for one in specs):
+        if not isinstance(specs, (list, tuple)) or not all(isinstance(spec, str) for spec in specs):
             raise CapslogError(
                 f"{name} is called by its name, so say the shapes of its inputs as text, such as "
                 "'x=float32[8,3,224,224]', or give the model itself and tensors"
@@ -79,18 +79,18 @@ def ordinary_config(
         workload, size = workload_of_model(name, sample, model.cut_points)
         train = {"microbatch_size": size, "minibatch_size": size * devices * MICROBATCHES_PER_DEVICE}
         values = {"workload": f"{type(name).__module__}:{type(name).__name__}", "train": train}
-    own_size = (settings or {}).get("train.microbatch_size")
-    if minibatch is None and isinstance(own_size, int):
-        minibatch = own_size * devices * MICROBATCHES_PER_DEVICE
+    set_size = (settings or {}).get("train.microbatch_size")
+    if minibatch is None and isinstance(set_size, int):
+        minibatch = set_size * devices * MICROBATCHES_PER_DEVICE
     if minibatch is not None:
         values["train"]["minibatch_size"] = minibatch
     if device is None or (device != "cpu" and ":" not in device):
         from varuna_capslog import accelerator
 
         device = device or accelerator.auto_type()
-        here = [] if device == "cpu" else accelerator.all_devices(device)
-        if here and pipeline.get("capacity") is None:
-            pipeline = {**pipeline, "capacity": accelerator.total_bytes(here[0])}
+        devices_here = [] if device == "cpu" else accelerator.all_devices(device)
+        if devices_here and pipeline.get("capacity") is None:
+            pipeline = {**pipeline, "capacity": accelerator.total_bytes(devices_here[0])}
     values["pipeline"] = dict(pipeline)
     values["profile"] = {"source": "measured" if measured else "estimated", "device": device}
     for key, value in (settings or {}).items():
@@ -112,7 +112,7 @@ def config_of_profile(
     minibatch: int | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Config:
-    """The config of a run of which only the profile is known; sizes of microbatches, device and precision are its own.
+    """Return the config of a run of which only the profile is known; it gives microbatch size, device and precision.
 
     Args:
         pipeline: keys of its `pipeline` section, the devices among them; default of the capacity: the memory of the
@@ -144,17 +144,17 @@ def config_of_profile(
     run, keys = RunShape.of_conditions(conditions), config.pipeline.model_fields_set
     taken = {name: getattr(run, name) for name in ("recompute", "stage_inputs") if name not in keys}
     run_keys = config.pipeline.model_copy(update=taken)
-    run_keys.model_fields_set.difference_update(taken)  # as if left open, which decides who plans
+    run_keys.model_fields_set.difference_update(taken)  # as if left open, which decides the planner
     return config.model_copy(update={"pipeline": run_keys})
 
 
 def check_kinds(devices: NamedDevices, profile: Profile) -> None:
-    """Raises CapslogError where the profile is not that of the fastest kind, beside which the speeds of all are."""
+    """Raise CapslogError where the profile is not that of the fastest kind, to which all speeds are relative."""
     device, gpu = profile.conditions.get("device", "cuda"), profile.conditions.get("gpu", devices.fastest)
     if devices.kinds and (device != "cuda" or gpu != devices.fastest):
-        known = f"{device}:{gpu}" if device == "cuda" else str(device)
+        kind = f"{device}:{gpu}" if device == "cuda" else str(device)
         raise CapslogError(
-            f"the profile is of {known}, but the fastest of the devices is {devices.fastest}; profile the model with "
+            f"the profile is of {kind}, but the fastest of the devices is {devices.fastest}; profile the model with "
             f"--device cuda:{devices.fastest}, or give the number of devices and their capacity"
         )
 

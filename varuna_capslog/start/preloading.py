@@ -1,4 +1,4 @@
-"""What workers import, in the order in which it is imported ahead of them. Nothing is imported here."""
+"""Modules that are imported ahead for workers, in this order. Nothing is imported here."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ SCRIPT_MODULES = (
     "torch._dynamo",  # the first optimizer imports it, in one to two seconds
     "torch._subclasses.fake_tensor",
 )
-"""Of a script's run."""
+"""Modules of a script's run."""
 
 
 def training_modules(config: Config) -> tuple[str, ...]:
-    """Of a run that a config describes."""
+    """Return the modules of a run that a config describes."""
     loggers = ["torch.utils.tensorboard"] if "tensorboard" in config.train.loggers else []
     return *SCRIPT_MODULES, *loggers, "rich.progress", config.workload.partition(":")[0]

@@ -1,4 +1,4 @@
-"""What happens before the first worker starts: profile the model, plan its cuts, write the run's folder.
+"""Prepares a run before its first worker starts: profile the model, plan its cuts, write the run's folder.
 
 `capslog` and `detr_pipeline.train` call it, in one process. It starts no worker of the engine; a plan that does not fit
 is refused here.
@@ -58,7 +58,7 @@ __all__ = [
 
 
 def prepare_run(config: Config, show: bool = True) -> Plan:
-    """Profiles and plans `config` and writes config.yaml, profile.json and plan-<generation>.json into its run_dir.
+    """Profile and plan `config`, and write config.yaml, profile.json and plan-<generation>.json into its run_dir.
 
     A plan equal to the run's last one keeps its generation; another one gets the next number.
 
@@ -73,18 +73,18 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
     check_names(config)
     check_optimizer(config)
     workload = load_workload(config)
-    said = settle(data_findings(config, workload))
+    notes = settle(data_findings(config, workload))
     facts = workload.data_facts()
     workload.hand_over()
-    config, profile, plan = settled_plan(config, show, said.append)
-    given = given_plan(config)
-    if given is not None and profile is not None:
-        _check_digest(given, profile, config)
+    config, profile, plan = settled_plan(config, show, notes.append)
+    named_plan = given_plan(config)
+    if named_plan is not None and profile is not None:
+        _check_digest(named_plan, profile, config)
     about = _checkpoint_bytes(profile)
     # a disk may be cleared while the run trains, and a full one costs it no step
-    said += [one.text for one in findings_of(lambda: disk_findings(config, about)) if one.kind != "fact"]
+    notes += [finding.text for finding in findings_of(lambda: disk_findings(config, about)) if finding.kind != "fact"]
     why = "; ".join(plan.notes)
-    plan = dataclasses.replace(plan, notes=(*plan.notes, *said))
+    plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
     check_folder(config, plan.model, grains_of(plan.stages), facts)
     # the plans of an elastic run may each have another schedule
     settled = config if config.elastic.enabled else with_choices_of(config, plan)
@@ -102,34 +102,34 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
 
 
 def _checkpoint_bytes(profile: Profile | None) -> int | None:
-    """About what a checkpoint takes; None where no profile says it."""
+    """Return the approximate bytes of a checkpoint; None where no profile has them."""
     if profile is None:
         return None
-    from varuna_capslog.membership.protection import state_bytes  # imports what only elastic runs need besides
+    from varuna_capslog.membership.protection import state_bytes  # imports modules that only elastic runs need
 
     kept = state_bytes(profile)
     return None if kept is None else sum(kept[0])
 
 
 def settled_plan(config: Config, show: bool, say: Callable[[str], object]) -> tuple[Config, Profile | None, Plan]:
-    """The plan that a run of this config begins with, judged; the config with what it chose, and its profile, None
-    where none is needed. Nothing is written into the run's folder.
+    """Return the config with the plan's choices, its profile (None where none is needed), and the judged plan that a
+    run of this config begins with. Nothing is written into the run's folder.
 
-    say: told what is chosen, and what it gains.
+    say: called with a sentence on each choice and its gain.
     """
     config = _with_kept_blocks(config)
-    given, memo, profile = _checked_plan(config), estimate_memo(config), None
-    if needs_profile(config, given):
+    named_plan, memo, profile = _checked_plan(config), estimate_memo(config), None
+    if needs_profile(config, named_plan):
         config, profile = profile_and_variants(config, show, memo, say=say)
     config = with_defaults(config, profile)
-    plan = naming_variants(config, _plan(config, profile, given, memo))
+    plan = naming_variants(config, _plan(config, profile, named_plan, memo))
     if config.train.blocks_are_open and not plan.short and plan.units.blocks not in (None, config.num_blocks):
         say(f"{plan.units.blocks} accumulation blocks are chosen, a constant of the run (train.accumulation_blocks)")
     return config, profile, plan
 
 
 def _kept_config(config: Config) -> Config | None:
-    """The config of the run that this one goes on with; None where it begins anew."""
+    """Return the earlier config of the run that this one continues; None where it begins anew."""
     before = config.run_dir / "config.yaml"
     if config.resume == "never" or not before.exists():
         return None
@@ -138,7 +138,7 @@ def _kept_config(config: Config) -> Config | None:
 
 
 def _with_kept_blocks(config: Config) -> Config:
-    """The config with the accumulation blocks that its run has had from its first step."""
+    """Return the config with the accumulation blocks that its run has had from its first step."""
     kept = _kept_config(config) if config.train.blocks_are_open else None
     if kept is None or kept.num_microbatches != config.num_microbatches:
         return config
@@ -146,8 +146,8 @@ def _with_kept_blocks(config: Config) -> Config:
 
 
 def estimate_memo(config: Config) -> Memo | None:
-    """What an estimated profile and the rehearsal of its plan share, so that the model is built once for both; None
-    where the profile is measured.
+    """Return the cache that an estimated profile and the rehearsal of its plan share, so that the model is built once
+    for both; None where the profile is measured.
     """
     if config.profile.source != "estimated":
         return None
@@ -157,8 +157,8 @@ def estimate_memo(config: Config) -> Memo | None:
 
 
 def profile_run(config: Config, show: bool = True, memo: Memo | None = None, variants: str | None = None) -> Profile:
-    """The profile of the configured model: from the cache where it was made before, else by real runs, or estimated
-    without a device where `profile.source` says so.
+    """Return the profile of the configured model: from the cache where it was made before, else by real runs, or
+    estimated without a device where `profile.source` says so.
 
     Args:
         show: draw a progress bar.
@@ -183,11 +183,11 @@ def profile_and_variants(
     memo: Memo | None,
     say: Callable[[str], object] = lambda line: None,
 ) -> tuple[Config, Profile]:
-    """`profile_run`; where a planner is to choose variants, the config that names them, and the profile of that one.
+    """Return the config and its profile (`profile_run`); where a planner chooses variants, the config that names them.
 
     A run that goes on from a checkpoint keeps those that it has.
 
-    say: told what is chosen, and what it gains.
+    say: called with a sentence on each choice and its gain.
     """
     from varuna_capslog.start.chosen_variants import may_choose, say_what_is_not_estimated, with_chosen_variants
 
@@ -205,7 +205,8 @@ def profile_and_variants(
 
 
 def plan_run(config: Config, profile: Profile | None, memo: Memo | None = None) -> Plan:
-    """The plan of a config: that of its planner for the profile, or the given cuts or plan, judged by the profile.
+    """Return the plan of a config: that of its planner for the profile, or the given cuts or plan, judged by the
+    profile.
 
     Without a profile (given cuts need none) nothing is predicted and the chain is built to check the cuts. `memo` is
     that of the estimate, where the profile is one.
@@ -219,11 +220,11 @@ def plan_run(config: Config, profile: Profile | None, memo: Memo | None = None) 
     return plan
 
 
-def _plan(config: Config, profile: Profile | None, given: Plan | None, memo: Memo | None = None) -> Plan:
-    """`plan_run`; given: the plan that `pipeline.plan` names, read and checked."""
+def _plan(config: Config, profile: Profile | None, named_plan: Plan | None, memo: Memo | None = None) -> Plan:
+    """Plan like `plan_run`. named_plan: the plan that `pipeline.plan` names, read and checked."""
     if profile is None:
-        return given or _of_cuts(config)
-    problem, protection = Problem.of_config(config, profile, given), None
+        return named_plan or _of_cuts(config)
+    problem, protection = Problem.of_config(config, profile, named_plan), None
     if config.elastic.enabled:
         from varuna_capslog.membership.protection import RunProtection
 
@@ -243,23 +244,23 @@ def _plan(config: Config, profile: Profile | None, given: Plan | None, memo: Mem
 
     confirm = None if config.workload == WITHOUT_MODEL else rehearsal
     plan = solve(problem, config.pipeline.planner, confirm, protection)
-    if given is not None and given.short:
-        return plan if plan.fits is False else dataclasses.replace(given, notes=plan.notes)
+    if named_plan is not None and named_plan.short:
+        return plan if plan.fits is False else dataclasses.replace(named_plan, notes=plan.notes)
     return plan
 
 
-def needs_profile(config: Config, given: Plan | None) -> bool:
-    """Given cuts and plans are run without a prediction, unless there is a capacity that they must keep to."""
+def needs_profile(config: Config, named_plan: Plan | None) -> bool:
+    """Return whether the run needs a profile: given cuts and plans need none unless they must keep to a capacity."""
     pipeline = config.pipeline
-    if given is not None:
-        limited = any(one.capacity_bytes is not None for one in given.ranks)
-        limited |= pipeline.host_capacity is not None and any(stage.offloads for stage in given.stages)
+    if named_plan is not None:
+        limited = any(rank.capacity_bytes is not None for rank in named_plan.ranks)
+        limited |= pipeline.host_capacity is not None and any(stage.offloads for stage in named_plan.stages)
         return limited or (config.elastic.enabled and pipeline.planner in ("throughput", BUDGET, JOINT))
     return pipeline.cuts is None or pipeline.capacity is not None or RunShape.of_config(config).limits_by_plan
 
 
 def _checked_plan(config: Config) -> Plan | None:
-    """The plan that `pipeline.plan` names; None where it names none.
+    """Return the plan that `pipeline.plan` names; None where it names none.
 
     Raises CapslogError for one of another model or of other ranks than the config has, and for one that the engine does
     not run; and where the config's planner does not go with the rest of the config.
@@ -313,10 +314,10 @@ def _checked_plan(config: Config) -> Plan | None:
 
 
 def _check_digest(plan: Plan, profile: Profile, config: Config) -> None:
-    """Refuses a given plan that says that it fits, but says so by another profile than that of this run.
+    """Refuse a given plan that claims to fit by another profile than that of this run.
 
-    One that says nothing of the kind is judged by this profile. A run that had a plan of that other profile before goes
-    on: the same model that is measured again has another profile.
+    A plan without such a claim is judged by this profile. A run that had a plan of that other profile before goes on:
+    the same model has another profile when it is measured again.
     """
     if not plan.fits or plan.profile_digest in (None, profile.digest):
         return
@@ -335,7 +336,7 @@ def _chain(config: Config) -> Chain:
 
 
 def _of_cuts(config: Config) -> Plan:
-    """The plan of the config's cuts without predictions; stages go round the devices where there are more of them."""
+    """Return the plan of the config's cuts without predictions; more stages than devices are placed round-robin."""
     pipeline, train, devices = config.pipeline, config.train, config.pipeline.devices
     chain, cuts = _chain(config), pipeline.cuts or [0]
     chain.check_cuts(cuts)
@@ -359,16 +360,20 @@ def _of_cuts(config: Config) -> Plan:
     )
 
 
-def _same(one: Plan, other: Plan) -> bool:
+def _same(old: Plan, new: Plan) -> bool:
     # they differ whenever the model is profiled again
     ignored = ("search_seconds", "profile_digest", "stage_seconds", "step_seconds", "bound_seconds")
-    left, right = one.to_json(), other.to_json()
-    return all(left.get(key) == right.get(key) for key in left.keys() | right.keys() if key not in ignored)
+    old_fields, new_fields = old.to_json(), new.to_json()
+    return all(
+        old_fields.get(key) == new_fields.get(key)
+        for key in old_fields.keys() | new_fields.keys()
+        if key not in ignored
+    )
 
 
 @contextmanager
 def _progress(show: bool) -> Iterator[Callable[[int, int, str], None] | None]:
-    """A bar fed by (runs done, runs in all, what runs now)."""
+    """A progress bar, updated with (runs done, total runs, name of the current run)."""
     if not show:
         yield None
         return

@@ -1,7 +1,7 @@
-"""What would stop a run, or teach it wrong things, told before it begins: `capslog check`.
+"""Finds what would stop a run or spoil its training before it begins: `capslog check`.
 
-It goes the way of `prepare`, on estimates and in a stand-in for the run's folder: no run is measured, no worker is
-started, and the run's own folder stays as it is, or is not made.
+It follows the steps of `prepare`, on estimates and in a temporary copy of the run's folder: no run is measured, no
+worker is started, and the run's own folder stays as it is, or is not made.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ from varuna_capslog.training.run_setup import check_keys
 __all__ = ["READ_SECONDS", "check_run"]
 
 READ_SECONDS = 20.0
-"""In which a sample of each source must have been read."""
+"""Seconds in which a sample of each source must have been read."""
 _SEARCH_SECONDS = 15.0
-"""In which a planner must have ended that can be told so."""
+"""Limit of a planner's search, for planners that have one."""
 
 
 def check_run(
     config: Config, say: Callable[[str], object], show: bool = True, read_seconds: float = READ_SECONDS
 ) -> Iterator[RunFinding]:
-    """What is found of a run of this config, part by part, each sentence once.
+    """Yield the findings about a run of this config, part by part, each sentence once.
 
     Args:
-        say: told which part comes next.
-        show: draw a progress bar where something takes long.
-        read_seconds: in which a sample of each source must have been read.
+        say: called with the name of the next part.
+        show: draw a progress bar during long steps.
+        read_seconds: time in which a sample of each source must have been read.
     """
     nobody = lambda what: None  # noqa: E731
     with (
@@ -88,7 +88,7 @@ def check_run(
 
 
 class _Check:
-    """The parts of a check, which are asked in their order: each knows what those before it found out.
+    """The parts of a check, called in order; each part uses the results of those before it.
 
     Args:
         stand_in: the config with another run_dir, and with an estimated profile.
@@ -128,8 +128,8 @@ class _Check:
 
     def model(self) -> Iterator[RunFinding]:
         if self._workload is None or not self._readable:
-            what = "data and model" if self._workload is None else "the model"
-            yield RunFinding(f"{what} can be checked when what stands above is mended")
+            unchecked = "data and model" if self._workload is None else "the model"
+            yield RunFinding(f"{unchecked} can be checked when what stands above is mended")
             return
         self._workload.hand_over()
         chain = skeleton(load_workload(self._stand_in))
@@ -137,7 +137,8 @@ class _Check:
         self._chain = chain
         parameters = list(chain.named_parameters().values())
         count, trained = (
-            sum(one.numel() for one in some) for some in (parameters, [one for one in parameters if one.requires_grad])
+            sum(parameter.numel() for parameter in some)
+            for some in (parameters, [parameter for parameter in parameters if parameter.requires_grad])
         )
         frozen = "" if count == trained else f", of which {trained:,} are trained"
         yield RunFinding(f"{chain.name}: {len(chain)} layers, {count:,} parameters{frozen}", "fact")
@@ -202,12 +203,14 @@ class _Check:
             yield RunFinding(f"{ranks} workers on {len(there)} devices ({_kind_of(device)})", "fact")
         crowded = ranks * threads > cores if device.type == "cpu" else ranks > len(there)
         if crowded:
-            what = f"{cores} cores" if device.type == "cpu" else f"{len(there)} devices"
-            yield RunFinding(f"{ranks} workers share {what} and wait for each other; set pipeline.devices lower")
+            shared_devices = f"{cores} cores" if device.type == "cpu" else f"{len(there)} devices"
+            yield RunFinding(
+                f"{ranks} workers share {shared_devices} and wait for each other; set pipeline.devices lower"
+            )
         yield from self._memory(there)
 
     def _memory(self, there: list[torch.device]) -> Iterator[RunFinding]:
-        """Whether the devices have what the plan predicts, where it is predicted for such devices."""
+        """Check that the devices have the memory that the plan predicts, where it predicts for such devices."""
         sizes = [] if self._plan is None else _bytes_of_ranks(self._plan, self._config.world_size)
         if self._on_cpu is not (there[0].type == "cpu"):
             return
@@ -229,16 +232,16 @@ class _Check:
 
 
 def checkpoint_bytes(chain: Chain, config: Config) -> int:
-    """About what a checkpoint takes: parameters, buffers, and what the optimizer keeps."""
+    """Return the approximate bytes of a checkpoint: parameters, buffers and optimizer state."""
     recipe = Recipe.of_config(config.train)
     parameters = chain.named_parameters()
-    kept = sum(sum(recipe.kept(one).values()) for one in parameters.values() if one.requires_grad)
+    kept = sum(sum(recipe.kept(parameter).values()) for parameter in parameters.values() if parameter.requires_grad)
     return kept + sum(tensor.nbytes for tensor in chain.named_tensors().values())
 
 
 def read_samples(config: Config) -> list[RunFinding]:
-    """What reading the first samples of each source shows; in a process of its own."""
-    os.dup2(2, 1)  # what a data set prints is no part of the answer
+    """Read the first samples of each source and return the findings; called in a separate process."""
+    os.dup2(2, 1)  # output that a data set prints is no part of the answer
 
     def read() -> Iterator[RunFinding]:
         try:
@@ -271,15 +274,15 @@ def _told(plan: Plan, config: Config, measured: bool) -> str:
 
 
 def _bytes_of_ranks(plan: Plan, ranks: int) -> list[int]:
-    """The predicted bytes of each rank; [] where they are not known."""
-    sizes = [one.bytes for one in plan.ranks] or list(plan.stage_bytes or ()) * (ranks // max(1, len(plan.stages)))
+    """Return the predicted bytes of each rank; [] where they are not known."""
+    sizes = [rank.bytes for rank in plan.ranks] or list(plan.stage_bytes or ()) * (ranks // max(1, len(plan.stages)))
     return [] if None in sizes else [size for size in sizes if size is not None]
 
 
 @contextlib.contextmanager
 def _stand_in(config: Config) -> Iterator[Config]:
-    """The config with a folder that begins as its run_dir and is gone afterwards, with an estimated profile, and with
-    an end of every search that can have one.
+    """Yield the config with a temporary folder that begins as its run_dir, with an estimated profile, and with a time
+    limit for every search that can have one.
     """
     with tempfile.TemporaryDirectory(prefix="capslog-check-") as name:
         folder = Path(name)
@@ -298,7 +301,7 @@ def _stand_in(config: Config) -> Iterator[Config]:
 
 
 class _Lines(logging.Handler):
-    """Keeps what is logged, a line each."""
+    """Keeps log records, a line each."""
 
     def __init__(self, level: int) -> None:
         super().__init__(level)
@@ -310,7 +313,7 @@ class _Lines(logging.Handler):
 
 @contextlib.contextmanager
 def _warnings(config: Config) -> Iterator[list[str]]:
-    """What this package and that of the workload warn of meanwhile, a line each."""
+    """Collect the warnings of this package and the workload's in the block, a line each."""
     handler = _Lines(logging.WARNING)
     packages = {name.partition(":")[0].partition(".")[0] for name in (__name__, config.workload)}
     loggers = [logging.getLogger(name) for name in packages]

@@ -1,4 +1,4 @@
-"""Where a run goes on, asked before its workers start. torch is imported only where there is something to read."""
+"""Finds where a run continues, before its workers start. torch is imported only where there is something to read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ __all__ = ["newest_checkpoint", "newest_states", "take_held"]
 
 
 def take_held(run_dir: Path) -> None:
-    """Makes a checkpoint of what members left in `held/`, if that is newer than the last one; see `held_state`."""
+    """Make a checkpoint of the state that members left in `held/`, if it is newer than the last checkpoint; see
+    `held_state`.
+    """
     if (run_dir / "held").exists():
         from varuna_capslog.elastic.member.held_state import recover
 
@@ -21,7 +23,7 @@ def take_held(run_dir: Path) -> None:
 
 
 def newest_checkpoint(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest complete checkpoint of a run (None if there is none), and what was passed over."""
+    """Return the newest complete checkpoint of a run (None if there is none), and the ones that were passed over."""
     if not (run_dir / "checkpoints").exists():
         return None, []
     from varuna_capslog.training.checkpoint import latest_checkpoint
@@ -30,7 +32,7 @@ def newest_checkpoint(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def newest_states(run_dir: Path) -> list[tuple[Stamp, Path]]:
-    """The boundaries of a script's run that lie on disk, the newest last, by the generations that files count."""
+    """Return the boundaries of a script's run that lie on disk, the newest last, by their files' generations."""
     if not (run_dir / "checkpoints").exists():
         return []
     from varuna_capslog.elastic.script.work import saved_states

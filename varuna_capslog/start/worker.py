@@ -33,8 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m varuna_capslog.start.worker", description="One rank of a prepared run.")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--evaluate", action="store_true", help="score the best checkpoint instead of training")
-    given = parser.parse_args(arguments)
-    return run_worker(given.run_dir, evaluate=given.evaluate)
+    options = parser.parse_args(arguments)
+    return run_worker(options.run_dir, evaluate=options.evaluate)
 
 
 def forked(arguments: Sequence[str]) -> NoReturn:
@@ -43,7 +43,7 @@ def forked(arguments: Sequence[str]) -> NoReturn:
 
 
 def run_worker(run_dir: Path, evaluate: bool = False, prepare: Callable[[], object] | None = None) -> int:
-    """One rank of the run in `run_dir`; rank, world size and rendezvous come from torchrun's variables.
+    """Run one rank of the run in `run_dir`; rank, world size and rendezvous come from torchrun's variables.
 
     Args:
         evaluate: score the best checkpoint and write evaluation.json instead of training.
@@ -97,8 +97,8 @@ def _work(
     from varuna_capslog.training.devices import check_devices, check_room, choose_device
     from varuna_capslog.training.run import Run
 
-    if rank == 0 and not evaluate:  # whose output may be JSON
-        # the user is to see what the data room repairs in annotation files
+    if rank == 0 and not evaluate:  # the output of an evaluation may be JSON
+        # the user is to see repairs of annotation files
         log_to(sys.stdout)
     check_gloo_interfaces(os.environ)
     if prepare is not None:

@@ -1,1 +1,1 @@
-"""One loop over steps, and what it keeps: the state of each layer, checkpoints, the order of data, metrics."""
+"""The loop over steps, and its records: the state of each layer, checkpoints, the order of data, metrics."""

@@ -1,6 +1,6 @@
-"""What is due at the boundaries between steps: checkpoints, evaluations, comparisons of copies.
+"""The work due at the boundaries between steps: checkpoints, evaluations, comparisons of copies.
 
-All ranks of a generation come here together, and each of them knows the same about what is done.
+All ranks of a generation come here together, and each of them knows which work is done.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Boundaries:
         return plain
 
     def between(self, step: int, save: bool = False) -> int | None:
-        """All that is due between this step and the next.
+        """Does all that is due between this step and the next.
 
         Args:
             save: a checkpoint is due, whatever the settings say; training waits until it is whole.
@@ -96,18 +96,18 @@ class Boundaries:
         """
         train = self._setup.config.train
         self._verify(step)
-        whole = self._complete(beside=True) if self._all_written else None
+        completed = self._complete(beside=True) if self._all_written else None
         again = self._agree(step) if step == self._base > 0 else False
         judges = _due(train.evaluate_every, step) and self._judged < step
         if judges or again or _due(train.checkpoint_every, step) or (save and step > 0):
             # whole before an evaluation: one that fails or is broken off loses no step
-            whole = self._save(step, train.checkpoint_background and not (save or judges)) or whole
+            completed = self._save(step, train.checkpoint_background and not (save or judges)) or completed
             if judges:
                 self._judge(step)
-        return whole
+        return completed
 
     def finish(self, step: int, judges: bool) -> None:
-        """The last boundary: comparison, checkpoint and evaluation, as far as they were not made there.
+        """Makes the last boundary: comparison, checkpoint and evaluation, as far as they were not made before.
 
         Args:
             judges: False leaves the evaluation out.
@@ -131,7 +131,7 @@ class Boundaries:
         """Begins the step's checkpoint unless it was begun, after the one before it; returns as `between`."""
         if self._saved >= step:
             return None if background else self._complete()
-        whole = self._complete()
+        completed = self._complete()
         extra = {
             "constants": run_constants(self._setup.config, grains_of(self._engine.layout.stages)),
             "data": dict(self._setup.facts),
@@ -139,7 +139,7 @@ class Boundaries:
         }
         folder, number, engine = self._setup.checkpoints, self._generation, self._engine
         self._saving = Saving(folder, step, number, engine, extra, self._copies if background else None)
-        return whole if background else self._complete()
+        return completed if background else self._complete()
 
     @property
     def _saved(self) -> int:
@@ -191,16 +191,16 @@ class Boundaries:
             for begin in range(0, len(groups), ways):
                 minibatches = [self._watched(val.minibatch(group, 0)) for group in groups[begin : begin + ways]]
 
-                def load(way: int, index: int, own: Sequence[Minibatch] = minibatches) -> dict[str, Tensor]:
-                    with self._watch.waiting(own[way], index):
-                        inputs: dict[str, Tensor] = val.load(own[way], index)
+                def load(way: int, index: int, batches: Sequence[Minibatch] = minibatches) -> dict[str, Tensor]:
+                    with self._watch.waiting(batches[way], index):
+                        inputs: dict[str, Tensor] = val.load(batches[way], index)
                     return inputs
 
                 def take(
-                    way: int, index: int, outputs: dict[str, Tensor], own: Sequence[Minibatch] = minibatches
+                    way: int, index: int, outputs: dict[str, Tensor], batches: Sequence[Minibatch] = minibatches
                 ) -> None:
                     host = {name: tensor.cpu() for name, tensor in outputs.items()}
-                    results.extend(evaluator.collect(host, own[way], index))
+                    results.extend(evaluator.collect(host, batches[way], index))
 
                 with engine.optimizer.averaged():
                     engine.evaluate(minibatches, load, take)
@@ -211,7 +211,7 @@ class Boundaries:
         return communicator.gather(mine)[0]
 
     def _watched(self, minibatch: Minibatch) -> Minibatch:
-        """The minibatch, whose late targets are waited for as its inputs are."""
+        """The minibatch; the waits for its late targets are watched as those for its inputs are."""
 
         def read(microbatch: int, targets: LateTargets) -> Any:
             with self._watch.waiting(minibatch, microbatch):
@@ -227,17 +227,17 @@ class Boundaries:
             verify_copies(self._engine)
 
     def _agree(self, step: int) -> bool:
-        """At the boundary with which a generation begins: a rank that joined has no record of earlier checkpoints and
-        evaluations, so all take over what any of them knows.
+        """Shares the records of earlier checkpoints and evaluations at the boundary with which a generation begins: a
+        rank that joined has none, so all take over the newest that any of them has.
 
         Returns:
             Whether the checkpoint that the generation before had begun is missing.
         """
-        known = self._engine.communicator.gather((self._named, self._judged, self._broken_off))
-        self._named = max(named for named, _, _ in known)
-        self._judged = max(judged for _, judged, _ in known)
+        records = self._engine.communicator.gather((self._named, self._judged, self._broken_off))
+        self._named = max(named for named, _, _ in records)
+        self._judged = max(judged for _, judged, _ in records)
         self._broken_off = False
-        return self._saved < step and any(broken_off for _, _, broken_off in known)
+        return self._saved < step and any(broken_off for _, _, broken_off in records)
 
     def _judge(self, step: int) -> None:
         """Evaluates, and remembers the best step."""
@@ -247,8 +247,8 @@ class Boundaries:
             return
         self.scores = scores
         self._log.scores(step, scores)
-        found = ((name, value) for name, value in scores.items() if isinstance(value, (int, float)))
-        value = next((goodness(name, value) for name, value in found), None)
+        numbers = ((name, value) for name, value in scores.items() if isinstance(value, (int, float)))
+        value = next((goodness(name, value) for name, value in numbers), None)
         if value is not None and not math.isnan(value) and (self._best is None or value > self._best[0]):
             self._best = (float(value), step)
             if self._log.writes:
@@ -266,14 +266,14 @@ def verify_copies(engine: Engine) -> None:
     digests = {address: digest({address: value}) for address, value in engine.optimizer.values.items()}
     seen: dict[str, tuple[int, bytes]] = {}
     for rank, theirs in enumerate(engine.communicator.gather(digests)):
-        for address, found in theirs.items():
-            first, known = seen.setdefault(address, (rank, found))
-            if known != found:
+        for address, value_digest in theirs.items():
+            first, first_digest = seen.setdefault(address, (rank, value_digest))
+            if first_digest != value_digest:
                 raise CapslogError(
                     f"parameter {address!r} differs between {layout.describe(first)} and {layout.describe(rank)}; the "
                     "run is damaged: resume from the last checkpoint"
                 )
 
 
-def _due(every: int | None, step: int) -> bool:
-    return bool(every) and step > 0 and step % (every or 1) == 0
+def _due(interval: int | None, step: int) -> bool:
+    return bool(interval) and step > 0 and step % (interval or 1) == 0

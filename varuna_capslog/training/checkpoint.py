@@ -52,7 +52,7 @@ class Checkpoint:
         return int(self.manifest["step"])
 
     def layer(self, name: str, mapped: bool = False) -> dict[str, Any]:
-        """One layer's {"parameters", "buffers", "optimizer"}, and in float16 "scaler", on the CPU, its digest checked.
+        """A layer's {"parameters", "buffers", "optimizer"}, and in float16 "scaler", on the CPU, its digest checked.
 
         Args:
             mapped: leave the tensors in the file until they are read.
@@ -74,18 +74,18 @@ class Checkpoint:
         return loaded
 
     def weights(self, name: str, mapped: bool = False) -> dict[str, Tensor]:
-        """One layer's parameters and buffers to compute with: parameters that have an average have its value.
+        """A layer's parameters and buffers to compute with: parameters that have an average have its value.
 
-        As `layer` otherwise.
+        Reads as `layer` does.
         """
         state = self.layer(name, mapped)
-        averages = {one: kept[AVERAGE] for one, kept in state["optimizer"].items() if AVERAGE in kept}
+        averages = {parameter: kept[AVERAGE] for parameter, kept in state["optimizer"].items() if AVERAGE in kept}
         weights: dict[str, Tensor] = state["parameters"] | averages | state["buffers"]
         return weights
 
 
 def _is_layer(state: Any) -> bool:
-    """Whether what a file holds has the form of `stored_layers.to_checkpoint`."""
+    """True where the content of a file has the form of `stored_layers.to_checkpoint`."""
     kinds = ("parameters", "buffers", "optimizer")
     if not isinstance(state, dict) or not all(isinstance(state.get(kind), dict) for kind in kinds):
         return False
@@ -104,7 +104,7 @@ def _is_layer(state: Any) -> bool:
 
 
 def read_file(path: Path, advice: str, digest: str | None = None, mapped: bool = False) -> Any:
-    """What `torch.save` wrote into a file, on the CPU.
+    """The content that `torch.save` wrote into a file, on the CPU.
 
     Args:
         advice: how the error's sentence ends.
@@ -176,7 +176,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def latest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest complete checkpoint in a run's `checkpoints/` (None if there is none), and what was passed over."""
+    """The newest complete checkpoint in a run's `checkpoints/` (None if there is none), and problems of newer ones."""
     skipped: list[str] = []
     for path in sorted(folder.glob("step-*"), reverse=True):
         try:
@@ -186,10 +186,10 @@ def latest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, skipped
 
 
-def passed_over(found: Checkpoint | None, skipped: Sequence[str]) -> list[str]:
-    """What the user reads of `latest_checkpoint`, where the newest is not what a run goes on from."""
+def passed_over(checkpoint: Checkpoint | None, skipped: Sequence[str]) -> list[str]:
+    """Lines for the user about `latest_checkpoint`, where a run does not go on from the newest checkpoint."""
     lines = [f"passed over a checkpoint: {problem.removesuffix(f'; {REMEDY}')}" for problem in skipped]
-    if skipped and found is None:
+    if skipped and checkpoint is None:
         lines.append("no checkpoint is whole: the run begins anew")
     return lines
 

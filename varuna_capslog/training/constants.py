@@ -1,6 +1,6 @@
-"""What must not change between a checkpoint and the run that continues it, and the sentence for one that does.
+"""The settings that must not change between a checkpoint and the run that continues it, and the error for each.
 
-Asked twice: before a run's folder is written to, so that a refused command leaves it as it was, and by every rank
+Checked twice: before a run's folder is written to, so that a refused command leaves it as it was, and by every rank
 before it loads. Imports no torch.
 """
 
@@ -59,7 +59,7 @@ def _differences(
     grains: Sequence[int],
     facts: Mapping[str, Any],
 ) -> Iterator[CapslogError]:
-    """What keeps a run of `config` from continuing the checkpoint at `path`.
+    """Yields the errors that keep a run of `config` from continuing the checkpoint at `path`.
 
     Args:
         model: the chain's name, None where it is not known.
@@ -114,7 +114,7 @@ def check_folder(
     grains: Sequence[int] = (),
     facts: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Raises CapslogError if `config.resume` and what `run_dir/checkpoints` holds do not go together; see
+    """Raises CapslogError if `config.resume` and the content of `run_dir/checkpoints` do not go together; see
     `folder_findings`.
     """
     settle(folder_findings(config, model, grains, facts))
@@ -123,21 +123,21 @@ def check_folder(
 def folder_findings(
     config: Config, model: str | None, grains: Sequence[int], facts: Mapping[str, Any]
 ) -> Iterator[RunFinding]:
-    """Why `config.resume` and what `run_dir/checkpoints` holds do not go together.
+    """Yields the reasons why `config.resume` and the content of `run_dir/checkpoints` do not go together.
 
-    A damaged checkpoint is no matter here: the ranks say which ones they pass over.
+    Damaged checkpoints are ignored here: the ranks say which ones they pass over.
     """
     folder = config.run_dir / "checkpoints"
-    found = sorted(folder.glob("step-*"), reverse=True)
+    folders = sorted(folder.glob("step-*"), reverse=True)
     if config.resume == "never":
-        if found:
+        if folders:
             # Their steps would be taken for this run's by the next resume, and pruned with them.
             raise CapslogError(
                 f"resume=never, but {folder} holds the checkpoints of an earlier run; choose another run_dir, or "
                 "remove them"
             )
         return
-    for path in found if config.resume == "auto" else [Path(config.resume)]:
+    for path in folders if config.resume == "auto" else [Path(config.resume)]:
         try:
             manifest = read_manifest(path)
         except CapslogError:

@@ -1,4 +1,4 @@
-"""How long a process waits for its data: the limit that its neighbours set, where it has none."""
+"""Limits how long a process waits for its data, where no neighbour waits for the process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class DataWatch:
 
     @contextlib.contextmanager
     def waiting(self, minibatch: Minibatch, microbatch: int) -> Iterator[None]:
-        """Around a wait for the samples of a microbatch."""
+        """Context around a wait for the samples of a microbatch."""
         if self._thread is None and self.late is not None:
             self._thread = OwnedThread("data-watch", self._run, logged)
             self._thread.start()

@@ -1,6 +1,6 @@
-"""The device that a worker trains on, and whether it can do what the config asks of it.
+"""Chooses the device of a worker, and checks that it meets the demands of the config.
 
-Workers ask here before anything is built, so that a machine that is not as the config expects is one sentence with the
+Workers call this before anything is built. A machine that is not as the config expects then gives one sentence with the
 key or the variable to change, and not an error of the device's or NCCL's later.
 """
 
@@ -36,7 +36,7 @@ def choose_device(wish: str, local_rank: int) -> torch.device:
 
 
 def check_devices(transport: str, device: torch.device, local_rank: int) -> None:
-    """Whether `pipeline.transport` can connect this worker; gloo always can.
+    """Checks that `pipeline.transport` can connect this worker; gloo always can.
 
     Args:
         local_rank: the number of this worker among those of its machine.
@@ -56,7 +56,7 @@ def check_devices(transport: str, device: torch.device, local_rank: int) -> None
 
 
 def check_nccl_variables(environment: Mapping[str, str], interfaces: Iterable[str]) -> None:
-    """Whether NCCL's variables leave it a way to the other ranks, as its manual (Environment Variables) describes them.
+    """Checks that NCCL's variables leave it a way to the other ranks; its manual (Environment Variables) has them.
 
     Two GPUs of a machine reach each other directly (P2P), through shared memory (SHM), or as those of two machines do:
     through InfiniBand or sockets. Before that they meet over sockets, always.
@@ -89,19 +89,19 @@ def _is_on(environment: Mapping[str, str], name: str) -> bool:
 
 
 def _matches(name: str, wanted: str) -> bool:
-    """Whether NCCL may use an interface: prefixes, with `=` before them whole names, with `^` those to leave out."""
+    """True where NCCL may use an interface. wanted: prefixes, with `=` before them exact names, with `^` exclusions."""
     excluding, listed = wanted.startswith("^"), wanted.removeprefix("^")
-    whole, listed = listed.startswith("="), listed.removeprefix("=")
-    found = any(name == one if whole else name.startswith(one) for one in listed.split(",") if one)
-    return found is not excluding
+    exact, listed = listed.startswith("="), listed.removeprefix("=")
+    matches = any(name == pattern if exact else name.startswith(pattern) for pattern in listed.split(",") if pattern)
+    return matches is not excluding
 
 
-def check_room(device: torch.device, predicted: int | None, who: str) -> None:
-    """Whether an accelerator has as much free memory as the plan predicts for this worker, before it takes any.
+def check_room(device: torch.device, predicted: int | None, worker_name: str) -> None:
+    """Checks that an accelerator has as much free memory as the plan predicts for this worker, before it takes any.
 
     Args:
         predicted: bytes of the rank's peak; None: not known, nothing is checked.
-        who: for the error, such as "rank 2".
+        worker_name: for the error, such as "rank 2".
 
     Raises:
         CapslogError: it has not: other processes fill it.
@@ -111,7 +111,7 @@ def check_room(device: torch.device, predicted: int | None, who: str) -> None:
     free, total = accelerator.memory_info(device)
     if predicted > free:
         raise CapslogError(
-            f"{who} needs {format_bytes(predicted)} of {device}, but only {format_bytes(free)} of its "
+            f"{worker_name} needs {format_bytes(predicted)} of {device}, but only {format_bytes(free)} of its "
             f"{format_bytes(total)} are free: other processes fill it; end them, choose another device "
             "(of CUDA's with CUDA_VISIBLE_DEVICES), or plan for what is free with pipeline.capacity"
         )

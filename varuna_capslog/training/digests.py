@@ -1,7 +1,7 @@
 """A digest of a layer's state that costs little more than reading it, computed on the device where the state lies.
 
-It finds damage and members that computed differently. It is no secret's: someone who chooses the changes can keep it
-equal (who may send anything at all is decided in `base/trust`).
+It finds damage and members that computed differently. It does not authenticate: someone who chooses the changes can
+keep it equal (`base/trust` decides who may send anything at all).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["digest"]
 _WORD = 8
 _COLUMNS = 4096
 _ROWS_AT_A_TIME = {"cpu": 32}
-"""Of 32 KiB: what a CPU's core has near when it adds the second time. Other devices take all rows at once."""
+"""Rows of 32 KiB, as many as stay in a CPU core's cache for the second sum. Other devices take all rows at once."""
 
 
 def digest(state: Mapping[str, Tensor]) -> bytes:
@@ -40,17 +40,17 @@ def digest(state: Mapping[str, Tensor]) -> bytes:
 
 
 def _parts(content: Tensor) -> list[Tensor]:
-    """What is hashed of a tensor's bytes: the sums of the rows, those of the columns, and what fills no row."""
+    """The hashed parts of a tensor's bytes: the sums of the rows, those of the columns, and an incomplete last row."""
     rows = content.numel() // (_WORD * _COLUMNS)
     if not rows:
         return [content]
-    whole, rest = content.split([rows * _WORD * _COLUMNS, content.numel() - rows * _WORD * _COLUMNS])
-    if whole.storage_offset() % _WORD:
-        whole = whole.clone()
-    words = whole.view(torch.int64).view(rows, _COLUMNS)
+    full_rows, remainder = content.split([rows * _WORD * _COLUMNS, content.numel() - rows * _WORD * _COLUMNS])
+    if full_rows.storage_offset() % _WORD:
+        full_rows = full_rows.clone()
+    words = full_rows.view(torch.int64).view(rows, _COLUMNS)
     by_row, by_column = torch.empty_like(words[:, 0]), torch.zeros_like(words[0])
     at_a_time = _ROWS_AT_A_TIME.get(content.device.type, rows)
     for sums, block in zip(by_row.split(at_a_time), words.split(at_a_time), strict=True):
         torch.sum(block, 1, out=sums)
         by_column += block.sum(0)
-    return [by_row, by_column, rest]
+    return [by_row, by_column, remainder]

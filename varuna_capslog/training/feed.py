@@ -1,9 +1,9 @@
-"""Which samples make which step, and their tensors ahead of time.
+"""Chooses the samples of each step, and loads their tensors ahead of time.
 
-The order is a pure function of (seed, step): resuming is asking for the next step. Every rank derives the description
-of a minibatch itself; only ranks with a stage that takes inputs of the chain load tensors, and only ranks that compute
-losses read targets that no description knows. A `ReadingSource` reads both itself; another source's `load` is called in
-background threads.
+The order is a pure function of (seed, step), so a run resumes by asking for the next step. Every rank derives the
+description of a minibatch itself; only ranks with a stage that takes inputs of the chain load tensors, and only ranks
+that compute losses read targets that no description knows. A `ReadingSource` reads both itself; another source's `load`
+is called in background threads.
 """
 
 from __future__ import annotations
@@ -91,13 +91,13 @@ class Feed:
         return minibatch
 
     def _shuffled(self, epoch: int) -> list[int]:
-        """All samples as this epoch shows them."""
+        """All samples in the order of this epoch."""
         generator = torch.Generator().manual_seed(mix(self._seed, _SHUFFLE, epoch))
         order: list[int] = torch.randperm(len(self._source), generator=generator).tolist()
         return order
 
     def begin(self, step: int) -> None:
-        """A step begins: what this rank needs of it first is read from now on."""
+        """Begins a step: the first microbatches that this rank needs of it are read from now on."""
         self._left = self._asked.copy()
         self._loads = {key: load for key, load in self._loads.items() if key[0] >= step}
         if self._ahead and self._order:
@@ -122,10 +122,10 @@ class Feed:
         return load
 
     def report(self) -> RankReport:
-        """How long this rank has waited for data since the last report, and what could not be read."""
-        found = RankReport(self._waited, self._failure)
+        """Report on this rank's data since the last report: seconds of waiting, and the first failure to read."""
+        report = RankReport(self._waited, self._failure)
         self._waited, self._failure = 0.0, None
-        return found
+        return report
 
     def _targets(self, step: int, microbatch: int) -> Any:
         try:
@@ -150,7 +150,7 @@ class Feed:
             self._waited += time.perf_counter() - began
 
     def _read_ahead(self, step: int, microbatch: int) -> None:
-        """Begins to read what is asked for next, from this microbatch on."""
+        """Begins to read the microbatches that are needed next, from this one on."""
         upcoming = ((step, index) for index in self._order if index >= microbatch and self._left[index])
         following = ((step + 1, index) for index in self._order)
         for key in [*upcoming, *following][: self._ahead]:

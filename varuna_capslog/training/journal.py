@@ -1,7 +1,7 @@
-"""What a run writes for people and programs: metrics.jsonl, events.jsonl, loggers, and the line on the terminal.
+"""Writes a run's record for people and programs: metrics.jsonl, events.jsonl, loggers, and the line on the terminal.
 
-Every rank has a journal and hands it the same things; that of one rank at a time writes them. JSON Lines files are
-append-only, so a crash loses at most the line being written.
+Every rank has a journal and gives it the same records; the journal of one rank at a time writes them. JSON Lines files
+are append-only, so a crash loses at most the line being written.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _KEPT = 3
 """Steps. A writer is lost at most one step behind the others; the rest is reserve."""
 
 _LOGGED = ("loss", "lr", "grad_norm", "loss_scale", "step_seconds", "samples_per_second")
-"""Of a step's numbers, those that loggers get besides the parts of the loss."""
+"""The numbers of a step that loggers get besides the parts of the loss."""
 
 Line = TypeVar("Line")
 
 
 def step_record(verdict: Verdict, rate: float, seconds: float, epoch: int, minibatch_size: int) -> dict[str, Any]:
-    """What metrics.jsonl holds of a step, but for generation and world size, which the journal adds."""
+    """The entries of a step in metrics.jsonl, but for generation and world size, which the journal adds."""
     parts = dict(verdict.parts)
     return {
         "step": verdict.step,
@@ -58,7 +58,7 @@ def step_record(verdict: Verdict, rate: float, seconds: float, epoch: int, minib
 def peak_record(
     peaks: Sequence[int], source: str | None, microbatches: Sequence[Mapping[str, TensorSpec]]
 ) -> dict[str, Any]:
-    """What metrics.jsonl adds for a step whose peaks were measured.
+    """The entries that metrics.jsonl adds for a step whose peaks were measured.
 
     Args:
         peaks: bytes, by stage of the first replica.
@@ -77,7 +77,7 @@ class RecentSteps(Generic[Line]):
     """The last steps that a rank applied, kept so that no line of `metrics` is lost together with its writer.
 
     One rank writes the lines. It may be lost after a step was applied everywhere and before its line was written; the
-    rank that writes afterwards then finds the line here. `Line` is whatever the caller writes a line from.
+    rank that writes afterwards then finds the line here. `Line` is the type from which the caller writes a line.
     """
 
     def __init__(self, metrics: Path) -> None:
@@ -85,11 +85,11 @@ class RecentSteps(Generic[Line]):
         self._lines: deque[tuple[int, Line]] = deque(maxlen=_KEPT)
 
     def add(self, step: int, line: Line) -> None:
-        """Keeps what a step's line is written from, on every rank, also where another one writes it."""
+        """Keeps the source of a step's line, on every rank, also where another rank writes it."""
         self._lines.append((step, line))
 
     def missing(self, last: int) -> list[Line]:
-        """What the file lacks of these steps up to step `last`, the oldest first."""
+        """The steps kept here up to step `last` that the file lacks, the oldest first."""
         if not self._lines or not self._metrics.exists():
             written = []
         else:
@@ -109,7 +109,7 @@ def step_bar(total_steps: int | None, completed: int, *further: ProgressColumn) 
 
 
 def step_numbers(record: Mapping[str, Any]) -> list[str]:
-    """What is shown of a step: those of its numbers that it has."""
+    """The numbers of a step as they are shown; a step need not have all of them."""
     shown = {"loss": "loss {:.4f}", "grad_norm": "|grad| {:.3g}", "lr": "lr {:.2g}"}
     shown["samples_per_second"] = "{:.1f} samples/s"
     skipped = ["skipped, since its gradients overflow"] if record.get("skipped") else []
@@ -117,7 +117,7 @@ def step_numbers(record: Mapping[str, Any]) -> list[str]:
 
 
 def score_line(step: int, scores: Mapping[str, Any]) -> str:
-    """What is shown of an evaluation: its first six numbers."""
+    """The line shown for an evaluation: its first six numbers."""
     return f"step {step}: " + "  ".join(f"{name} {value:.3f}" for name, value in _numbers_in(scores)[:6])
 
 
@@ -181,7 +181,9 @@ class Journal:
             self._bar[1].update(self._bar[2], completed=step, description=text)
         if step % self._log_every == 0:
             logged = {f"train/{name}": record[name] for name in _LOGGED if record.get(name) is not None}
-            self._loggers.log(logged | {f"parts/{name}": one for name, one in record.get("parts", {}).items()}, step)
+            self._loggers.log(
+                logged | {f"parts/{name}": value for name, value in record.get("parts", {}).items()}, step
+            )
         now = time.monotonic()
         if self._bar is None and (now - self._printed > 10 or self._printed == 0.0):
             self._printed = now
@@ -205,7 +207,7 @@ class Journal:
             files.append_jsonl(self._run_dir / "events.jsonl", line)
 
     def say(self, text: str) -> None:
-        """One line on the terminal, above the progress bar, or on what takes its place."""
+        """Writes a line on the terminal, above the progress bar where there is one."""
         if not self.writes:
             return
         if self._bar is not None:

@@ -1,11 +1,11 @@
-"""The training state of one layer as a flat dict of tensors: what travels between members, lies in copies and on disk.
+"""The training state of one layer as a flat dict of tensors: the form sent to members, kept in copies and on disk.
 
-Keys are "parameters/<name>", "buffers/<name>", "optimizer/<name>/<key>" and, for what an optimizer keeps as a plain
+Keys are "parameters/<name>", "buffers/<name>", "optimizer/<name>/<key>" and, for optimizer state that is a plain
 number, "number/<name>/<key>"; names as inside the layer, or as in the whole model where the layer is a piece of a
 CutPoint model. A parameter that has a float32 master is there as its master, of which it is the rounding. A shared
 parameter is in the state of every layer that uses it, moments included, so that each layer can be built from its own
 state alone; only a checkpoint keeps it once. In float16 every layer's state has the run's loss scale at that boundary
-too, "scaler/<key>", so that whoever has a layer has it. Nothing here knows ranks or checkpoints.
+too, "scaler/<key>", so that every holder of a layer has it. Nothing here knows ranks or checkpoints.
 
 A follower is a copy of a layer that makes every step together with its owner, so that no rank need send it the state
 again. `Follower` is the one of our engine's layers; the Varuna plugin has one for its pieces.
@@ -61,7 +61,7 @@ def flatten(
     """A flat state of live tensors, which the next step changes.
 
     Args:
-        moments: what the optimizer keeps of each parameter, by key: tensors, plain numbers, or None (left out).
+        moments: optimizer state of each parameter, by key: tensors, plain numbers, or None (left out).
     """
     state: LayerState = {f"parameters/{name}": parameter.detach() for name, parameter in parameters.items()}
     state |= {f"buffers/{name}": buffer.detach() for name, buffer in buffers.items()}
@@ -75,11 +75,11 @@ def flatten(
 
 
 def moments_of(state: Mapping[str, Tensor], name: str) -> dict[str, Any]:
-    """What the optimizer kept of one parameter, by key; {} where it has made no step."""
+    """Optimizer state of a parameter, by key; {} where the optimizer has made no step."""
     kept: dict[str, Any] = {}
     for address, value in state.items():
-        kind, _, rest = address.partition("/")
-        parameter, _, key = rest.rpartition("/")
+        kind, _, path = address.partition("/")
+        parameter, _, key = path.rpartition("/")
         if kind == "optimizer" and parameter == name:
             kept[key] = value
         elif kind == "number" and parameter == name:
@@ -88,13 +88,13 @@ def moments_of(state: Mapping[str, Tensor], name: str) -> dict[str, Any]:
 
 
 def plain_number(value: Tensor) -> float:
-    """What a state keeps as a tensor of one number, as the optimizer has it: an int where it is whole."""
+    """The number in a tensor of a state, as the optimizer has it: an int where it is whole."""
     number = float(value)
     return int(number) if number.is_integer() else number
 
 
 def scaler_state(numbers: Mapping[str, float]) -> LayerState:
-    """What every layer's state has of a `LossScale`: its scale and its streak."""
+    """The entries of a `LossScale` in every layer's state: its scale and its streak."""
     return {f"scaler/{key}": torch.tensor(numbers[key], dtype=torch.float64) for key in ("scale", "streak")}
 
 
@@ -110,9 +110,9 @@ def copy_in(
         Whether every parameter in `state` is the very tensor that it should fill, so that nothing was to be copied.
 
     Raises:
-        CapslogError: `mismatch`'s, for what is missing or has another shape.
+        CapslogError: `mismatch`'s, for a tensor that is missing or has another shape.
     """
-    own = True
+    in_place = True
     for kind, targets in (("parameter", parameters), ("buffer", buffers)):
         for name, target in targets.items():
             value = state.get(f"{kind}s/{name}")
@@ -120,10 +120,10 @@ def copy_in(
                 raise mismatch(kind, name, value, target)
             if value.device == target.device and value.data_ptr() == target.data_ptr():
                 continue
-            own &= kind == "buffer"
+            in_place &= kind == "buffer"
             with torch.no_grad():
                 target.copy_(value)
-    return own
+    return in_place
 
 
 def cloned(state: Mapping[str, Tensor]) -> LayerState:
@@ -156,25 +156,25 @@ def install(layer: EngineLayer, optimizer: StageOptimizer, state: Mapping[str, T
     """
 
     def mismatch(kind: str, name: str, value: Tensor | None, target: Tensor) -> CapslogError:
-        what, where = f"{kind} {name!r}", f"the state for layer {layer.name!r}"
+        label, where = f"{kind} {name!r}", f"the state for layer {layer.name!r}"
         if value is None:
-            return CapslogError(f"{where} has no {what}; it is of another model")
-        return CapslogError(f"{where} has {what} of shape {list(value.shape)}, the model wants {list(target.shape)}")
+            return CapslogError(f"{where} has no {label}; it is of another model")
+        return CapslogError(f"{where} has {label} of shape {list(value.shape)}, the model wants {list(target.shape)}")
 
-    own = copy_in(state, layer.values, layer.buffers, mismatch)
-    if not own:
+    in_place = copy_in(state, layer.values, layer.buffers, mismatch)
+    if not in_place:
         layer.round_masters()
     if optimizer.loss_scale is not None and "scaler/scale" in state:
         scale, streak = float(state["scaler/scale"]), int(state["scaler/streak"])
         optimizer.loss_scale = dataclasses.replace(optimizer.loss_scale, scale=scale, streak=streak)
     for name in layer.parameters:
-        optimizer.take_moments(layer.address(name), moments_of(state, name), copy=not own)
+        optimizer.take_moments(layer.address(name), moments_of(state, name), copy=not in_place)
 
 
 def lies_in(state: Mapping[str, Tensor], layer: EngineLayer) -> bool:
-    """Whether a state's parameters and buffers are the very memory of a layer."""
-    own = flatten(layer.values, layer.buffers, {})
-    return all(key in state and state[key].data_ptr() == mine.data_ptr() for key, mine in own.items())
+    """True where a state's parameters and buffers are the very memory of a layer."""
+    live = flatten(layer.values, layer.buffers, {})
+    return all(key in state and state[key].data_ptr() == tensor.data_ptr() for key, tensor in live.items())
 
 
 def initial(chain: Chain, index: int) -> LayerState:
@@ -205,11 +205,11 @@ def size_of(chain: Chain, index: int, recipe: Recipe, weights: str = "float32") 
 
 def gradient_size(chain: Chain, index: int) -> int:
     """Bytes of the gradients of a layer's trainable parameters; those of 16 bits have gradients of float32."""
-    return sum(one.nbytes for one in chain.layers[index].module.parameters() if one.requires_grad)
+    return sum(parameter.nbytes for parameter in chain.layers[index].module.parameters() if parameter.requires_grad)
 
 
 class StateFollower(abc.ABC):
-    """What followers have in common, whatever their optimizer: they apply a step's final gradients and run no layer.
+    """Base class of followers, whatever their optimizer: they apply a step's final gradients and run no layer.
 
     Args:
         name: of the layer, for errors.
@@ -252,7 +252,7 @@ class StateFollower(abc.ABC):
 
     @abc.abstractmethod
     def _take(self, kind: str, name: str, tensor: Tensor) -> bool:
-        """Takes what else belongs to the step (buffers, running statistics); False if it is not of this layer."""
+        """Takes another tensor of the step (buffers, running statistics); False if it is not of this layer."""
 
     @abc.abstractmethod
     def _step(self, step: int, scale: float) -> None:
@@ -260,7 +260,7 @@ class StateFollower(abc.ABC):
 
 
 class Follower(StateFollower):
-    """One followed layer of our engine: the same optimizer makes its state its owner's to the last bit.
+    """Follower of a layer of our engine: the same optimizer makes its state equal to its owner's to the last bit.
 
     Args:
         chain: as the owner's; it is not changed.
@@ -283,8 +283,8 @@ class Follower(StateFollower):
         state: Mapping[str, Tensor],
         ready: EngineLayer | None = None,
     ) -> None:
-        known = {index: ready} if ready is not None and lies_in(state, ready) else {}
-        (self.layer,) = take_layers(chain, [index], device, options.precision, known, options.weights)
+        ready_layers = {index: ready} if ready is not None and lies_in(state, ready) else {}
+        (self.layer,) = take_layers(chain, [index], device, options.precision, ready_layers, options.weights)
         super().__init__(self.layer.name, self.layer.parameters)
         self._optimizer = StageOptimizer([self.layer], options.recipe, loss_scale=options.loss_scale)
         self._statistics: dict[int, dict[int, BatchStatistics]] = {}
@@ -308,13 +308,13 @@ class Follower(StateFollower):
     def _commit(self) -> None:
         statistics, self._statistics = self._statistics, {}
         if self.layer.statistics and statistics:
-            calls = {microbatch: [found[k] for k in sorted(found)] for microbatch, found in statistics.items()}
+            calls = {microbatch: [by_call[k] for k in sorted(by_call)] for microbatch, by_call in statistics.items()}
             self.layer.statistics.commit(calls)
 
 
 def apply_together(due: Iterable[tuple[Follower, Mapping[str, Tensor], int, float]]) -> None:
-    """`Follower.apply` of several followers of one engine, each with its update, step and scale, in fewer calls of the
-    optimizer's kernels.
+    """Applies updates to several followers of one engine, each with its update, step and scale, as `Follower.apply`
+    does but in fewer calls of the optimizer's kernels.
     """
     alike: dict[tuple[int, float], list[Follower]] = {}
     for follower, update, step, scale in due:

@@ -1,7 +1,7 @@
-"""Where the numbers of a run go besides its own files: TensorBoard, Weights & Biases, or a function of the user's.
+"""Loggers for the numbers of a run, besides its own files: TensorBoard, Weights & Biases, or a function of the user's.
 
-A logger gets what the writing rank writes: after a step the numbers of its line in metrics.jsonl, after an evaluation
-the scores. One that fails is said once and gets no more: the training is worth more than its pictures.
+A logger gets the same as the files of the writing rank: after a step the numbers of its line in metrics.jsonl, after
+an evaluation the scores. A logger that fails is reported once and gets no more, and the training goes on.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = ["Logger", "Loggers", "check_loggers"]
 
 
 class Logger(Protocol):
-    """One place for numbers."""
+    """A receiver of numbers."""
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         """Takes numbers by name, such as "train/loss" or "val/AP", that belong to a step."""
 
     def close(self) -> None:
-        """Writes out what it still holds."""
+        """Writes out the numbers that it still holds."""
 
 
 class TensorBoard:
@@ -111,7 +111,7 @@ class Loggers:
                 self._failed(name, error)
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """As `Logger.log`, to each of them."""
+        """Gives the numbers to each logger; see `Logger.log`."""
         for name, logger in list(self._open.items()):
             try:
                 logger.log(numbers, step)
@@ -120,7 +120,7 @@ class Loggers:
                 self._failed(name, error)
 
     def close(self) -> None:
-        """As `Logger.close`."""
+        """Closes each logger; see `Logger.close`."""
         for name, logger in self._open.items():
             try:
                 logger.close()

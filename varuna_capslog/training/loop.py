@@ -1,4 +1,4 @@
-"""The training of one rank: steps, and what is due between them, on the engine that runs at the moment.
+"""The training of one rank: steps, and the work due between them, on the engine that runs at the moment.
 
 Two classes drive it. `run.Run` makes a fixed number of steps with one engine; a member of an elastic run makes each
 step when the protocol says so, and the engine changes with every generation.
@@ -28,7 +28,7 @@ from varuna_capslog.training.run_setup import RunSetup
 __all__ = ["PeakMeter", "TrainingLoop"]
 
 _FIRST, _LATER = 2, 5
-"""Which step of a generation is measured: in the first one as soon as the moments exist; a later one may be short, and
+"""The step that is measured: in the first generation as soon as the moments exist; later generations may be short, and
 a probe costs some ten milliseconds."""
 
 
@@ -61,7 +61,7 @@ class PeakMeter:
 
     @contextlib.contextmanager
     def computing(self, engine: Engine) -> Iterator[bool]:
-        """Around forward and backward of a step; gives whether it is measured."""
+        """Context around forward and backward of a step; yields whether the step is measured."""
         self._steps += 1
         measured = self._steps == self._at
         with self._probed(engine) if measured else contextlib.nullcontext():
@@ -69,7 +69,7 @@ class PeakMeter:
 
     @contextlib.contextmanager
     def applying(self, engine: Engine, skipped: bool) -> Iterator[None]:
-        """Around the update of a step; the step that is measured comes later by each step that is skipped before."""
+        """Context around the update of a step. Each skipped step delays the step that is measured by one."""
         if skipped and self._steps < self._at:
             self._steps -= 1
         with self._probed(engine) if self._steps == self._at - 1 and not skipped else contextlib.nullcontext():
@@ -86,10 +86,10 @@ class PeakMeter:
         """The ballots as they were before `sealed`, and the peaks by rank; None where they were not measured."""
         peaks, plain = [], []
         for ballot in ballots:
-            peak, bar, rest = ballot.partition(b"|")
+            peak, bar, inner = ballot.partition(b"|")
             if bar and peak.isdigit():
                 peaks.append(int(peak))
-                ballot = rest
+                ballot = inner
             plain.append(ballot)
         return tuple(plain), peaks if peaks and len(peaks) == len(plain) else None
 
@@ -102,14 +102,14 @@ class PeakMeter:
 
 
 class TrainingLoop:
-    """One rank's training.
+    """The training of one rank.
 
     Args:
         offset: generation n of this process's run is n + offset in the run's files.
         stop_wished: asked once per step; True on any rank ends the run after that step.
 
     Attributes:
-        watch: of the waits for data; the process that it is to end gives it its end (`DataWatch.late`).
+        watch: of the waits for data; the process sets its `DataWatch.late`, which ends the process.
         engine: of the present generation; None between two generations.
         step: the last one that was applied.
         step_seconds: that this step took here.
@@ -178,7 +178,7 @@ class TrainingLoop:
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def is_done(self, step: int) -> bool:
-        """Whether the run ends with this step."""
+        """True where the run ends with this step."""
         return self.setup.total_steps is not None and step >= self.setup.total_steps
 
     def compute(self, step: int) -> None:
@@ -195,7 +195,7 @@ class TrainingLoop:
             engine.compute(step, self.minibatch, load)
 
     def vote(self, step: int, ballot: bytes = b"") -> Verdict:
-        """What all ranks find of the step, and the ballot of each of them.
+        """Votes on the step with all ranks.
 
         Args:
             ballot: handed to all ranks with the verdict.
@@ -240,16 +240,16 @@ class TrainingLoop:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def finish(self, step: int, stopped: bool) -> bool:
-        """The end of the run after this step, together with all ranks: last checkpoint, last evaluation.
+        """Ends the run after this step, together with all ranks: last checkpoint, last evaluation.
 
         Args:
             stopped: some rank wished to stop.
 
         Returns:
-            Whether a person asked for the stop, not the clock; the same on every rank.
+            True where a person requested the stop, not the clock; the same on every rank.
         """
-        asked = stopped and any(self.running.communicator.gather(self._stop_wished()))
-        self.boundaries.finish(step, judges=not asked)
-        self.log.event("stop", step=step, asked=asked)
+        requested = stopped and any(self.running.communicator.gather(self._stop_wished()))
+        self.boundaries.finish(step, judges=not requested)
+        self.log.event("stop", step=step, asked=requested)
         self.log.close()
-        return asked
+        return requested

@@ -1,6 +1,6 @@
-"""What a checkpoint's manifest and a run's best.json must be before anything that they name is read.
+"""Checks a checkpoint's manifest and a run's best.json before anything that they name is read.
 
-A run's folder may come from anybody: the shape of what is read here is checked once, and a layer's file lies beside its
+A run's folder may come from anybody: the shape of the JSON is checked once here, and a layer's file lies beside its
 manifest. Imports no torch.
 """
 
@@ -30,7 +30,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_manifest(folder: Path, manifest: Any) -> None:
-    """Checks what the manifest of a checkpoint's folder holds, and the sizes of the files that it names.
+    """Checks the content of a checkpoint's manifest, and the sizes of the files that it names.
 
     Raises:
         CapslogError: not a checkpoint, another format or shape, or files missing or cut short.
@@ -67,14 +67,14 @@ def _check_shape(manifest: Mapping[str, Any]) -> None:
             fields.text(name, where)
             if fields.whole(index, where) >= len(layers):
                 raise CapslogError(f"{where} names layer {index}, but the last layer is {len(layers) - 1}")
-    for whole, parts in fields.mapping(manifest.get("splits", {}), "splits").items():
+    for layer, parts in fields.mapping(manifest.get("splits", {}), "splits").items():
         missing: dict[str, int] = {}
-        for part, pieces in fields.mapping(parts, f"splits[{whole!r}]").items():
-            for tensor, piece in fields.mapping(pieces, where := f"splits[{whole!r}][{part!r}]").items():
+        for part, pieces in fields.mapping(parts, f"splits[{layer!r}]").items():
+            for tensor, piece in fields.mapping(pieces, where := f"splits[{layer!r}][{part!r}]").items():
                 name, size, held = _size_of(piece, f"{where}[{tensor!r}]")
                 missing[name] = missing.get(name, size) - held
         if any(size > 0 for size in missing.values()):
-            raise CapslogError(f"splits[{whole!r}] has parts that are smaller together than the whole layer")
+            raise CapslogError(f"splits[{layer!r}] has parts that are smaller together than the whole layer")
 
 
 def _size_of(piece: Any, where: str) -> tuple[str, int, int]:

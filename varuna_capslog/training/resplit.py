@@ -22,49 +22,55 @@ def read_for(checkpoint: Checkpoint, chain: Chain) -> Checkpoint:
 
 
 def manifest_of_layers(chain: Chain) -> dict[str, Any]:
-    """What a manifest says of a chain beside the files of its layers: shared parameters, and layers that are parts."""
+    """A manifest's entries on a chain beside the files of its layers: shared parameters, and layers that are parts."""
     shared = {use.name: [[index, name] for index, name in use.uses] for use in chain.shared}
     splits = split_table(chain.layers)
     return {"shared": shared, **({"splits": splits} if splits else {})}
 
 
 class _Resplit(Checkpoint):
-    """Puts the whole layers together and takes from them what the chain's layers hold."""
+    """Puts whole layers together and takes the parts from them that the chain's layers hold."""
 
-    def __init__(self, found: Checkpoint, chain: Chain) -> None:
+    def __init__(self, checkpoint: Checkpoint, chain: Chain) -> None:
         layers: dict[str, Any] = {layer.name: {} for layer in chain.layers}
-        super().__init__(found.path, {**found.manifest, **manifest_of_layers(chain), "layers": layers})
-        self._found, self._chain = found, chain
+        super().__init__(checkpoint.path, {**checkpoint.manifest, **manifest_of_layers(chain), "layers": layers})
+        self._found, self._chain = checkpoint, chain
         self._whole = functools.lru_cache(maxsize=1)(self._put_together)  # the parts of a layer follow each other
 
     def layer(self, name: str, mapped: bool = False) -> dict[str, Any]:
-        """As `Checkpoint.layer`, of a layer of the chain."""
+        """The state of a layer of the chain; see `Checkpoint.layer`."""
         index = next(at for at, layer in enumerate(self._chain.layers) if layer.name == name)
         layer, shared = self._chain.layers[index], self._chain.shared_names(index)
         kept = self._whole(layer.part.layer if layer.part else name, mapped)
-        own = {
-            one: piece for one, piece in _pieces(layer).items() if shared.get(one, f"{name}.{one}") == f"{name}.{one}"
+        pieces = {
+            inner: piece
+            for inner, piece in _pieces(layer).items()
+            if shared.get(inner, f"{name}.{inner}") == f"{name}.{inner}"
         }
-        found: dict[str, Any] = {
-            kind: {one: piece.of(kept[kind][piece.name]) for one, piece in own.items() if piece.name in kept[kind]}
+        state: dict[str, Any] = {
+            kind: {
+                inner: piece.of(kept[kind][piece.name]) for inner, piece in pieces.items() if piece.name in kept[kind]
+            }
             for kind in ("parameters", "buffers")
         }
-        moments = {one: kept["optimizer"][piece.name] for one, piece in own.items() if piece.name in kept["optimizer"]}
-        found["optimizer"] = {
-            one: {key: own[one].of(value) for key, value in held.items()} for one, held in moments.items()
+        moments = {
+            inner: kept["optimizer"][piece.name] for inner, piece in pieces.items() if piece.name in kept["optimizer"]
         }
-        return found | _scaler_of(kept)
+        state["optimizer"] = {
+            inner: {key: pieces[inner].of(value) for key, value in held.items()} for inner, held in moments.items()
+        }
+        return state | _scaler_of(kept)
 
-    def _put_together(self, whole: str, mapped: bool) -> dict[str, Any]:
-        """What the checkpoint has of a whole layer, as its file would hold it."""
-        rows = self._found.manifest.get("splits", {}).get(whole)
+    def _put_together(self, layer_name: str, mapped: bool) -> dict[str, Any]:
+        """The checkpoint's state of a whole layer, as its file would hold it."""
+        rows = self._found.manifest.get("splits", {}).get(layer_name)
         if rows is None:
-            return self._found.layer(whole, mapped)
+            return self._found.layer(layer_name, mapped)
         parts = [(pieces, self._found.layer(part, mapped)) for part, pieces in parts_from_json(rows).items()]
-        found: dict[str, Any] = {
+        joined: dict[str, Any] = {
             kind: put_together((pieces, state[kind]) for pieces, state in parts) for kind in ("parameters", "buffers")
         }
-        found["optimizer"] = moments = defaultdict[str, dict[str, Any]](dict)
+        joined["optimizer"] = moments = defaultdict[str, dict[str, Any]](dict)
         for key in sorted({key for _, state in parts for kept in state["optimizer"].values() for key in kept}):
             of_key = [
                 (pieces, {name: kept[key] for name, kept in state["optimizer"].items() if key in kept})
@@ -72,7 +78,7 @@ class _Resplit(Checkpoint):
             ]
             for name, value in put_together(of_key).items():
                 moments[name][key] = value
-        return found | _scaler_of(parts[0][1])
+        return joined | _scaler_of(parts[0][1])
 
 
 def _scaler_of(kept: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ __all__ = ["Run", "RunEnd"]
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run ended: the last committed step and whether it was asked to stop early."""
+    """The end of a run: the last committed step and whether it was asked to stop early."""
 
     step: int
     stopped: bool
@@ -44,7 +44,7 @@ class RunEnd:
 
 
 class Run:
-    """One rank of a run of a fixed number of steps, with one engine from its beginning to its end.
+    """A rank of a run of a fixed number of steps, with one engine from its beginning to its end.
 
     The caller reads the last step from `loop`, evaluates by its boundaries, and closes it at the end.
 
@@ -54,7 +54,7 @@ class Run:
 
     Attributes:
         begun_step: the step that was begun last; None before the first.
-        failed_at: what a step that failed was at, for error messages; None where none has.
+        failed_at: the action of the step that failed, for error messages; None where none has.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Run:
             check_folder(self.config, self.engine.chain.name, grains_of(self.engine.layout.stages))
             self.communicator.barrier()  # no rank writes before all have looked
             return None
-        found: Checkpoint | None = None
+        checkpoint: Checkpoint | None = None
         if wish == "auto":
             latest, skipped = latest_checkpoint(self.setup.checkpoints)
             if self.communicator.rank == 0:
@@ -125,16 +125,18 @@ class Run:
                     f"the ranks see different checkpoints in {self.setup.checkpoints} (steps {sorted(set(steps))}); "
                     "put run_dir on a file system that all hosts share"
                 )
-            found = latest
+            checkpoint = latest
         else:
-            found = open_checkpoint(Path(wish))
-        if found is None:
+            checkpoint = open_checkpoint(Path(wish))
+        if checkpoint is None:
             return None
         grains = grains_of(self.engine.layout.stages)
-        check_continues(self.config, self.engine.chain.name, found.manifest, found.path, grains, self.setup.facts)
-        self.take_weights(found)
-        self._found, self.loop.step = found, found.step
-        return found
+        check_continues(
+            self.config, self.engine.chain.name, checkpoint.manifest, checkpoint.path, grains, self.setup.facts
+        )
+        self.take_weights(checkpoint)
+        self._found, self.loop.step = checkpoint, checkpoint.step
+        return checkpoint
 
     def take_weights(self, checkpoint: Checkpoint) -> None:
         """Loads this rank's layers and their moments, whatever the cuts it was written under."""
@@ -149,19 +151,19 @@ class Run:
         Raises:
             StepRefused: after the boundary before the refused step was saved.
         """
-        loop, found, stopped = self.loop, self._found, False
+        loop, resumed, stopped = self.loop, self._found, False
         loop.begin(self.engine, 1, loop.step, writes=self.communicator.rank == 0, saved=True)
-        if found is None:
+        if resumed is None:
             loop.log.event("start", step=0)
         else:
-            loop.log.say(f"resumed after step {found.step} from {found.path}")
-            loop.log.event("resume", step=found.step, path=str(found.path))
+            loop.log.say(f"resumed after step {resumed.step} from {resumed.path}")
+            loop.log.event("resume", step=resumed.step, path=str(resumed.path))
         while not stopped and not loop.is_done(loop.step):
             stopped = self._one_step(loop.step + 1)
             if not stopped and not loop.is_done(loop.step):
                 loop.boundaries.between(loop.step)
-        asked = loop.finish(loop.step, stopped)
-        return RunEnd(loop.step, asked, loop.boundaries.scores)
+        requested = loop.finish(loop.step, stopped)
+        return RunEnd(loop.step, requested, loop.boundaries.scores)
 
     def _one_step(self, step: int) -> bool:
         """Computes, votes and applies; returns whether some rank wishes to stop."""

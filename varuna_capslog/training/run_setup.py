@@ -1,4 +1,4 @@
-"""What a run trains and what no change of cuts alters: the chain, the data, the loss and the engine's options.
+"""The parts of a run that no change of cuts alters: the chain, the data, the loss and the engine's options.
 
 A process builds it once from config and plan; every engine of the process is made over it. The weights that a run
 begins from (`init_from`) are those of one of our checkpoints or of a file that the workload can read.
@@ -80,7 +80,7 @@ class RunSetup:
 
 
 def build_chain(config: Config, workload: Workload) -> tuple[Chain, list[str]]:
-    """The whole chain with the weights that the run begins from, alike on every rank; and what `init_from` left out."""
+    """The whole chain with the weights that the run begins from, alike on every rank; and the lines of `left_out`."""
     torch.manual_seed(config.train.seed)
     chain = workload.chosen_chain()
     if config.init_from is None:
@@ -98,7 +98,7 @@ def last_step(train: Train, samples: int) -> int | None:
 
 
 def set_up_run(config: Config, workload: Workload, plan: Plan | None = None) -> RunSetup:
-    """Builds what a run trains; `plan` is one whose own actions the engine is to follow."""
+    """Builds the parts of a run; `plan` is one whose own actions the engine is to follow."""
     chain, left_out = build_chain(config, workload)
     source, train, pipeline = workload.train_data(), config.train, config.pipeline
     steps_per_epoch = len(source) // train.minibatch_size
@@ -133,7 +133,7 @@ def set_up_run(config: Config, workload: Workload, plan: Plan | None = None) -> 
 
 
 def _loss_scale(train: Train) -> LossScale | None:
-    """That of the first step; None where the loss is not scaled."""
+    """The loss scale of the first step; None where the loss is not scaled."""
     if train.precision != "float16":
         return None
     return LossScale() if train.loss_scale == "dynamic" else LossScale(float(train.loss_scale), dynamic=False)
@@ -169,8 +169,8 @@ def check_keys(train: Train, chain: Chain, recipe: Recipe) -> None:
 
 
 def read_weights(path: Path, workload: Workload, chain: Chain) -> tuple[dict[str, Tensor], list[str]]:
-    """{address in the chain: tensor} of a checkpoint, a run folder (its newest whole one) or a foreign file; and what
-    was skipped.
+    """{address in the chain: tensor} of a checkpoint, a run folder (its newest whole one) or a foreign file; and the
+    entries that were skipped.
 
     Raises:
         CapslogError: no such file, or nothing that can be read.
@@ -178,8 +178,8 @@ def read_weights(path: Path, workload: Workload, chain: Chain) -> tuple[dict[str
     if not path.exists():
         raise CapslogError(f"init_from={str(path)!r} does not exist; give a checkpoint folder or a weights file")
     if path.is_file():
-        found, skipped = workload.import_weights(path)
-        return of_parts(found, chain.layers), skipped
+        imported, skipped = workload.import_weights(path)
+        return of_parts(imported, chain.layers), skipped
     if (path / "checkpoints").is_dir():
         newest, damaged = latest_checkpoint(path / "checkpoints")
         if newest is None:

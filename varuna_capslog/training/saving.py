@@ -35,14 +35,14 @@ _WRITTEN = b"written|"
 """In front of the ballots of a rank that has written its part. A plain ballot is empty or JSON."""
 
 _Written = tuple[str | None, dict[str, Any]]
-"""Why a rank could not write (None: it could), and the manifest's entries of its layers."""
+"""The reason why a rank could not write (None: it could), and the manifest's entries of its layers."""
 
 
 class HostCopies:
     """Host memory for copies of one engine's layers, kept from one checkpoint to the next.
 
-    Memory that is new costs the loop several times what the copying does (`benchmarks/checkpoint`). One checkpoint at a
-    time may use it.
+    New memory costs the loop several times as much as the copying (`benchmarks/checkpoint`). One checkpoint at a time
+    may use it.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class Saving:
 
     @property
     def seconds(self) -> float:
-        """Since its beginning."""
+        """Seconds since its beginning."""
         return time.monotonic() - self._began
 
     def sealed(self, ballot: bytes) -> bytes:
@@ -122,7 +122,9 @@ class Saving:
         final = self._folder / f"step-{step:08d}"
 
         def publish() -> str | None:
-            """On rank 0, whose disk may be slow; the others wait without taking it for lost."""
+            """Writes the manifest and the name on rank 0, whose disk may be slow; the others wait without taking it for
+            lost.
+            """
             if communicator.rank:
                 return None
             try:
@@ -148,7 +150,7 @@ class Saving:
         return final
 
     def give_up(self) -> None:
-        """Writes no more layers, without waiting for the file under way; what was written lies there until `prune`."""
+        """Writes no more layers, without waiting for the file under way; files written so far stay until `prune`."""
         self._given_up.set()
 
     def _own_layers(self) -> list[EngineLayer]:

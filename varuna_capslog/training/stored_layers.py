@@ -37,7 +37,7 @@ def from_checkpoint(checkpoint: Checkpoint, chain: Chain, index: int) -> LayerSt
 
 
 def _state_of(checkpoint: Checkpoint, chain: Chain, index: int) -> LayerState:
-    """As `from_checkpoint`; checkpoint: of `read_for`."""
+    """A layer's state as `from_checkpoint` returns it; checkpoint: returned by `read_for`."""
     layer, shared = chain.layers[index].name, chain.shared_names(index)
     read: dict[str, dict[str, Any]] = {}
 
@@ -91,8 +91,8 @@ def _on_host(key: str, tensor: Tensor) -> Tensor:
 def to_checkpoint(
     state: Mapping[str, Tensor], chain: Chain, index: int, host: Callable[[str, Tensor], Tensor] = _on_host
 ) -> dict[str, Any]:
-    """What a checkpoint's file of this layer holds: {"parameters", "buffers", "optimizer"}, on the CPU, and where the
-    loss is scaled "scaler".
+    """The content of a checkpoint's file of this layer: {"parameters", "buffers", "optimizer"}, on the CPU, and where
+    the loss is scaled "scaler".
 
     Args:
         host: gives the tensor of `state` with this key on the CPU; by default one that is there already is not copied.

@@ -1,4 +1,4 @@
-"""Weights for other programs: a checkpoint's, under the names by which they know them, in one of several forms.
+"""Exports a checkpoint's weights to other programs, under their names, in one of several forms.
 
 The values are those to compute with: where a run keeps averages, the averages.
 """
@@ -35,7 +35,7 @@ class WholeChain(nn.Module):
         self._inputs, self._outputs = chain.inputs, chain.outputs
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """One microbatch."""
+        """Runs the chain on one microbatch."""
         values: dict[str, Any] = dict(zip(self._inputs, inputs, strict=True))
         for layer, (reads, writes) in zip(self.layers, self._wiring, strict=True):
             result = layer(*[values.get(name) for name in reads])

@@ -1,4 +1,4 @@
-"""What every worker process needs, whatever it trains: the wish to stop, the report of a failure, its end.
+"""Parts that every worker process needs, whatever it trains: stop requests, the report of a failure, its end.
 
 `start.worker` is a rank of a run of a fixed number of steps, `elastic.member` a member of an elastic run.
 """
@@ -25,7 +25,7 @@ __all__ = ["StopWish", "leave", "report_failure"]
 
 
 class StopWish:
-    """Whether this process was asked to stop; SIGINT sets it, a step boundary reads it."""
+    """Flag that this process was asked to stop; SIGINT sets it, a step boundary reads it."""
 
     def __init__(self) -> None:
         self.stop = False
@@ -38,12 +38,12 @@ class StopWish:
         return self.stop
 
 
-def report_failure(run_dir: Path, name: str, who: str, error: Exception, where: Mapping[str, Any]) -> int:
+def report_failure(run_dir: Path, name: str, label: str, error: Exception, where: Mapping[str, Any]) -> int:
     """Says on stderr and in `workers/<name>.error.json` why this process ends, from the handler of `error`.
 
     Args:
-        who: how stderr names this worker.
-        where: the rank, and what of stage, step and microbatch is known.
+        label: name of this worker on stderr.
+        where: the rank, and stage, step and microbatch as far as they are known.
 
     Returns:
         The exit status that goes with the error.
@@ -56,7 +56,7 @@ def report_failure(run_dir: Path, name: str, who: str, error: Exception, where: 
     with contextlib.suppress(OSError):  # the log may lie on a disk that is full
         if not isinstance(error, CapslogError) or os.environ.get("CAPSLOG_DEBUG"):
             traceback.print_exc()
-        sys.stderr.write(f"{who}: {printable(cause)}\n")
+        sys.stderr.write(f"{label}: {printable(cause)}\n")
     report = {"peer": getattr(error, "peer", None), **where}
     report |= {"kind": kind, "cause": cause, "time": wall_seconds()}
     with contextlib.suppress(CapslogError):

@@ -1,4 +1,4 @@
-"""Other ways to compute a layer: a registry, and one file for each kind of variant.
+"""Variants, other ways to compute a layer: a registry, and one file for each kind of variant.
 
-`model.workload` applies what a config's `variants` chooses to the layers of a chain. This room knows modules only.
+`model.workload` applies the `variants` of a config to the layers of a chain. This package knows only modules.
 """

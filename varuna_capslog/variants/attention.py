@@ -1,8 +1,8 @@
 """Attention of projected queries, keys and values: eager, by torch's fused kernels, or a chunk of queries at a time.
 
-A layer that holds one of these modules can be computed in each of the three ways; `registry` puts one in place of
-another. None of them has parameters, so weights and checkpoints are the same under all of them. Where attention drops
-out, other entries are dropped under each: the three are equal up to rounding only without dropout.
+A layer that holds one of these modules can be computed in each of the three ways; `registry` replaces one by another.
+None of them has parameters, so weights and checkpoints are the same for all of them. With dropout each of them drops
+other entries: the three are equal up to rounding only without dropout.
 """
 
 from __future__ import annotations
@@ -62,46 +62,46 @@ class AttentionCore(nn.Module):
         return self.attend(q, k, v, bias, 1 / math.sqrt(q.shape[-1]))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-        """softmax(scale q k^T + bias) v.
+        """Return softmax(scale q k^T + bias) v.
 
         Args: q, k, v as of `forward`; bias: as wide as [B, H, T, S], or 1 where it is the same, without a gradient.
         """
         raise NotImplementedError
 
     def of_block(self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention to one block of the keys, and the logarithm of the sum of exp(logit) over them, for `merged`.
+        """Return attention to one block of the keys, and the logarithm of their sum of exp(logit), for `merged`.
 
-        Args: as of `forward`, of the block.
+        Args: as for `forward`, of the block.
 
-        Returns [B, H, T, D], zero where all keys of the block are hidden, and [B, H, T], there minus infinity.
+        Returns [B, H, T, D], zero where all keys of the block are hidden, and [B, H, T], minus infinity there.
         """
         nothing = padding.all(1)[:, None, None]
-        # what is hidden there counts as seen, and is taken out after: a softmax of nothing is no number
+        # rows without a visible key count as unmasked here and are zeroed afterwards: a softmax over no keys is NaN
         out, seen = self._with_sum(q, k, v, _bias(padding & ~nothing[:, 0], q.dtype), 1 / math.sqrt(q.shape[-1]))
         return out.masked_fill(nothing.unsqueeze(-1), 0.0), seen.masked_fill(nothing, -math.inf)
 
     def _with_sum(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """As `attend`, with the log-sum-exp of each query's logits [B, H, T]."""
+        """Return `attend`, and the log-sum-exp of each query's logits [B, H, T]."""
         return _in_chunks(q * scale, k, v, bias, self._how(q, max(k.shape[2], 1)))
 
     def _how(self, q: Tensor, keys: int) -> _How:
-        """In chunks of the queries of q [B, H, T, D], and of so many keys."""
+        """Return the settings for chunks of the queries of q [B, H, T, D], and of `keys` keys."""
         return _How(self.rate if self.training else 0.0, QUERIES, keys, (q.shape[0], q.shape[1]))
 
 
 def merged(outs: Sequence[Tensor], seen: Sequence[Tensor]) -> Tensor:
-    """Attention to all blocks of keys, from what `AttentionCore.of_block` gives of each; the first block counts first.
+    """Return attention to all blocks of keys, from the results of `AttentionCore.of_block`, added in their order.
 
-    Block j counts with exp(s_j) / (the sum of exp(s) over all blocks), s being its log-sum-exp. So a block that shows
-    no key to a query adds nothing to it. Where no block does, the result is no number, as that of a softmax.
+    The weight of block j is exp(s_j) / (the sum of exp(s) over all blocks), where s is its log-sum-exp. So a block
+    without a visible key for a query adds nothing to it. Where no block has one, the result is NaN, as with a softmax.
     """
-    most = torch.stack([one.detach() for one in seen]).amax(0)
+    most = torch.stack([sum_of_block.detach() for sum_of_block in seen]).amax(0)
     shift = most.masked_fill(most == -math.inf, 0.0)  # any constant will do: it cancels
-    weights = [(one - shift).exp() for one in seen]
-    total, found = weights[0], outs[0] * weights[0].unsqueeze(-1)
+    weights = [(sum_of_block - shift).exp() for sum_of_block in seen]
+    total, weighted = weights[0], outs[0] * weights[0].unsqueeze(-1)
     for out, weight in zip(outs[1:], weights[1:], strict=True):
-        total, found = total + weight, found + out * weight.unsqueeze(-1)
-    return (found / total.unsqueeze(-1)).to(outs[0].dtype)
+        total, weighted = total + weight, weighted + out * weight.unsqueeze(-1)
+    return (weighted / total.unsqueeze(-1)).to(outs[0].dtype)
 
 
 class EagerAttention(AttentionCore):
@@ -112,7 +112,7 @@ class EagerAttention(AttentionCore):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
         """See `AttentionCore`."""
-        # One name for all three: each map is as large as all else together, and must go as soon as the next is there.
+        # The same name three times: each map is as large as all other tensors, and must be freed when the next exists.
         maps = _all_logits(q, k, bias, scale)
         maps = maps.softmax(-1)
         maps = F.dropout(maps, self.rate, self.training)
@@ -123,11 +123,11 @@ class EagerAttention(AttentionCore):
         maps = _all_logits(q, k, bias, scale)
         maps, seen = _SoftmaxAndSum.apply(maps)
         maps = F.dropout(maps, self.rate, self.training)
-        return tuple(one.unflatten(0, (q.shape[0], -1)) for one in (torch.bmm(maps, v.flatten(0, 1)), seen))
+        return tuple(tensor.unflatten(0, (q.shape[0], -1)) for tensor in (torch.bmm(maps, v.flatten(0, 1)), seen))
 
 
 def _all_logits(q: Tensor, k: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """[B * H, T, S]."""
+    """Return all logits, [B * H, T, S]."""
     batch, heads = q.shape[:2]
     rows = None if bias is None else bias.expand(batch, heads, *bias.shape[2:]).flatten(0, 1)
     q, k = (q * scale).flatten(0, 1), k.flatten(0, 1).transpose(1, 2)
@@ -135,7 +135,7 @@ def _all_logits(q: Tensor, k: Tensor, bias: Tensor | None, scale: float) -> Tens
 
 
 class _SoftmaxAndSum(torch.autograd.Function):
-    """Softmax of logits [N, T, S] over S, and their log-sum-exp [N, T]. It keeps the first alone."""
+    """Softmax of logits [N, T, S] over S, and their log-sum-exp [N, T]. Saves only the softmax for the backward."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,7 +160,7 @@ class SdpaAttention(AttentionCore):
     """`torch.nn.functional.scaled_dot_product_attention`, whose kernels keep no map.
 
     Attributes:
-        kernels: it may choose among; (): all that torch has.
+        kernels: that it may choose from; (): all that torch has.
     """
 
     kernels: tuple[SDPBackend, ...] = ()
@@ -198,12 +198,12 @@ class SdpaFlashAttention(SdpaAttention):
 
 
 class ChunkedAttention(AttentionCore):
-    """The maps of `queries` queries at a time. The backward computes each again, so that none is kept.
+    """Attention maps of `queries` queries at a time. The backward computes each again, so that none is kept.
 
-    A row of the map depends on one query alone: every output is the one of `EagerAttention`. The gradients of keys and
-    values are sums over the chunks, first chunk first. With `keys` each chunk also sees so many keys at a time, and
-    what it has of them is merged: of the largest logit m so far and the sum l of exp(logit - m), either part counts
-    with exp(its m - the larger m). Both ideas: Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory" (2021).
+    A row of the map depends on one query alone: every output is that of `EagerAttention`. The gradients of keys and
+    values are sums over the chunks, first chunk first. With `keys` each chunk also sees that many keys at a time, and
+    the parts are merged: with the largest logit m so far and the sum l of exp(logit - m), the weight of each part is
+    exp(its m - the larger m). Both ideas: Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory" (2021).
 
     Args:
         queries: of one chunk.
@@ -234,7 +234,7 @@ class SplitKeysAttention(ChunkedAttention):
 
 @dataclass(frozen=True)
 class _How:
-    """How attention goes in chunks.
+    """Settings of attention in chunks.
 
     rate: of the entries that are dropped. queries, keys: of one chunk. heads: (B, H).
     """
@@ -246,13 +246,13 @@ class _How:
 
 
 def _in_chunks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, how: _How) -> tuple[Tensor, Tensor]:
-    """See `_InChunks`, of tensors with two dimensions, samples and heads, in the place of their first one."""
-    found, seen = _InChunks.apply(*(one.flatten(0, 1) for one in (q, k, v)), bias, how)
-    return found.unflatten(0, how.heads), seen.unflatten(0, how.heads)
+    """Run `_InChunks` on tensors with two dimensions, samples and heads, in the place of their first one."""
+    out, seen = _InChunks.apply(*(tensor.flatten(0, 1) for tensor in (q, k, v)), bias, how)
+    return out.unflatten(0, how.heads), seen.unflatten(0, how.heads)
 
 
 class _InChunks(torch.autograd.Function):
-    """Chunked attention of scaled queries q [N, T, D], keys and values [N, S, D] and what is added to the logits.
+    """Chunked attention of scaled queries q [N, T, D], keys and values [N, S, D] and the bias of the logits.
 
     N: samples and heads. Returns [N, T, D], and the log-sum-exp of the logits [N, T].
     """
@@ -260,32 +260,32 @@ class _InChunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, how: _How) -> tuple[Tensor, Tensor]:
         ctx.how, ctx.random = how, accelerator.random_state(q.device) if how.rate else None
-        found = q.new_empty(*q.shape[:2], v.shape[-1])
+        out = q.new_empty(*q.shape[:2], v.shape[-1])
         most, sums = (q.new_empty(*q.shape[:2], 1, dtype=wide_type(q)) for _ in range(2))
         with torch.autocast(q.device.type, enabled=False):
             for rows in chunks(q.shape[1], how.queries):
-                merging = _Merged(found[:, rows], most[:, rows], sums[:, rows])
+                merging = _Merged(out[:, rows], most[:, rows], sums[:, rows])
                 for columns in chunks(k.shape[1], how.keys):
                     logits = _logits(q[:, rows], k[:, columns], bias, rows, columns, how.heads)
                     merging.add(logits, v[:, columns], how.rate)
                 merging.finish()
-        ctx.save_for_backward(q, k, v, bias, found, most, sums)
+        ctx.save_for_backward(q, k, v, bias, out, most, sums)
         ctx.set_materialize_grads(False)
-        return found, (sums.log() + most).squeeze(-1)
+        return out, (sums.log() + most).squeeze(-1)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor | None, of_seen: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, found, most, sums = ctx.saved_tensors
+        q, k, v, bias, out, most, sums = ctx.saved_tensors
         wide, how, parts = wide_type(q), ctx.how, chunks(k.shape[1], ctx.how.keys)
-        gradient = torch.zeros_like(found) if gradient is None else gradient
-        of_q, of_k, of_v = (torch.zeros_like(one, dtype=wide) for one in (q, k, v))
+        gradient = torch.zeros_like(out) if gradient is None else gradient
+        of_q, of_k, of_v = (torch.zeros_like(tensor, dtype=wide) for tensor in (q, k, v))
         drawn = _drawn_again(q.device, ctx.random) if how.rate else nullcontext()
         with torch.autocast(q.device.type, enabled=False), drawn:
             for rows in chunks(q.shape[1], how.queries):
                 part, upper = q[:, rows], gradient[:, rows]
                 # the row's sum of of_maps * maps over all keys
-                of_row = (upper.to(wide) * found[:, rows].to(wide)).sum(-1, keepdim=True)
+                of_row = (upper.to(wide) * out[:, rows].to(wide)).sum(-1, keepdim=True)
                 for columns in parts:
                     maps = _logits(part, k[:, columns], bias, rows, columns, how.heads)
                     maps = maps.sub_(most[:, rows]).exp_().div_(sums[:, rows])
@@ -308,11 +308,11 @@ class _InChunks(torch.autograd.Function):
 
 
 class _Merged:
-    """Some rows of the output, from one chunk of keys after the other.
+    """Accumulates some rows of the output from one chunk of keys after the other.
 
     out: [N, rows, D], the rows' outputs, written by `finish`. most, sums: [N, rows, 1], the largest logit of each row,
-    and the sum of exp(logit - the largest). Where all keys are hidden both outputs and gradients are no numbers, as
-    those of a softmax are.
+    and the sum of exp(logit - the largest). Where all keys are hidden both outputs and gradients are NaN, as with a
+    softmax.
     """
 
     def __init__(self, out: Tensor, most: Tensor, sums: Tensor) -> None:
@@ -320,7 +320,7 @@ class _Merged:
         self._total: Tensor | None = None
 
     def add(self, logits: Tensor, v: Tensor, rate: float) -> None:
-        """logits: [N, rows, keys], overwritten. v: [N, keys, D]."""
+        """Add a chunk of keys. logits: [N, rows, keys], overwritten. v: [N, keys, D]."""
         most = torch.maximum(self._most, logits.amax(-1, keepdim=True))
         shift = most.masked_fill(most == -math.inf, 0.0)  # no key is seen so far
         maps = logits.sub_(shift).exp_()
@@ -333,7 +333,7 @@ class _Merged:
         self._total = new if self._total is None else self._total.mul_(before).add_(new)
 
     def finish(self) -> None:
-        """Writes the output."""
+        """Write the output."""
         if self._total is None:  # there is no key
             self._out.zero_()
         else:
@@ -341,39 +341,41 @@ class _Merged:
 
 
 def chunks(count: int, size: int) -> list[slice]:
-    """The parts of so many things, `size` in each but the last."""
+    """Return slices of `count` elements, `size` in each but the last."""
     return [slice(begin, min(begin + size, count)) for begin in range(0, count, size)]
 
 
 def wide_type(q: Tensor) -> torch.dtype:
-    """In which sums over a tensor are made: float32 for one of 16 bits, else its own."""
+    """Return the dtype for sums over a tensor: float32 for one of 16 bits, else its own."""
     return torch.float32 if q.dtype in _HALVES else q.dtype
 
 
 def _bias(padding: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, 1, 1, S]: minus infinity where a key must not be seen, else 0."""
+    """Return [B, 1, 1, S]: minus infinity where a key must not be seen, else 0."""
     return torch.zeros_like(padding, dtype=dtype).masked_fill(padding, -math.inf)[:, None, None]
 
 
 def _logits(
     part: Tensor, k: Tensor, bias: Tensor | None, rows: slice, columns: slice, heads: tuple[int, int]
 ) -> Tensor:
-    """[N, rows, columns], float32 for halves."""
+    """Return logits [N, rows, columns], float32 for 16-bit inputs."""
     logits = torch.bmm(part, k.transpose(1, 2)).to(wide_type(part))
     if bias is not None:
-        own = bias[:, :, rows if bias.shape[2] > 1 else slice(None), columns if bias.shape[3] > 1 else slice(None)]
-        logits.unflatten(0, heads).add_(own)
+        bias_of_chunk = bias[
+            :, :, rows if bias.shape[2] > 1 else slice(None), columns if bias.shape[3] > 1 else slice(None)
+        ]
+        logits.unflatten(0, heads).add_(bias_of_chunk)
     return logits
 
 
 def _kept(maps: Tensor, rate: float) -> Tensor:
-    """Factors of the entries: 0 for those that are dropped."""
+    """Return dropout factors of the entries: 0 for dropped entries."""
     return torch.empty_like(maps).bernoulli_(1 - rate).div_(max(1 - rate, torch.finfo(maps.dtype).tiny))
 
 
 @contextmanager
 def _drawn_again(device: torch.device, state: Tensor) -> Iterator[None]:
-    """While it is open, random numbers on the device are those that follow this state."""
+    """Use random numbers from this state on the device inside the block, and restore the present state afterwards."""
     present = accelerator.random_state(device)
     accelerator.set_random_state(device, state)
     try:
@@ -383,17 +385,17 @@ def _drawn_again(device: torch.device, state: Tensor) -> Iterator[None]:
 
 
 def put_in(layer: nn.Module, kind: type[AttentionCore]) -> int | None:
-    """Computes all attention inside a layer in this way.
+    """Compute all attention inside a layer by modules of this kind.
 
-    Returns how many modules it replaced, None if there are none.
+    Returns the number of modules that it replaced, None if the layer has no attention.
     """
-    found = [
+    places = [
         (module, name, child)
         for module in layer.modules()
         for name, child in module.named_children()
         if isinstance(child, AttentionCore)
     ]
-    others = [one for one in found if type(one[2]) is not kind]
+    others = [place for place in places if type(place[2]) is not kind]
     for module, name, child in others:
         setattr(module, name, kind(child.rate).train(child.training))
-    return len(others) if found else None
+    return len(others) if places else None

@@ -25,7 +25,7 @@ _SCALED = {_ATEN.mul.Tensor: 1, _ATEN.div.Tensor: -1}
 
 @dataclass(frozen=True)
 class _Attention:
-    """One place of the pattern in a graph.
+    """A place of the pattern in a graph.
 
     nodes: in their order; the last one is the product with the values.
     """
@@ -40,9 +40,9 @@ class _Attention:
 
 
 class _Attend(nn.Module):
-    """What the graph calls.
+    """The module that the graph calls for attention.
 
-    core: the way. scale: of the logits.
+    core: computes it. scale: of the logits.
     """
 
     def __init__(self, core: AttentionCore, scale: float) -> None:
@@ -57,14 +57,14 @@ class _Attend(nn.Module):
 
 
 def attention_everywhere(layer: nn.Module, kind: type[AttentionCore]) -> int | None:
-    """Computes all attention inside a layer in this way: cores (`attention.put_in`), and places in captured graphs.
+    """Compute all attention inside a layer by this kind: cores (`attention.put_in`), and places in captured graphs.
 
-    Returns how many places it changed, None if there are none.
+    Returns the number of places that it changed, None if there are none.
     """
     changed = put_in(layer, kind)
-    for module in [one for one in layer.modules() if isinstance(one, fx.GraphModule)]:
+    for module in [part for part in layer.modules() if isinstance(part, fx.GraphModule)]:
         if hasattr(module, "graphs"):
-            continue  # a graph for each of several sizes, which are chosen among when it runs
+            continue  # a graph for each of several sizes, chosen at run time
         if places := list(_places(module)):
             _replace(module, kind)
             changed = (changed or 0) + len(places)
@@ -85,7 +85,7 @@ def _replace(module: fx.GraphModule, kind: type[AttentionCore]) -> None:
 
 
 def take_graph(module: fx.GraphModule, graph: fx.Graph) -> None:
-    """Runs this graph from now on; of what the module holds nothing changes, neither the parameters nor their order."""
+    """Make the module run this graph; its attributes do not change, neither the parameters nor their order."""
     # a module and its copies share one class with the code of the graph, so this one gets a class of its own
     built = type(module).__mro__[1](module, graph)
     held = ("_modules", "_parameters", "_buffers", "training")
@@ -102,7 +102,7 @@ def _places(module: fx.GraphModule, graph: fx.Graph | None = None) -> Iterator[_
 
 
 def _place(module: fx.GraphModule, softmax: fx.Node) -> _Attention | None:
-    """The pattern around a softmax; None where it is another one."""
+    """Return the pattern around a softmax; None for another pattern."""
     if softmax.args[1] not in (-1, 3):
         return None
     nodes, bias, scale, node = [softmax], None, 1.0, softmax.args[0]
@@ -144,12 +144,12 @@ def _place(module: fx.GraphModule, softmax: fx.Node) -> _Attention | None:
 
 
 def _swaps_last(node: fx.Node) -> bool:
-    """Whether it swaps the last two of four dimensions."""
-    return node.target is _ATEN.transpose.int and {int(one) % 4 for one in node.args[1:3]} == {2, 3}  # type: ignore[arg-type]
+    """Return True where the node swaps the last two of four dimensions."""
+    return node.target is _ATEN.transpose.int and {int(dim) % 4 for dim in node.args[1:3]} == {2, 3}  # type: ignore[arg-type]
 
 
 def _dropout(module: fx.GraphModule, node: fx.Node) -> float | None:
-    """The rate of a dropout; None where it is something else."""
+    """Return the rate of a dropout; None for another node."""
     if node.target is _ATEN.dropout.default:  # captured for training alone
         rate, trains = node.args[1:3]
         return float(rate) if trains else 0.0  # type: ignore[arg-type]
@@ -159,6 +159,6 @@ def _dropout(module: fx.GraphModule, node: fx.Node) -> float | None:
     if isinstance(child, nn.Dropout):
         return child.p
     if getattr(child, "target", None) is _ATEN.dropout.default:
-        rates = [one for one in child.in_training if isinstance(one, float)]
+        rates = [rate_in_training for rate_in_training in child.in_training if isinstance(rate_in_training, float)]
         return rates[0] if len(rates) == 1 else None
     return None

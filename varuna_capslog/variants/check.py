@@ -1,7 +1,7 @@
-"""Whether a rewritten layer computes what the plain one does: outputs, and gradients of inputs and parameters.
+"""Compares a rewritten layer with the plain one: outputs, and gradients of inputs and parameters.
 
 `profiling.variant_check` calls this for the layers of a chain, before a run uses a variant. It changes neither module
-and runs on the CPU, in the types of the tensors it is given.
+and runs on the CPU, in the dtypes of its arguments.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LEAST = 1e-3
 class Difference:
     """The largest difference of two layers.
 
-    what: the tensor that differs by most. part: by how much, as a part of the largest value; 0: the same bits.
+    what: the tensor that differs most. part: its difference as a part of the largest value; 0: the same bits.
     """
 
     what: str
@@ -32,50 +32,51 @@ class Difference:
 
 def difference(
     plain: nn.Module,
-    other: nn.Module,
+    rewritten: nn.Module,
     arguments: Sequence[Tensor],
     gradients: bool = True,
     call: Callable[..., Any] | None = None,
     unread: Collection[int] = (),
 ) -> Difference:
-    """Runs both layers forward and backward on the same values.
+    """Run both layers forward and backward on the same values, and return their largest difference.
 
     Outputs are compared by max|a - b| / max|b|, gradients by max|a - b| / max(max|b|, 1e-3 of the largest gradient of
     the layer). Layers that draw random numbers in training run in eval mode, all others in the mode that they are in.
 
     Args:
-        plain, other: with the same parameters' names and values, in the mode that they train in; they keep it.
-        arguments: what the layer is called with; those that require a gradient are compared by it as well.
+        plain, rewritten: with the same parameters' names and values, in the mode that they train in; they keep it.
+        arguments: of the layer; gradients are also compared of those that require one.
         gradients: compare them too.
-        call: what runs in the place of `other`, such as its compiled code; None: the module itself.
-        unread: numbers of outputs that nobody reads: they are not compared, and have no gradient.
+        call: runs in the place of `rewritten`, such as its compiled code; None: the module itself.
+        unread: numbers of outputs that nothing reads: they are not compared, and have no gradient.
 
     Raises:
         Exception: whatever one of the layers raises on these arguments.
     """
-    modes = [(module, module.training) for layer in (plain, other) for module in layer.modules()]
+    modes = [(module, module.training) for layer in (plain, rewritten) for module in layer.modules()]
     try:
         if _is_random(plain, arguments):
             plain.eval()
-            other.eval()
+            rewritten.eval()
         of_plain, of_other = (
-            _results(layer, run or layer, arguments, gradients, unread) for layer, run in ((plain, None), (other, call))
+            _results(layer, run or layer, arguments, gradients, unread)
+            for layer, run in ((plain, None), (rewritten, call))
         )
     finally:
         for module, mode in modes:
             module.training = mode
     greatest = max([_size(value) for name, value in of_plain if name.startswith("the gradient")], default=0.0)
     worst = Difference("every tensor", 0.0)
-    for (name, expected), (_, found) in zip(of_plain, of_other, strict=True):
-        if expected is None and found is None:
+    for (name, expected), (_, actual) in zip(of_plain, of_other, strict=True):
+        if expected is None and actual is None:
             continue
-        if expected is None or found is None or expected.shape != found.shape:
+        if expected is None or actual is None or expected.shape != actual.shape:
             return Difference(name, float("inf"))
-        if torch.equal(expected, found):
+        if torch.equal(expected, actual):
             continue
         least = _LEAST * greatest if name.startswith("the gradient") else 0.0
-        both_finite = torch.isfinite(expected).all() and torch.isfinite(found).all()
-        gap = _size(expected.double() - found.double()) if both_finite else float("inf")
+        both_finite = torch.isfinite(expected).all() and torch.isfinite(actual).all()
+        gap = _size(expected.double() - actual.double()) if both_finite else float("inf")
         part = gap / max(_size(expected), least, torch.finfo(torch.float64).tiny)
         if part > worst.part:
             worst = Difference(name, part)
@@ -83,17 +84,17 @@ def difference(
 
 
 def _is_random(layer: nn.Module, arguments: Sequence[Tensor]) -> bool:
-    """Whether two calls give different outputs."""
+    """Return True where two calls give different outputs."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        found = []
+        outputs = []
         for seed in (0, 1):
             torch.manual_seed(seed)
-            found.append(_outputs(layer, arguments))
-    return not all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+            outputs.append(_outputs(layer, arguments))
+    return not all(torch.equal(first, second) for first, second in zip(*outputs, strict=True))
 
 
 def _outputs(layer: Callable[..., Any], arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    # a layer may work in place on what it is given
+    # a layer may change its arguments in place
     result = layer(*(argument.clone() for argument in arguments))
     return (result,) if isinstance(result, Tensor) else tuple(result)
 
@@ -105,22 +106,26 @@ def _results(
     with_gradients: bool,
     unread: Collection[int],
 ) -> list[tuple[str, Tensor | None]]:
-    """Names and values of all that is compared; None: no gradient."""
-    given = [argument.detach().clone().requires_grad_(argument.requires_grad) for argument in arguments]
+    """Return names and values of all tensors to compare; None: no gradient."""
+    inputs = [argument.detach().clone().requires_grad_(argument.requires_grad) for argument in arguments]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        outputs = {number: one for number, one in enumerate(_outputs(call, given)) if number not in unread}
-        found: list[tuple[str, Tensor | None]] = [(f"output {number}", one.detach()) for number, one in outputs.items()]
-        wanted = [(f"input {number}", one) for number, one in enumerate(given) if one.requires_grad]
-        wanted += [(name, one) for name, one in layer.named_parameters() if one.requires_grad]
-        ends = [one for one in outputs.values() if one.requires_grad]
+        outputs = {number: output for number, output in enumerate(_outputs(call, inputs)) if number not in unread}
+        compared: list[tuple[str, Tensor | None]] = [
+            (f"output {number}", output.detach()) for number, output in outputs.items()
+        ]
+        wanted = [(f"input {number}", tensor) for number, tensor in enumerate(inputs) if tensor.requires_grad]
+        wanted += [(name, parameter) for name, parameter in layer.named_parameters() if parameter.requires_grad]
+        ends = [output for output in outputs.values() if output.requires_grad]
         if with_gradients and ends and wanted:
             torch.manual_seed(1)
             # not randn_like, whose values follow the memory of the output
             upper = [torch.randn(output.shape, dtype=output.dtype) for output in ends]
-            gradients = torch.autograd.grad(ends, [one for _, one in wanted], upper, allow_unused=True)
-            found += [(f"the gradient of {name}", one) for (name, _), one in zip(wanted, gradients, strict=True)]
-    return found
+            gradients = torch.autograd.grad(ends, [tensor for _, tensor in wanted], upper, allow_unused=True)
+            compared += [
+                (f"the gradient of {name}", gradient) for (name, _), gradient in zip(wanted, gradients, strict=True)
+            ]
+    return compared
 
 
 def _size(value: Tensor | None) -> float:

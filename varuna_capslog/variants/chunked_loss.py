@@ -1,8 +1,8 @@
-"""Cross entropy of many classes some rows at a time, of logits that are there, or of logits that never are all at once.
+"""Cross entropy of many classes in chunks of rows, from existing logits, or from logits that are made chunk by chunk.
 
-Plain cross entropy of logits [N, V] holds them, their log-softmax and two gradients, each [N, V]. Of these are left the
-logits and one gradient (`chunked_cross_entropy`, a loss that configs may name), or neither: the variant `chunked-loss`
-takes the last linear layer of a captured model into the loss, where nothing else reads its logits.
+Plain cross entropy of logits [N, V] holds them, their log-softmax and two gradients, each [N, V]. In chunks it holds
+only the logits and one gradient (`chunked_cross_entropy`, a loss that configs may name), or neither: the variant
+`chunked-loss` joins the last linear layer of a captured model with the loss, where nothing else reads its logits.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ _ATEN = torch.ops.aten
 
 
 def chunked_cross_entropy(logits: Tensor, classes: Tensor, ignored: int = -100, rows: int = ROWS) -> Tensor:
-    """As `torch.nn.functional.cross_entropy`: the mean over the rows that count; float32 where logits have 16 bits.
+    """Return `torch.nn.functional.cross_entropy`: the mean over the rows that count; float32 for logits of 16 bits.
 
-    It keeps the logits and one number for each row; the backward takes the softmax again, a chunk at a time, and writes
-    it into the gradient.
+    It keeps the logits and one number for each row; the backward computes the softmax again, a chunk at a time, and
+    writes it into the gradient.
 
     Args:
         logits: [N, V].
         classes: [N], whole numbers.
-        ignored: rows of this class do not count; the mean of no row is no number, and its gradient is zero.
+        ignored: rows of this class do not count; the mean of no rows is NaN, and its gradient is zero.
         rows: of one chunk.
     """
-    found: Tensor = _Chunked.apply(logits, None, None, classes, _Rows(ignored, rows, wide_type(logits)))
-    return found
+    loss: Tensor = _Chunked.apply(logits, None, None, classes, _Rows(ignored, rows, wide_type(logits)))
+    return loss
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """ignored, rows: as above. dtype: in which a chunk is worked on."""
+    """Settings of the chunks. ignored, rows: as above. dtype: of the computation in a chunk."""
 
     ignored: int
     rows: int
@@ -53,19 +53,19 @@ class _Rows:
 
 
 class _Chunked(torch.autograd.Function):
-    """Of x [N, D], weight [V, D] and bias [V], whose logits are made a chunk at a time; or of logits x, without these.
+    """Loss of x [N, D], weight [V, D] and bias [V], with logits made chunk by chunk; or of logits x, without these two.
 
-    A chunk's logits are made again in the backward, as those of `attention.ChunkedAttention` are.
+    A chunk's logits are made again in the backward, as in `attention.ChunkedAttention`.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, classes: Tensor, how: _Rows) -> Tensor:
         counts = classes != how.ignored
-        seen, own = (x.new_zeros(x.shape[0], dtype=how.dtype) for _ in range(2))
+        seen, of_class = (x.new_zeros(x.shape[0], dtype=how.dtype) for _ in range(2))
         with torch.autocast(x.device.type, enabled=False):
             for rows in chunks(x.shape[0], how.rows):
                 logits = _logits(x[rows], weight, bias).to(how.dtype)
-                own[rows] = logits.gather(1, _column(classes[rows], counts[rows])).squeeze(1)
+                of_class[rows] = logits.gather(1, _column(classes[rows], counts[rows])).squeeze(1)
                 most = logits.amax(-1, keepdim=True)
                 # not logsumexp, which copies them
                 maps = logits.sub(most) if _is_given(x, weight, how) else logits.sub_(most)
@@ -73,7 +73,7 @@ class _Chunked(torch.autograd.Function):
                 del logits, maps  # before the next chunk's are made
         ctx.how = how
         ctx.save_for_backward(x, weight, bias, classes, seen)
-        return (seen - own).masked_fill_(~counts, 0.0).sum() / counts.sum()
+        return (seen - of_class).masked_fill_(~counts, 0.0).sum() / counts.sum()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -84,8 +84,8 @@ class _Chunked(torch.autograd.Function):
         factor = torch.where(counts, upper.to(how.dtype) / counts.sum(), 0.0)[:, None]
         of_x = torch.empty_like(x)
         of_weight, of_bias = (
-            torch.zeros_like(one, dtype=wide_type(one)) if wanted else None
-            for one, wanted in ((weight, ctx.needs_input_grad[1]), (bias, ctx.needs_input_grad[2]))
+            torch.zeros_like(parameter, dtype=wide_type(parameter)) if wanted else None
+            for parameter, wanted in ((weight, ctx.needs_input_grad[1]), (bias, ctx.needs_input_grad[2]))
         )
         with torch.autocast(x.device.type, enabled=False):
             for rows in chunks(x.shape[0], how.rows):
@@ -113,33 +113,33 @@ def _logits(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 def _is_given(x: Tensor, weight: Tensor | None, how: _Rows) -> bool:
-    """Whether the logits of a chunk are a part of x."""
+    """Return True where the logits of a chunk are a part of x."""
     return weight is None and x.dtype == how.dtype
 
 
 def _column(classes: Tensor, counts: Tensor) -> Tensor:
-    """[rows, 1]: the class of each row, any for those that do not count."""
+    """Return [rows, 1]: the class of each row, class 0 for rows that do not count."""
     return torch.where(counts, classes, 0)[:, None]
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
+def _add_product(total: Tensor, first: Tensor, second: Tensor) -> None:
+    if first.dtype == total.dtype:
+        total.addmm_(first, second)
     else:
-        total += torch.mm(left, right)
+        total += torch.mm(first, second)
 
 
-def _as(found: Tensor | None, like: Tensor | None) -> Tensor | None:
-    return None if found is None or like is None else found.to(like.dtype)
+def _as(total: Tensor | None, like: Tensor | None) -> Tensor | None:
+    return None if total is None or like is None else total.to(like.dtype)
 
 
 # -- in the graphs of captured models
 
 
 class _Loss(nn.Module):
-    """A loss of logits [N, V] and classes [N]; of others, such as probabilities, the plain one.
+    """A loss of logits [N, V] and classes [N]; for other targets, such as probabilities, the plain one.
 
-    ignored: see `chunked_cross_entropy`. dtype: that the graph converts logits to before; None: none.
+    ignored: see `chunked_cross_entropy`. dtype: to which the graph converts logits before; None: no conversion.
     """
 
     def __init__(self, ignored: int, dtype: torch.dtype | None = None) -> None:
@@ -147,7 +147,7 @@ class _Loss(nn.Module):
         self.ignored, self.dtype = ignored, dtype
 
     def forward(self, logits: Tensor, classes: Tensor) -> Tensor:
-        """Returns the mean loss."""
+        """Return the mean loss."""
         if self.takes(logits, classes):
             return self.of(logits, None, None, classes)
         logits = logits if self.dtype is None else logits.to(self.dtype)
@@ -155,22 +155,22 @@ class _Loss(nn.Module):
 
     @staticmethod
     def takes(logits: Tensor, classes: Tensor) -> bool:
-        """Whether it is one class for each row."""
+        """Return True where there is one class for each row."""
         return logits.dim() == 2 and classes.dim() == 1 and not classes.is_floating_point()
 
     def of(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, classes: Tensor) -> Tensor:
         """See `_Chunked`."""
-        found: Tensor = _Chunked.apply(x, weight, bias, classes, _Rows(self.ignored, ROWS, self.dtype or wide_type(x)))
-        return found
+        loss: Tensor = _Chunked.apply(x, weight, bias, classes, _Rows(self.ignored, ROWS, self.dtype or wide_type(x)))
+        return loss
 
 
 class _LinearLoss(_Loss):
     """A linear layer and the loss of its logits.
 
     Attributes:
-        joined: the last of the dimensions that the graph makes one, of rows; None: it leaves logits as they are.
-        place: of the logits among what the graph gives; None: they stay inside.
-        whole: somebody reads them, so that they are made.
+        joined: the last of the dimensions that the graph joins to rows; None: it does not reshape logits.
+        place: of the logits among the outputs of the graph; None: they stay inside.
+        whole: the logits are read, so that they are made.
     """
 
     def __init__(self, ignored: int, dtype: torch.dtype | None, joined: int | None, place: int | None) -> None:
@@ -180,7 +180,7 @@ class _LinearLoss(_Loss):
     def forward(  # type: ignore[override]
         self, x: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """x: [..., D]. Returns the logits [..., V], or nothing in their place, and the mean loss."""
+        """Return the logits [..., V], or an empty tensor in their place, and the mean loss. x: [..., D]."""
         rows = x if self.joined is None else x.flatten(0, self.joined)
         if self.whole or not self.takes(rows, classes):
             logits = F.linear(x, weight, bias)
@@ -192,21 +192,25 @@ class _LinearLoss(_Loss):
 
 
 def chunked_loss(layer: nn.Module) -> int | None:
-    """Every cross entropy in a captured graph goes in chunks, with the linear layer before it where that has no other
-    reader inside the graph; the mean of unweighted classes, that is.
+    """Compute every mean cross entropy of unweighted classes in a captured graph in chunks, with the linear layer
+    before it if nothing else inside the graph reads its outputs.
 
-    Returns how many places it changed, None if there are none.
+    Returns the number of places that it changed, None if there are none.
     """
-    if any(isinstance(one, _Loss) for one in layer.modules()):
+    if any(isinstance(part, _Loss) for part in layer.modules()):
         return 0
     if not isinstance(layer, fx.GraphModule) or hasattr(layer, "graphs"):
-        return None  # a graph for each of several sizes, which are chosen among when it runs
+        return None  # a graph for each of several sizes, chosen at run time
     graph, count = copy.deepcopy(layer.graph), 0
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is _ATEN.cross_entropy_loss.default:
-            given = dict(zip(_NAMES, node.args, strict=False)) | node.kwargs
-            if given.get("weight") is None and given.get("reduction", 1) == 1 and not given.get("label_smoothing"):
-                _replace(layer, graph, node, given, f"loss_{count}")
+            arguments = dict(zip(_NAMES, node.args, strict=False)) | node.kwargs
+            if (
+                arguments.get("weight") is None
+                and arguments.get("reduction", 1) == 1
+                and not arguments.get("label_smoothing")
+            ):
+                _replace(layer, graph, node, arguments, f"loss_{count}")
                 count += 1
     if count:
         take_graph(layer, graph)
@@ -216,9 +220,9 @@ def chunked_loss(layer: nn.Module) -> int | None:
 _NAMES = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
 
 
-def _replace(module: fx.GraphModule, graph: fx.Graph, loss: fx.Node, given: Mapping[str, Any], name: str) -> None:
-    ignored, classes = given.get("ignore_index", -100), given["target"]
-    between, dtype, joins, last = [], None, [], given["self"]
+def _replace(module: fx.GraphModule, graph: fx.Graph, loss: fx.Node, arguments: Mapping[str, Any], name: str) -> None:
+    ignored, classes = arguments.get("ignore_index", -100), arguments["target"]
+    between, dtype, joins, last = [], None, [], arguments["self"]
     while last.op == "call_function" and len(last.users) == 1 and last.target in (*_JOINING, _ATEN.to.dtype):
         if last.target is _ATEN.to.dtype:
             dtype = dtype or last.args[1]
@@ -232,20 +236,20 @@ def _replace(module: fx.GraphModule, graph: fx.Graph, loss: fx.Node, given: Mapp
         if (
             type(linear) is not nn.Linear
             or not {*last.users} <= {*between, loss, ends}
-            or not all(_joined(one, linear) is not None for one in joins)
+            or not all(_joined(join, linear) is not None for join in joins)
             or len(joins) > 1
         ):
             module.add_module(name, _Loss(ignored))
-            loss.replace_all_uses_with(graph.call_module(name, (given["self"], classes)))
+            loss.replace_all_uses_with(graph.call_module(name, (arguments["self"], classes)))
             graph.erase_node(loss)
             return
         outputs = tuple(ends.args[0]) if isinstance(ends.args[0], (tuple, list)) else ends.args
-        joined, place = (_joined(one, linear) for one in joins), outputs.index(last) if last in outputs else None
+        joined, place = (_joined(join, linear) for join in joins), outputs.index(last) if last in outputs else None
         module.add_module(name, _LinearLoss(ignored, dtype, next(joined, None), place))
         held = [graph.get_attr(f"{last.target}.{part}") for part in ("weight", "bias")[: 1 + (linear.bias is not None)]]
         both = graph.call_module(name, (last.args[0], *held, *([None] * (2 - len(held))), classes))
-        logits, found = (graph.call_function(operator.getitem, (both, place)) for place in (0, 1))
-    loss.replace_all_uses_with(found)
+        logits, mean_loss = (graph.call_function(operator.getitem, (both, place)) for place in (0, 1))
+    loss.replace_all_uses_with(mean_loss)
     for node in (loss, *between):
         graph.erase_node(node)
     last.replace_all_uses_with(logits)
@@ -256,7 +260,7 @@ _JOINING = (_ATEN.view.default, _ATEN.reshape.default, _ATEN.flatten.using_ints)
 
 
 def _joined(node: fx.Node, linear: nn.Linear) -> int | None:
-    """The last of the dimensions of logits that an operator makes one; None where it does something else."""
+    """Return the last of the logits' dimensions that an operator joins; None for another operator."""
     if node.target is not _ATEN.flatten.using_ints:
         sizes: Any = node.args[1]
         return -2 if len(sizes) == 2 and sizes[1] == linear.out_features else None
@@ -269,11 +273,11 @@ def _joined(node: fx.Node, linear: nn.Linear) -> int | None:
 def leave_logits(
     layers: Sequence[nn.Module], writes: Sequence[Sequence[str]], readers: Mapping[Any, Sequence[int]]
 ) -> None:
-    """Makes logits a chunk at a time where neither a layer nor the loss of the chain reads them.
+    """Make logits chunk by chunk where neither a layer nor the loss of the chain reads them.
 
-    Args as of `registry.tell_readers`.
+    Args as for `registry.tell_readers`.
     """
     for number, layer in enumerate(layers):
-        for one in layer.children():
-            if isinstance(one, _LinearLoss) and one.place is not None:
-                one.whole = bool(readers.get((writes[number][one.place], number)))
+        for part in layer.children():
+            if isinstance(part, _LinearLoss) and part.place is not None:
+                part.whole = bool(readers.get((writes[number][part.place], number)))

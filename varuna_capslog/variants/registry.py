@@ -1,8 +1,8 @@
 """The variants that are known by name, and putting the chosen ones into the layers of a chain.
 
-A variant rewrites one layer in place and leaves its parameters and their names as they are. Its numerical class says
-how near its results are to those of the layer as the model's config has it. Users add variants with `register`, or with
-an entry point of the group `varuna_capslog.variants` that names a `Variant`.
+A variant rewrites one layer in place and leaves its parameters and their names as they are. Its numerical class tells
+how close its results are to those of the layer as the model's config has it. Users add variants with `register`, or
+with an entry point of the group `varuna_capslog.variants` that names a `Variant`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ TOLERANCES = {"same": 0.0, "close": 1e-5, "loose": 1e-2}
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to compute a layer.
+    """A way to compute a layer.
 
     Attributes:
         name: what configs call it.
@@ -106,7 +106,7 @@ _registered: dict[str, Variant] = {
 
 
 def register(variant: Variant) -> None:
-    """Makes a variant known in this process.
+    """Register a variant in this process.
 
     Raises:
         CapslogError: the name is taken by another one.
@@ -128,20 +128,20 @@ def _load_entry_points() -> None:
 
 
 def known_variants() -> Mapping[str, Variant]:
-    """All variants by name, those of entry points included."""
+    """Return all variants by name, those of entry points included."""
     _load_entry_points()
     return dict(_registered)
 
 
 def variant_named(name: str) -> Variant:
-    """Raises CapslogError for a name that this process does not know."""
-    known = known_variants()
-    fields.refuse_unknown([name], list(known), "variant")
-    return known[name]
+    """Return the variant of this name. Raises CapslogError for an unknown name."""
+    variants = known_variants()
+    fields.refuse_unknown([name], list(variants), "variant")
+    return variants[name]
 
 
 def matched(names: Sequence[str], choices: Mapping[str, str]) -> dict[int, str]:
-    """Layer -> name of the variant that a config's `variants` choose for it.
+    """Return layer -> name of the variant that a config's `variants` choose for it.
 
     Args:
         names: of every layer of a chain.
@@ -159,7 +159,7 @@ def matched(names: Sequence[str], choices: Mapping[str, str]) -> dict[int, str]:
 
 
 def layers_meant(names: Sequence[str], pattern: str, key: str) -> list[int]:
-    """The numbers of the layers that a pattern matches; see `matched`.
+    """Return the numbers of the layers that a pattern matches; see `matched`.
 
     Args:
         key: of the config, for the error.
@@ -184,7 +184,7 @@ def _is_meant(pattern: str, number: int, name: str) -> bool:
 def apply_variants(
     layers: Sequence[tuple[str, nn.Module]], choices: Mapping[str, str], numerics: str = "same"
 ) -> dict[int, str]:
-    """Rewrites layers in place.
+    """Rewrite layers in place.
 
     Args:
         layers: name and module of every layer of a chain.
@@ -198,10 +198,10 @@ def apply_variants(
         CapslogError: as `matched`; a variant of a weaker class than is allowed; a pattern of layers none of which its
             variant is for.
     """
-    known, classes = known_variants(), list(NUMERICS)
-    found: dict[int, str] = {}
+    variants, classes = known_variants(), list(NUMERICS)
+    applied: dict[int, str] = {}
     for index, name in matched([layer for layer, _ in layers], choices).items():
-        variant = known[name]
+        variant = variants[name]
         changed = variant.rewrite(layers[index][1])
         if changed and classes.index(variant.numerics) > classes.index(numerics):
             raise CapslogError(
@@ -210,27 +210,27 @@ def apply_variants(
                 f"numerics={variant.numerics}"
             )
         if changed is not None:
-            found[index] = name
+            applied[index] = name
     for pattern, name in choices.items():
-        if not any(_is_meant(pattern, index, layers[index][0]) for index in found):
+        if not any(_is_meant(pattern, index, layers[index][0]) for index in applied):
             raise CapslogError(
                 f"variants gives {pattern!r} the variant {name!r}, which none of these layers has a place for; leave "
                 "it out, or name other layers"
             )
-    return found
+    return applied
 
 
 def tell_readers(
     layers: Sequence[nn.Module], writes: Sequence[Sequence[str]], readers: Mapping[Any, Sequence[int]]
 ) -> None:
-    """Tells the layers of one chain, some of them rewritten, who reads what they write: layouts that neighbours share
-    are left as they are, and logits that nobody reads are not made whole.
+    """Tell the layers of one chain, some of them rewritten, the readers of their outputs: layouts that neighbours share
+    are not converted, and logits that nothing reads are not made whole.
 
-    What a layer computes does not depend on it, nor does it on cuts.
+    The results of a layer do not depend on it, and it does not depend on cuts.
 
     Args:
         layers: all of the chain.
-        writes: the names of what each writes, in order.
+        writes: the names of each layer's outputs, in order.
         readers: (name, layer that writes it) -> the layers that read it, rising; the loss is the one behind the last.
     """
     leave_layouts(layers, writes, readers)

@@ -1,9 +1,10 @@
-"""Whole layers that run in another memory format or type, by other kernels, or compiled; they give what plain ones do.
+"""Runs whole layers in another memory format or dtype, by other kernels, or compiled; their outputs are those of plain
+layers.
 
-The layer's module keeps all that it holds; it gets a class whose `forward` runs the plain one in between. Conversions
-at its borders are a part of the layer, and so of its costs: neighbours see tensors as before. Between two layers with
-channels last there is none, once `leave_layouts` knows who reads what. A compiled layer is only marked here: the engine
-compiles it before a step (`engine/compiling`), as it does all layers where `train.compile` says so.
+The layer's module keeps all its attributes; it gets a class whose `forward` wraps the plain one. Conversions at its
+borders are a part of the layer, and so of its costs: neighbours see tensors as before. Between two layers with channels
+last there is no conversion, once `leave_layouts` knows all readers. A compiled layer is only marked here: the engine
+compiles it before a step (`engine/compiling`), as it does all layers with `train.compile`.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ class _ChannelsLast(nn.Module):
     """Places of the outputs that only layers with channels last read: they stay as they are."""
 
     def forward(self, *tensors: Any) -> Any:
-        found = super().forward(*(_laid_out(one, torch.channels_last) for one in tensors))
-        if isinstance(found, Tensor):
-            return self._handed_on(0, found)
-        return tuple(self._handed_on(place, one) for place, one in enumerate(found))
+        outputs = super().forward(*(_laid_out(tensor, torch.channels_last) for tensor in tensors))
+        if isinstance(outputs, Tensor):
+            return self._handed_on(0, outputs)
+        return tuple(self._handed_on(place, tensor) for place, tensor in enumerate(outputs))
 
     def _handed_on(self, place: int, tensor: Any) -> Any:
         return _laid_out(tensor, torch.channels_last if place in self.left else torch.contiguous_format)
@@ -41,12 +42,12 @@ def _laid_out(tensor: Any, memory_format: torch.memory_format) -> Any:
 
 class _Bfloat16(nn.Module):
     def forward(self, *tensors: Any) -> Any:
-        device = next((one.device.type for one in tensors if isinstance(one, Tensor)), "cpu")
+        device = next((tensor.device.type for tensor in tensors if isinstance(tensor, Tensor)), "cpu")
         if torch.is_autocast_enabled(device):  # the whole run is
             return super().forward(*tensors)
         with torch.autocast(device, torch.bfloat16):
-            found = super().forward(*tensors)
-        return _wide(found) if isinstance(found, Tensor) else tuple(map(_wide, found))
+            outputs = super().forward(*tensors)
+        return _wide(outputs) if isinstance(outputs, Tensor) else tuple(map(_wide, outputs))
 
 
 def _wide(tensor: Any) -> Any:
@@ -58,7 +59,7 @@ class _WithoutOnednn(nn.Module):
     """An operator of its backward works, or has raised: oneDNN is off."""
 
     def train(self, mode: bool = True) -> Any:
-        """The engine calls it where it drops a step that broke off, perhaps inside this layer's backward."""
+        """Leave oneDNN on: the engine calls this after a step that failed, perhaps inside this layer's backward."""
         if self.inside:
             self._leave()
         return super().train(mode)
@@ -74,14 +75,14 @@ class _WithoutOnednn(nn.Module):
     def forward(self, *tensors: Any) -> Any:
         if not torch.backends.mkldnn.enabled:  # the whole process is without it
             return super().forward(*tensors)
-        before = {one.grad_fn for one in tensors if isinstance(one, Tensor)}
+        before = {tensor.grad_fn for tensor in tensors if isinstance(tensor, Tensor)}
         with _switched_off():
-            found = super().forward(*tensors)
+            outputs = super().forward(*tensors)
         if torch.is_grad_enabled():
-            for node in _nodes([found] if isinstance(found, Tensor) else found, before):
+            for node in _nodes([outputs] if isinstance(outputs, Tensor) else outputs, before):
                 node.register_prehook(self._enter)
                 node.register_hook(self._leave)
-        return found
+        return outputs
 
 
 @contextmanager
@@ -102,17 +103,17 @@ def _switch_on() -> None:
 
 
 def _nodes(outputs: Iterable[Any], before: set[Any]) -> set[Node]:
-    """What a backward of the layer runs: kernels choose anew there whether they use oneDNN.
+    """Return the nodes that a backward of the layer runs; their kernels choose again whether they use oneDNN.
 
-    before: what its inputs come from. A parameter's gradient is only added there, with no kernel of oneDNN.
+    before: the nodes that made its inputs. A parameter's gradient is only added there, without a kernel of oneDNN.
     """
-    found, waiting = set[Node](), [one.grad_fn for one in outputs if isinstance(one, Tensor)]
+    nodes, waiting = set[Node](), [tensor.grad_fn for tensor in outputs if isinstance(tensor, Tensor)]
     while waiting:
         node = waiting.pop()
-        if node is not None and node not in before and node not in found and not hasattr(node, "variable"):
-            found.add(node)
+        if node is not None and node not in before and node not in nodes and not hasattr(node, "variable"):
+            nodes.add(node)
             waiting += [behind for behind, _ in node.next_functions]
-    return found
+    return nodes
 
 
 class _Compiled(nn.Module):
@@ -134,9 +135,9 @@ def _wrap(layer: nn.Module, kind: Any) -> int:
 
 
 def in_channels_last(layer: nn.Module) -> int | None:
-    """Convolutions of images work on [B, H, W, C] in memory, as many kernels want it; None without such ones."""
+    """Run convolutions of images on [B, H, W, C] in memory, which many kernels prefer; None for layers without them."""
     kinds = nn.Conv2d, nn.ConvTranspose2d
-    return _wrap(layer, _ChannelsLast) if any(isinstance(one, kinds) for one in layer.modules()) else None
+    return _wrap(layer, _ChannelsLast) if any(isinstance(module, kinds) for module in layer.modules()) else None
 
 
 def leave_layouts(
@@ -144,49 +145,52 @@ def leave_layouts(
     writes: Sequence[Sequence[str]],
     readers: Mapping[Any, Sequence[int]],
 ) -> None:
-    """Takes the conversions out between layers of one chain that have channels last, since a tensor keeps its layout
-    over cuts. Args as of `registry.tell_readers`.
+    """Remove the conversions between layers of one chain that have channels last, since a tensor keeps its layout over
+    cuts. Args as for `registry.tell_readers`.
     """
     inside = {number: layer for number, layer in enumerate(layers) if isinstance(layer, _ChannelsLast)}
     for number, layer in inside.items():
         read = [set(readers.get((name, number), ())) for name in writes[number]]
-        layer.left = frozenset(place for place, found in enumerate(read) if found and found <= inside.keys())
+        layer.left = frozenset(
+            place for place, layers_reading in enumerate(read) if layers_reading and layers_reading <= inside.keys()
+        )
 
 
 def in_bfloat16(layer: nn.Module) -> int | None:
-    """What torch's autocast takes for safe runs in bfloat16; parameters and outputs stay float32. None without any."""
-    floats = [one for one in layer.parameters() if one.dtype == torch.float32 and one.dim() > 1]
-    graphs = any(isinstance(one, fx.GraphModule) for one in layer.modules())
+    """Run a layer under torch's autocast to bfloat16; parameters and outputs stay float32. None for layers without
+    matrices."""
+    floats = [parameter for parameter in layer.parameters() if parameter.dtype == torch.float32 and parameter.dim() > 1]
+    graphs = any(isinstance(module, fx.GraphModule) for module in layer.modules())
     return _wrap(layer, _Bfloat16) if floats or graphs else None
 
 
 def without_onednn(layer: nn.Module) -> int | None:
-    """Forward and backward run by torch's own kernels of the CPU; None where nothing is multiplied.
+    """Run forward and backward by torch's own CPU kernels; None for layers without products.
 
-    torch knows one switch for the whole process. It is off while the layer works, so no other thread of the process may
-    compute beside it. Where there is no oneDNN, and on other devices, the layer is the plain one.
+    torch has one switch for the whole process. It is off while the layer runs, so no other thread of the process may
+    compute beside it. Without oneDNN, and on other devices, the layer is the plain one.
     """
-    wide = any(one.dim() > 1 for one in layer.parameters()) or any(
-        isinstance(one, fx.GraphModule) for one in layer.modules()
+    wide = any(parameter.dim() > 1 for parameter in layer.parameters()) or any(
+        isinstance(module, fx.GraphModule) for module in layer.modules()
     )
     return _wrap(layer, _WithoutOnednn) if wide else None
 
 
 def compiled(layer: nn.Module, backend: str = "inductor") -> int | None:
-    """Marks a layer that the engine compiles by itself; None for one with running statistics, which hooks collect.
+    """Mark a layer for separate compilation by the engine; None for one with running statistics, which hooks collect.
 
     backend: of torch.compile.
     """
-    if any(isinstance(one, _Norm) and one.running_mean is not None for one in layer.modules()):
+    if any(isinstance(module, _Norm) and module.running_mean is not None for module in layer.modules()):
         return None
-    found = _wrap(layer, _Compiled)
+    changed = _wrap(layer, _Compiled)
     layer.backend = backend  # type: ignore[assignment]
-    return found
+    return changed
 
 
 _Norm = nn.modules.batchnorm._NormBase
 
 
 def backend_of(layer: nn.Module) -> str | None:
-    """The backend of torch.compile for a layer whose variant compiles it; None for all others."""
+    """Return the backend of torch.compile for a layer whose variant compiles it; None for all others."""
     return layer.backend if isinstance(layer, _Compiled) else None

@@ -1,4 +1,4 @@
-"""What is changed around `Varuna.__init__` and `Varuna.evaluate`: checks before it, the CPU as a device, any shapes."""
+"""Patches of `Varuna.__init__` and `Varuna.evaluate`: checks before it, the CPU as a device, any shapes."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ __all__ = [
 
 
 def build(original: Callable[..., None], self: Any, *arguments: Any, **keywords: Any) -> None:
-    """Around `Varuna.__init__`; the same arguments. Without a CUDA device the default device is the CPU; a
-    `torch.device` is taken, too.
+    """Wrap `Varuna.__init__`; the arguments are the same. Without a CUDA device the default device is the CPU; a
+    `torch.device` is accepted, too.
 
     Raises:
         CapslogError: fp16, a batch that the replicas cannot share, a map that is not one rank for each process, a
-            capacity for other microbatches, a `temporary_folder` of somebody else's.
+            capacity for other microbatches, a `temporary_folder` of another user.
     """
     from varuna import utils
 
     call = inspect.signature(original).bind(self, *arguments, **keywords)
     call.apply_defaults()
-    given = call.arguments
-    if given["fp16"]:
+    call_arguments = call.arguments
+    if call_arguments["fp16"]:
         raise CapslogError(
             "fp16=True is not there: Varuna's mixed precision needs apex, and the plugin's sums of gradients know no "
             "loss scaling; leave it out"
         )
-    batch_size, chunk_size = given["batch_size"], given["chunk_size"]
-    mapping = given["stage_to_rank_map"].rstrip(";") + ";"  # without the last one Varuna loses the last stage
-    given["stage_to_rank_map"] = mapping
+    batch_size, chunk_size = call_arguments["batch_size"], call_arguments["chunk_size"]
+    mapping = call_arguments["stage_to_rank_map"].rstrip(";") + ";"  # without the last one Varuna loses the last stage
+    call_arguments["stage_to_rank_map"] = mapping
     rows = [[int(rank) for rank in row.split(",")] for row in mapping[:-1].split(";")]
     named = sorted(rank for row in rows for rank in row)
     if len({len(row) for row in rows}) != 1 or named != list(range(dist.get_world_size())):
@@ -66,10 +66,12 @@ def build(original: Callable[..., None], self: Any, *arguments: Any, **keywords:
     search = current().search
     if search is not None:
         search.check_microbatch(chunk_size)
-    if given["device"] == -1 and accelerator.auto_type() != "cuda":
-        given["device"] = "cpu"
-    elif isinstance(given["device"], torch.device):
-        given["device"] = "cpu" if given["device"].type == "cpu" else given["device"].index or 0
+    if call_arguments["device"] == -1 and accelerator.auto_type() != "cuda":
+        call_arguments["device"] = "cpu"
+    elif isinstance(call_arguments["device"], torch.device):
+        call_arguments["device"] = (
+            "cpu" if call_arguments["device"].type == "cpu" else call_arguments["device"].index or 0
+        )
     make_temporary_folder(utils.VARUNA_TEMP_FOLDER)
     original(*call.args, **call.kwargs)
     if self.device.type == "cpu":
@@ -78,7 +80,7 @@ def build(original: Callable[..., None], self: Any, *arguments: Any, **keywords:
 
 
 def init_communication(self: Any) -> None:
-    """Replaces Varuna's: the neighbours' ranks; shapes travel with each message."""
+    """Replace Varuna's: set the neighbours' ranks; shapes travel with each message."""
     ranks = self.stage_to_rank_map
     last = self.partitions - 1
     self.send_rank = ranks[self.stage + 1][self.rank_within_stage] if self.stage < last else None
@@ -88,13 +90,13 @@ def init_communication(self: Any) -> None:
 
 
 def parameter_names_to_cuts(self: Any) -> dict[str, int]:
-    """Replaces `PartitionedModel`'s: every parameter of the model with the piece whose file holds it."""
+    """Replace `PartitionedModel`'s: return every parameter of the model with the piece whose file holds it."""
     partition = self.capslog.partition
     return {name: partition.home[name] for name in partition.trace.parameters}
 
 
 def evaluate(self: Any, inputs: Any, batch_size: int | None = None) -> float:
-    """Replaces `Varuna.evaluate`, which on later stages computes on a placeholder instead of what they are sent.
+    """Replace `Varuna.evaluate`, which on later stages computes on a placeholder instead of the received tensors.
 
     Args:
         inputs: as for `step`.
@@ -149,7 +151,7 @@ def forward_only(self: Any, batches: Mapping[int, dict[str, Any]], take: Callabl
 
 
 def temporary_folder(port: str | None = None) -> str:
-    """A folder of this user and this job, in place of the one that all jobs of a host share.
+    """Return a folder of this user and this job, in place of the one that all jobs of a host share.
 
     Args:
         port: of the job; default: this process's `MASTER_PORT`.

@@ -1,8 +1,9 @@
 """Checkpoints in Varuna's layout: one file per piece and kind, so that they load under any cut list.
 
-Replaces `Varuna.checkpoint` and `load_checkpoint`. Beside Varuna's own files a checkpoint holds what those leave out
-(buffers, learning rates by parameter, random state) and a manifest of everything with sizes and digests. It is written
-beside its place and renamed when all ranks are done. Files that unpatched Varuna wrote, without manifest, load too.
+Replaces `Varuna.checkpoint` and `load_checkpoint`. Besides Varuna's own files a checkpoint holds state that they leave
+out (buffers, learning rates by parameter, random state) and a manifest of everything with sizes and digests. It is
+written under a temporary name and renamed when all ranks are done. Files of unpatched Varuna, without manifest, load
+too.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def save(
     shard: bool = False,
     on_demand: bool = False,
 ) -> Future[None] | None:
-    """Replaces `Varuna.checkpoint`: writes `varuna_ckpt_<step>` together with all ranks; complete when it returns.
+    """Replace `Varuna.checkpoint`: write `varuna_ckpt_<step>` together with all ranks; complete when it returns.
 
     Args:
         global_store: a folder that all ranks see.
@@ -96,7 +97,7 @@ def _refuse_trimmed(self: Any) -> None:
 
 
 def _attempt(work: Callable[[], object]) -> str | None:
-    """Does the work; what came between, in words."""
+    """Do the work; return its error as text, or None."""
     try:
         work()
     except (OSError, CapslogError) as error:
@@ -105,10 +106,10 @@ def _attempt(work: Callable[[], object]) -> str | None:
 
 
 def _agree(self: Any, problem: str | None, folder: Path, step: int) -> None:
-    found = [text for text in _gather(self, problem) if text]
-    if found:
+    problems = [text for text in _gather(self, problem) if text]
+    if problems:
         raise DiskFailed(
-            f"the checkpoint of step {step} could not be written to {folder} ({'; '.join(found)}); older ones are "
+            f"the checkpoint of step {step} could not be written to {folder} ({'; '.join(problems)}); older ones are "
             "untouched: make room and write again"
         )
 
@@ -121,7 +122,7 @@ def _gather(self: Any, value: Any) -> list[Any]:
 
 
 def _write_own(self: Any, folder: Path) -> dict[str, Any]:
-    """This rank's files: its random state, and on replica 0 every piece of its stage."""
+    """Write this rank's files: its random state, and on replica 0 every piece of its stage."""
     random = {"state": list(save_random_state(self.device))}
     entries = {_RANDOM.format(self.rank): write_synced(folder / _RANDOM.format(self.rank), random)}
     if self.rank_within_stage > 0:
@@ -134,28 +135,32 @@ def _write_own(self: Any, folder: Path) -> dict[str, Any]:
         for parameter in group["params"]
     }
     for piece in partition.pieces(stage):
-        own = {name: parameter for name, parameter in parameters.items() if partition.home[name] == piece}
+        piece_parameters = {name: parameter for name, parameter in parameters.items() if partition.home[name] == piece}
         content: dict[str, dict[str, Any]] = {
-            PARAMETERS: own,
+            PARAMETERS: piece_parameters,
             STATE: {
                 name: dict(self.optimizer.state[parameter])
-                for name, parameter in own.items()
+                for name, parameter in piece_parameters.items()
                 if parameter in self.optimizer.state
             },
             EXTRA: {
                 "buffers": {name: buffer for name, buffer in buffers.items() if partition.home[name] == piece},
-                "groups": {name: groups[id(parameter)] for name, parameter in own.items() if id(parameter) in groups},
+                "groups": {
+                    name: groups[id(parameter)]
+                    for name, parameter in piece_parameters.items()
+                    if id(parameter) in groups
+                },
             },
         }
         for pattern, value in content.items():
-            # copies: a view would be saved with all that it is a part of
+            # copies: a view would be saved with its whole storage
             copied = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), value)
             entries[pattern.format(piece)] = write_synced(folder / pattern.format(piece), copied)
     return entries
 
 
 def _finish(self: Any, partial: Path, final: Path, step: int, entries: Mapping[str, Any]) -> None:
-    """Common state, markers, manifest, then the name that makes it a checkpoint."""
+    """Write common state, markers and manifest, then rename the folder, which makes it a checkpoint."""
     common = self.optimizer.state_dict()
     common["state"] = {}
     entries = {**entries, COMMON: write_synced(partial / COMMON, common)}
@@ -183,7 +188,7 @@ def _finish(self: Any, partial: Path, final: Path, step: int, entries: Mapping[s
 
 
 def _held(self: Any) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
-    """This stage's parameters and the buffers that belong into a file, by name."""
+    """Return this stage's parameters and the buffers that belong into a file, by name."""
     model = self.partitioned_model.module
     persistent = model.state_dict()
     parameters = {name: parameter for name, parameter in model.named_parameters() if name != ANCHOR}
@@ -191,7 +196,7 @@ def _held(self: Any) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
 
 
 def _track(self: Any, step: int) -> None:
-    """Varuna's launcher reads the last step from here."""
+    """Write the last step to the file from which Varuna's launcher reads it."""
     from varuna.checkpoint import get_local_ckpt_tracker
 
     files.write_text(get_local_ckpt_tracker(self.local_rank), str(step))
@@ -201,12 +206,12 @@ def _track(self: Any, step: int) -> None:
 
 
 def load(self: Any, global_store: str | os.PathLike[str], iteration: int, check_complete: bool = True) -> None:
-    """Replaces `Varuna.load_checkpoint`: takes over what this stage needs; it may have been written under
+    """Replace `Varuna.load_checkpoint`: load the state of this stage from a checkpoint that may have been written under
     other cuts.
 
     Args:
         check_complete: refuse a checkpoint that lacks a parameter or whose files are damaged; False keeps the present
-            value of what is not there, with a warning.
+            values of missing parameters, with a warning.
 
     Raises:
         CapslogError: on every rank, when any cannot load; parameters may then be partly taken over.
@@ -264,13 +269,13 @@ def _copy_all(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], reade
 
 
 def _take_groups(self: Any, reader: Reader, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Learning rates and the like: by parameter where the file says so, else by position."""
+    """Load learning rates and other group settings: by parameter where the file has that, else by position."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     if reader.manifest is not None:
-        known = reader.search(EXTRA, parameters, "groups")
+        saved_groups = reader.search(EXTRA, parameters, "groups")
         for group in self.optimizer.param_groups:
             mine = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
-            group.update(next((known[name] for name in mine if name in known), {}))
+            group.update(next((saved_groups[name] for name in mine if name in saved_groups), {}))
         return
     common = reader.folder / COMMON
     if not common.exists():
@@ -284,7 +289,7 @@ def _take_groups(self: Any, reader: Reader, parameters: Mapping[str, nn.Paramete
 
 
 def _take_random_state(self: Any, reader: Reader) -> None:
-    """Only under the layout in which it was written, because every rank has a random stream of its own."""
+    """Load the random state only under the layout in which it was written, as every rank has its own random stream."""
     manifest = reader.manifest
     if manifest is None:
         return

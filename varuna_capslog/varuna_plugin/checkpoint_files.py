@@ -1,4 +1,4 @@
-"""What a run on Varuna has on disk: a checkpoint's folder read, and where an elastic run goes on from.
+"""Files of a run on Varuna: reads a checkpoint's folder, and finds where an elastic run continues.
 
 A checkpoint (`varuna_ckpt_<step>`) has Varuna's layout, one file per piece and kind, with a manifest where the plugin
 wrote it. A member of an elastic run that must stop between two checkpoints writes the pieces that it holds into
@@ -48,18 +48,18 @@ RESUMED = "resumed-"
 
 
 def newest(folder: Path) -> tuple[int, Path] | None:
-    """Step and place of the newest complete checkpoint that the plugin wrote."""
+    """Return step and path of the newest complete checkpoint that the plugin wrote; None without one."""
     steps = _numbered("varuna_ckpt_", (path.parent for path in folder.glob(f"varuna_ckpt_*/{MANIFEST}")))
     return max(steps.items()) if steps else None
 
 
 def _numbered(prefix: str, paths: Iterable[Path]) -> dict[int, Path]:
-    """The paths by the number behind the prefix of their names; other names are nothing that the plugin wrote."""
-    return {int(found[1]): path for path in paths if (found := re.fullmatch(f"{prefix}([0-9]{{1,18}})", path.name))}
+    """Return the paths by the number behind the prefix of their names; paths of other names are left out."""
+    return {int(match[1]): path for path in paths if (match := re.fullmatch(f"{prefix}([0-9]{{1,18}})", path.name))}
 
 
 def read_tensors(place: Path, parameters: Iterable[str], buffers: Iterable[str]) -> LayerState:
-    """Parts of a checkpoint that the plugin wrote, in the form of `training.layer_state`.
+    """Read parts of a checkpoint that the plugin wrote, in the form of `training.layer_state`.
 
     Raises:
         CapslogError: it is damaged, incomplete, of unpatched Varuna, or lacks a name.
@@ -76,7 +76,7 @@ def read_tensors(place: Path, parameters: Iterable[str], buffers: Iterable[str])
 
 
 def _manifest(path: Path) -> dict[str, Any]:
-    """What the plugin wrote beside the files of a checkpoint. Raises CapslogError where it has another shape."""
+    """Read the manifest of a checkpoint. Raises CapslogError where it has another form."""
     manifest = files.read_json(path)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CapslogError(f"{path}: format is not {FORMAT!r}; load an older checkpoint")
@@ -97,10 +97,10 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 class Reader:
-    """One checkpoint folder; files are read once.
+    """Reads a checkpoint folder; files are read once.
 
     Args:
-        home: the piece where each parameter and buffer should be, as far as the manifest does not say it.
+        home: the piece where each parameter and buffer should be, where the manifest does not have it.
     """
 
     def __init__(self, folder: Path, check: bool, home: Mapping[str, int] | None = None) -> None:
@@ -124,16 +124,16 @@ class Reader:
             )
 
     def piece(self, pattern: str, piece: int) -> dict[str, Any]:
-        """Content of a piece's file, its shards together; empty where there is none."""
+        """Return the content of a piece's file, its shards together; empty where there is none."""
         name = pattern.format(piece)
         if name not in self._cache:
-            whole = self.folder / name
-            paths = [whole] if whole.exists() else sorted(self.folder.glob(f"{name}_*"))
+            piece_file = self.folder / name
+            paths = [piece_file] if piece_file.exists() else sorted(self.folder.glob(f"{name}_*"))
             self._cache[name] = {key: value for path in paths for key, value in self.file(path).items()}
         return dict(self._cache[name])
 
     def file(self, path: Path) -> Any:
-        """A file's content, checked against the manifest where there is one."""
+        """Return a file's content, checked against the manifest where there is one."""
         if self.check and self.manifest is not None:
             entry = self.manifest["files"].get(path.name)
             if entry is None or not path.is_file() or files.digest_of(path) != entry["digest"]:
@@ -141,24 +141,24 @@ class Reader:
         return read_file(path, "load an older checkpoint")
 
     def search(self, pattern: str, names: Collection[str], part: str | None = None) -> dict[str, Any]:
-        """The entries of `names`; looks first where each should be, and everywhere before it gives up."""
-        found: dict[str, Any] = {}
+        """Return the entries of `names`; search first the pieces where they should be, then all pieces."""
+        entries: dict[str, Any] = {}
         for piece in [*sorted({self._home[name] for name in names if name in self._home}), *self.pieces]:
-            if len(found) == len(names):
+            if len(entries) == len(names):
                 break
             content = self.piece(pattern, piece)
             content = content.get(part, {}) if part is not None else content
-            found |= {name: content[name] for name in names if name in content and name not in found}
-        return found
+            entries |= {name: content[name] for name in names if name in content and name not in entries}
+        return entries
 
 
-# -- what members of an elastic run leave
+# -- state that members of an elastic run leave
 
 
 def write_held(
     run_dir: Path, held: Mapping[tuple[int, Stamp], LayerState], record: Generation, num_pieces: int
 ) -> None:
-    """Writes what a member holds; see `held_state.write_boundaries`."""
+    """Write the states that a member holds; see `held_state.write_boundaries`."""
 
     def write(place: Path, piece: int, state: LayerState) -> None:
         if not _file(place, piece).exists():
@@ -168,14 +168,15 @@ def write_held(
 
 
 def begin_with(run_dir: Path) -> tuple[int, Path | None]:
-    """The step with which a run goes on, and the folder it is in; (0, None) at the very beginning.
+    """Return the step after which a run continues, and the folder of its state; (0, None) at the very beginning.
 
-    Called by one process before a run starts, whose generations begin anew: what cannot be used of an earlier one goes.
+    Called by one process before a run starts. The generations begin anew, so unusable state of an earlier run is
+    removed.
     """
-    found: tuple[int, Path | None] = newest(run_dir / "checkpoints") or (0, None)
+    newest_checkpoint: tuple[int, Path | None] = newest(run_dir / "checkpoints") or (0, None)
 
     def take(place: Path, step: int, about: Mapping[str, Any]) -> Path | None:
-        """Gives a whole boundary a folder of its own."""
+        """Move a complete boundary into a folder of its own; return None for an incomplete one."""
         count = fields.whole(about.get("num_pieces"), f"{run_dir}/held: num_pieces", 1)
         if not all(_file(place, piece).exists() for piece in range(count)):
             return None
@@ -184,9 +185,9 @@ def begin_with(run_dir: Path) -> tuple[int, Path | None]:
         os.replace(place, final)
         return final
 
-    take_newest(run_dir, found[0], take)
+    take_newest(run_dir, newest_checkpoint[0], take)
     resumed = _numbered(RESUMED, (path for path in run_dir.glob(f"{RESUMED}*") if path.is_dir()))
-    step, path = max([found, *resumed.items()], key=lambda boundary: boundary[0])
+    step, path = max([newest_checkpoint, *resumed.items()], key=lambda boundary: boundary[0])
     for place in resumed.values():
         if place != path:
             shutil.rmtree(place, ignore_errors=True)
@@ -194,7 +195,7 @@ def begin_with(run_dir: Path) -> tuple[int, Path | None]:
 
 
 def read_held(folder: Path, piece: int) -> LayerState:
-    """A piece's state from such a folder.
+    """Read a piece's state from such a folder.
 
     Raises:
         CapslogError: it cannot be read.

@@ -45,8 +45,8 @@ __all__ = ["ChainModule", "VarunaEngine"]
 class ChainModule(nn.Module):
     """A chain as one module, whose children `layers.0`, `layers.1`, ... have a CutPoint between every two of them.
 
-    The modules are the chain's own. Cut i of the chain is CutPoint i: what crosses it is what the chain says, so a plan
-    for the chain is a cut list for Varuna. A script of one's own may use it, too.
+    The modules are the chain's own. Cut i of the chain is CutPoint i, and the same tensors cross it, so a plan for the
+    chain is a cut list for Varuna. User scripts may use this class, too.
 
     Args:
         cut: Varuna's CutPoint.
@@ -75,11 +75,11 @@ class ChainModule(nn.Module):
         step: int = 0,
         microbatch: int = 0,
     ) -> Any:
-        """One microbatch.
+        """Run a microbatch.
 
         Args:
-            inputs: the chain's; only the first stage looks at them.
-            targets, normalisers: for the loss; only the last stage looks at them.
+            inputs: the chain's; only the first stage uses them.
+            targets, normalisers: for the loss; only the last stage uses them.
 
         Returns:
             The loss in training mode, else the chain's outputs by name.
@@ -105,10 +105,10 @@ class ChainModule(nn.Module):
 
 
 class VarunaEngine:
-    """One rank of a training run on an installed Varuna; see `Engine`.
+    """Engine of a rank whose steps are computed by an installed Varuna; see `Engine`.
 
-    Differences from our own engine in what is computed: gradients are summed as Varuna's autograd graph has it (equal
-    to rounding, not bit for bit), and running statistics are those of replica 0.
+    Its results differ from our own engine's: gradients are summed in the order of Varuna's autograd graph (equal to
+    rounding, not bit for bit), and running statistics are those of replica 0.
 
     Args:
         parts: its example is the microbatch on which rank 0 traces the model.
@@ -127,9 +127,9 @@ class VarunaEngine:
         self._way, pipeline_rank = divmod(self.rank, layout.devices)
         communicator.describe_ranks({rank: layout.describe(rank) for rank in range(layout.world_size)})
         ends = (*layout.cuts[1:], len(chain))
-        own = range(layout.cuts[pipeline_rank], ends[pipeline_rank])
-        self._microbatches = layout.microbatches_of(self.rank, own[0], options.num_microbatches)
-        shared = [chain.shared_names(index) for index in own]  # found while the chain is whole
+        own_layers = range(layout.cuts[pipeline_rank], ends[pipeline_rank])
+        self._microbatches = layout.microbatches_of(self.rank, own_layers[0], options.num_microbatches)
+        shared = [chain.shared_names(index) for index in own_layers]  # found while the chain is whole
         put_in_training(layer.module for layer in chain.layers)
         with silent():
             install()
@@ -154,24 +154,24 @@ class VarunaEngine:
             )
         self.layers = [
             EngineLayer(index, chain.layers[index], device, options.precision, names)
-            for index, names in zip(own, shared, strict=True)
+            for index, names in zip(own_layers, shared, strict=True)
         ]
         self.optimizer = StageOptimizer(self.layers, options.recipe)
-        # all that Varuna asks an optimizer for is its parameters: the update is ours
+        # Varuna reads only the parameters of an optimizer: the update is ours
         self._varuna.set_optimizer(SimpleNamespace(param_groups=[{"params": list(self.optimizer.parameters.values())}]))
-        self.loaded_microbatches = self._microbatches if own[0] == 0 else []
-        self.judged_microbatches = self._microbatches if own[-1] == len(chain) - 1 else []
+        self.loaded_microbatches = self._microbatches if own_layers[0] == 0 else []
+        self.judged_microbatches = self._microbatches if own_layers[-1] == len(chain) - 1 else []
         self.doing = "starting"
         self._norm = 0.0
 
     def forget(self) -> None:
-        """Drops all traces of a broken-off step."""
+        """Drop all traces of a broken-off step."""
         self._module.parts.clear()
         for parameter in self.optimizer.parameters.values():
             parameter.grad = None
 
     def compute(self, step: int, minibatch: Minibatch, load: Load) -> None:
-        """As `Engine.compute`; the forwards, backwards and sums are Varuna's."""
+        """Compute like `Engine.compute`; the forwards, backwards and sums are Varuna's."""
         check_minibatch(minibatch, self.options)
         self.doing = f"step {step}"
         batches = [self._inputs(step, minibatch, load, index) for index in self._microbatches]
@@ -190,10 +190,10 @@ class VarunaEngine:
         ballot: bytes = b"",
         data: RankReport = NO_REPORT,
     ) -> Verdict:
-        """As `Engine.vote`: the loss parts, the wishes to stop, the ballots and the reports are gathered."""
+        """Vote like `Engine.vote`: gather the loss parts, the wishes to stop, the ballots and the reports."""
         try:
-            own = dict(self._module.parts), stop, ballot, data.waited_seconds, data.failure
-            gathered = self.communicator.gather(own)
+            own_vote = dict(self._module.parts), stop, ballot, data.waited_seconds, data.failure
+            gathered = self.communicator.gather(own_vote)
         except BaseException:
             self.forget()
             raise
@@ -215,13 +215,13 @@ class VarunaEngine:
             refusal = refusal or no_targets(step)
         clipped = min(1.0, self.options.clip_norm / (norm + 1e-6)) if self.options.clip_norm > 0 else 1.0
         scale = clipped / weight
-        ballots = tuple(given for _, _, given, *_ in gathered)
+        ballots = tuple(ballot_of_rank for _, _, ballot_of_rank, *_ in gathered)
         stops = any(wish for _, wish, *_ in gathered)
         waited = tuple(seconds for *_, seconds, _ in gathered)
         return Verdict(step, total, norm, scale, finite, refusal, stops, ballots if any(ballots) else (), waited)
 
     def apply(self, verdict: Verdict) -> float:
-        """As `Engine.apply`; the update is our optimizer's."""
+        """Apply like `Engine.apply`; the update is our optimizer's."""
         rate = self.optimizer.step(verdict.step, verdict.scale)
         self.forget()
         return rate
@@ -232,11 +232,11 @@ class VarunaEngine:
         load: Callable[[int, int], dict[str, Tensor]],
         take: Callable[[int, int, dict[str, Tensor]], None],
     ) -> None:
-        """As `Engine.evaluate`; of the minibatches only this rank's own pipeline's concerns it."""
+        """Evaluate like `Engine.evaluate`; this rank computes only its own pipeline's minibatch."""
         if self._way >= len(minibatches):
             return
-        minibatch, own = minibatches[self._way], functools.partial(load, self._way)
-        batches = [self._inputs(0, minibatch, own, index) for index in range(len(minibatch.inputs))]
+        minibatch, load_inputs = minibatches[self._way], functools.partial(load, self._way)
+        batches = [self._inputs(0, minibatch, load_inputs, index) for index in range(len(minibatch.inputs))]
         self._varuna.eval()
         try:
             forward_only(self._varuna, Microbatches(batches), functools.partial(take, self._way))
@@ -257,7 +257,7 @@ class VarunaEngine:
 
 
 def _sum_parts(gathered: list[dict[int, dict[str, float]]]) -> dict[str, float]:
-    """Loss parts of the minibatch, added in the order of the microbatches."""
+    """Return the loss parts of the minibatch, added in the order of the microbatches."""
     by_microbatch = {index: parts for theirs in gathered for index, parts in theirs.items()}
     total: dict[str, float] = {}
     for _, parts in sorted(by_microbatch.items()):

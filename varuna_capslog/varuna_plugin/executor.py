@@ -1,4 +1,4 @@
-"""What is changed around Varuna's executor: its tasks, its message threads, each forward, recomputation and backward.
+"""Patches of Varuna's executor: its tasks, its message threads, each forward, recomputation and backward.
 
 `Pipeline.run` and its schedule walking stay Varuna's. Threads use the wire format; a thread that fails
 puts its error into the queue that its stage reads, where the original ended in silence and the stage waited for ever.
@@ -57,7 +57,7 @@ class WatchedQueue(queue.Queue[Any]):
     """
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """As `Queue.get()`; raises CapslogError with the writer's failure, or after the configured timeout."""
+        """Get like `Queue.get()`; raise the writer's failure, or CapslogError after the configured timeout."""
         limit = current().timeout.total_seconds() + _AFTER_RECEIVER
         try:
             item = super().get(timeout=limit)
@@ -79,16 +79,16 @@ class BoundedDistributed:
         return getattr(dist, name)
 
     def barrier(self, group: Any = None) -> None:
-        """As `torch.distributed.barrier`, over a group that has the timeout where none is given."""
+        """Wait like `torch.distributed.barrier`; without a group, over one that has the timeout."""
         with wire.named_loss("waiting for all ranks at the end of a step", None, current().timeout):
             dist.barrier(group=self.world if group is None else group)
 
 
-# -- what a stage does
+# -- tasks of a stage
 
 
 def varuna_tasks(num_microbatches: int, stage: int, num_stages: int) -> list[tuple[int, int]]:
-    """(task, microbatch) of one stage, in order, as Varuna's own `genschedule` prints them; microbatches count from 0.
+    """Return (task, microbatch) of a stage, in order, as Varuna's `genschedule` prints them; microbatches count from 0.
 
     It replaces the call of that binary, which an ordinary installation does not contain: without it Varuna's list is
     empty and a step trains nothing. The rules are those of Microsoft's generator (time in equal quanta, one task per
@@ -96,7 +96,7 @@ def varuna_tasks(num_microbatches: int, stage: int, num_stages: int) -> list[tup
     follows the paper and gives other lists.
 
     In each quantum a stage takes its most urgent waiting task: a weight half before a backward before a recomputation
-    before a forward, the oldest first. What that makes possible waits from the next quantum on:
+    before a forward, the oldest first. Tasks that this makes possible wait from the next quantum on:
 
     - a forward: the next stage's forward, on the last stage its own backward;
     - a backward: its own weight half, and the recomputation of the stage before;
@@ -190,11 +190,11 @@ THREADS = {
     "acts_sender": functools.partialmethod(_send_all, FORWARD),
     "grads_sender": functools.partialmethod(_send_all, BACKWARD),
 }
-"""What replaces the four threads of Varuna's `Pipeline` that take in and send activations and gradients."""
+"""Replacements of the four threads of Varuna's `Pipeline` that receive and send activations and gradients."""
 
 
 def run(original: Callable[[Any], Any], self: Any) -> Any:
-    """Around `Pipeline.run`: what a sending thread met becomes this rank's error; a failed stage frees its threads."""
+    """Wrap `Pipeline.run`: the error of a sending thread becomes this rank's error; a failed stage ends its threads."""
     self.capslog_failure = None
     try:
         with wire.named_loss("waiting for its pipeline at the end of a step", None, current().timeout):
@@ -212,7 +212,7 @@ def run(original: Callable[[Any], Any], self: Any) -> Any:
 
 
 def worker(original: Callable[..., Any], self: Any, task: int, grad_mode: bool, inputs_as_dict: Any) -> Any:
-    """Around `Pipeline.worker`: each microbatch weighs by its samples, and every backward sends one message back."""
+    """Wrap `Pipeline.worker`: each microbatch weighs by its samples, and every backward sends one message back."""
     if task != BACKWARD:
         return original(self, task, grad_mode, inputs_as_dict)
     stage = self.partitioned_model.capslog
@@ -222,7 +222,7 @@ def worker(original: Callable[..., Any], self: Any, task: int, grad_mode: bool, 
     stage.gradients_sent = False
     result = original(self, task, grad_mode, inputs_as_dict)
     if stage.entry is not None and not stage.gradients_sent:
-        # the stage's output does not depend on what it received
+        # the stage's output does not depend on the received tensors
         stage.entry.send_gradients((None,) * len(stage.entry.spec.tensors))
     stage.watch_backward("ended")
     return result
@@ -236,10 +236,10 @@ def _divisor(batches: Microbatches, inputs: Any) -> float:
 
 
 def forward(original: Callable[..., Any], self: Any, inputs_as_dict: Any, recompute: bool = False, **flags: Any) -> Any:
-    """Around `PartitionedModel.forward`.
+    """Wrap `PartitionedModel.forward`.
 
-    A recomputation leaves no traces: random numbers go on as if it had not been, running statistics stay what the
-    first pass made them.
+    A recomputation leaves no traces: random numbers continue as if it had not happened, and running statistics keep
+    their values of the first pass.
     """
     stage = self.capslog
     stage.begin()
@@ -262,12 +262,12 @@ def forward(original: Callable[..., Any], self: Any, inputs_as_dict: Any, recomp
 
 
 def save_random_state(device: torch.device) -> tuple[Any, Any]:
-    """Replaces Varuna's, which asks CUDA also on the CPU."""
+    """Replace Varuna's, which calls CUDA also on the CPU."""
     return torch.get_rng_state(), None if device.type == "cpu" else accelerator.random_state(device)
 
 
 def restore_random_state(state: tuple[Any, Any], device: torch.device) -> None:
-    """Replaces Varuna's; the counterpart of `save_random_state`."""
+    """Replace Varuna's; the counterpart of `save_random_state`."""
     torch.set_rng_state(state[0])
     if state[1] is not None:
         accelerator.set_random_state(device, state[1])

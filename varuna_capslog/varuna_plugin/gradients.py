@@ -22,7 +22,7 @@ __all__ = ["init_distributed", "step_alone", "sync_across_workers"]
 
 
 def init_distributed(self: Any) -> None:
-    """Makes the groups of replicas, pipelines and ties, all with the configured timeout, on every rank in one order.
+    """Make the groups of replicas, pipelines and ties, all with the configured timeout, on every rank in one order.
 
     Ties and replicas then get equal values: those of the first stage and of replica 0.
     """
@@ -59,15 +59,15 @@ def _make_equal(self: Any) -> None:
         for tie, held in _ties(self):
             if tie.stages in self.capslog_tie_groups:
                 _broadcast(held[0], ranks[tie.stages[0]], self.capslog_tie_groups[tie.stages])
-                for other in held[1:]:
-                    other.copy_(held[0])
+                for copy in held[1:]:
+                    copy.copy_(held[0])
         if self.dp_group is not None:
             for tensor in [*self.model.module.parameters(), *self.model.module.buffers()]:
                 _broadcast(tensor, self.stage_to_rank_map[self.stage][0], self.dp_group)
 
 
 def _ties(self: Any) -> list[tuple[TieGroup, list[nn.Parameter]]]:
-    """All ties, with those of their parameters that this stage holds; of a declared pair it may be one or both."""
+    """Return all ties, each with its parameters that this stage holds; of a declared pair it may be one or both."""
     named = dict(self.model.module.named_parameters())
     return [(tie, [named[name] for name in tie.names if name in named]) for tie in self.model.capslog.ties]
 
@@ -79,7 +79,7 @@ def _broadcast(tensor: Tensor, source: int, group: Any) -> None:
 
 
 def step_alone(original: Callable[..., Any], self: Any, inputs: Any, clip_grad_max_norm: float | None = None) -> Any:
-    """Around `Varuna.step`: one stage without replicas gets its norm and its clipping too, which Varuna leaves out."""
+    """Wrap `Varuna.step`: a single stage without replicas gets its norm and clipping too, which Varuna leaves out."""
     loss, overflow, norm = original(self, inputs, clip_grad_max_norm)
     if self.partitions == 1 and self.data_depth == 1:
         _add_ties(self)
@@ -88,7 +88,7 @@ def step_alone(original: Callable[..., Any], self: Any, inputs: Any, clip_grad_m
 
 
 def sync_across_workers(self: Any, max_norm: float | None) -> tuple[bool, float]:
-    """Replaces Varuna's. Returns (no overflow, norm of all gradients after clipping); sets the loss of all replicas."""
+    """Replace Varuna's. Return (no overflow, norm of all gradients after clipping); set the loss of all replicas."""
     with named_loss("adding up gradients", None, current().timeout):
         _add_ties(self)
         share = 1.0 if current().loss == "sum" else 1.0 / self.data_depth
@@ -104,19 +104,19 @@ def sync_across_workers(self: Any, max_norm: float | None) -> tuple[bool, float]
 
 
 def _share_statistics(self: Any) -> None:
-    """Every replica takes over replica 0's running statistics, as torch's DistributedDataParallel has it: else each
+    """Copy replica 0's running statistics to every replica, as torch's DistributedDataParallel does; otherwise each
     would evaluate another model.
     """
-    found = [
+    statistics = [
         buffer
         for module in self.model.capslog.norms
         for name, buffer in module._buffers.items()
         if name in ("running_mean", "running_var") and buffer is not None
     ]
-    if found:
-        flat = torch.cat([buffer.reshape(-1) for buffer in found])
+    if statistics:
+        flat = torch.cat([buffer.reshape(-1) for buffer in statistics])
         dist.broadcast(flat, src=self.stage_to_rank_map[self.stage][0], group=self.dp_group)
-        for buffer, values in zip(found, flat.split([buffer.numel() for buffer in found]), strict=True):
+        for buffer, values in zip(statistics, flat.split([buffer.numel() for buffer in statistics]), strict=True):
             buffer.copy_(values.view_as(buffer))
 
 
@@ -125,26 +125,26 @@ def _trained(self: Any) -> list[nn.Parameter]:
 
 
 def _add_ties(self: Any) -> None:
-    """Every copy of a tied parameter gets the sum of all gradients; ties of the same stages travel together."""
+    """Give every copy of a tied parameter the sum of all gradients; ties of the same stages travel together."""
     by_stages: dict[tuple[int, ...], list[list[nn.Parameter]]] = {}
     for tie, held in _ties(self):
         if self.model.capslog.stage in tie.stages:
             by_stages.setdefault(tie.stages, []).append(held)
     for stages, members in sorted(by_stages.items()):
         for held in members:
-            found = [parameter.grad for parameter in held if parameter.grad is not None]
-            if found:
-                held[0].grad = found[0] if len(found) == 1 else torch.stack(found).sum(0)
+            gradients = [parameter.grad for parameter in held if parameter.grad is not None]
+            if gradients:
+                held[0].grad = gradients[0] if len(gradients) == 1 else torch.stack(gradients).sum(0)
         if len(stages) > 1:
             _reduce([held[0] for held in members], self.capslog_tie_groups[stages], 1.0)
         for held in members:
-            for other in held[1:]:
-                other.grad = None if held[0].grad is None else held[0].grad.clone()
+            for copy in held[1:]:
+                copy.grad = None if held[0].grad is None else held[0].grad.clone()
 
 
 def _reduce(parameters: Sequence[nn.Parameter], group: Any, factor: float) -> None:
-    """Sums gradients over a group, one message per dtype, times `factor`. A copy without one counts as zeros; where no
-    rank has one, there is none afterwards.
+    """Sum gradients over a group, one message per dtype, times `factor`. A copy without a gradient counts as zeros;
+    where no rank has a gradient, there is none afterwards.
     """
     by_kind: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -155,12 +155,12 @@ def _reduce(parameters: Sequence[nn.Parameter], group: Any, factor: float) -> No
         flat = torch.cat([present, *[part.detach().reshape(-1) for part in parts]])
         dist.all_reduce(flat, group=group)
         present, *sums = flat.split([len(chosen), *[p.numel() for p in chosen]])
-        for parameter, found, total in zip(chosen, present.tolist(), sums, strict=True):
-            parameter.grad = (total * factor).reshape(parameter.shape) if found else None
+        for parameter, has_gradient, total in zip(chosen, present.tolist(), sums, strict=True):
+            parameter.grad = (total * factor).reshape(parameter.shape) if has_gradient else None
 
 
 def _squared_norm(self: Any) -> float:
-    """Of this stage's gradients, a tie counted on its first stage under its first name held there."""
+    """Return the squared norm of this stage's gradients; a tie counts on its first stage, by its first name there."""
     skipped: set[int] = set()
     for tie, held in _ties(self):
         counted = tie.stages[0] == self.model.capslog.stage

@@ -18,7 +18,7 @@ __all__ = ["Microbatches", "scatter"]
 
 
 class Microbatches(dict[int, dict[str, Any]]):
-    """Inputs that are cut already, by number, for `Varuna.step`: microbatches whose tensors have shapes of their own.
+    """Inputs that are cut already, by number, for `Varuna.step`: microbatches may have tensors of different shapes.
 
     Args:
         batches: one dictionary of model inputs per microbatch, as many as Varuna was built for.
@@ -36,11 +36,11 @@ class Microbatches(dict[int, dict[str, Any]]):
 
 
 def scatter(inputs: Mapping[str, Any] | Microbatches, batch_size: int, microbatch_size: int) -> Microbatches:
-    """The inputs of each microbatch.
+    """Return the inputs of each microbatch.
 
     A tensor of `batch_size` rows and a list of `batch_size` entries are cut (a list is one entry per sample, whatever
-    the entries are); dictionaries, tuples and other lists are entered; a tensor with one row, one without dimensions
-    and anything else go to every microbatch as they are.
+    the entries are); dictionaries, tuples and other lists are cut by entry; a tensor with one row, one without
+    dimensions and anything else go to every microbatch as they are.
 
     Args:
         batch_size: samples in `inputs`.

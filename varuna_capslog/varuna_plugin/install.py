@@ -1,4 +1,4 @@
-"""Finds the right Varuna, and patches it: which files must be there, what is replaced by what, and how it is undone.
+"""Finds the right Varuna, and patches it: the required files, the replaced attributes, and how patches are undone.
 
 `install` and `uninstall` are the only ways in; no other module changes Varuna. Before anything is changed its files are
 compared, and nothing is imported: an unrelated package of that name must not run because of a look at it.
@@ -50,7 +50,7 @@ class FoundVaruna:
 
 
 def find_varuna() -> FoundVaruna:
-    """The Varuna that `import varuna` would give, when it is the one that the patches fit.
+    """Return the Varuna that `import varuna` would give, when it is the one that the patches fit.
 
     Raises:
         CapslogError: there is none, it is the unrelated package of that name, or files differ from the known commit;
@@ -90,7 +90,7 @@ class Patches:
     """Attributes replaced in another package's modules and classes, put back exactly and in reverse order.
 
     Attributes:
-        names: what is replaced, as `module.Class.attribute`, in order.
+        names: the replaced attributes, as `module.Class.attribute`, in order.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class Patches:
         self._before = contextlib.ExitStack()
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Sets `owner.name`, a module's or a class's own attribute.
+        """Set `owner.name`, a module's or a class's own attribute.
 
         Raises AttributeError where the owner has no such attribute of its own: a patch must hit something.
         """
@@ -110,7 +110,7 @@ class Patches:
         setattr(owner, name, value)
 
     def undo(self) -> None:
-        """Puts everything back as it was."""
+        """Put everything back as it was."""
         self._before.close()
         self.names.clear()
 
@@ -119,7 +119,7 @@ _patches = Patches()
 
 
 def install() -> FoundVaruna:
-    """Patches the Varuna that is importable here; a second call changes nothing.
+    """Patch the Varuna that is importable here; a second call changes nothing.
 
     Returns:
         Where it was found, and its commit.
@@ -128,9 +128,9 @@ def install() -> FoundVaruna:
         CapslogError: there is no Varuna, it is the unrelated package of that name, or its code is not the one that the
             patches are written for.
     """
-    found = find_varuna()
+    found_varuna = find_varuna()
     if _patches.names:
-        return found
+        return found_varuna
     import varuna
     import varuna.checkpoint
     import varuna.partitioned_model
@@ -143,24 +143,24 @@ def install() -> FoundVaruna:
     except BaseException:
         _patches.undo()
         raise
-    return found
+    return found_varuna
 
 
 def silent() -> contextlib.redirect_stdout[io.StringIO]:
-    """Inside this context Varuna's own prints, of its import and of every model that it builds, are dropped."""
+    """Drop Varuna's own prints, of its import and of every model that it builds, inside this context."""
     return contextlib.redirect_stdout(io.StringIO())
 
 
 def uninstall() -> None:
-    """Puts every attribute of Varuna back as it was and forgets what was configured. Models that were built stay split
-    and cannot be run by the unpatched Varuna.
+    """Put every attribute of Varuna back as it was and reset the configuration. Models that were built stay split and
+    cannot be run by the unpatched Varuna.
     """
     _patches.undo()
     configure()
 
 
 def installed_patches() -> list[str]:
-    """What is replaced now, as `module.Class.attribute`; empty when nothing is installed."""
+    """Return the attributes that are replaced now, as `module.Class.attribute`; empty when nothing is installed."""
     return list(_patches.names)
 
 
@@ -205,7 +205,7 @@ def _apply(varuna: Any) -> None:
 
 
 def _around(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replaces a method by `wrapper(original, self, ...)`."""
+    """Replace a method by `wrapper(original, self, ...)`."""
     original = vars(owner)[name]
 
     @functools.wraps(original)

@@ -30,7 +30,7 @@ _POLL_SECONDS = 0.05
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Starts a job as Varuna's launcher would; see `--help` there for its options.
+    """Start a job as Varuna's launcher would; see `--help` there for its options.
 
     Own options: `--cuts`, a plan file or a list such as 0,3,7; or `--profile`, a profile from which cuts for
     `--nstages` are searched, with `--planner` and `--capacity` as for `capslog plan`. Without `--master_port` a single
@@ -40,28 +40,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0 when every process ended with 0; else the status of the one that failed (not of those that only lost it), 128
         + n when signal n ended it; 2 for a mistake on the command line, 3 when nothing keeps within the capacity.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    own = ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--cuts")
-    own.add_argument("--profile")
-    own.add_argument("--planner", default="exact")
-    own.add_argument("--capacity")
-    ours, rest = own.parse_known_args(_options(given))
-    rest += given[len(_options(given)) :]
+    command_arguments = list(sys.argv[1:] if arguments is None else arguments)
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--cuts")
+    parser.add_argument("--profile")
+    parser.add_argument("--planner", default="exact")
+    parser.add_argument("--capacity")
+    ours, launcher_arguments = parser.parse_known_args(_options(command_arguments))
+    launcher_arguments += command_arguments[len(_options(command_arguments)) :]
     try:
-        return _launch(rest, ours)
+        return _launch(launcher_arguments, ours)
     except CapslogError as error:
         sys.stderr.write(f"launch: {error}\n")
         return error.exit_status
 
 
 def _options(arguments: list[str]) -> list[str]:
-    """What stands before the training script: its own arguments may be called like ours."""
+    """Return the options before the training script, whose own arguments may have the same names as ours."""
     return list(itertools.takewhile(lambda argument: not argument.endswith(".py"), arguments))
 
 
 def _cuts(ours: Namespace, num_stages: int) -> str | None:
-    """The cut list or plan file that the workers are given."""
+    """Return the cut list or plan file for the workers."""
     if ours.profile is not None:
         if ours.cuts is not None:
             raise CapslogError("both --cuts and --profile are given; leave one out")
@@ -123,7 +123,7 @@ def _launch(arguments: list[str], ours: Namespace) -> int:
 
 
 def _parsed(launcher: Any, arguments: list[str]) -> Any:
-    """The launcher's own parser, which reads `sys.argv`."""
+    """Parse with the launcher's own parser, which reads `sys.argv`."""
     before = sys.argv
     sys.argv = ["varuna_capslog.varuna_plugin.launch", *arguments]
     try:
@@ -133,7 +133,7 @@ def _parsed(launcher: Any, arguments: list[str]) -> Any:
 
 
 def _watch(jobs: list[tuple[list[str], dict[str, str]]], ranks: list[int], folder: str | None) -> int:
-    """Starts every job, waits, and ends the rest when one fails. SIGINT, SIGTERM and Varuna's SIGUSR1 are passed on."""
+    """Start every job, wait, and end the others when one fails. SIGINT, SIGTERM and Varuna's SIGUSR1 are passed on."""
     workers: list[subprocess.Popen[bytes]] = []
     heard: list[int] = []  # of the first two
 
@@ -152,7 +152,7 @@ def _watch(jobs: list[tuple[list[str], dict[str, str]]], ranks: list[int], folde
                 states = [worker.poll() for worker in workers]
                 failed = next((index for index, state in enumerate(states) if state), None)
                 if failed is not None and not heard:
-                    # a process that only lost its neighbour may be seen first: the others' words come before the end
+                    # a process that only lost its neighbour may be seen first: wait for the one that failed
                     time.sleep(0.5)
                     failed = _cause([worker.poll() for worker in workers])
                     status = int(workers[failed].returncode)
@@ -167,7 +167,7 @@ def _watch(jobs: list[tuple[list[str], dict[str, str]]], ranks: list[int], folde
 
 
 def _cause(states: Sequence[int | None]) -> int:
-    """Which process failed: the first that did not merely lose another one."""
+    """Return the index of the process that failed: the first that did not merely lose another one."""
     failed = [index for index, state in enumerate(states) if state]
     return min(failed, key=lambda index: states[index] == PeerLost.exit_status)
 

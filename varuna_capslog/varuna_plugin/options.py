@@ -1,6 +1,6 @@
-"""What a user configures, kept until the next Varuna is built. `configure` is the plugin's second line in a script.
+"""The user's configuration, kept until the next Varuna is built. `configure` is the plugin's second line in a script.
 
-Cuts that are searched from a profile are searched by every rank alone, in milliseconds and with the same result.
+Every rank searches cuts from a profile by itself, in milliseconds and with the same result.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CUTS_VARIABLE = "CAPSLOG_VARUNA_CUTS"
 
 
 class Search:
-    """What to search cuts from.
+    """A search of cuts from a profile.
 
     Args:
         profile: of the model's pieces, as `plugin.profile` or `capslog profile` gives it, or its file.
@@ -65,7 +65,7 @@ class Search:
             self.plan(devices)
 
     def check_microbatch(self, size: int) -> None:
-        """Raises CapslogError where a capacity is to be kept with microbatches of another size than was profiled."""
+        """Raise CapslogError where a capacity is to be kept with microbatches of another size than was profiled."""
         profiled = self.profile.conditions.get("microbatch_size")
         if self.capacity is not None and profiled not in (None, size):
             raise CapslogError(
@@ -74,7 +74,7 @@ class Search:
             )
 
     def plan(self, num_stages: int, num_pieces: int | None = None) -> Plan:
-        """The plan for so many stages.
+        """Return the plan for this number of stages.
 
         Args:
             num_pieces: of the model, where known.
@@ -105,11 +105,11 @@ class Search:
 
 @dataclass(frozen=True)
 class Options:
-    """What `configure` was told.
+    """The values given to `configure`.
 
     Attributes:
         num_pieces: of the model that the plan is for, where known.
-        search: what cuts are searched from instead, once the number of stages is known.
+        search: finds cuts instead, once the number of stages is known.
     """
 
     cuts: tuple[int, ...] | None = None
@@ -121,7 +121,7 @@ class Options:
     trace: Trace | None = None
 
     def cuts_for(self, num_pieces: int, num_stages: int) -> tuple[int, ...]:
-        """The cut list of a model.
+        """Return the cut list of a model.
 
         Raises:
             CapslogError: the cuts, or the profile behind them, are for another model or number of stages.
@@ -145,8 +145,8 @@ class Options:
 
 
 _current = Options()
-"""One for the process: Varuna's classes are patched for the whole process, and its constructor and its threads, which
-ask for these options, take no argument of ours."""
+"""The options of the process: Varuna's classes are patched for the whole process, and its constructor and its threads,
+which read these options, take no argument of ours."""
 
 
 def configure(
@@ -159,7 +159,7 @@ def configure(
     trace: Trace | None = None,
     **search: Any,
 ) -> None:
-    """Says how the next Varuna is to be built; what is left out goes back to its default, which is Varuna's own way.
+    """Set how the next Varuna is to be built; options left out return to their defaults, which are Varuna's own.
 
     Args:
         cuts: a plan, a plan file, or the first piece of each stage (`[0, 3, 7]`: piece i begins behind the i-th
@@ -178,8 +178,8 @@ def configure(
         DoesNotFit: with `devices`: nothing keeps within the capacity.
     """
     global _current
-    _, *known = inspect.signature(Search).parameters.values()
-    fields.refuse_unknown(search, [option.name for option in known], "option")
+    _, *search_options = inspect.signature(Search).parameters.values()
+    fields.refuse_unknown(search, [option.name for option in search_options], "option")
     if loss not in ("mean", "sum"):
         raise CapslogError(f"loss={loss!r} is unknown; choose mean or sum")
     if not timeout_seconds > 0:
@@ -187,7 +187,9 @@ def configure(
     first, num_pieces = _cuts(cuts)
     if profile is not None and cuts is not None:
         raise CapslogError("both cuts and a profile to search them from are given; leave one out")
-    if profile is None and any(option.name in search and search[option.name] != option.default for option in known):
+    if profile is None and any(
+        option.name in search and search[option.name] != option.default for option in search_options
+    ):
         raise CapslogError("devices, planner, memory and capacity belong to a profile, which is not given")
     interest = None
     if stages_of_interest is not None:
@@ -207,7 +209,7 @@ def configure(
 
 
 def current() -> Options:
-    """What was configured; without cuts, those of the environment variable `CAPSLOG_VARUNA_CUTS`."""
+    """Return the configured options; without cuts, those of the environment variable `CAPSLOG_VARUNA_CUTS`."""
     cuts = os.environ.get(CUTS_VARIABLE)
     if _current.cuts is not None or _current.search is not None or not cuts:
         return _current
@@ -216,7 +218,7 @@ def current() -> Options:
 
 
 def parse_cuts(text: str) -> tuple[tuple[int, ...] | None, int | None]:
-    """Cuts from a command line: `0,3,7` or the path of a plan file."""
+    """Parse cuts from a command line: `0,3,7` or the path of a plan file. Return (cuts, number of pieces or None)."""
     parts = text.split(",")
     if all(part.strip().isdigit() for part in parts):
         return _cuts([int(part) for part in parts])

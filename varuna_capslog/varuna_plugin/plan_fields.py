@@ -1,4 +1,4 @@
-"""What Varuna takes of a plan: its cuts. Everything else that a plan may say is refused by the name of its field."""
+"""Reads the cuts of a plan for Varuna. Everything else that a plan may set is refused by the name of its field."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SCHEDULE = "varuna"
 
 
 def cuts_of(plan: Plan) -> tuple[int, ...]:
-    """The cuts of a plan of one stage per rank in the order of the chain, every stage recomputed as a whole.
+    """Return the cuts of a plan of one stage per rank in the order of the chain, every stage recomputed as a whole.
 
     Raises:
         CapslogError: the plan says something that Varuna would not do; the message names the field and its value.

@@ -1,7 +1,7 @@
 """`python -m varuna_capslog.varuna_plugin.script train.py ...`: a Varuna script with the plugin installed before it.
 
-What `launch` starts. The script itself needs no change; a failure ends the process with one sentence, at once, because
-threads that wait for a dead neighbour would keep it.
+`launch` starts it. The script itself needs no change; a failure ends the process with one sentence, at once, because
+threads that wait for a dead neighbour would keep it alive.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["main"]
 
 
 def main() -> NoReturn:
-    """Runs the script named first on the command line with the arguments behind it, as `python` would."""
+    """Run the script named first on the command line with the arguments behind it, as `python` would."""
     script, *arguments = sys.argv[1:]
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))

@@ -1,8 +1,8 @@
 """Several tensors of any dtype, shape and memory format as one message between neighbouring stages.
 
-A header of fixed size goes first and says what follows, so that no two microbatches need to look alike and nothing is
-agreed on beforehand but how many tensors a cut has. Small tensors travel in one frame with it. Pure: packing knows
-nothing of Varuna or of processes; only `send` and `Expected` touch torch.distributed.
+A header of fixed size goes first and describes the tensors, so microbatches may differ, and the ranks agree only on the
+number of tensors of a cut. Small tensors travel in one frame with it. Packing is pure: it knows nothing of Varuna or of
+processes; only `send` and `Expected` use torch.distributed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _LARGEST_FRAME = 1 << 19
 
 @dataclass(frozen=True)
 class Bundle:
-    """What crosses a cut at once: tensors, or None where a gradient is absent.
+    """The tensors that cross a cut together, or None where a gradient is absent.
 
     It answers the three calls that Varuna makes on its single tensor. `.to(device)` gives the stage tensors of its own,
     never those that wait in host memory to be used again: an in-place operation after a cut cannot spoil a
@@ -64,18 +64,18 @@ class Bundle:
     host: Bundle | None = None
 
     def to(self, device: torch.device | str) -> Bundle:
-        """Copies on `device`, which remember what they are copies of."""
+        """Return copies on `device`, which keep a reference to their originals."""
         copies = tuple(None if tensor is None else tensor.to(device, copy=True) for tensor in self.tensors)
         return Bundle(copies, host=self.host or self)
 
     def cpu(self) -> Bundle:
-        """The host's tensors: those that this is a copy of, else its own brought there."""
+        """Return the host's tensors: the originals of this copy, else copies on the host."""
         if self.host is not None:
             return self.host
         return Bundle(tuple(None if tensor is None else self.to_host(tensor.detach()) for tensor in self.tensors))
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """How a tensor is brought there."""
+        """Copy a tensor to the host."""
         return tensor.cpu()
 
 
@@ -83,7 +83,7 @@ class Bundle:
 
 
 def pack(tensors: Sequence[Tensor | None], microbatch: int) -> tuple[Tensor, list[Tensor]]:
-    """The header, int64 [1 + n, 3 + 2 * MAX_DIMS], and the bytes of every tensor that has any.
+    """Return the header, int64 [1 + n, 3 + 2 * MAX_DIMS], and the bytes of every tensor that has any.
 
     Raises CapslogError for a dtype or a number of dimensions that the format has no place for.
     """
@@ -102,8 +102,8 @@ def pack(tensors: Sequence[Tensor | None], microbatch: int) -> tuple[Tensor, lis
         dense = tensor.detach()
         if not dense.is_contiguous() and TensorSpec.of(dense).stride != dense.stride():
             dense = dense.contiguous()
-        rest = [0] * (MAX_DIMS - dims)
-        rows.append([1, kind, dims, *dense.shape, *rest, *dense.stride(), *rest])
+        padding = [0] * (MAX_DIMS - dims)
+        rows.append([1, kind, dims, *dense.shape, *padding, *dense.stride(), *padding])
         if dense.numel():
             payload.append(_bytes(dense))
     header = torch.tensor(rows, dtype=torch.int64)
@@ -111,7 +111,7 @@ def pack(tensors: Sequence[Tensor | None], microbatch: int) -> tuple[Tensor, lis
 
 
 def unpack(header: Tensor, microbatch: int, frame: Tensor | None = None) -> tuple[list[Tensor | None], list[Tensor]]:
-    """Tensors to be filled, as `header` describes them, and their bytes in the order of `pack`'s payload.
+    """Return tensors to be filled, as `header` describes them, and their bytes in the order of `pack`'s payload.
 
     Args:
         frame: bytes behind whose header the payload lies already; the tensors are views of it.
@@ -149,7 +149,7 @@ def unpack(header: Tensor, microbatch: int, frame: Tensor | None = None) -> tupl
 
 
 def _places(header: Tensor, sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where the parts of a payload lie in a frame, and where they end."""
+    """Return the offsets of a payload's parts in a frame, and their end."""
     places, end = [], _aligned(header.nbytes)
     for size in sizes:
         places.append(end)
@@ -162,7 +162,7 @@ def _aligned(place: int) -> int:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """A view of a dense tensor's bytes in memory order; a single number may have any strides."""
+    """Return a view of a dense tensor's bytes in memory order; a single number may have any strides."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
 
 
@@ -176,15 +176,15 @@ class Sending:
         self._works, self._buffers, self._peer = works, buffers, peer
 
     def wait(self, timeout: datetime.timedelta) -> None:
-        """Returns when the memory may be used again. Raises PeerLost."""
+        """Wait until the memory may be used again. Raises PeerLost."""
         with named_loss(f"sending to rank {self._peer}", self._peer, timeout):
             for work in self._works:
                 work.wait(timeout)
 
 
 class Room:
-    """How large the frames of one direction across one cut are: as large as the last step's largest message, so that
-    a message needs one frame. Both ends see the same messages, so both know the size.
+    """Size of the frames of one direction across a cut: that of the last step's largest message, so that a message
+    needs one frame. Both ends see the same messages, so both know the size.
     """
 
     def __init__(self) -> None:
@@ -192,18 +192,18 @@ class Room:
         self._largest = 0
 
     def note(self, message_bytes: int) -> None:
-        """A message of the step under way."""
+        """Note the size of a message of the step under way."""
         self._largest = max(self._largest, message_bytes)
 
     def end_step(self) -> None:
-        """Called when both ends have noted every message of a step."""
+        """Set the frame size; called when both ends have noted every message of a step."""
         # large tensors are better sent from where they lie than copied into a frame
         self.num_bytes = self._largest if self._largest <= _LARGEST_FRAME else 0
         self._largest = 0
 
 
 def send(bundle: Bundle, microbatch: int, peer: int, gradients: bool, room: Room) -> Sending:
-    """Starts sending host tensors to `peer`; they must not change before `Sending.wait`. Raises PeerLost."""
+    """Start sending host tensors to `peer`; they must not change before `Sending.wait`. Raises PeerLost."""
     header, payload = pack(bundle.tensors, microbatch)
     tag = _GRADIENTS if gradients else _ACTIVATIONS
     places, end = _places(header, [part.numel() for part in payload])
@@ -219,13 +219,13 @@ def send(bundle: Bundle, microbatch: int, peer: int, gradients: bool, room: Room
         frame[: header.nbytes] = header.view(-1).view(torch.uint8)
     buffers = [frame, *payload]
     with named_loss(f"sending to rank {peer}", peer):
-        # what does not fit into the frame has a tag of its own: the next frames may be awaited already
+        # tensors that do not fit into the frame have another tag: the next frames may be awaited already
         works = [dist.isend(buffer, peer, tag=tag + _LOOSE * (buffer is not frame)) for buffer in buffers]
         return Sending(works, buffers, peer)
 
 
 class Expected:
-    """A frame that is awaited; `take` gives the message."""
+    """A frame that is awaited; `take` returns the message."""
 
     def __init__(self, count: int, peer: int, gradients: bool, room: Room) -> None:
         self._count, self._peer, self._gradients, self._room = count, peer, gradients, room
@@ -236,12 +236,12 @@ class Expected:
             self._work: Any = dist.irecv(self._frame, peer, tag=self._tag)
 
     def take(self, microbatch: int, timeout: datetime.timedelta) -> Bundle:
-        """Waits for it, and for what did not fit into it.
+        """Wait for the frame, and for tensors that did not fit into it.
 
-        Raises PeerLost when the peer is gone or sends nothing for `timeout`, CapslogError when it sends something else.
+        Raises PeerLost when the peer is gone or sends nothing for `timeout`, CapslogError for any other message.
         """
-        what = "gradients" if self._gradients else "activations"
-        doing = f"waiting for {what} of microbatch {microbatch} from rank {self._peer}"
+        content = "gradients" if self._gradients else "activations"
+        doing = f"waiting for {content} of microbatch {microbatch} from rank {self._peer}"
         with named_loss(doing, self._peer, timeout):
             self._work.wait(timeout)
             header = self._frame[: (1 + self._count) * _ROW * 8].view(torch.int64).view(1 + self._count, _ROW)
@@ -257,7 +257,7 @@ class Expected:
 
 @contextlib.contextmanager
 def named_loss(doing: str, peer: int | None, timeout: datetime.timedelta | None = None) -> Iterator[None]:
-    """Turns gloo's errors inside the block into a PeerLost that says what this rank was doing."""
+    """Turn gloo's errors inside the block into a PeerLost that says what this rank was doing."""
     try:
         yield
     except RuntimeError as error:

@@ -1,1 +1,1 @@
-"""Who may speak to a run: its secret, connections that prove it, and the door that lets nobody else in."""
+"""Authentication of a run's connections: its secret, connections that prove it, and the listener that checks them."""

@@ -54,11 +54,11 @@ class NotTrusted(ConnectionError):
 
 
 class Forged(ConnectionError):
-    """What arrived is not what the other side sent."""
+    """Received bytes differ from those that the other side sent."""
 
 
 class Connection:
-    """One end, after the handshake. One thread may send while another one reads.
+    """An end of a connection, after the handshake. One thread may send while another one reads.
 
     Args:
         sends, takes: the keys of the two directions.
@@ -98,7 +98,7 @@ class Connection:
             self._send_record(row)
 
     def read_into(self, view: memoryview) -> None:
-        """Fills the memory. Raises EOFError, Forged, or another OSError; then what is in it means nothing."""
+        """Fill the memory. Raises EOFError, Forged, or another OSError; the content is then undefined."""
         while view:
             if not self._rest:
                 (size,) = _SIZE.unpack(self._exactly(memoryview(bytearray(_SIZE.size))))
@@ -114,10 +114,10 @@ class Connection:
             view, self._rest = view[count:], self._rest[count:]
 
     def read(self, size: int) -> bytearray:
-        """So many bytes. Raises as `read_into`."""
-        found = bytearray(size)
-        self.read_into(memoryview(found))
-        return found
+        """Return the next `size` bytes. Raises as `read_into`."""
+        buffer = bytearray(size)
+        self.read_into(memoryview(buffer))
+        return buffer
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ class Connection:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def shut_down(self) -> None:
-        """Ends what other threads wait for on this connection, which may be closed already."""
+        """Wake other threads that wait on this connection, which may be closed already."""
         with contextlib.suppress(OSError):
             self._line.shutdown(socket.SHUT_RDWR)
 
@@ -160,8 +160,8 @@ class Connection:
 
     def _take_record(self, target: memoryview) -> memoryview:
         self._exactly(target)
-        found = self._exactly(memoryview(bytearray(_RECORD_CODE)))
-        if not hmac.compare_digest(_record_code(self._takes, self._taken, target), found):
+        code = self._exactly(memoryview(bytearray(_RECORD_CODE)))
+        if not hmac.compare_digest(_record_code(self._takes, self._taken, target), code):
             raise Forged("a record with a wrong code")
         self._taken += 1
         return target
@@ -178,10 +178,10 @@ class Connection:
 
     def _bound(self) -> None:
         if self.until is not None:
-            left = self.until - time.monotonic()
-            if left <= 0:
+            remaining_seconds = self.until - time.monotonic()
+            if remaining_seconds <= 0:
                 raise TimeoutError("no answer in time")
-            self._line.settimeout(left)
+            self._line.settimeout(remaining_seconds)
 
 
 def _record_code(key: AESGCM, number: int, content: Buffer) -> bytes:
@@ -193,35 +193,36 @@ def _record_code(key: AESGCM, number: int, content: Buffer) -> bytes:
 
 
 def challenge() -> bytes:
-    """What whoever accepts a connection says first, to everybody: nothing but a fresh random number."""
+    """Return the server's first message, sent to every caller: the magic bytes and a fresh random nonce."""
     return _MAGIC + os.urandom(_NONCE)
 
 
-def proof(key: bytes, asked: bytes, nonce: bytes) -> bytes:
-    """The code by which a caller that was asked with this challenge proves that it knows the key."""
-    return _code(key, b"caller", asked + nonce)
+def proof(key: bytes, challenge_bytes: bytes, nonce: bytes) -> bytes:
+    """Return the code by which a caller answers this challenge and proves that it knows the key."""
+    return _code(key, b"caller", challenge_bytes + nonce)
 
 
-def accepted(key: bytes, asked: bytes, given: bytes) -> tuple[bytes, bytes, bytes] | None:
-    """The accepting side: looks at the caller's proof.
+def accepted(key: bytes, challenge_bytes: bytes, reply: bytes) -> tuple[bytes, bytes, bytes] | None:
+    """Check the caller's proof, on the accepting side.
 
     Args:
-        asked: our challenge.
-        given: the caller's fresh random number and its code, `PROOF_BYTES`.
+        challenge_bytes: our challenge.
+        reply: the caller's fresh random number and its code, `PROOF_BYTES`.
 
     Returns:
         Our own proof, and the keys for sending and taking; None: the caller does not know the key.
     """
-    both = asked + given[:_NONCE]
-    if not hmac.compare_digest(proof(key, asked, given[:_NONCE]), given[_NONCE:]):
+    both = challenge_bytes + reply[:_NONCE]
+    if not hmac.compare_digest(proof(key, challenge_bytes, reply[:_NONCE]), reply[_NONCE:]):
         return None
     return _code(key, b"answerer", both), _code(key, b"to caller", both), _code(key, b"to answerer", both)
 
 
 def dial(host: str, port: int, key: bytes, seconds: float) -> Connection:
-    """Connects to a door, proves that we know the key, and has the door prove it.
+    """Connect to a `Door`, prove that we know the key, and have the door prove it.
 
-    A connection that ends in the middle is tried again a few times: a door that strangers crowd closes the oldest.
+    A connection that ends during the handshake is tried again a few times: a door with too many strangers closes the
+    oldest connection.
 
     Args:
         seconds: for all of it.
@@ -248,17 +249,17 @@ def dial(host: str, port: int, key: bytes, seconds: float) -> Connection:
 
 
 class _Stranger(NotTrusted):
-    """The other side said something that nobody with the key would say."""
+    """The other side sent bytes that no holder of the key would send."""
 
 
 def _introduce(line: socket.socket, key: bytes, until: float) -> Connection:
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    asked = _received(line, CHALLENGE_BYTES, until)
-    if not asked.startswith(_MAGIC):
+    challenge_bytes = _received(line, CHALLENGE_BYTES, until)
+    if not challenge_bytes.startswith(_MAGIC):
         raise _Stranger("another program answers there")
     nonce = os.urandom(_NONCE)
-    both = asked + nonce
-    line.sendall(nonce + proof(key, asked, nonce))
+    both = challenge_bytes + nonce
+    line.sendall(nonce + proof(key, challenge_bytes, nonce))
     try:
         answer = _received(line, _CODE, until)
     except (ConnectionError, EOFError) as error:
@@ -269,14 +270,14 @@ def _introduce(line: socket.socket, key: bytes, until: float) -> Connection:
 
 
 def _received(line: socket.socket, size: int, until: float) -> bytes:
-    found = b""
-    while len(found) < size:
+    received = b""
+    while len(received) < size:
         line.settimeout(max(0.01, until - time.monotonic()))
-        part = line.recv(size - len(found))
+        part = line.recv(size - len(received))
         if not part:
             raise EOFError("it closed the connection")
-        found += part
-    return found
+        received += part
+    return received
 
 
 def _code(key: bytes, role: bytes, both: bytes) -> bytes:

@@ -1,8 +1,8 @@
-"""The door of a process: lets callers in that know the key, in one thread, however many strangers knock.
+"""An authenticated listener: accepts callers that know the key, in one thread, however many strangers connect.
 
-Who has not proved that it knows the key has a few seconds and a place in a row of bounded length; the oldest makes room
-for the next one. A stranger therefore costs a descriptor for a moment, never a thread and never memory beyond 64 bytes,
-and hears nothing but a random number.
+A caller that has not yet proved that it knows the key has a few seconds and a place in a queue of bounded length; the
+oldest one makes room for the next. A stranger therefore costs a descriptor for a moment, never a thread and never
+memory beyond 64 bytes, and receives nothing but a random number.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GUESTS = 256
 _log = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 5.0
-"""For a caller to prove it."""
+"""Time for a caller to prove it."""
 
 _AT_ONCE = 64
 _FULL_SECONDS = 0.05
@@ -64,14 +64,14 @@ class Door:
         self._guests: dict[socket.socket, _Guest] = {}  # in the order of their coming
         self._selector = selectors.DefaultSelector()
         self._wakes, self._wake = socket.socketpair()
-        for one in (listener, self._wakes):
-            self._selector.register(one, selectors.EVENT_READ)
+        for endpoint in (listener, self._wakes):
+            self._selector.register(endpoint, selectors.EVENT_READ)
         self._closed = False
         self._thread = OwnedThread(name, self._run, ends)
         self._thread.start()
 
     def close(self) -> None:
-        """Ends it, and the connections of those who have not come in; waits for its thread."""
+        """Stop listening, close the connections that are not yet admitted, and wait for the thread."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._wake.send(b"x")
@@ -97,8 +97,8 @@ class Door:
             for line in list(self._guests):
                 self._dismiss(line)
             self._selector.close()
-            for one in (self._listener, self._wakes, self._wake):
-                one.close()
+            for endpoint in (self._listener, self._wakes, self._wake):
+                endpoint.close()
 
     def _accept(self) -> None:
         for _ in range(_AT_ONCE):
@@ -134,13 +134,13 @@ class Door:
         guest.proof += part
         if part and len(guest.proof) < PROOF_BYTES:
             return
-        found = accepted(self._key, guest.asked, bytes(guest.proof)) if part else None
-        if found is None:
+        answer = accepted(self._key, guest.asked, bytes(guest.proof)) if part else None
+        if answer is None:
             self._dismiss(line)
             return
         del self._guests[line]
         self._selector.unregister(line)
-        ours, sends, takes = found
+        ours, sends, takes = answer
         try:
             line.send(ours)  # into an empty buffer: it takes 32 bytes at once
             self._admitted(Connection(line, sends, takes))

@@ -1,4 +1,4 @@
-"""The secret of a run, which every process of the run knows and nobody else: read from a file or a variable.
+"""The secret of a run, known to the processes of the run alone: read from a file or a variable.
 
 The host that begins a run makes the file. All sockets of the run, and what it writes into etcd, use keys that are
 derived from the secret. It never stands in a log, a config, a command line, an error or an order to another process.
@@ -46,12 +46,12 @@ class Secret:
     __slots__ = ("_bytes",)
 
     def __init__(self, text: str, where: str = "the secret") -> None:
-        found = text.strip().encode()
-        if not _LEAST <= len(found) <= _MOST:
+        encoded = text.strip().encode()
+        if not _LEAST <= len(encoded) <= _MOST:
             raise CapslogError(
-                f"{where} has {len(found)} characters; a secret has {_LEAST} to {_MOST}: use `openssl rand -hex 32`"
+                f"{where} has {len(encoded)} characters; a secret has {_LEAST} to {_MOST}: use `openssl rand -hex 32`"
             )
-        self._bytes = found
+        self._bytes = encoded
 
     @classmethod
     def new(cls) -> Secret:
@@ -74,7 +74,7 @@ class Secret:
 
 
 def run_secret(run_dir: Path | str, create: bool = False, environment: Mapping[str, str] = os.environ) -> Secret:
-    """The secret of the run in a folder: what `VARIABLE` holds, else the file.
+    """Return the secret of the run in a folder: the value of `VARIABLE`, else the file.
 
     Args:
         create: make the file where there is none; for the host that begins the run.

@@ -1,7 +1,7 @@
 """Requests of programs, people and schedulers to a run: more or fewer devices, a host or worker to leave.
 
-All go through the run's store, whose address is in `workers/store.json` and in the environment of workers. Nothing here
-waits for an effect: that is written to `events.jsonl`.
+All go through the run's store, whose address is in `workers/store.json` and in the environment of workers. No function
+here waits for the effect, which is written to `events.jsonl`.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def give_notice(
         hint: it may have to leave soon: copy ahead, no worker leaves.
 
     Returns:
-        Who was meant.
+        Words on the host or worker that was meant.
 
     Raises:
         CapslogError: no run is going on there, or the name is unknown in it.
@@ -161,13 +161,13 @@ def give_notice(
 
 
 def belong(stack: contextlib.ExitStack, address: str, identity: str, run_dir: Path) -> None:
-    """Until the stack is closed, this process belongs to the run with this store and folder."""
+    """Makes this process belong to the run with this store and folder, until the stack is closed."""
     _here.append((address, identity, run_dir))
     stack.callback(_here.remove, (address, identity, run_dir))
 
 
 def tell_address(run_dir: Path, address: str, identity: str) -> None:
-    """Writes into a run's folder where its store is, for those who have only the folder."""
+    """Writes the address of a run's store into its folder, for programs that know only the folder."""
     files.write_json(_place(run_dir), {"address": address, "identity": identity})
 
 
@@ -189,12 +189,12 @@ def until(seconds: float | None) -> dict[str, Any]:
     """The fields `deadline` and `left` of an entry whose deadline is so many seconds away; None: there is none."""
     if seconds is None:
         return {"deadline": None, "left": None}
-    left = max(0.0, seconds)
-    return {"deadline": wall_seconds() + left, "left": left}
+    remaining = max(0.0, seconds)
+    return {"deadline": wall_seconds() + remaining, "left": remaining}
 
 
 def seconds_left(entry: NoticeEntry | HintEntry | AnnounceEntry) -> float | None:
-    """Until the deadline of an entry, as its reader counts from now on; None: it has none.
+    """Seconds until the deadline of an entry, as its reader counts from now on; None: it has none.
 
     The log holds the deadline as a time of day, so that an entry that is sent or read late leaves less time. Where the
     clocks of the two machines disagree, or one of them has jumped, a reader goes by the shorter time: it never counts
@@ -202,8 +202,8 @@ def seconds_left(entry: NoticeEntry | HintEntry | AnnounceEntry) -> float | None
     """
     if entry.deadline is None:
         return None
-    left = max(0.0, entry.deadline - wall_seconds())
-    return left if entry.left is None else min(left, entry.left)
+    remaining = max(0.0, entry.deadline - wall_seconds())
+    return remaining if entry.left is None else min(remaining, entry.left)
 
 
 def notice_of(entry: NoticeEntry | HintEntry | AnnounceEntry, host: str) -> Notice:
@@ -215,9 +215,9 @@ def notice_of(entry: NoticeEntry | HintEntry | AnnounceEntry, host: str) -> Noti
             kind, source, name = Kind.HINT, entry.source, entry.member
         case NoticeEntry():
             kind, source, name = Kind.NOW if entry.urgent else Kind.LEAVE, entry.source, entry.member
-    deadline, left = None, seconds_left(entry)
-    if left is not None:
-        deadline = Deadline(time.monotonic() + left, f"{round(left, 1):g} s from when it was told")
+    deadline, remaining = None, seconds_left(entry)
+    if remaining is not None:
+        deadline = Deadline(time.monotonic() + remaining, f"{round(remaining, 1):g} s from when it was told")
     return Notice(kind, source, name, (host,), deadline, detail="told through the run's store")
 
 
@@ -244,8 +244,8 @@ def _store_of(run_dir: Path | str | None = None) -> Iterator[MembershipStore]:
 def _where(run_dir: Path | str | None) -> tuple[str, str | None, Path]:
     if run_dir is None:
         if "CAPSLOG_STORE" in os.environ:
-            found = os.environ.get("CAPSLOG_RUN_DIR", ".")
-            return os.environ["CAPSLOG_STORE"], os.environ.get("CAPSLOG_STORE_IDENTITY"), Path(found)
+            folder = os.environ.get("CAPSLOG_RUN_DIR", ".")
+            return os.environ["CAPSLOG_STORE"], os.environ.get("CAPSLOG_STORE_IDENTITY"), Path(folder)
         if len(set(_here)) > 1:
             raise CapslogError(f"this process belongs to {len(set(_here))} runs; say which one is meant by its run_dir")
         if _here:
@@ -272,7 +272,7 @@ def _told(run_dir: Path) -> tuple[str, str]:
 
 
 def _roster_of(store: MembershipStore) -> Roster:
-    """What the log says up to now. Raises StoreGone."""
+    """The roster by the log up to now. Raises StoreGone."""
     roster = Roster()
     for entry in store.history():
         roster.take(entry)

@@ -1,6 +1,6 @@
-"""The supervisor of one machine in a run whose members come and go, and the one authority on which workers died there.
+"""The supervisor of one machine in an elastic run, and the one authority on which workers died there.
 
-It serves or joins the store, has its workers forked by a fork server, tells the log which of them ended, kills those
+It serves or joins the store, has its workers forked by a fork server, tells the log which workers ended, kills those
 that are stopped or hang, watches the other hosts' leases, and passes notices on. It decides nothing about the
 membership and never touches a tensor. No worker outlives it.
 """
@@ -38,7 +38,7 @@ HOPELESS = 3  # after so many workers in a row that ended before they took part 
 
 @dataclass(frozen=True)
 class HostEnd:
-    """How a host's part ended.
+    """End of a host's part.
 
     Attributes:
         how: "finished": the run has ended; "left": all its workers have left by request, and others may go on.
@@ -59,7 +59,7 @@ class Host:
 
     Attributes:
         link: the run's store.
-        roster: what the store's log says so far.
+        roster: content of the store's log so far.
         workers: the processes; from `run` on.
     """
 
@@ -84,7 +84,7 @@ class Host:
         self._calls.put(self._start)
 
     def stop(self) -> None:
-        """As Ctrl-C: ask the workers to stop at the next boundary; called again, kill them."""
+        """Ask the workers to stop at the next boundary, as Ctrl-C does; called again, kill them."""
         self._calls.put(self._signalled)
 
     # -- the run -------------------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ class Host:
             stack.enter_context(heard_signals((signal.SIGINT,), lambda number: self.stop()))
             self.link.connect(stack)
             self.link.begin(stack)
-            hear = lambda what: self._calls.put(partial(self._fork_server_said, what))  # noqa: E731
+            hear = lambda message: self._calls.put(partial(self._fork_server_said, message))  # noqa: E731
             self.workers = HostWorkers(self.options, self.link.name, self.roster, hear)
             stack.callback(self.workers.fork_server.close)
             for _ in range(self.options.num_workers):
@@ -167,7 +167,7 @@ class Host:
         return HostEnd("left" if finished is None else "finished", stopped)
 
     def _whence(self) -> str:
-        """What the same command does after an unprepared end."""
+        """Words on what the same command does after an unprepared end."""
         run_dir = self.options.run_dir
         if (run_dir / "held").exists() or any((run_dir / "checkpoints").glob("step-*")):
             return f"continues the run in {run_dir} from what was last saved"
@@ -175,12 +175,12 @@ class Host:
 
     # -- what happens --------------------------------------------------------------------------------------------------
 
-    def _fork_server_said(self, what: Mapping[str, Any]) -> None:
-        for worker, status in self.workers.heard(what):
+    def _fork_server_said(self, message: Mapping[str, Any]) -> None:
+        for worker, status in self.workers.heard(message):
             self._ended(worker, status)
 
     def _ended(self, worker: HostWorker, status: int) -> None:
-        """Writes a loss into the log at once; an end without a failure when `_settle` knows what it meant."""
+        """Writes a loss into the log at once; an end without a failure once `_settle` can tell its meaning."""
         if worker.verdict is None and status in (0, 130):
             self._settling[worker.member] = time.monotonic() + SETTLE_SECONDS
             return
@@ -230,7 +230,7 @@ class Host:
                 self._gathering.hear(hooks.notice_of(entry, self.link.name))
 
     def _found(self) -> None:
-        """Writes the first generation, of all that begin together: none trains alone while the others load."""
+        """Writes the first generation, of all members that begin together: none trains alone while the others load."""
         self.link.found(0, Generation(1, tuple(self.roster.members), checkpoint=self.options.first))
 
     def _park(self) -> None:
@@ -243,8 +243,8 @@ class Host:
         notice = announcement.of(self.link.name)
         if notice is None:
             return
-        left = None if notice.deadline is None else notice.deadline.remaining(time.monotonic())
-        until = hooks.until(left)
+        remaining = None if notice.deadline is None else notice.deadline.remaining(time.monotonic())
+        until = hooks.until(remaining)
         self.options.say(f"notice from {notice}")
         if notice.kind is Kind.HINT:  # a hint changes no membership
             for worker in self.workers.living():

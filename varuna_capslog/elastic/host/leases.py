@@ -1,7 +1,7 @@
 """The sign of life that a host keeps in the store: a count, and for how long the run has been going on.
 
-Every host counts the seconds since the first generation with its own monotonic clock; one that came later goes on from
-what the others' signs say. So a worker that joins knows how old the run is, and no time of day has a part in it.
+Every host counts the seconds since the first generation with its own monotonic clock; a host that came later goes on
+from the others' signs. So a worker that joins knows how old the run is, and no time of day has a part in it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ def sign_of(beat: int, age_seconds: float) -> str:
     return f"{beat} {age_seconds:.3f}"
 
 
-def age_of(found: str | None) -> float:
+def age_of(sign: str | None) -> float:
     """Seconds of the run by a sign; 0 where there is none yet, or it is no sign of this version."""
     try:
-        seconds = float((found or "").split(" ")[1])
+        seconds = float((sign or "").split(" ")[1])
     except (IndexError, ValueError):
         return 0.0
     return seconds if math.isfinite(seconds) else 0.0

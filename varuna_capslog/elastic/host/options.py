@@ -23,7 +23,7 @@ class HostOptions:
     Attributes:
         run_dir: the run's folder; on every host, and the same where checkpoints are to be found again.
         entry: "module:function" that a worker runs; the start-up fills it in.
-        arguments: what it is called with (any JSON value); default: [run_dir].
+        arguments: its argument (any JSON value); default: [run_dir].
         num_workers: devices of this host.
         name: of this host in the run; default: the system's. A second host of that name gets a number behind it.
         store: address of the run's store; None: this host begins the run, and locks its folder.
@@ -36,7 +36,7 @@ class HostOptions:
         environment: variables for workers on top of this process's own.
         settings: the config's section.
         say: prints one line for the user.
-        sources: of notices; None: what `auto_sources` finds, and the file `run_dir/notices/<host>`.
+        sources: of notices; None: those that `auto_sources` finds, and the file `run_dir/notices/<host>`.
         modules: imported ahead for the workers, besides the entry's.
         fork_server: one that runs already, with this entry, which the host closes; None: the host starts one.
 
@@ -67,10 +67,10 @@ class HostOptions:
 
     @property
     def serves(self) -> bool:
-        """Whether this host begins the run."""
+        """True where this host begins the run."""
         return self.store is None
 
     @property
     def folder(self) -> Path:
-        """Where workers have their logs."""
+        """The folder of the workers' logs."""
         return self.run_dir / "workers"

@@ -1,7 +1,7 @@
 """A host's connection with the run's store: opened or served here, followed, and written to.
 
-While the store does not answer, entries for the log are kept; they are sent when it answers again. What the store, its
-log and the other hosts' leases say is heard in threads of their own and passed on to the host's thread.
+While the store does not answer, entries for the log are kept; they are sent when it answers again. The store, its log
+and the other hosts' leases are read in threads of their own, which pass events on to the host's thread.
 
 Notices, losses and joins are also written to the run's events.jsonl. Every host reads the same log, so one host writes
 each line: the one that reported a loss, else the host of the member in question. Changes of the generation (start,
@@ -40,9 +40,9 @@ class HostStore:
     """The store as one host uses it. Called by the host's thread, once `connect` has returned.
 
     Args:
-        roster: what the log says so far; kept by the host.
+        roster: content of the log so far; kept by the host.
         logged: called by the host's thread with every entry of the log.
-        silent: called by the host's thread with the name of a host without a sign of life, and why it counts as lost.
+        silent: called by the host's thread with the name of a host without a sign of life, and the reason for its loss.
         later: called by any thread: the host's thread is to make this call.
 
     Attributes:
@@ -136,7 +136,7 @@ class HostStore:
         self._untold.append(entry)
 
     def run_begins(self) -> None:
-        """The first generation is there, as this host hears; if it was long ago, the others' signs tell."""
+        """Notes that the first generation is there; if it was founded long ago, the others' signs say so."""
         self._run_began = self._run_began or time.monotonic()
 
     def _age(self) -> float:
@@ -156,7 +156,7 @@ class HostStore:
             return None
 
     def lost(self, why: str) -> None:
-        """The store does not answer: says so once."""
+        """Notes that the store does not answer; says so once."""
         if self.answers and self._roster.finished is None:
             self._options.say(f"{why}; the run goes on, and stops safely at the next change")
         self.answers = False
@@ -164,12 +164,12 @@ class HostStore:
             self._roster.hosts.clear()  # the host that served it has ended
 
     def unheard(self, why: str) -> None:
-        """The log's follower has ended; all that it heard before was passed on."""
+        """Notes that the log's follower has ended; all entries that it heard were passed on."""
         self._unfollow = None
         self.lost(why)
 
     def back(self) -> None:
-        """The store answers: sends what was kept, and follows the log again."""
+        """Notes that the store answers: sends the kept entries, and follows the log again."""
         if not self.answers:
             self._options.say("the store answers again")
             self.answers = True
@@ -205,7 +205,7 @@ class HostStore:
             files.append_jsonl(run_dir / "events.jsonl", {"kind": kind, **about, **details})
 
     def explain_absence(self) -> None:
-        """The others have taken this host for lost: says why, which only this host itself can know."""
+        """Writes the cause why the others have taken this host for lost, which only this host itself can know."""
         cause = "hung" if self._awoke > self._late_call else "network"
         self._append("cause", self._roster.generation.number, host=self.name, cause=cause)
 
@@ -216,7 +216,7 @@ class HostStore:
         self.tell(HostsEntry(self.name, "gone"))
 
     def variables(self) -> dict[str, str]:
-        """What a worker must know to reach the store."""
+        """The variables with which a worker reaches the store."""
         return {
             "CAPSLOG_HOST": self.name,
             "CAPSLOG_STORE": self.address,
@@ -231,7 +231,7 @@ class HostStore:
         )
 
     def _fail(self, error: CapslogError) -> None:
-        """A host without signs of life would be taken for dead: it ends with the reason."""
+        """Ends the host with the reason: without signs of life it would be taken for dead."""
 
         def end() -> None:
             raise error
@@ -239,7 +239,7 @@ class HostStore:
         self._later(end)
 
     def _notice_stops(self, ended: threading.Event) -> None:
-        """Notes when all of this process stood still, in a thread that waits for nothing but the clock."""
+        """Notes when this whole process stood still, in a thread that waits for nothing but the clock."""
         seconds, last = self._options.settings.lease_seconds, time.monotonic()
         while not ended.wait(seconds / 8):
             now = time.monotonic()
@@ -248,12 +248,12 @@ class HostStore:
             last = now
 
     def _keep_lease(self, ended: threading.Event) -> None:
-        """Gives signs of life, and looks at those of the other hosts, in a thread of its own: a supervisor that waits
-        for something is not to be taken for dead.
+        """Gives signs of life, and reads those of the other hosts, in a thread of its own: a supervisor that waits for
+        something must not be taken for dead.
 
-        No clocks are compared: what counts is how long this host itself has not seen a sign change. A host that gave
-        none for `lease_seconds` is reported again and again while it stays silent; one whose connection to the store
-        has ended, as soon as it had time for another sign and gave none.
+        No clocks are compared: only the time in which this host itself has not seen a sign change counts. A host that
+        gave none for `lease_seconds` is reported again and again while it stays silent; one whose connection to the
+        store has ended, as soon as it had time for another sign and gave none.
         """
         seconds = self._options.settings.lease_seconds
         signs: dict[str, str | None] = {}
@@ -265,7 +265,7 @@ class HostStore:
             try:
                 self.store.give_sign(self.name, sign_of(beat, self._age()))
                 others = [host for host in tuple(self._roster.hosts) if host != self.name]
-                found = self.store.signs_of(others)
+                host_signs = self.store.signs_of(others)
             except StoreGone:
                 answers, self._late_call = False, began
                 self._later(partial(self.lost, "the store does not answer"))
@@ -276,16 +276,16 @@ class HostStore:
             # A host that did not look for long (stopped, swapped out, cut off) has missed signs, and counts anew.
             away = not answers or now - looked > seconds / 2
             looked = now
-            for other, sign in found.items():
-                if away or other not in changed or sign != signs[other]:
-                    signs[other], changed[other] = sign, now
-                elif now - changed[other] > seconds:
-                    self._later(partial(self._silent, other, f"does not answer for {seconds:g} s"))
+            for peer, sign in host_signs.items():
+                if away or peer not in changed or sign != signs[peer]:
+                    signs[peer], changed[peer] = sign, now
+                elif now - changed[peer] > seconds:
+                    self._later(partial(self._silent, peer, f"does not answer for {seconds:g} s"))
                 elif sign is not None and sign.endswith(ENDED):
-                    self._later(partial(self._silent, other, "has ended: its connection to the store was closed"))
-            for gone in set(changed) - set(found):
+                    self._later(partial(self._silent, peer, "has ended: its connection to the store was closed"))
+            for gone in set(changed) - set(host_signs):
                 del signs[gone], changed[gone]
-            older = max(map(age_of, found.values()), default=0.0)
+            older = max(map(age_of, host_signs.values()), default=0.0)
             if older > self._age():
                 self._run_began = now - older
             answers = True

@@ -1,4 +1,4 @@
-"""What a person sees of an elastic run: one progress bar, one line per change, read from the run's own files.
+"""The terminal output of an elastic run: one progress bar, one line per change, read from the run's own files.
 
 The worker that writes the journal may leave, so the host's process draws, and reads nothing but the files.
 """
@@ -24,18 +24,18 @@ __all__ = ["Terminal", "describe"]
 _LOOK_SECONDS = 0.2
 _LINE_SECONDS = 10.0
 _SAME_PACE = 0.005
-"""Relative difference of planned steps that is not spoken of."""
+"""Relative difference of planned steps below which it is not shown."""
 
 _DAMAGED = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
-"""What a line with a value of another kind ends in; it is passed over."""
+"""Errors of a line with a value of another kind; the line is passed over."""
 
 
 class Terminal:
-    """Draws a run while the `with` block lasts; what the folder held before is not shown again.
+    """Draws a run while the `with` block lasts; earlier entries of the folder are not shown again.
 
     Args:
         total_steps: where the bar ends; None if only time limits the run.
-        host: the one of this process, which says its losses itself; None: the system's name.
+        host: of this process, which reports its losses itself; None: the system's name.
     """
 
     def __init__(self, run_dir: Path, total_steps: int | None, host: str | None = None) -> None:
@@ -64,7 +64,7 @@ class Terminal:
         self._progress.stop()
 
     def say(self, line: str) -> None:
-        """One line above the bar."""
+        """Prints a line above the bar."""
         self._said.add(line)
         self._console.print(printable(line), highlight=False, markup=False, emoji=False, soft_wrap=True)
 
@@ -85,7 +85,7 @@ class Terminal:
                 self.say(score_line(evaluation["step"], evaluation["scores"]))
 
     def _is_new(self, event: Mapping[str, Any], line: str) -> bool:
-        """Whether the line is to be said: every member gives the reason of a pause, but it is said once each time."""
+        """True where the line is to be printed: every member gives the reason of a pause, which is printed once."""
         if event.get("kind") == "lost" and event.get("host") == self._host:
             return False
         if event.get("kind") not in ("persisted", "waiting"):
@@ -93,12 +93,12 @@ class Terminal:
                 self._reasons = []  # the run trains again, so the next pause has reasons of its own
             return line not in self._said
         why = str(event.get("why"))
-        known = any(reason.endswith(why) for reason in self._reasons)
+        is_known = any(reason.endswith(why) for reason in self._reasons)
         self._reasons.append(why)
-        return not known
+        return not is_known
 
     def _step(self, last: bool) -> None:
-        """The bar, or a line every ten seconds and at the end."""
+        """Updates the bar, or prints a line every ten seconds and at the end."""
         record = next(reversed(list(self._metrics.new())), self._unsaid)
         if record is None:
             return
@@ -112,7 +112,7 @@ class Terminal:
 
 
 def describe(event: Mapping[str, Any]) -> str | None:
-    """An event in a sentence: who, why, new cuts, pause, moved bytes; None for an event that is not shown."""
+    """An event in a sentence: members, reasons, new cuts, pause, moved bytes; None for an event that is not shown."""
     kind = event.get("kind")
     head = f"generation {event.get('generation')}"
     if kind in ("start", "resume", "morph") and "why" in event:
@@ -150,19 +150,19 @@ def describe(event: Mapping[str, Any]) -> str | None:
 def _shape(event: Mapping[str, Any]) -> str:
     replicas, idle = event.get("replicas", 1), event.get("idle", 0)
     ways = event.get("ways", [event["cuts"]])
-    whole = all(isinstance(first, int) for way in ways for first in way)
-    text = ("cuts " if whole else "stages of layers ") + " + ".join(map(str, ways))
+    consecutive = all(isinstance(first, int) for way in ways for first in way)
+    text = ("cuts " if consecutive else "stages of layers ") + " + ".join(map(str, ways))
     text += f" in {replicas} replicas" if replicas > 1 else ""
     return text + (f", {_members(idle)} for copies only" if idle else "")
 
 
 def _pace(event: Mapping[str, Any]) -> str:
-    """Whether it goes on slower or faster than before, by the plans, and what becomes of the layers."""
+    """Words on the new pace by the plans, slower or faster than before, and on recomputed and offloaded layers."""
     ratio = float(event.get("planned_step_ratio", 1.0))
     if abs(ratio - 1) < _SAME_PACE:
         return ""
     treated = ((event.get("recomputed_layers"), "recomputed"), (event.get("offloaded_layers"), "offloaded"))
-    layers = " and ".join(f"{count} {what}" for count, what in treated if count)
+    layers = " and ".join(f"{count} {treatment}" for count, treatment in treated if count)
     text = f"; goes on {'slower' if ratio > 1 else 'faster'}: a planned step is {ratio:.2f} times the one before"
     return text + (f", layers {layers}" if layers else "")
 
@@ -191,6 +191,6 @@ class _Tail:
                 data = file.read()
         except OSError:
             return
-        whole = data.rfind(b"\n") + 1
-        self._at += whole
-        yield from files.objects_in(data[:whole])
+        length = data.rfind(b"\n") + 1
+        self._at += length
+        yield from files.objects_in(data[:length])

@@ -1,4 +1,4 @@
-"""The worker processes of one host: forked by its fork server, watched, signalled and killed here, and how they failed.
+"""The worker processes of one host: forked by its fork server, watched, signalled and killed here; their failures.
 
 Nothing here decides about the membership; `host` does, from what `HostWorkers.heard` returns.
 """
@@ -28,10 +28,10 @@ from varuna_capslog.membership.roster import Roster
 __all__ = ["SETTLE_SECONDS", "HostWorker", "HostWorkers", "member_server"]
 
 SETTLE_SECONDS = 0.3
-"""By then the log's entries from before a worker's end have been heard."""
+"""Seconds after a worker's end by which the log's entries from before it have been heard."""
 
 FAREWELL_SECONDS = 60.0
-"""For a worker to end after the run has finished."""
+"""Limit for a worker to end after the run has finished."""
 
 _QUIET = {
     # gloo asks the name server for this machine's name; a lost answer costs 1 s instead of 5
@@ -45,7 +45,7 @@ def member_server(
     entry: str,
     modules: Sequence[str],
     environment: Mapping[str, str],
-    hear: Callable[[Mapping[str, Any]], None] = lambda what: None,
+    hear: Callable[[Mapping[str, Any]], None] = lambda message: None,
     log: Path | None = None,
     prepared: bool = False,
 ) -> ForkServer:
@@ -59,14 +59,14 @@ def member_server(
 
 @dataclass
 class HostWorker:
-    """One process.
+    """A worker process.
 
     Attributes:
         slot: number of its device here.
         pid: None until the fork server has forked it.
-        verdict: why it was killed by us; cause: of that, a name of `failures.CAUSES`.
-        stopped_since: when it was first seen stopped, by the monotonic clock.
-        expelled_since: when the log said that it is dead while it lived.
+        verdict: reason why this host killed it. cause: the kind of reason, a name of `failures.CAUSES`.
+        stopped_since: time at which it was first seen stopped, by the monotonic clock.
+        expelled_since: time at which the log said that it is dead while it lived.
     """
 
     member: Member
@@ -84,8 +84,8 @@ class HostWorkers:
 
     Args:
         host: the host's name in the run.
-        roster: what the log says so far; kept by the host.
-        hear: called from another thread with what the fork server says, for `heard`.
+        roster: content of the log so far; kept by the host.
+        hear: called from another thread with the messages of the fork server, for `heard`.
 
     Attributes:
         by_member: every worker, also those that have ended.
@@ -116,11 +116,11 @@ class HostWorkers:
             self.fork_server.settle(hear, self._server_log)
 
     def living(self) -> list[HostWorker]:
-        """Those that have not ended."""
+        """The workers that have not ended."""
         return [worker for worker in self.by_member.values() if not worker.ended]
 
     def log(self, member: Member) -> Path:
-        """The file with what a worker prints."""
+        """The file with a worker's output."""
         return self._options.folder / f"{member}.log"
 
     def free_slot(self) -> int:
@@ -132,35 +132,35 @@ class HostWorkers:
         """Asks the fork server for a worker."""
         self.by_member[member] = HostWorker(member, slot)
         run_dir, arguments = str(self._options.run_dir), self._options.arguments
-        own = {"CAPSLOG_MEMBER": member, "CAPSLOG_RUN_DIR": run_dir, "CAPSLOG_LOCAL_RANK": str(slot)}
+        member_variables = {"CAPSLOG_MEMBER": member, "CAPSLOG_RUN_DIR": run_dir, "CAPSLOG_LOCAL_RANK": str(slot)}
         self.fork_server.fork(
             {
                 "member": member,
-                "environment": {**self._variables, **variables, **own},
+                "environment": {**self._variables, **variables, **member_variables},
                 "log": str(self.log(member)),
                 "arguments": [run_dir] if arguments is None else arguments,
             }
         )
 
-    def heard(self, what: Mapping[str, Any]) -> list[tuple[HostWorker, int]]:
-        """Takes what the fork server says.
+    def heard(self, message: Mapping[str, Any]) -> list[tuple[HostWorker, int]]:
+        """Takes a message of the fork server.
 
         Returns:
             The workers that have ended, each with its exit status, or minus the number of the signal that ended it.
         """
-        if "gone" in what:
+        if "gone" in message:
             self.server_gone = True
             ends = [(worker, -int(signal.SIGKILL)) for worker in self.living()]
             for worker, _ in ends:
                 if worker.verdict is None:
-                    why = what.get("why") or f"see {self._server_log}"
+                    why = message.get("why") or f"see {self._server_log}"
                     worker.verdict, worker.cause = f"was lost with its nursery ({why})", "killed"
-        elif "signal" in what or "status" in what:
-            status = -what["signal"] if "signal" in what else what["status"]
-            ends = [(self.by_member[what["member"]], status)]
+        elif "signal" in message or "status" in message:
+            status = -message["signal"] if "signal" in message else message["status"]
+            ends = [(self.by_member[message["member"]], status)]
         else:
-            if "member" in what:
-                self._forked(self.by_member[what["member"]], what["pid"])
+            if "member" in message:
+                self._forked(self.by_member[message["member"]], message["pid"])
             return []
         for worker, _ in ends:
             worker.ended = True
@@ -168,8 +168,8 @@ class HostWorkers:
 
     def _forked(self, worker: HostWorker, pid: int) -> None:
         worker.pid = pid
-        known = {"member": worker.member, "pid": pid, "host": self._host}
-        write_unless_there(self._options.folder / f"{worker.member}.json", known)
+        record = {"member": worker.member, "pid": pid, "host": self._host}
+        write_unless_there(self._options.folder / f"{worker.member}.json", record)
         if self._signal is not None:
             signal_group(pid, self._signal)
 
@@ -183,7 +183,7 @@ class HostWorkers:
     # -- those that must be killed -------------------------------------------------------------------------------------
 
     def take(self, entry: Entry | None) -> None:
-        """An entry of the log; None: of a kind that is unknown here."""
+        """Takes an entry of the log; None: of a kind that is unknown here."""
         match entry:
             case FinishedEntry():
                 self._finished_at = time.monotonic()
@@ -227,33 +227,34 @@ class HostWorkers:
 
     # -- those that failed ---------------------------------------------------------------------------------------------
 
-    def failure(self, worker: HostWorker, status: int, asked: int) -> Failure:
-        """Keeps what happened to a worker that ended, for `say_losses` too; the same sentence is said once.
+    def failure(self, worker: HostWorker, status: int, stop_requests: int) -> Failure:
+        """Keeps the failure of a worker that ended, for `say_losses` too; the same sentence is said once.
 
         Args:
             status: its exit status, or minus the number of the signal that ended it.
-            asked: how often the user asked the run to stop; after the second time all are killed and nothing is said.
+            stop_requests: how often the user asked the run to stop; after the second time all are killed and nothing is
+                said.
         """
-        failure = self._failure(worker, status, killed_as_asked=asked > 1)
+        failure = self._failure(worker, status, killed_as_asked=stop_requests > 1)
         self.failures.append(failure)
-        if asked < 2 and failure.sentence() not in self._said:
+        if stop_requests < 2 and failure.sentence() not in self._said:
             self._said.add(failure.sentence())  # all workers report what all of them voted
             # the log may say that all members failed alike: then only the end of the run says so
             self._unsaid.append((time.monotonic() + SETTLE_SECONDS * (failure.kind != "signal"), failure.sentence()))
         return failure
 
     def _failure(self, worker: HostWorker, status: int, killed_as_asked: bool) -> Failure:
-        known: dict[str, Any] = {"member": worker.member}
+        about: dict[str, Any] = {"member": worker.member}
         if worker.verdict is not None or (status < 0 and killed_as_asked):
             cause, loss = (worker.verdict, worker.cause) if worker.verdict else ("was killed as asked", "killed")
-            return Failure(worker.slot, cause, "signal", wall_seconds(), loss=loss, **known)
-        report = read_failure(self._options.folder / f"{worker.member}.error.json", worker.slot, None, **known)
+            return Failure(worker.slot, cause, "signal", wall_seconds(), loss=loss, **about)
+        report = read_failure(self._options.folder / f"{worker.member}.error.json", worker.slot, None, **about)
         log, short = self.log(worker.member), self._memory_kills.any_now()
-        seen = ended(worker.slot, status, log, wall_seconds(), memory_killed=short, **known)
+        seen = ended(worker.slot, status, log, wall_seconds(), memory_killed=short, **about)
         return seen if status < 0 or report is None else report
 
     def say_losses(self, all_of_them: bool = False) -> None:
-        """Says what is due, or all; nothing once the run has ended by a failure that stops every member."""
+        """Says the sentences that are due, or all; none once the run has ended by a failure that stops every member."""
         unsaid, self._unsaid = self._unsaid, []
         for due, sentence in unsaid if self._roster.failed_for_all is None else ():
             if all_of_them or time.monotonic() >= due:
@@ -265,9 +266,9 @@ class HostWorkers:
         """The error that ends a run of which all workers here have failed.
 
         Args:
-            since: wall time at which the newest generation began; what happened before was survived.
+            since: wall time at which the newest generation began; the run survived failures before it.
         """
-        last = [one for one in self.failures if one.time >= since] or self.failures
+        last = [failure for failure in self.failures if failure.time >= since] or self.failures
         root = root_cause(last)
-        alike = len(last) > 1 and all(one.cause == root.cause for one in last)
+        alike = len(last) > 1 and all(failure.cause == root.cause for failure in last)
         return WorkerFailed(root, self.log(str(root.member)), everywhere=alike)

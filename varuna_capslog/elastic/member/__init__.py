@@ -1,1 +1,1 @@
-"""One member of an elastic run: what it hears goes into the membership protocol, and the answers are carried out."""
+"""A member of an elastic run: passes events to the membership protocol and executes the effects that it returns."""

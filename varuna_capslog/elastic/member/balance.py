@@ -1,9 +1,9 @@
-"""Which devices are slower than the plan says, learnt while the run trains, and whether another plan is worth a change.
+"""Measures which devices are slower than planned while the run trains, and decides whether another plan is worth it.
 
-The vote of a step tells every member how long each rank worked. Beside what the plan says of a rank this gives the
-speed of its device, whatever the reason: a slower device, a machine that others use as well, a profile that is wrong
-about some layers. The first voter searches a plan for these speeds in a thread beside the training, and wishes for it
-where its step is shorter by enough. A change that did not bring what it promised makes the next one wait longer.
+The vote of a step tells every member how long each rank worked. Divided by the planned time this gives the slowness of
+its device, whatever the reason: a slower device, a machine that others use as well, a profile that is wrong about some
+layers. The first voter searches a plan for these speeds in a thread beside the training, and requests it where its step
+is shorter by enough. A change that did not bring the promised gain makes the next one wait longer.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ LEAST_GAIN = 1.1
 _ALIKE = 0.9
 """Devices with so much of the fastest one's speed count as equally fast; speeds that differ by less, as the same."""
 _RETRIED = 20
-"""So many times the steps between two changes after which a member without layers, of which nothing can be measured, is
-taken to be as fast as most are.
+"""After so many times the steps between two changes, a member without layers, which cannot be measured, is taken to be
+as fast as most are.
 """
 _SKIPPED = 1
-"""Steps of a generation that are not looked at: in the first one much is done for the first time."""
+"""Steps of a generation that are not measured: the first one includes work that is done only once."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Finding:
     """A plan that is worth a change.
 
     Attributes:
-        member: the one that is slowest beside what the plan says; slower: so many times as slow as most of them.
-        speeds: by member, beside the fastest.
-        gain: how many times as long the present plan's step is.
+        member: the slowest one relative to the plan. slower: its slowness relative to that of most members.
+        speeds: by member, relative to the fastest.
+        gain: time of the present plan's step, divided by that of the new plan.
     """
 
     member: Member
@@ -55,14 +55,14 @@ class Finding:
 
     @property
     def why(self) -> str:
-        """In words."""
+        """The reason in words."""
         if self.slower <= 1 / _ALIKE:
             return "new cuts, since no device is slow any more"
         return f"new cuts, since {self.member} takes {self.slower:.2f} times as long as planned"
 
 
 class Balance:
-    """What one member knows of the speeds of all. Called by its one thread.
+    """Speeds of all members, as one member knows them. Called by its one thread.
 
     Args:
         placer: of the run; its profile has the seconds of the layers.
@@ -85,14 +85,14 @@ class Balance:
         self._search: _PlanSearch | None = None
 
     def begin(self, members: Sequence[Member], plan: Plan) -> None:
-        """These members train by this plan from now on."""
+        """Begins to measure: these members train by this plan from now on."""
         self._members, self._plan, self._planned = tuple(members), plan, {}
         self._busy.clear()
         self._steps.clear()
         self._made, self._search, self._tried = 0, None, {}
 
     def measured(self, busy_seconds: Sequence[float], step_seconds: float) -> None:
-        """A step was made; busy_seconds: by rank."""
+        """Takes the times of a step. busy_seconds: by rank."""
         self._made += 1
         if self._made <= _SKIPPED or not busy_seconds:
             return
@@ -119,19 +119,19 @@ class Balance:
         return [seat._replace(speed=speeds[seat.member]) for seat in seats]
 
     def wanted(self, seats: Sequence[Seat]) -> Finding | None:
-        """What is worth a change now, once; asked after every step by the first voter."""
+        """The plan that is worth a change now, returned once; called after every step by the first voter."""
         if self._plan is None or (self._search is not None and self._search.is_alive()):
             return None
         if self._search is not None:
-            found, self._search = self._search.found, None
-            if found is not None:
-                self._promised = self._plan, statistics.median(self._steps), found.gain
-            return found
+            finding, self._search = self._search.found, None
+            if finding is not None:
+                self._promised = self._plan, statistics.median(self._steps), finding.gain
+            return finding
         if len(self._busy) < WINDOW or self._made < self._patience:
             return None
         speeds = self._speeds_of(self._members)
-        known = self._tried or {one: self._plan.speed_of(rank) for rank, one in enumerate(self._members)}
-        if _are_same(speeds, known):
+        before = self._tried or {member: self._plan.speed_of(rank) for rank, member in enumerate(self._members)}
+        if _are_same(speeds, before):
             return None
         self._tried = speeds
         self._search = _PlanSearch(self._placer, self._plan, self.seated(seats), dict(self._slowness))
@@ -139,12 +139,12 @@ class Balance:
         return None
 
     def _speeds_of(self, members: Sequence[Member]) -> dict[Member, float]:
-        """Beside the fastest of them; who has not been measured is taken to be as slow as most are."""
-        known = [one for one in self._slowness.values() if one > 0]
-        usual = statistics.median(known) if known else 1.0
-        slowness = {one: self._slowness.get(one, usual) or usual for one in members}
-        measured = _beside_the_fastest({one: 1 / slow for one, slow in slowness.items()})
-        before = _beside_the_fastest({one: self._speeds.get(one, 1.0) for one in members})
+        """Speeds relative to the fastest of them; a member without a measurement is taken to be as slow as most are."""
+        known_slowness = [slow for slow in self._slowness.values() if slow > 0]
+        usual = statistics.median(known_slowness) if known_slowness else 1.0
+        slowness = {member: self._slowness.get(member, usual) or usual for member in members}
+        measured = _beside_the_fastest({member: 1 / slow for member, slow in slowness.items()})
+        before = _beside_the_fastest({member: self._speeds.get(member, 1.0) for member in members})
         if _are_same(measured, before):
             return before  # plans that were prepared for these speeds still hold
         self._speeds |= measured
@@ -157,7 +157,7 @@ class _PlanSearch(OwnedThread):
     Args:
         plan: the present one.
         seats: of its members, with the speeds of their devices.
-        slowness: by member, how many times as long as planned its work takes.
+        slowness: by member, the time of its work divided by the planned time.
 
     Attributes:
         found: once it has ended; None: nothing is.
@@ -174,17 +174,17 @@ class _PlanSearch(OwnedThread):
         if proposed is None:
             return
         speeds = {seat.member: seat.speed for seat in self._seats}
-        own = list(speeds.values())
-        now, then = (_played(self._placer, one, own).step_seconds for one in (self._plan, proposed))
+        seat_speeds = list(speeds.values())
+        now, then = (_played(self._placer, plan, seat_speeds).step_seconds for plan in (self._plan, proposed))
         if now >= LEAST_GAIN * then:
-            slowness = {one: self._slowness[one] for one in speeds if self._slowness.get(one)}
+            slowness = {member: self._slowness[member] for member in speeds if self._slowness.get(member)}
             member = max(slowness, key=slowness.__getitem__)
             slower = slowness[member] / statistics.median_low(slowness.values())
             self.found = Finding(member, slower, speeds, now / then)
 
 
 def _played(placer: Placer, plan: Plan, speeds: Sequence[float]) -> Played:
-    """A step of a plan on devices of these speeds, by rank."""
+    """The simulated step of a plan on devices of these speeds, by rank."""
     candidates = placer.candidates
     assert candidates.profile is not None, "elastic.rebalance is refused without seconds"
     ranks = tuple(PlanRank(speed=speed) for speed in speeds[: plan.num_ranks])
@@ -195,9 +195,9 @@ def _played(placer: Placer, plan: Plan, speeds: Sequence[float]) -> Played:
 
 def _beside_the_fastest(speeds: dict[Member, float]) -> dict[Member, float]:
     most = max(speeds.values(), default=1.0)
-    found = {one: max(0.01, round(speed / most, 2)) for one, speed in speeds.items()}
-    return {one: 1.0 if speed >= _ALIKE else speed for one, speed in found.items()}
+    relative = {member: max(0.01, round(speed / most, 2)) for member, speed in speeds.items()}
+    return {member: 1.0 if speed >= _ALIKE else speed for member, speed in relative.items()}
 
 
 def _are_same(speeds: dict[Member, float], others: dict[Member, float]) -> bool:
-    return all(_ALIKE <= speed / others[one] <= 1 / _ALIKE for one, speed in speeds.items())
+    return all(_ALIKE <= speed / others[member] <= 1 / _ALIKE for member, speed in speeds.items())

@@ -1,6 +1,6 @@
-"""The layers that a member of our engine has besides those that train: copies, and what its last generation trained.
+"""Copies of layers that a member of our engine keeps for others, and the layers that its last generation trained.
 
-At a change of members a layer may change its part: a copy becomes a layer that this member trains, and a layer that it
+At a change of members a layer may change its role: a copy becomes a layer that this member trains, and a layer that it
 trained becomes a copy. Neither is copied in memory for that. Copies make their steps in a thread of their own, beside
 the next forward.
 """
@@ -24,7 +24,7 @@ __all__ = ["LayerCopies"]
 
 
 class LayerCopies:
-    """Called by the member's one thread.
+    """The layer copies of one member. Called by its one thread.
 
     Args:
         chain: of the run.
@@ -41,7 +41,7 @@ class LayerCopies:
         self._beside = ThreadPoolExecutor(1, "copies", initializer=torch.set_num_threads, initargs=(threads,))
 
     def keep(self, layers: Iterable[EngineLayer]) -> None:
-        """A generation has ended: what its engine had here."""
+        """Keeps the layers that a generation's engine trained here, once it has ended."""
         self._trained = {layer.index: layer for layer in layers}
 
     def ready(self, states: Mapping[int, LayerState], copied: Collection[int]) -> dict[int, EngineLayer]:
@@ -51,16 +51,16 @@ class LayerCopies:
             states: of all that it will have, by layer.
             copied: layers that this member will have copies of; other layers that it trained are let go.
         """
-        here = [*self._trained.values(), *(follower.layer for follower in self._followers.values())]
+        layers = [*self._trained.values(), *(follower.layer for follower in self._followers.values())]
         self._trained = {index: layer for index, layer in self._trained.items() if index in copied}
         return {
             layer.index: layer
-            for layer in here
+            for layer in layers
             if layer.index in states and layer_state.lies_in(states[layer.index], layer)
         }
 
     def let_go(self) -> None:
-        """Training goes on: what has not become a copy by now never will."""
+        """Frees the layers of the last generation that have not become copies: training goes on, and none will."""
         self._trained = {}
 
     def follow(self, index: int, state: LayerState) -> layer_state.Follower:
@@ -73,7 +73,7 @@ class LayerCopies:
     def apply(
         self, due: Sequence[tuple[layer_state.Follower, Mapping[str, Tensor], int, float]]
     ) -> Callable[[], None] | None:
-        """As `Work.apply_to_copies`."""
+        """See `Work.apply_to_copies`."""
         # a user's optimizer might not bear a thread of its own, and a GPU works beside this process anyway
         if self._device.type != "cpu" or ":" in self._options.recipe.optimizer:
             layer_state.apply_together(due)

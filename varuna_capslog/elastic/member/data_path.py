@@ -32,13 +32,13 @@ _LOOK_SECONDS = 0.005
 
 
 class DataPath:
-    """Called by the member's one thread.
+    """The data path of one member. Called by its one thread.
 
     Args:
         rendezvous: a store client of the caller's own, where the members of a group meet.
         timeouts: `peer`: longest wait for the others, and then for any message of theirs; `gather`: longest wait of a
             planned change for a data path that is being opened ahead.
-        knows: what this member tells the others of a group as soon as it is open; called in another thread.
+        knows: gives the value that this member sends to the others once a group is open; called in another thread.
         begin_pairs: begins to open groups of two members; see `Work`.
     """
 
@@ -59,7 +59,7 @@ class DataPath:
         self._meet_until = 0.0
 
     def begin(self, generation: int, members: Sequence[Member], pairs: Pairs = ()) -> None:
-        """Begins to open the group of these members, by rank; nothing where that was begun, or it is not for us.
+        """Begins to open the group of these members, by rank, unless it was begun or this member is not among them.
 
         Args:
             pairs: of ranks, whose groups are opened as well, where these are known already.
@@ -87,12 +87,12 @@ class DataPath:
         OwnedThread(f"connect-{generation}", open_it, future.set_exception).start()
 
     def meet(self, generation: int, members: Sequence[Member], pairs: Pairs) -> None:
-        """As `begin`, for a planned change that waits for it; see `has_met`."""
+        """Begins as `begin` does, for a planned change that waits for the group; see `has_met`."""
         self._meet_until = time.monotonic() + self._timeouts.gather
         self.begin(generation, members, pairs)
 
     def has_met(self, record: Generation, changes: Iterable[Change], dead: set[Member]) -> bool:
-        """Whether the data path of the generation that these changes lead to is open, so that no member waits for it.
+        """True where the data path of the generation after these changes is open, so that no member waits for it.
 
         A joining member that does not come delays a change only until the limit.
         """
@@ -129,7 +129,7 @@ class DataPath:
         return group
 
     def leave(self, planned: bool) -> None:
-        """The present generation is answered no more.
+        """Leaves the data path of the present generation, which is answered no more.
 
         Args:
             planned: all members have voted for it, so none waits, and none is to be disturbed: the communicator ends
@@ -155,13 +155,13 @@ class DataPath:
                 communicator.abort()
 
     def _drop(self, generation: int | None = None) -> None:
-        """Throws away what was opened for generations before this one; all, where none is given."""
+        """Throws away groups that were opened for generations before this one; all, where none is given."""
         for key in [key for key in self._opening if generation is None or key[0] < generation]:
             self._opening.pop(key).add_done_callback(_throw_away)
 
 
 def _name(generation: int, members: Iterable[Member]) -> str:
-    """Another set of members is another group."""
+    """The name of a group, another one for another set of members."""
     return f"{generation}-{hashlib.blake2b(' '.join(members).encode(), digest_size=6).hexdigest()}"
 
 

@@ -1,4 +1,4 @@
-"""Carries out what the protocol answers: store, messages, states on the move, data paths, steps."""
+"""Executes the effects of the protocol: store, messages, states on the move, data paths, steps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OPENINGS = 5
 
 
 class Effects:
-    """What one member does because of the protocol. Called by its one thread."""
+    """Executor of the protocol's effects for one member. Called by its one thread."""
 
     def __init__(self, parts: Parts, store: MembershipStore, training: Training, loop: Runtime) -> None:
         self._parts, self._store, self._training, self._loop = parts, store, training, loop
@@ -45,10 +45,10 @@ class Effects:
         self._not_opened = 0
 
     def carry_out(self, effect: m.Effect) -> Iterable[m.ProtocolEvent]:
-        """One effect, in the order in which the protocol gives them. Returns what follows from it at once.
+        """Executes an effect, in the order in which the protocol gives them. Returns the events that follow at once.
 
         Raises:
-            StepRefused: a step was voted down; what this member held is on disk.
+            StepRefused: a step was voted down; the states that this member held are on disk.
             CapslogError: the store is lost at a change (all is on disk), or the work failed.
         """
         work, probe, state = self._parts.work, self._parts.probe, self._loop.state
@@ -121,15 +121,15 @@ class Effects:
 
     def _with_plan(self, record: Generation) -> Generation:
         """The record with the plan that is proposed for its members; without one where a member's device is not known
-        here yet. After a loss it may be a small motion's, which keeps the copies that there are.
+        here yet. After a loss it may be the plan of a small motion, which keeps the existing copies.
         """
         seats = [self._parts.seats.get(member) for member in record.members]
-        known = [seat for seat in seats if seat is not None]
-        if not known or len(known) < len(seats):
+        known_seats = [seat for seat in seats if seat is not None]
+        if not known_seats or len(known_seats) < len(seats):
             return record
         began = time.perf_counter()
-        plan = self._parts.proposals.of(known)
-        weighed = self._weighed(record, known, plan)
+        plan = self._parts.proposals.of(known_seats)
+        weighed = self._weighed(record, known_seats, plan)
         self._parts.report.proposal_seconds = time.perf_counter() - began
         if weighed is not None:
             plan, copies = weighed.plan or plan, weighed.copies
@@ -137,7 +137,9 @@ class Effects:
         return record if plan is None else dataclasses.replace(record, plan=plan)
 
     def _weighed(self, record: Generation, seats: Sequence[Seat], plan: Plan | None) -> Weighed | None:
-        """How those go on that are left of a generation that trained, where members were lost and nothing else is."""
+        """The choice for the remaining members of a generation that trained, where members were lost and nothing else
+        has changed.
+        """
         state, parts = self._loop.state, self._parts
         before, members = state.roles.layout, state.record.members
         if before is None or not follows_a_loss(state, record):
@@ -149,7 +151,7 @@ class Effects:
     # -- the first round ----------------------------------------------------------------------------------------------
 
     def _bring(self, effect: m.Cast) -> Iterable[m.ProtocolEvent]:
-        """Tells all participants what this member brings, and hears it itself; the protocol collects the values."""
+        """Sends this member's contribution to all participants and to itself; the protocol collects the values."""
         assert isinstance(effect.value, m.Contribution)
         value = dataclasses.replace(effect.value, proofs=self._proofs())
         text = encode(value).decode()
@@ -159,24 +161,24 @@ class Effects:
         return (m.Heard(effect.generation, 0, self._parts.me, value),)
 
     def _proofs(self) -> frozenset[m.Proof]:
-        """Of the layers that moved ahead, as their owner or as holder of the copy. An owner proves both of its
+        """Proofs of the layers that moved ahead, as their owner or as holder of the copy. An owner proves both of its
         boundaries: the one at which the copy is in memory is among them.
         """
         state, holdings = self._loop.state, self._parts.holdings
-        own = state.roles.own & self._training.sent_ahead
+        moved = state.roles.own & self._training.sent_ahead
         proofs = {
             m.Proof(layer, stamp, True, digest(holdings.at(layer, stamp)).hex())
             for layer, stamp in state.held
-            if layer in own
+            if layer in moved
         }
         for layer in state.roles.shadows:
-            found = holdings.copied(layer, state.held)
-            if found is not None and (layer, found[0]) in state.held:
-                proofs.add(m.Proof(layer, found[0], False, digest(found[1]).hex()))
+            copied = holdings.copied(layer, state.held)
+            if copied is not None and (layer, copied[0]) in state.held:
+                proofs.add(m.Proof(layer, copied[0], False, digest(copied[1]).hex()))
         return frozenset(proofs)
 
     def _gathered(self, effect: m.Decided) -> None:
-        """The first round is complete, and all participants decide the same."""
+        """Takes the result of the first round, which is complete; all participants decide the same."""
         self._parts.probe("gathered")
         self._decided = effect
         # all are here, if they were not before
@@ -205,7 +207,7 @@ class Effects:
     # -- from one generation to the next ------------------------------------------------------------------------------
 
     def _abort(self, generation: int) -> None:
-        """This member answers the generation never again; its states go to the shelf."""
+        """Ends this member's part in the generation; its states go to the shelf."""
         self._parts.probe("abort")
         self._training.abort()
         self._parts.holdings.shelve(self._loop.state.held)
@@ -223,13 +225,13 @@ class Effects:
         if group is None:
             return broken
         communicator, told = group
-        own = {layer: parts.holdings.at(layer, effect.base) for layer in sorted(self._loop.state.roles.own)}
+        states = {layer: parts.holdings.at(layer, effect.base) for layer in sorted(self._loop.state.roles.own)}
         parts.report.opened(record.members, self._loop.roster.dead, decided.moved_bytes)
         opening = Opening(
             record.number, effect.base, effect.layout, record.members, parts.report.why, decided.moved_bytes, told
         )
         try:
-            parts.work.open(opening, communicator, own)
+            parts.work.open(opening, communicator, states)
         except NotOpened as error:
             self._not_opened += 1
             if self._not_opened >= _OPENINGS:
@@ -243,8 +245,8 @@ class Effects:
         self._not_opened = 0
         parts.holdings.open(self._loop.state.roles.own, self._loop.state.roles.copies, effect.base)
         self._send_copies(effect, decided.values)
-        known = [parts.seats[member] for member in record.members if member in parts.seats]
-        parts.proposals.look_ahead(record, known)
+        seats = [parts.seats[member] for member in record.members if member in parts.seats]
+        parts.proposals.look_ahead(record, seats)
         parts.report.before = record.members
         parts.probe("installed")
         if record.copies is not None and parts.me == record.members[0]:  # the first vote asks for new cuts already

@@ -1,8 +1,8 @@
-"""What the members of a run that stops between two checkpoints leave on disk, and how the next run goes on from it.
+"""The states that members leave on disk when a run stops between two checkpoints, and their use by the next run.
 
 Every member writes the layers that it holds, at each boundary at which it holds them, into the run's `held/`: one
-folder per boundary, one file per layer, and the newest record of the membership. The next run looks there first: the
-newest boundary on the run's past of which every layer is there is taken, the rest is removed. Our engine makes a
+folder per boundary, one file per layer, and the newest record of the membership. The next run looks there first: it
+takes the newest boundary of the run's past for which every layer is there, and removes the rest. Our engine makes a
 checkpoint of it (`write_held`, `recover`); the Varuna plugin keeps its own files (`write_boundaries`, `take_newest`).
 """
 
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 _REMEDY = "remove the folder held/, and the run goes on from its last checkpoint"
 
 HeldStates = Mapping[tuple[int, Stamp], LayerState]
-"""What a member holds: the state of a layer, by its index and the boundary."""
+"""The states that a member holds, by layer and boundary."""
 
 
 def write_boundaries(
@@ -41,11 +41,11 @@ def write_boundaries(
     about: Mapping[str, Any],
     write: Callable[[Path, int, LayerState], None],
 ) -> None:
-    """Writes what a member holds. Several members may write the same state: equal stamps are equal states.
+    """Writes the states that a member holds. Several members may write the same one: equal stamps are equal states.
 
     Args:
         record: the member's newest; it says which boundaries lie on the run's past.
-        about: what the next run must know besides, as JSON.
+        about: further data for the next run, as JSON.
         write: puts one layer into the folder of its boundary, unless it is there. Raises OSError.
 
     Raises:
@@ -67,10 +67,10 @@ def take_newest(run_dir: Path, after: int, take: Callable[[Path, int, Mapping[st
 
     Args:
         after: the step; boundaries up to it are of no use.
-        take: called with a boundary's folder, its step and what was written `about` the run, the newest first; moves
-            the folder away and gives its new place, or None where a layer is missing.
+        take: called with a boundary's folder, its step and the data written `about` the run, the newest first; moves
+            the folder away and returns its new place, or None where a layer is missing.
     """
-    folder, found = run_dir / "held", None
+    folder, taken = run_dir / "held", None
     files.refuse_link(folder)
     records = sorted(folder.glob("record-*.json"))
     if records:
@@ -80,15 +80,15 @@ def take_newest(run_dir: Path, after: int, take: Callable[[Path, int, Mapping[st
             if stamp is None or place.is_symlink() or not place.is_dir():
                 continue  # nothing that a member wrote
             if stamp.step > after and record.continues(stamp):
-                found = take(place, stamp.step, about)
-                if found is not None:
+                taken = take(place, stamp.step, about)
+                if taken is not None:
                     break
     shutil.rmtree(folder, ignore_errors=True)
-    return found
+    return taken
 
 
 def _read_record(path: Path) -> tuple[Generation, dict[str, Any]]:
-    """The newest record of the membership, and what lies beside it in its file."""
+    """The newest record of the membership, and the other data of its file."""
     about = files.read_json(path)
     try:
         return Generation.from_json(fields.mapping(about, "what it holds").get("record"), "record"), about
@@ -99,7 +99,7 @@ def _read_record(path: Path) -> tuple[Generation, dict[str, Any]]:
 def write_held(
     run_dir: Path, chain: Chain, held: HeldStates, record: Generation, generation: int, extra: Mapping[str, Any]
 ) -> None:
-    """Writes what a member of our engine holds, as files of a checkpoint; see `write_boundaries`.
+    """Writes the states that a member of our engine holds, as files of a checkpoint; see `write_boundaries`.
 
     Args:
         generation: as files number it.
@@ -118,12 +118,13 @@ def write_held(
 
 
 def recover(run_dir: Path) -> Path | None:
-    """Makes a checkpoint of what an earlier run left in `held/`, if that is newer than its last one; removes the rest.
+    """Makes a checkpoint of the states in `held/` of an earlier run, if they are newer than its last one; removes the
+    rest.
 
-    Called by one process before a run starts, be it one whose members may change or not.
+    Called by one process before any run starts, elastic or not.
 
     Returns:
-        The checkpoint's folder; None where nothing is to be had.
+        The checkpoint's folder; None where none was made.
     """
     checkpoints = run_dir / "checkpoints"
 
@@ -151,7 +152,7 @@ def recover(run_dir: Path) -> Path | None:
 
 
 def _entry(place: Path, file: str) -> dict[str, Any]:
-    """Of a layer's file in a manifest, as `write_held` wrote it."""
+    """The manifest's entry of a layer's file, as `write_held` wrote it."""
     return {**fields.mapping(files.read_json(place / f"{file}.json"), file), "file": file}
 
 

@@ -1,4 +1,4 @@
-"""What one member has in memory of the training state: its own layers, earlier boundaries, copies that follow.
+"""The training state that one member has in memory: its own layers, earlier boundaries, copies that follow.
 
 The protocol says by layer and stamp what must be held. Own layers are live in the work, and the boundary before is kept
 aside. A copy lies in a follower that makes each step late: with the step's update it is two boundaries at once, also
@@ -22,7 +22,7 @@ __all__ = ["Copy", "Holdings"]
 
 
 class Due(NamedTuple):
-    """A step that a follower has all for and has not made: until then it stands at the boundary before."""
+    """A step that a follower could make and has not made: until then it stands at the boundary before."""
 
     before: Stamp
     update: Mapping[str, Tensor]
@@ -55,8 +55,8 @@ class Holdings:
     Attributes:
         live: the boundary of the own layers while a generation trains; None between two generations.
         copies: by layer.
-        updates: what the copy of a layer needs to make a step, by both, until it is used.
-        scales: what the update of a step multiplies its gradients with, once it was voted on; 0: it is skipped.
+        updates: the update with which the copy of a layer makes a step, by layer and step, until it is used.
+        scales: factor of the gradients in the update of a step, once it was voted on; 0: it is skipped.
     """
 
     def __init__(self, work: Work) -> None:
@@ -77,9 +77,9 @@ class Holdings:
 
     def at(self, layer: int, stamp: Stamp) -> LayerState:
         """A held state, as it lies here. Raises KeyError where there is none: the protocol says there is."""
-        found = self._kept.get((layer, stamp))
-        if found is not None:
-            return found
+        kept = self._kept.get((layer, stamp))
+        if kept is not None:
+            return kept
         if self.live == stamp and layer in self._own:
             return self._work.state(layer, copy=False)
         for copy in (self.copies.get(layer), self._shelf.get(layer)):
@@ -100,24 +100,24 @@ class Holdings:
         return copy.stands_at, self._state_of(copy)
 
     def everything(self, held: Held) -> dict[tuple[int, Stamp], LayerState]:
-        """All that the protocol holds."""
-        found = {}
+        """All states that the protocol holds."""
+        states = {}
         self._held = held
-        # the newest first: a copy that makes its step keeps what it was before, if that is held, too
+        # the newest first: a copy that makes its step keeps the state before it, if that is held, too
         for layer, stamp in sorted(held, key=lambda entry: entry[1], reverse=True):
             with contextlib.suppress(KeyError):  # a state that is missing must not keep the others from being written
-                found[(layer, stamp)] = self.at(layer, stamp)
-        return found
+                states[(layer, stamp)] = self.at(layer, stamp)
+        return states
 
     # -- coming and going ----------------------------------------------------------------------------------------------
 
     def take(self, layer: int, stamp: Stamp, state: LayerState) -> None:
-        """A state that was received or loaded; it stays until the protocol has heard of it."""
+        """Takes a state that was received or loaded; it stays until the protocol has heard of it."""
         self._kept[(layer, stamp)] = state
         self._arriving.add((layer, stamp))
 
     def forget(self, held: Held) -> None:
-        """Frees what the protocol holds no more; what is on its way into its hands stays."""
+        """Frees the states that the protocol holds no more; those that it has not heard of yet stay."""
         self._held = held
         self._arriving -= held
         for entry in [entry for entry in self._kept if entry not in held and entry not in self._arriving]:
@@ -128,7 +128,7 @@ class Holdings:
             del self._shelf[layer]
 
     def adopt(self) -> None:
-        """A newer generation: what was under way in the older one will not come."""
+        """Drops the messages under way in the older generation, which will not come: there is a newer one."""
         self.updates.clear()
         self.scales.clear()
         self._arriving.clear()
@@ -136,11 +136,11 @@ class Holdings:
     # -- from one generation to the next -------------------------------------------------------------------------------
 
     def shelve(self, held: Held) -> None:
-        """The generation has ended here: live layers and copies are put aside, copies as they are in memory."""
+        """Puts live layers and copies aside, copies as they are in memory; the generation has ended here."""
         if self.live is None:
             return
         for layer, state in self._work.shelve().items():
-            # a step that broke off on its way may have changed the layer: what was kept before it counts
+            # a step that broke off on its way may have changed the layer: the state kept before it counts
             self._kept.setdefault((layer, self.live), state)
         self._held = held
         for layer, copy in self.copies.items():
@@ -151,12 +151,12 @@ class Holdings:
         self._own, self.live = frozenset(), None
         self._spare = {}
 
-    def open(self, own: Collection[int], copies: Iterable[int], base: Stamp) -> None:
-        """The work has its layers; copies that are here are taken up again. The shelf keeps the others while any
-        boundary of theirs is held.
+    def open(self, layers: Collection[int], copies: Iterable[int], base: Stamp) -> None:
+        """Begins a generation: the work has its layers, and copies that are here are taken up again. The shelf keeps
+        the others while any boundary of theirs is held.
         """
-        self.live, self._own = base, frozenset(own)
-        for layer in own:
+        self.live, self._own = base, frozenset(layers)
+        for layer in layers:
             self._kept.pop((layer, base), None)
             if layer in self._shelf and base in self._shelf[layer].stamps:
                 del self._shelf[layer]
@@ -170,7 +170,7 @@ class Holdings:
                 self.follow(layer, base, state)
 
     def _unshelve(self, layer: int) -> None:
-        """A newer copy takes its place: what is held of the older one is kept without it."""
+        """Replaces a shelved copy by a newer one: the held states of the older one are kept without it."""
         copy = self._shelf.pop(layer)
         for stamp in sorted(copy.stamps, reverse=True):
             if (layer, stamp) in self._held and (layer, stamp) not in self._kept:
@@ -206,7 +206,7 @@ class Holdings:
         self._kept |= kept
 
     def advance(self, held: Held, generation: int) -> None:
-        """Every copy can give the boundaries of the applied steps whose updates are here."""
+        """Advances the copies: each can give the boundaries of the applied steps whose updates are here."""
         self._held = held
         while following := [(layer, copy) for layer, copy in self.copies.items() if self._can_follow(layer, copy)]:
             self._make_due(*following)
@@ -216,7 +216,7 @@ class Holdings:
                 copy.stamp = Stamp(step, generation)
 
     def _can_follow(self, layer: int, copy: Copy) -> bool:
-        """Whether its next step was applied and all that it needs for it is here."""
+        """True where its next step was applied and the update for it is here."""
         step = copy.stamp.step + 1
         return (
             self.live is not None and step <= self.live.step and step in self.scales and (layer, step) in self.updates
@@ -225,19 +225,19 @@ class Holdings:
     def _make_due(self, *copies: tuple[int, Copy]) -> None:
         """Makes the steps that are due, if some are; it may go on beside the training."""
         self._settle()
-        found: list[tuple[Followed, Mapping[str, Tensor], int, float]] = []
+        steps: list[tuple[Followed, Mapping[str, Tensor], int, float]] = []
         for layer, copy in copies:
             due, copy.due = copy.due, None
             if due is None:
                 continue
             if (layer, due.before) in self._held:
                 self._kept[(layer, due.before)] = copy.followed.state(copy=True)
-            found.append((copy.followed, due.update, due.step, due.scale))
-        if found:
-            self._stepping = self._work.apply_to_copies(found)
+            steps.append((copy.followed, due.update, due.step, due.scale))
+        if steps:
+            self._stepping = self._work.apply_to_copies(steps)
 
     def _state_of(self, copy: Copy) -> LayerState:
-        """As it is in memory."""
+        """The state of a copy as it is in memory."""
         self._settle()
         return copy.followed.state(copy=False)
 

@@ -1,7 +1,7 @@
-"""What one member hears, from whatever thread, in one inbox: messages, the store's log, ends of connections.
+"""The inbox of one member: messages, entries of the store's log and ends of connections, from all threads.
 
-The threads behind it only listen. They do two things besides, which cannot wait for the member's own thread: they break
-off a collective that can no longer end, and they answer for a member that is busy with work of its own.
+The threads behind it only listen, but for two things that cannot wait for the member's own thread: they break off a
+collective that can no longer end, and they answer for a member that is busy with work of its own.
 """
 
 from __future__ import annotations
@@ -60,27 +60,30 @@ class Inbox:
     # -- for the member's own thread -----------------------------------------------------------------------------------
 
     def engage(self, generation: int, members: frozenset[Member]) -> None:
-        """From now on the loss of one of these breaks off what is under way in this generation."""
+        """Makes the loss of one of these members break off the collective under way in this generation."""
         with self._lock:
             self._generation, self._engaged = generation, members - {self._me}
 
     def guard(self, communicator: Communicator | None) -> None:
-        """The communicator that is to be broken off; None: there is none."""
+        """Sets the communicator that a loss breaks off; None: there is none."""
         with self._lock:
             self._communicator = communicator
 
     def is_engaged(self, member: Member) -> bool:
-        """Whether the generation waits for this member."""
+        """True where the generation waits for this member."""
         return member in self._engaged
 
     def disturbed(self) -> bool:
-        """Whether a member is lost for which the generation waits, or there is a newer one."""
+        """True where a member is lost for which the generation waits, or where there is a newer generation."""
         with self._lock:
             return bool(self._engaged & (self._unreachable | self._dead)) or self._newest > self._generation
 
     @contextlib.contextmanager
     def busy(self, seconds: float) -> Iterator[None]:
-        """For work of this member alone, during which it hears nothing: so long it is answered for."""
+        """Context around work of this member alone, during which it hears nothing; threads answer for it meanwhile.
+
+        seconds: longest time that they do so.
+        """
         self._busy_until = time.monotonic() + seconds
         try:
             yield
@@ -88,7 +91,7 @@ class Inbox:
             self._busy_until = 0.0
 
     def close(self, flush_seconds: float) -> None:
-        """Ends all connections after what is queued was sent, and hears no more."""
+        """Ends all connections after queued messages were sent, and hears no more."""
         self._closed = True
         self._unfollow()
         self.peers.close(flush_seconds)
@@ -96,11 +99,11 @@ class Inbox:
     # -- threads -------------------------------------------------------------------------------------------------------
 
     def _find(self, member: Member) -> str | None:
-        # It may still be loading: whether it will ever come is for those to say who watch its process.
+        # It may still be loading: its supervisor, which watches its process, says whether it will ever come.
         while not self._closed and member not in self._dead:
-            found = self._store.get(f"address/{member}", wait_seconds=_FIND_SECONDS)
-            if found is not None:
-                return found
+            address = self._store.get(f"address/{member}", wait_seconds=_FIND_SECONDS)
+            if address is not None:
+                return address
         return None
 
     def _got(self, message: PeerMessage) -> None:
@@ -138,14 +141,14 @@ class Inbox:
             self._break_off(entry.member)
         elif isinstance(entry, BrokenEntry) and entry.generation == self._generation:
             self._break_off(entry.member)
-            # once: its own word, and each one that answers it, comes back by the log
+            # once: this entry, and each answer to it, comes back by the log
             if time.monotonic() < self._busy_until and self._answered < self._generation:
                 self._answered = self._generation
                 with contextlib.suppress(StoreGone):
                     self._store.append(replace(entry, member=self._me).to_json())
 
     def _break_off(self, member: Member) -> None:
-        """Whatever waits for a lost peer ends now."""
+        """Ends all waits for a lost peer."""
         with self._lock:
             communicator = self._communicator if member in self._engaged else None
         if communicator is not None:

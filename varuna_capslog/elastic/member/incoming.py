@@ -1,7 +1,7 @@
-"""Messages of the other members, kept until this member is where it can take them.
+"""Messages of the other members, kept until this member's state lets it take them.
 
-Messages of older generations are dropped, those of newer ones wait. What a message means becomes an event of the
-protocol, or a state in the holdings.
+Messages of older generations are dropped, those of newer ones wait. A message becomes an event of the protocol, or a
+state in the holdings.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class Incoming:
         self._mail: list[PeerMessage] = []
 
     def add(self, message: PeerMessage) -> None:
-        """A message has arrived."""
+        """Adds a message that has arrived."""
         self._mail.append(message)
 
     def sort(self, state: State) -> list[m.ProtocolEvent]:
-        """Takes what can be taken in this state; returns what the protocol is to be told of it, in order."""
+        """Takes the messages that can be taken in this state; returns the events for the protocol, in order."""
         events: list[m.ProtocolEvent] = []
         self._mail = [message for message in self._mail if not self._take(message, state, events)]
         return events
 
     def _take(self, message: PeerMessage, state: State, events: list[m.ProtocolEvent]) -> bool:
-        """Whether a message is done with; False keeps it for later."""
+        """Takes a message if the state allows it; returns True once it is done with, False to keep it for later."""
         generation, number, phase = int(message.header["generation"]), state.record.number, state.phase
         if generation < number:
             return True
@@ -84,7 +84,7 @@ class Incoming:
         return True
 
     def _update(self, header: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
-        """What copies of layers need to make a step."""
+        """Keeps the updates with which copies of layers make a step."""
         updates: dict[int, LayerState] = {layer: {} for layer in header["layers"]}  # type: ignore[attr-defined]
         for address, tensor in tensors.items():
             index, _, name = address.partition("/")
@@ -93,7 +93,7 @@ class Incoming:
             self._parts.holdings.updates[(layer, int(header["step"]))] = update  # type: ignore[call-overload]
 
     def _state(self, message: PeerMessage, state: State, events: list[m.ProtocolEvent]) -> None:
-        """A layer: one that this member will train ("layer"), or a copy for it to follow."""
+        """Takes a layer's state: of a layer that this member will train ("layer"), or of a copy for it to follow."""
         parts, generation, layer = self._parts, state.record.number, int(message.header["layer"])
         arrived, stamp = dict(message.tensors), Stamp(*message.header["stamp"])
         if message.kind == "layer" and (layer not in state.roles.missing or stamp != state.at):
@@ -118,7 +118,7 @@ def encode(value: m.Value) -> bytes:
 
 
 def decode(text: bytes) -> m.Value:
-    """The value that `encode` made this of."""
+    """The value from which `encode` made this text."""
     if not text:
         return m.Vote()
     data = json.loads(text)

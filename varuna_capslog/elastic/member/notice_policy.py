@@ -1,6 +1,6 @@
-"""What a notice asks for, from its kind, the clock and what is left to move.
+"""Turns a notice into a request to the protocol, by its kind, the clock and the bytes that are left to move.
 
-- A hint asks for shadow copies: what would move is copied ahead, and no member leaves.
+- A hint asks for shadow copies: layers that would move are copied ahead, and no member leaves.
 - A notice to leave asks for a planned change: prepared, then made at a step boundary.
 - A notice to leave now asks for the change at the next boundary, whatever is prepared.
 - Where the move cannot be finished in time, layers that no other member holds are written to a checkpoint first.
@@ -25,7 +25,7 @@ from varuna_capslog.membership.state import State
 __all__ = ["NoticePolicy"]
 
 CHANGE_SECONDS = 1.0
-"""What a change is taken to last besides: two steps come on top."""
+"""Assumed duration of a change besides the move of layers; two steps come on top."""
 
 
 class NoticePolicy:
@@ -47,7 +47,7 @@ class NoticePolicy:
         return self._event(notice, member, state)
 
     def watch(self, state: State) -> m.ProtocolEvent | None:
-        """Looked at before every step: what follows when this member's deadline has come too close to prepare."""
+        """The event to raise where this member's deadline has come too close to prepare. Called before every step."""
         notice, number = self._mine, state.record.number
         if (
             notice is None
@@ -72,22 +72,24 @@ class NoticePolicy:
         return m.Wished(("leave", member), urgent=late or notice.kind is Kind.NOW, save=alone)
 
     def _is_late(self, notice: Notice, member: Member, state: State) -> bool:
-        """Whether the deadline comes before the member's layers can have moved."""
+        """True where the deadline comes before the member's layers can have moved."""
         if notice.kind is Kind.HINT or notice.deadline is None:
             return False
         return notice.deadline.remaining(time.monotonic()) < self._move_seconds(member, state)
 
     def _move_seconds(self, member: Member, state: State) -> float:
-        """How long it takes until no other member needs this one any more, as far as can be told."""
-        left = sum(size for layer, size in self._moves(member, state).items() if not self._training.is_sent(layer))
-        return left / LINK + 2 * self._training.usual_seconds + CHANGE_SECONDS
+        """Estimated seconds until no other member needs this one any more."""
+        remaining_bytes = sum(
+            size for layer, size in self._moves(member, state).items() if not self._training.is_sent(layer)
+        )
+        return remaining_bytes / LINK + 2 * self._training.usual_seconds + CHANGE_SECONDS
 
     def _moves(self, member: Member, state: State) -> Mapping[int, int]:
         """Layer -> bytes that the member has to send when it leaves."""
         sizes, seats, proposals = self._parts.work.layer_bytes, self._parts.seats, self._parts.proposals
         # a vote may tell of a joining member before it has asked
-        known = {change for change in state.wishes.changes if change[1] in seats}
-        changes = frozenset(known | {("leave", member)})
+        known_changes = {change for change in state.wishes.changes if change[1] in seats}
+        changes = frozenset(known_changes | {("leave", member)})
         if state.roles.layout is None or member not in state.record.members:
             return {}
         key = (changes, member, state.record.number, len(proposals.known))

@@ -1,4 +1,4 @@
-"""How long a step of each generation's plan is by its own prediction, beside that of the plan before."""
+"""The step time that each generation's plan predicts, beside that of the plan before."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Pace:
         run: the whole step; what plans leave open. device: cpu or cuda.
 
     Attributes:
-        told: what the event of the newest generation says of its plan.
+        told: entries on its plan in the event of the newest generation.
     """
 
     def __init__(self, run: RunShape, device: str) -> None:
@@ -31,7 +31,7 @@ class Pace:
         self.told = self._of(plan)
 
     def _of(self, plan: Plan) -> dict[str, Any]:
-        """Nothing where the plan does not know its step.
+        """The entries on a plan; none where it does not predict its step.
 
         Returns:
             "planned_step_seconds"; "planned_step_ratio", to the plan before, where that is known;
@@ -42,7 +42,7 @@ class Pace:
         if not seconds:
             return {}
         ratio = {"planned_step_ratio": seconds / before} if before else {}
-        found = treatments(plan, self._run, self._device)
-        again = sum(end - first for stage in found for first, end in stage.recomputed)
-        away = sum(end - first for stage in found for first, end in (*stage.offloaded, *stage.inputs_offloaded))
+        stages = treatments(plan, self._run, self._device)
+        again = sum(end - first for stage in stages for first, end in stage.recomputed)
+        away = sum(end - first for stage in stages for first, end in (*stage.offloaded, *stage.inputs_offloaded))
         return {"planned_step_seconds": seconds, **ratio, "recomputed_layers": again, "offloaded_layers": away}

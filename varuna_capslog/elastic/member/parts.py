@@ -1,6 +1,7 @@
-"""What the parts of one member have in common; `Runtime` makes it once and hands it down.
+"""The objects that the modules of one member share; `Runtime` makes them once and hands them down.
 
-A part of it is the report of a change of generation, told once its first step is done: who left and came, what it cost.
+One of them is the report of a change of generation, given once its first step is done: members that left and came, and
+the costs of the change.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ __all__ = ["ChangeReport", "Parts", "reasons"]
 
 @dataclass
 class ChangeReport:
-    """From the last step before a change to the first one after it; times are of `time.monotonic`.
+    """Report of a change, from the last step before it to the first one after it; times are of `time.monotonic`.
 
     Attributes:
         before: members of the last generation that trained.
-        proposal_seconds: what the search of a plan for the record took here, where this member founded the generation.
+        proposal_seconds: of the search of a plan for the record, where this member founded the generation.
         lost_step_seconds: how long the step had taken here that the change broke off.
         rebalanced: why this member wished for another plan for the same members; None: it did not.
         first_apply: when this member's first step was applied; changes: of members, that it has seen since.
@@ -52,7 +53,9 @@ class ChangeReport:
 
     @property
     def gap_seconds(self) -> float:
-        """Expected until the next change: the mean between those that this member saw, and one more before them."""
+        """Expected seconds until the next change: the mean between the changes that this member saw, with one assumed
+        before them.
+        """
         seen = 0.0 if self.first_apply is None else time.monotonic() - self.first_apply
         return (USUAL_GAP + seen) / (1 + self.changes)
 
@@ -61,24 +64,24 @@ class ChangeReport:
 
         def search(seats: Sequence[Seat], plan: Plan | None = None) -> MemberLayout | str:
             began = time.perf_counter()
-            found = place(seats, plan)
+            layout = place(seats, plan)
             self.search_seconds = time.perf_counter() - began
-            return found
+            return layout
 
         return search
 
     def decided(self) -> None:
-        """The first round is complete, and a layout was searched for: layers begin to travel."""
+        """Notes that the first round is complete and a layout was searched for: layers begin to travel."""
         self.transfer_began = time.monotonic() - self.search_seconds
 
     def opened(self, members: Sequence[Member], dead: Collection[Member], moved_bytes: int) -> None:
-        """All layers are where they belong."""
+        """Notes that all layers are at their new owners."""
         self.transfer_seconds = time.monotonic() - self.transfer_began
         self.why = reasons(members, self.before, dead, self.rebalanced)
         self.moved_bytes += moved_bytes
 
     def applied(self, now: float) -> None:
-        """A step was applied, and the change before it, if there was one, was told: another report begins."""
+        """Notes that a step was applied; if a change came before it, its report was given, and a new report begins."""
         if self.why:
             self.changes += self.last_apply is not None and self.rebalanced is None
             self.search_seconds = self.proposal_seconds = self.transfer_began = self.transfer_seconds = 0.0
@@ -87,7 +90,7 @@ class ChangeReport:
         self.first_apply = self.first_apply or now
 
     def event(self, record: Generation, step: int, step_began: float) -> tuple[str, dict[str, Any]]:
-        """The event's kind and content, told when its first step is done.
+        """The kind and content of the change's event, written when its first step is done.
 
         Args:
             step: the one that was just applied.
@@ -110,12 +113,12 @@ class ChangeReport:
 
 @dataclass(frozen=True)
 class Parts:
-    """One member's work and memory, and its ways to the others.
+    """The work and memory of one member, and its connections to the others.
 
     Attributes:
         probe: called at named points, for faults injected by tests.
         report: of the change that is under way.
-        proposals: what generations that may follow will run.
+        proposals: plans of generations that may follow.
         seats: of all that took part in the present generation's first round, and of those that asked to be let in.
     """
 
@@ -131,7 +134,7 @@ class Parts:
     seats: dict[Member, Seat] = field(default_factory=dict)
 
     def tighten(self, member: Member, capacity: int) -> None:
-        """Plans are to reckon with so many bytes of a member's device, where its device is known here."""
+        """Lets plans count on so many bytes of a member's device, where its device is known here."""
         if (seat := self.seats.get(member)) is not None:
             self.seats[member] = seat._replace(capacity=capacity)
             self.proposals.known.clear()
@@ -147,14 +150,14 @@ class Parts:
 def reasons(
     members: Collection[Member], before: Collection[Member], dead: Collection[Member], rebalanced: str | None = None
 ) -> tuple[str, ...]:
-    """Who was lost, left and joined between two generations that trained, in words; rebalanced: why there is another
-    plan where nobody was.
+    """Sentences on the members that were lost, left and joined between two generations that trained. rebalanced: the
+    reason for another plan where the members are the same.
     """
     if not before:
         return ("1 member begins" if len(members) == 1 else f"{len(members)} members begin",)
     lost = [member for member in before if member not in members and member in dead]
-    left = [member for member in before if member not in members and member not in dead]
+    departed = [member for member in before if member not in members and member not in dead]
     new = [member for member in members if member not in before]
-    found = [("lost", lost), ("left", left), ("joined", new)]
-    changes = tuple(f"{', '.join(names)} {what}" for what, names in found if names)
+    groups = [("lost", lost), ("left", departed), ("joined", new)]
+    changes = tuple(f"{', '.join(names)} {verb}" for verb, names in groups if names)
     return changes or (rebalanced or "the same members again",)

@@ -37,13 +37,13 @@ _MAX_HEADER = 64 << 20
 _CONNECT_SECONDS = 5.0
 _SMALL_BYTES = 256 << 10
 _LARGE_BYTES = 8 << 20
-"""Of messages whose time tells how fast the link is: more than what the system takes over at once."""
+"""Size of messages whose time measures the speed of the link: more than the system buffers at once."""
 _RATES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class PeerMessage:
-    """What arrived: from whom, of which kind, a JSON header and tensors on the CPU."""
+    """A message that arrived: its sender, its kind, a JSON header and tensors on the CPU."""
 
     sender: Member
     kind: str
@@ -52,10 +52,10 @@ class PeerMessage:
 
 
 class Peers:
-    """One member's end of all its connections.
+    """All connections of one member to the others.
 
     Args:
-        key: of this run's members; whoever does not know it is not heard.
+        key: of this run's members; a peer that does not know it is not heard.
         find: member -> "host:port", asked once per member, before the first message; None: it is not known.
         take: called with every message, in the thread of its connection; returns at once. The messages of one sender
             come in the order in which they were sent.
@@ -92,7 +92,7 @@ class Peers:
     def send(self, target: Member, kind: str, tensors: Mapping[str, Tensor] | None = None, **header: Any) -> None:
         """Queues a message; never blocks. Tensors must not change until the receiver is known to have them.
 
-        A target that cannot be reached is reported to `lost`, and what is queued for it is dropped.
+        A target that cannot be reached is reported to `lost`, and messages queued for it are dropped.
         """
         if self._closed:
             return
@@ -108,12 +108,12 @@ class Peers:
         return max(self._rates, default=None)
 
     def sent(self, size: int, seconds: float) -> None:
-        """A message of so many bytes was handed to the system in so many seconds."""
+        """Notes that a message of so many bytes was handed to the system in so many seconds."""
         if size >= _LARGE_BYTES and seconds > 0:
             self._rates.append(size / seconds)
 
     def keep(self, members: Collection[Member]) -> None:
-        """Closes the connections to all others, each after what is queued for it was sent."""
+        """Closes the connections to all other members, each after its queued messages were sent."""
         with self._lock:
             others = [member for member in self._outgoing if member not in members]
             ended = [self._outgoing.pop(member) for member in others]
@@ -121,7 +121,7 @@ class Peers:
             outgoing.queue.put(None)
 
     def close(self, flush_seconds: float) -> None:
-        """Ends all connections, each after what is queued was handed to the system; waits at most so long for each."""
+        """Ends all connections, each after its queue was handed to the system; waits at most so long for each."""
         self._closed = True
         self._door.close()
         with self._lock:
@@ -161,7 +161,7 @@ class Peers:
                 self._take(PeerMessage(sender, header.pop("kind"), header, tensors))
         except (OSError, EOFError):
             pass
-        except Exception as error:  # what it sent is no message, as from another version: it counts as lost
+        except Exception as error:  # an unreadable message, as from another version: the sender counts as lost
             _log.warning("a message of %s cannot be read: %s: %s", sender, type(error).__name__, error)
         finally:
             with self._lock:
@@ -171,10 +171,10 @@ class Peers:
                 self._lost(sender)
 
     def _dial(self, target: Member) -> Connection:
-        found = self._find(target)
-        if found is None:
+        address = self._find(target)
+        if address is None:
             raise OSError(f"the address of {target} is not known")
-        host, _, port = found.rpartition(":")
+        host, _, port = address.rpartition(":")
         connection = dial(host, int(port), self._key, _CONNECT_SECONDS)
         _write(connection, {"sender": self.me}, {})
         return connection
@@ -196,10 +196,10 @@ class _Outgoing:
         try:
             self._connection = peers._dial(target)
             while not self.stopped:
-                item = self.queue.get()
-                if item is None:
+                message = self.queue.get()
+                if message is None:
                     return
-                kind, tensors, header = item
+                kind, tensors, header = message
                 began = time.monotonic()
                 _write(self._connection, {"kind": kind, **header}, tensors)
                 peers.sent(sum(tensor.nbytes for tensor in tensors.values()), time.monotonic() - began)
@@ -212,7 +212,7 @@ class _Outgoing:
                 self._connection.close()
 
     def stop(self, seconds: float) -> None:
-        """Ends the thread; what it has not sent after so many seconds is dropped."""
+        """Ends the thread; messages that it has not sent after so many seconds are dropped."""
         self._thread.join(seconds)
         self.stopped = True
         if self._connection is not None:
@@ -249,8 +249,8 @@ def _read_header(connection: Connection) -> dict[str, Any]:
 
 
 def _read_tensors(connection: Connection, listed: list[Any]) -> dict[str, Tensor]:
-    """Tensors of one type that follow each other lie in one piece of memory."""
-    found = {}
+    """Reads tensors; consecutive ones of one type lie in one piece of memory."""
+    tensors = {}
     for dtype, row in itertools.groupby(listed, lambda entry: entry[1]):
         kind = getattr(torch, dtype)
         if not isinstance(kind, torch.dtype):
@@ -261,5 +261,5 @@ def _read_tensors(connection: Connection, listed: list[Any]) -> dict[str, Tensor
         if memory.numel():
             connection.read_into(memoryview(memory.view(torch.uint8).numpy().data))
         for (name, _, shape), tensor in zip(rows, memory.split(sizes), strict=True):
-            found[name] = tensor if len(shape) == 1 else tensor.view(shape)
-    return found
+            tensors[name] = tensor if len(shape) == 1 else tensor.view(shape)
+    return tensors

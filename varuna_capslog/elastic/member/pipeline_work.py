@@ -67,7 +67,7 @@ class PipelineRun:
 
     Attributes:
         plan: the run's first plan; it is taken whenever as many devices take part as it was made for.
-        profile: what the planner goes by afterwards; None: parameters' bytes.
+        profile: costs for the planner afterwards; None: it plans by parameters' bytes.
     """
 
     config: Config
@@ -86,9 +86,9 @@ class PipelineRun:
         return Layout.pipelines(alike[0], plan.num_layers, None, alike[1], self.config.num_blocks)
 
     def write_plan(self, number: int, plan: Plan) -> None:
-        """Writes `plan-<number>.json` of a generation that trains; what is there stays.
+        """Writes `plan-<number>.json` of a generation that trains; an existing file stays.
 
-        Of equal pipelines the file holds one, in the short form, with what it is predicted to take.
+        Of equal pipelines the file holds one, in the short form, with its predicted costs.
         """
         path = plan_path(self.config.run_dir, number)
         if not path.exists():
@@ -120,7 +120,7 @@ class PipelineRun:
 
 
 class PipelineWork(Work):
-    """One member's part of a pipeline run.
+    """The part of one member in a pipeline run.
 
     Args:
         placed: called with the number and the stages of this member in every generation that it trains in, by a thread
@@ -147,10 +147,10 @@ class PipelineWork(Work):
         check_plan(self.setup, run.plan)
         # a chain with the weights that the run begins from; None: no longer needed, and made anew where it is
         self._fresh: Chain | None = self.chain
-        options, every = self.setup.options, range(len(self.chain))
+        options, indices = self.setup.options, range(len(self.chain))
         kept = options.recipe, options.weights
-        self.layer_bytes = tuple(layer_state.size_of(self.chain, index, *kept) for index in every)
-        gradients = [layer_state.gradient_size(self.chain, index) for index in every]
+        self.layer_bytes = tuple(layer_state.size_of(self.chain, index, *kept) for index in indices)
+        gradients = [layer_state.gradient_size(self.chain, index) for index in indices]
         edges = self.chain.edges
         self.placer = Placer.of_config(run.config, run.profile, self.layer_bytes, gradients, run.plan, edges)
         self._balance = Balance(self.placer) if run.config.elastic.rebalance else None
@@ -178,15 +178,15 @@ class PipelineWork(Work):
         """
         if sum(self.layer_bytes) > _WARM_UP_BYTES:
             return
-        setup, whole = self.setup, self.setup.feed().minibatch(1)
-        one = dataclasses.replace(whole, inputs=whole.inputs[:1])
+        setup, minibatch = self.setup, self.setup.feed().minibatch(1)
+        one_microbatch = dataclasses.replace(minibatch, inputs=minibatch.inputs[:1])
         options = dataclasses.replace(setup.options, num_microbatches=1, num_blocks=1)
         alone = Communicator(0, 1, "warm-up", datetime.timedelta(seconds=1))
         layout = Layout.pipelines((0,), len(self.chain))
         engine = self._engine(layout, options, alone, Ready(self._table, layers={}))
-        inputs = {name: tensor.to(self.device) for name, tensor in setup.source.load(whole, 0).items()}
+        inputs = {name: tensor.to(self.device) for name, tensor in setup.source.load(minibatch, 0).items()}
         with contextlib.suppress(StepRefused):
-            train_step(engine, 1, one, lambda microbatch: inputs)
+            train_step(engine, 1, one_microbatch, lambda microbatch: inputs)
 
     def _engine(
         self, layout: Layout, options: EngineOptions, communicator: Communicator, ready: Ready
@@ -212,18 +212,18 @@ class PipelineWork(Work):
         return motions.weigh(dataclasses.replace(loss, seats=self._seated(loss.seats)))
 
     def rebalance(self, seats: Sequence[Seat]) -> tuple[Member, str] | None:
-        found = None if self._balance is None else self._balance.wanted(seats)
-        if found is None:
+        finding = None if self._balance is None else self._balance.wanted(seats)
+        if finding is None:
             return None
-        about = {"member": found.member, "slower": found.slower, "speeds": found.speeds}
-        self.note("rebalance", why=found.why, planned_gain=found.gain, **about, generation=self._begun[0])
-        return found.member, found.why
+        about = {"member": finding.member, "slower": finding.slower, "speeds": finding.speeds}
+        self.note("rebalance", why=finding.why, planned_gain=finding.gain, **about, generation=self._begun[0])
+        return finding.member, finding.why
 
     def look_ahead(self, seats: Sequence[Seat]) -> Iterator[Any]:
         return self.placer.look_ahead(self._seated(seats))
 
-    def learn(self, found: Any) -> None:
-        self.placer.learn(found)
+    def learn(self, findings: Any) -> None:
+        self.placer.learn(findings)
 
     # -- generations --------------------------------------------------------------------------------------------------
 
@@ -253,7 +253,7 @@ class PipelineWork(Work):
         for index, state in states.items():
             layer_state.install(self._by_index[index], engine.optimizer, state)
         if self._fresh is not None:
-            self.chain.release(())  # what this member owns or copies has tensors of its own
+            self.chain.release(())  # layers that this member owns or copies have tensors of their own
             self._fresh = None
         self.engine, self._begun = engine, (opening.number, opening.base)
         self._plan = plan
@@ -269,7 +269,7 @@ class PipelineWork(Work):
         self.loop.begin(engine, opening.number, opening.base.step, writes, saved)
 
     def _write_papers(self, number: int, plan: Plan, stages: list[int], writes: bool) -> None:
-        """The generation's plan file, and what this member is in it; beside the training, which does not wait."""
+        """Writes the generation's plan file and this member's place in it, beside the training, which does not wait."""
         if writes:
             self._run.write_plan(number, plan)
         self._placed(number, stages)
@@ -307,7 +307,7 @@ class PipelineWork(Work):
             raise self._failure
         self._copies.let_go()
         self.loop.compute(step)
-        return True  # the vote adds everything up, and finds what is not finite
+        return True  # the vote adds everything up, and finds sums that are not finite
 
     def vote(self, step: int, ballot: bytes) -> Outcome:
         verdict = self.loop.vote(step, ballot)
@@ -337,8 +337,8 @@ class PipelineWork(Work):
     def apply_to_copies(
         self, due: Sequence[tuple[Followed, Mapping[str, torch.Tensor], int, float]]
     ) -> Callable[[], None] | None:
-        own = [(cast("layer_state.Follower", followed), update, step, scale) for followed, update, step, scale in due]
-        return self._copies.apply(own)
+        steps = [(cast("layer_state.Follower", followed), update, step, scale) for followed, update, step, scale in due]
+        return self._copies.apply(steps)
 
     def initial(self, layer: int) -> LayerState:
         if self._fresh is None:  # the run's seed gives the same weights again
@@ -360,9 +360,9 @@ class PipelineWork(Work):
     # -- boundaries ---------------------------------------------------------------------------------------------------
 
     def between(self, stamp: Stamp, save: bool = False) -> Stamp | None:
-        whole = self.loop.boundaries.between(stamp.step, save)
+        written = self.loop.boundaries.between(stamp.step, save)
         number, base = self._begun
-        return None if whole is None else base if whole == base.step else Stamp(whole, number)
+        return None if written is None else base if written == base.step else Stamp(written, number)
 
     def finish(self, stamp: Stamp, stopped: bool) -> None:
         self.asked = self.loop.finish(stamp.step, stopped)

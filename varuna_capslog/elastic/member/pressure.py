@@ -1,7 +1,7 @@
-"""A step that does not find its memory: what errors of torch and of the host tier say of it.
+"""Steps that run out of memory: reads the errors of torch and of the host tier.
 
-Other programs may take memory that a plan reckoned with. The member then gives the step up, lets plans reckon with less
-on its device, and all make the step again (`training`, `membership/changes.tightened`).
+Other programs may take memory that a plan counted on. The member then gives the step up, lets plans count on less
+memory of its device, and all make the step again (`training`, `membership/changes.tightened`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ TRIES = 3
 _SIZE = re.compile(r"[Tt]ried to allocate (\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)")
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _UNKNOWN = 1 << 20
-"""What is taken to lack where the error does not say."""
+"""Bytes that are taken to be missing where the error does not say."""
 
 
 @dataclass(frozen=True)
 class Lack:
-    """What a step did not find.
+    """The memory that a step lacked.
 
     bytes: of the allocation that failed on a device, or in the memory of a CPU; 0 where a copy to or from the host tier
         failed, which is tried again by the same plan.
@@ -44,10 +44,10 @@ class Lack:
 
 
 def lack_of(error: BaseException) -> Lack | None:
-    """What lacked; None: the error is another one."""
+    """The memory that a step lacked, from its error; None: the error has another cause."""
     if isinstance(error, HostTierFailed):
         return Lack(0, str(error))
     if not is_out_of_memory(error):
         return None
-    found = _SIZE.search(str(error))
-    return Lack(_UNKNOWN if found is None else max(1, round(float(found[1]) * _UNITS[found[2]])))
+    match = _SIZE.search(str(error))
+    return Lack(_UNKNOWN if match is None else max(1, round(float(match[1]) * _UNITS[match[2]])))

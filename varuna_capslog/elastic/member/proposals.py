@@ -1,9 +1,9 @@
-"""What the next generation will run, known to all members before they copy ahead what moves for it.
+"""The plan of the next generation, known to all members before they copy ahead the layers that move for it.
 
-A plan that two machines might not find alike (`Work.proposes`) is searched by one member: the first voter, while
-training goes on, who tells the others in a message, or else whoever founds the generation. The record carries it.
-Where such a search takes long, the first voter makes those of the changes that may come as soon as a generation
-trains, in a thread beside the training, so that nobody waits for them, and tells the others, since it may be lost.
+A plan that two machines might not find alike (`Work.proposes`) is searched by one member: by the first voter, while
+training goes on, which sends it to the others, or else by the member that founds the generation. The record carries it.
+Where such a search takes long, the first voter searches plans for the changes that may come as soon as a generation
+trains, in a thread beside the training, so that nobody waits, and sends them to the others, since it may be lost.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Proposals:
         self._newest = 0
 
     def settle(self, record: Generation, seats: Sequence[Seat]) -> bool:
-        """Whether it is known here what these members would run; the first voter searches it and tells the others."""
+        """True where the plan of these members is known here; the first voter searches it and tells the others."""
         members = _members(seats)
         if not self._work.proposes or members in self.known:
             return True
@@ -43,21 +43,21 @@ class Proposals:
         return True
 
     def heard(self, members: Sequence[Member], plan: Any) -> None:
-        """What the first voter has told. Raises CapslogError for what is no plan."""
+        """Takes a plan that the first voter has sent. Raises CapslogError for a text that is no plan."""
         self.known[tuple(members)] = None if plan is None else Plan.from_json(plan, "the plan of the next generation")
 
     def look_ahead(self, record: Generation, seats: Sequence[Seat]) -> None:
-        """This generation has begun: its first voter searches for those that may follow."""
+        """Searches plans of generations that may follow this one, which has begun; its first voter does so."""
         self._newest = record.number
         if not self._work.proposes or self._me != record.members[0] or len(seats) < len(record.members):
             return
 
         def search() -> None:
-            for found in self._work.look_ahead(seats):
+            for finding in self._work.look_ahead(seats):
                 if self._newest != record.number:
                     return
-                for member in record.members[1:] if found else ():
-                    self._peers.send(member, "ahead", generation=record.number, found=found)
+                for member in record.members[1:] if finding else ():
+                    self._peers.send(member, "ahead", generation=record.number, found=finding)
 
         OwnedThread("look-ahead", search, logged).start()
 
@@ -69,7 +69,7 @@ class Proposals:
         return self.known[members]
 
     def place(self, seats: Sequence[Seat], plan: Plan | None = None) -> MemberLayout | str:
-        """Who would own and copy what, as far as it is known here; see `recovery.Place`."""
+        """The layers that each member would own and copy, as far as it is known here; see `recovery.Place`."""
         return self._place(seats, plan or self.known.get(_members(seats)))
 
 

@@ -1,7 +1,7 @@
-"""One member at work: feeds `protocol.step` with what happens and carries out what it answers.
+"""Runs one member: passes events to `protocol.step` and executes the effects that it returns.
 
-The protocol decides, this module acts, in one thread: `inbox` collects what happens, `incoming` sorts the messages,
-`roster` folds the log, `effects` carries out, `training` makes the steps.
+The protocol decides, this module acts, in one thread: `inbox` collects events, `incoming` sorts the messages, `roster`
+reads the log, `effects` executes, `training` makes the steps.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ __all__ = ["End", "Runtime", "take_part"]
 _FLUSH_SECONDS = 5.0
 _LISTEN_SECONDS = 1.0
 _MEMORY = "memory"
-"""The kind of a failure that ends the run for all, each of which writes what it holds."""
+"""The kind of a failure that ends the run for all members, each of which writes the states that it holds."""
 
 
 @dataclass(frozen=True)
 class End:
-    """How a member's part ended: the last step it applied; asked to stop; released before the run's end."""
+    """End of a member's part: the last step it applied; asked to stop; released before the run's end."""
 
     step: int
     stopped: bool
@@ -55,7 +55,7 @@ class End:
 
 
 class Runtime:
-    """One member of the run.
+    """The main loop of one member of the run.
 
     Args:
         store: its identity tells this run's members from those of another run with the same secret; see `Inbox`.
@@ -89,7 +89,7 @@ class Runtime:
         """Takes part until the run ends, this member is released, or it fails.
 
         Raises:
-            StepRefused: a step was voted down; what was held is on disk.
+            StepRefused: a step was voted down; the held states are on disk.
             DiskFailed: the run's folder takes no more; that ends the run for all.
             CapslogError: the store is lost at a change (all is on disk), this member was declared lost, or a failure
                 of its own.
@@ -119,24 +119,24 @@ class Runtime:
             self.parts.path.close()
 
     def look_at_deadline(self) -> None:
-        """Before a step: a deadline of this member's may have come too close for what was planned."""
+        """Checks before a step whether a deadline of this member has come too close for the planned change."""
         event = self._notices.watch(self.state)
         if event is not None:
             self.feed(event)
 
     @property
     def ended(self) -> bool:
-        """Whether its part is over."""
+        """True once this member has finished, stopped or been released."""
         return self._end is not None
 
     def end(self, stopped: bool) -> None:
-        """The run has ended with the present boundary, and all is written."""
+        """Ends the run with the present boundary; everything is written."""
         step = self.state.at.step
         self.append(entries.FinishedEntry(step, stopped, self.parts.work.asked))
         self._end = End(step, stopped, False)
 
     def release(self) -> None:
-        """This member has no part in the run any more."""
+        """Releases this member: it has no part in the run any more."""
         self._end = End(self.state.at.step, False, True)
 
     def stop_for_memory(self, why: str) -> NoReturn:
@@ -154,7 +154,7 @@ class Runtime:
         self.parts.work.note("persisted", why=why, **about)
 
     def _end_for_all(self, error: DiskFailed) -> None:
-        """Ends the run: a member that took the writing over would fail in the same way."""
+        """Ends the run for all: a member that took the writing over would fail in the same way."""
         failure = {"member": self.me, "cause": str(error), "kind": error.kind, "time": wall_seconds()}
         self.append(entries.FinishedEntry(self.state.at.step, stopped=True, failure=failure))
 
@@ -169,12 +169,12 @@ class Runtime:
         until = time.monotonic() + self._timeouts.peer
         while True:
             try:
-                kind, what = self.inbox.events.get(timeout=max(0.0, until - time.monotonic()))
+                kind, payload = self.inbox.events.get(timeout=max(0.0, until - time.monotonic()))
             except queue.Empty:
                 raise StoreGone(answer) from None
             if kind == "log":
                 until = time.monotonic() + self._timeouts.peer  # a long log may take longer than any one answer
-            entry = self._heard_outside(kind, what)
+            entry = self._heard_outside(kind, payload)
             if self._end is not None or entry == entries.HelloEntry(self.me, self._start.host):
                 break
         until = time.monotonic() + self._timeouts.change
@@ -182,16 +182,16 @@ class Runtime:
             with contextlib.suppress(queue.Empty):
                 self._heard_outside(*self.inbox.events.get(timeout=max(0.0, until - time.monotonic())))
 
-    def _heard_outside(self, kind: str, what: Any) -> entries.Entry | None:
-        """Something happened before this member has asked to take part; returns the log's entry if it was one."""
+    def _heard_outside(self, kind: str, payload: Any) -> entries.Entry | None:
+        """Takes an event from before this member has asked to take part; returns the log's entry if it was one."""
         if kind == "mail":
-            self._incoming.add(what)
+            self._incoming.add(payload)
         elif kind == "store lost":
-            raise StoreGone(str(what))
+            raise StoreGone(str(payload))
         elif kind == "failed":
-            raise what
+            raise payload
         elif kind == "log":
-            entry = self._note(what)
+            entry = self._note(payload)
             if isinstance(entry, entries.FinishedEntry):
                 self._end = End(entry.step, False, True)
             return entry
@@ -201,7 +201,7 @@ class Runtime:
         """Waits for something to happen, at most until the present time limit."""
         wait = self._limit() - time.monotonic()
         try:
-            kind, what = self.inbox.events.get(timeout=max(0.0, min(wait, _LISTEN_SECONDS)))
+            kind, payload = self.inbox.events.get(timeout=max(0.0, min(wait, _LISTEN_SECONDS)))
         except queue.Empty:
             if self.state.phase is Phase.WAIT and self._start.stop_wished():  # all is on disk
                 self._end = End(self.state.at.step, True, False)
@@ -209,30 +209,30 @@ class Runtime:
                 self._limit_passed()
             return
         with self.inbox.busy(self._timeouts.alone(self.training.usual_seconds)):
-            self._happened(kind, what)
+            self._happened(kind, payload)
             self.drain()
 
     def drain(self) -> None:
-        """Takes all that has been heard."""
+        """Takes all events in the inbox."""
         with contextlib.suppress(queue.Empty):
             while self._end is None:
                 self._happened(*self.inbox.events.get_nowait())
 
-    def _happened(self, kind: str, what: Any) -> None:
+    def _happened(self, kind: str, payload: Any) -> None:
         if kind == "mail":
-            self._incoming.add(what)
+            self._incoming.add(payload)
             self.feed()
         elif kind == "log":
-            self._logged(what)
-        elif kind == "lost" and self.inbox.is_engaged(what):
+            self._logged(payload)
+        elif kind == "lost" and self.inbox.is_engaged(payload):
             self.feed(m.Broken(self.state.record.number))
         elif kind == "store lost":
             self.feed(m.StoreLost())
         elif kind == "failed":
-            raise what
+            raise payload
 
     def _note(self, value: Mapping[str, Any]) -> entries.Entry | None:
-        """What an entry of the log says in whatever phase this member is."""
+        """Takes an entry of the log, whatever the phase of this member; returns it."""
         entry = self.roster.take(value)
         if isinstance(entry, entries.DeadEntry) and entry.member == self.me:
             raise CapslogError(f"{self.me} was declared lost ({entry.why}); a new member may take its place")
@@ -279,7 +279,7 @@ class Runtime:
     # -- time limits --------------------------------------------------------------------------------------------------
 
     def _limit(self) -> float:
-        """When this member stops waiting if nothing happens until then."""
+        """The time at which this member stops waiting if nothing happens."""
         return self._waiting.ends(self.state, self.training.usual_seconds, self.training.waits_since, self.roster)
 
     def _limit_passed(self) -> None:
@@ -297,7 +297,7 @@ class Runtime:
     # -- events in, effects out ---------------------------------------------------------------------------------------
 
     def feed(self, *events: m.ProtocolEvent) -> None:
-        """Gives events to the protocol and carries out what it says, until nothing follows any more."""
+        """Gives events to the protocol and executes its effects, until nothing follows any more."""
         self._events.extend(events)
         if self._feeding:
             return
@@ -336,7 +336,7 @@ class Runtime:
         self._end_with_others()
 
     def _adopted(self) -> None:
-        """A newer generation: nothing that was only of the old one is needed any more."""
+        """Adopts a newer generation: drops all that belongs only to the old one."""
         record = self.state.record
         self.parts.holdings.adopt()
         self.parts.proposals.known.clear()
@@ -351,7 +351,7 @@ class Runtime:
         self.parts.probe("adopted")
 
     def append(self, entry: entries.Entry) -> None:
-        """Tells the log; it only hastens things, and a lost store shows itself at the next change."""
+        """Appends an entry to the log. It only speeds things up: a lost store shows itself at the next change."""
         with contextlib.suppress(StoreGone):
             self._store.append(entry.to_json())
 
@@ -366,7 +366,7 @@ def take_part(
     """Takes part until the run ends or this member is released; closes the work.
 
     Returns:
-        How it ended, and the exit status that goes with it: 0, or 130 where a person asked for the stop.
+        The end, and the exit status that goes with it: 0, or 130 where a person asked for the stop.
 
     Raises:
         CapslogError: see `Runtime.run`.

@@ -1,6 +1,6 @@
-"""How a member's process begins and fails, whatever it trains, and where the run around it begins.
+"""Start-up and failure of a member's process, whatever it trains, and the boundary at which its run begins.
 
-What a member needs to know stands in variables of its process, which the host sets, and in three keys of the store. A
+A member reads its settings from variables of its process, which the host sets, and from three keys of the store. A
 run that goes on counts its generations anew in the store; in the run's files they follow those that are there.
 """
 
@@ -30,7 +30,7 @@ class Beginning:
     """The first generation and boundary of a run: written by the host that begins it, read by every member.
 
     Attributes:
-        first: what generation 1 of the store is called in the run's files.
+        first: number of the store's generation 1 in the run's files.
         step: of the boundary.
         path: the checkpoint of that boundary; None at the beginning of training.
     """
@@ -45,7 +45,7 @@ class Beginning:
         return Stamp(self.step, 0)
 
     def keys(self) -> dict[str, str]:
-        """What the store must hold before the first worker looks."""
+        """The keys and values that the store must hold before the first worker reads them."""
         return {
             "first-plan": str(self.first),
             "resumed-step": str(self.step),
@@ -54,29 +54,29 @@ class Beginning:
 
     @classmethod
     def read(cls, store: MembershipStore) -> Beginning:
-        """What `keys` has put there. Raises CapslogError where it does not come within ten seconds."""
+        """Reads the values of `keys`. Raises CapslogError where they do not come within ten seconds."""
 
-        found = []
-        for key, what in (("first-plan", "plan"), ("resumed-step", "boundary"), ("resumed-path", "checkpoint")):
+        values = []
+        for key, name in (("first-plan", "plan"), ("resumed-step", "boundary"), ("resumed-path", "checkpoint")):
             value = store.get(key, _WAIT_SECONDS)
             if value is None:
                 raise CapslogError(
-                    f"the store does not say which {what} the run begins with: the host that began the run has not "
+                    f"the store does not say which {name} the run begins with: the host that began the run has not "
                     "come so far; start anew"
                 )
-            found.append(value)
-        first, step, path = found
+            values.append(value)
+        first, step, path = values
         return cls(int(first), int(step), Path(path) if path else None)
 
 
 @dataclass(frozen=True)
 class MemberStart:
-    """What a member knows of itself and of its run, whatever is trained.
+    """A member's description of itself and of its run, whatever is trained.
 
     Attributes:
         me: its name, never used before.
         offset: generation n of the store is n + offset in the run's files.
-        resumed: where the checkpoint lies with which the run begins; nothing at the beginning of training.
+        resumed: path of the checkpoint with which the run begins, by its boundary; empty at the beginning of training.
         stop_wished: asked once per step; True on any member ends the run after that step. Also asked while the run
             waits, when there is no step whose vote could carry that wish.
         checkpoint: the boundary that the run begins with.
@@ -98,7 +98,7 @@ class MemberStart:
 
 @dataclass(frozen=True)
 class RuntimeOptions:
-    """How a member takes part.
+    """Options of a member's part in a run.
 
     Attributes:
         capacity: bytes of this member's device; 0: no limit.
@@ -142,7 +142,7 @@ def enter(
 
 
 def report_failures(run_dir: Path, part: Callable[[StopWish], int]) -> int:
-    """A member's whole part; how it fails stands in `workers/<member>.error.json`. Returns the exit status."""
+    """Runs a member's whole part; a failure goes into `workers/<member>.error.json`. Returns the exit status."""
     me, wish = os.environ["CAPSLOG_MEMBER"], StopWish()
     try:
         return part(wish)

@@ -1,6 +1,6 @@
-"""How long a member waits for the others: the limits, and the clock that runs against them.
+"""Time limits for a member's waits for the others, and the clock that runs against them.
 
-The protocol knows no time; the runtime says what follows when a limit has passed.
+The protocol knows no time; the runtime decides what happens when a limit has passed.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Timeouts:
         return 3 * self.change
 
     def alone(self, usual_seconds: float) -> float:
-        """How long a member whose steps take so long may work for itself without hearing anybody."""
+        """Limit for work of a member by itself, without hearing anybody. usual_seconds: of its steps; 0: not known."""
         return max(self.gather, 3 * usual_seconds) if usual_seconds else self.peer
 
 
 class WaitingTime:
-    """Since when one member has waited for what must happen next. All times are `time.monotonic`'s."""
+    """Measures how long one member has waited for the next event. All times are `time.monotonic`'s."""
 
     def __init__(self, timeouts: Timeouts) -> None:
         self._timeouts = timeouts
@@ -50,7 +50,7 @@ class WaitingTime:
         self._lacks_since = 0.0  # settled layers, through however many generations
 
     def moved(self, state: State) -> None:
-        """The phase or the generation is another one."""
+        """Restarts the wait: the phase or the generation has changed."""
         self._since, self._ended = time.monotonic(), 0.0
         if state.phase is Phase.RUN:
             self._lacks_since = 0.0
@@ -58,11 +58,11 @@ class WaitingTime:
             self._lacks_since = self._lacks_since or self._since
 
     def ended(self) -> None:
-        """The limit had passed, and what follows from that was done."""
+        """Notes that the limit had passed and was acted on."""
         self._ended = time.monotonic()
 
     def ends(self, state: State, usual_seconds: float, computed_at: float, roster: Roster) -> float:
-        """When the present limit has passed if nothing happens.
+        """The time at which the present limit passes if nothing happens.
 
         Where no member that once took part may come back, none can bring the settled layers that are lacking, and the
         run need not wait for them; nor do new members without them prolong the wait.

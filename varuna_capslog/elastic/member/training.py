@@ -1,6 +1,6 @@
-"""The steps of one member: compute, vote, apply, and what keeps copies of layers equal to their owners.
+"""The steps of one member: compute, vote, apply, and the updates that keep copies of layers equal to their owners.
 
-`Runtime` says when, and feeds the protocol with the results; `Work` computes.
+`Runtime` decides when, and passes the results to the protocol; `Work` computes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAY_LACK = (RuntimeError, MemoryError, HostTierFailed)
 
 
 class NotApplied(Exception):
-    """A step that was voted for did not find its memory when it was applied; the boundary before is held as it was."""
+    """A step that was voted for ran out of memory when it was applied; the boundary before is held as it was."""
 
     def __init__(self, lack: Lack) -> None:
         super().__init__(lack)
@@ -58,20 +58,20 @@ class Training:
         self.sent_ahead: frozenset[int] = frozenset()
         self.save_all = False
         self._ahead: Ahead | None = None
-        self._awaited = False  # others may copy ahead already, and it is not known yet what comes here
+        self._awaited = False  # others may copy ahead already, and the layers that come here are not known yet
         self._computing: int | None = None
         self._stop = False
         self._began = 0.0
         self._pressures = 0  # steps that failed for memory here, since one was applied
 
     def abort(self) -> None:
-        """Nothing of the generation is computed any more."""
+        """Drops the step under way: nothing of the generation is computed any more."""
         if self._computing is not None:
             self._parts.report.lost_step_seconds += time.monotonic() - self._began
         self.todo = self._computing = None
 
     def adopt(self) -> None:
-        """A newer generation: a wish to stop is said again in its first vote, so that new members hear it."""
+        """Adopts a newer generation. A wish to stop is repeated in its first vote, so that new members hear it."""
         self.abort()
         self._stop = self.save_all = self._awaited = False
         ahead, self._ahead = self._ahead, None
@@ -81,7 +81,7 @@ class Training:
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Computes the step that is due, and votes as soon as all that the vote waits for is here."""
+        """Computes the step that is due, and votes as soon as the messages that the vote waits for are here."""
         todo, self.todo = self.todo, None
         assert todo is not None
         parts, loop, generation, step = self._parts, self._loop, todo.generation, todo.step
@@ -116,7 +116,7 @@ class Training:
         loop.feed(m.Computed(generation, step, finite))
 
     def _compute(self, step: int) -> tuple[bool, Lack | None]:
-        """Whether this rank's share is finite; and what the step did not find."""
+        """Computes a step; returns whether this rank's share is finite, and the memory that the step lacked."""
         try:
             return self._parts.work.compute(step), None
         except _MAY_LACK as error:
@@ -126,8 +126,8 @@ class Training:
         return False, lack  # the error is gone, and with it the tensors of its frames
 
     def pressed(self, step: int, lack: Lack, voted: bool) -> m.Tightened:
-        """The step did not find the memory that it was planned with: all give it up, and make it again by a plan that
-        reckons with less here; after `TRIES` times the run stops.
+        """Handles a step that lacked its planned memory: all give it up, and make it again by a plan that counts on
+        less here; after `TRIES` times the run stops.
 
         Args:
             voted: all had voted for the step, and it was to be applied.
@@ -150,7 +150,7 @@ class Training:
                 "to what is there"
             )
         for member in loop.state.record.members:
-            if member != me:  # whoever founds the next generation plans with it
+            if member != me:  # the member that founds the next generation plans with it
                 parts.peers.send(member, "tightened", generation=generation, capacity=capacity)
         parts.tighten(me, capacity)
         return m.Tightened(generation, capacity, voted)
@@ -168,15 +168,15 @@ class Training:
         return not self._loop.ended and state.phase is Phase.RUN and state.record.number == generation
 
     def _finish(self) -> None:
-        """The last boundary: all members write the end together."""
+        """Makes the last boundary: all members write the end together."""
         self._parts.work.finish(self._loop.state.at, self._stop)
-        # who is gone from here on has finished, or would have: everything is written
+        # a member that is lost from here on has finished, or would have: everything is written
         with contextlib.suppress(PeerLost):
             self._parts.path.barrier()
         self._loop.end(self._stop)
 
     def vote(self, effect: m.Cast) -> tuple[m.ProtocolEvent, ...]:
-        """The vote on the step that was computed."""
+        """Votes on the step that was computed."""
         parts = self._parts
         assert isinstance(effect.value, m.Vote)
         parts.probe("vote")
@@ -190,15 +190,15 @@ class Training:
         votes: dict[Member, m.Value] = {}
         for member, ballot in zip(self._loop.state.record.members, outcome.ballots, strict=True):
             vote = decode(ballot)
-            # what is not finite only in the sum is not finite for all members
+            # a sum that is not finite counts as not finite for all members
             votes[member] = vote if outcome.finite else m.Vote(finite=False)
         return (m.Tally(effect.generation, effect.round, votes),)
 
     def apply(self, effect: m.Apply) -> None:
-        """The step becomes state; the boundary before it is kept until the next vote.
+        """Applies the step; the boundary before it is kept until the next vote.
 
         Raises:
-            NotApplied: it did not find its memory, before, while or after the layers were changed.
+            NotApplied: it ran out of memory, before, while or after the layers were changed.
         """
         parts, holdings = self._parts, self._parts.holdings
         parts.probe("apply")
@@ -218,7 +218,7 @@ class Training:
         self._tell(effect.step)
 
     def _change(self, step: int) -> Lack | None:
-        """Keeps the own layers as they are, then changes them; returns what that did not find."""
+        """Keeps the own layers as they are, then changes them; returns the memory that this lacked."""
         try:
             self._parts.holdings.keep_before()
             self._parts.probe("applying")
@@ -241,23 +241,23 @@ class Training:
         self._rebalance()
 
     def _rebalance(self) -> None:
-        """Wishes for another plan for the same members where the speeds of their devices are worth it."""
+        """Requests another plan for the same members where the speeds of their devices are worth it."""
         parts, record = self._parts, self._loop.state.record
         if parts.me != record.members[0] or not parts.seats.keys() >= set(record.members):
             return
         if record.copies is not None:
             parts.report.rebalanced = _FOLLOWS  # wished for when it began
             return
-        found = parts.work.rebalance([parts.seats[member] for member in record.members])
-        if found is not None:
-            member, parts.report.rebalanced = found
+        request = parts.work.rebalance([parts.seats[member] for member in record.members])
+        if request is not None:
+            member, parts.report.rebalanced = request
             parts.proposals.known.clear()
             self._loop.feed(m.Wished(("rebalance", member)))
 
     # -- copies -------------------------------------------------------------------------------------------------------
 
     def _send_updates(self, generation: int, step: int) -> None:
-        """What those need that follow layers of this member."""
+        """Sends the updates to the members that follow layers of this one."""
         parts, state = self._parts, self._loop.state
         layout, members = state.roles.layout, state.record.members
         assert layout is not None
@@ -282,13 +282,13 @@ class Training:
             parts.peers.send(member, "update", message, generation=generation, layers=about, step=step)
 
     def check_copies(self) -> None:
-        """Tells the protocol when what the vote waits for is here."""
+        """Tells the protocol when the updates that the vote waits for are here."""
         state, holdings = self._loop.state, self._parts.holdings
         if state.phase is not Phase.RUN or self._computing != state.round or state.copied == state.round:
             return
         holdings.advance(state.held, state.record.number)
         if self._check_ahead() or not (state.roles.copies or state.roles.shadows):
-            return  # what is prepared now is looked at again
+            return  # a change that is prepared now is checked again
         for layer in state.roles.copies | state.roles.shadows:
             copy = holdings.copies.get(layer)
             if copy is None or copy.stamp != state.at:
@@ -301,22 +301,22 @@ class Training:
     # -- planned changes: copy ahead ----------------------------------------------------------------------------------
 
     def is_sent(self, layer: int) -> bool:
-        """Whether it was sent ahead in this generation, to all that need it."""
+        """True where the layer was sent ahead in this generation, to all members that need it."""
         return self._ahead is not None and layer in self._ahead.sent
 
     @property
     def coming(self) -> MemberLayout | None:
-        """What the generation will run that a planned change leads to, as far as it is known here."""
+        """Layout of the generation that a planned change leads to, as far as it is known here."""
         return None if self._ahead is None else self._ahead.layout
 
     def prepare(self, changes: frozenset[m.Change], hinted: bool = False) -> bool:
-        """Finds out what would move for these changes; False where that is known, or cannot be known yet.
+        """Finds the layers that would move for these changes; False where they are known, or cannot be known yet.
 
         A vote may name a joining member before the log does; without its seat, or the plan that one member has searched
         for all, this member would expect other layers than the others send, for ever.
 
         Args:
-            hinted: they may never be made: what comes here is kept current, and that is all.
+            hinted: they may never be made: layers that come here are kept current, and no more.
         """
         parts, seats, before = self._parts, self._parts.seats, self._ahead
         if before is not None and (before.changes, before.hinted) == (changes, hinted):
@@ -324,18 +324,18 @@ class Training:
         state, place, sizes = self._loop.state, parts.proposals.place, parts.job.layer_bytes
         assert state.roles.layout is not None
         stay = stay_with(state.record, changes)
-        known = seats.keys() >= set(stay)
-        self._awaited = not known or not parts.proposals.settle(state.record, [seats[member] for member in stay])
+        all_seated = seats.keys() >= set(stay)
+        self._awaited = not all_seated or not parts.proposals.settle(state.record, [seats[member] for member in stay])
         if self._awaited:
             return False  # Prepare is said again after the next step
         self._ahead = find_ahead(parts.me, state.record, state.roles.layout, changes, seats, place, sizes)
         self._ahead.hinted = hinted
-        if before is not None:  # who follows a layer goes on to follow it: votes may wait for that
+        if before is not None:  # members that follow a layer go on to follow it: votes may wait for that
             self._ahead.sent = before.sent
         return True
 
     def _send_ahead(self) -> None:
-        """At the beginning of a step: what moves ahead, at this boundary. Updates follow from this step on."""
+        """Sends layers that move ahead, at the beginning of a step. Updates follow from this step on."""
         parts, at, number = self._parts, self._loop.state.at, self._loop.state.record.number
         if self._ahead is None or self._ahead.began:
             return
@@ -346,7 +346,9 @@ class Training:
                 parts.probe("shadow sent")
 
     def _check_ahead(self) -> bool:
-        """Prepared, once all that comes here has come and stands at this step's boundary. Whether that was said now."""
+        """Tells the protocol that the change is prepared, once all layers that come here have come and stand at this
+        step's boundary. Returns whether it was told now.
+        """
         parts, state, ahead = self._parts, self._loop.state, self._ahead
         if ahead is None or ahead.hinted or not ahead.began or state.wishes.prepared == ahead.changes or state.cast:
             return False

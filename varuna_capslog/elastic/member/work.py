@@ -1,4 +1,4 @@
-"""What a run must be able to do so that the runtime can move it between machines: the `Work` of one member.
+"""The interface through which the runtime moves a run between machines: the `Work` of one member.
 
 `pipeline_work` is our engine, `script` any program with `state()`, `load()` and `step()`.
 """
@@ -23,13 +23,13 @@ __all__ = ["Followed", "LayerState", "Opening", "Outcome", "Work"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How the vote on a step came out, alike on every member.
+    """Outcome of the vote on a step, alike on every member.
 
     Attributes:
         finite: loss and gradients are; the step may be applied.
-        ballots: what each member gave, by rank.
+        ballots: of each member, by rank.
         stop: a member wishes to stop after this step.
-        scale: what the update multiplies gradients with, for those that follow layers; 0: the step is skipped.
+        scale: factor of the gradients in the update, for members that follow layers; 0: the step is skipped.
     """
 
     finite: bool
@@ -46,9 +46,9 @@ class Opening:
         number: of the generation; its plan is `plan-<number>.json`.
         base: the boundary that it goes on from.
         members: by rank.
-        why: sentences for people: who left, who came.
+        why: sentences for people: members that left and came.
         moved_bytes: state that changed owner.
-        told: by rank, what each member's `knows` gave.
+        told: by rank, the value of each member's `knows`.
     """
 
     number: int
@@ -67,11 +67,11 @@ class Followed(Protocol):
         """Its state now; without `copy` the live tensors."""
 
     def apply(self, update: Mapping[str, Tensor], step: int, scale: float) -> None:
-        """The step that the owner applies with this update."""
+        """Makes the step that the owner applies with this update."""
 
 
 class Work(Protocol):
-    """One member's part of the run. Called by one thread. Methods with a body may be left out."""
+    """The part of one member in the run. Called by one thread. Methods with a body may be left out."""
 
     layer_bytes: tuple[int, ...]
     asked: bool = False
@@ -83,35 +83,35 @@ class Work(Protocol):
         """See `recovery.Place`."""
 
     def propose(self, seats: Sequence[Seat]) -> Plan | None:
-        """What these members shall run, for the record of a generation that this member founds; None where every
-        member computes it alike.
+        """The plan of these members, for the record of a generation that this member founds; None where every member
+        computes it alike.
         """
         return None
 
     def weigh(self, loss: Loss) -> Weighed | None:
-        """After a loss, asked of the member that founds the next generation: new cuts at once, or first a small motion.
-        None: there is no choice.
+        """Chooses between new cuts at once and a small motion first, after a loss; called at the member that founds the
+        next generation. None: there is no choice.
         """
         return None
 
     def rebalance(self, seats: Sequence[Seat]) -> tuple[Member, str] | None:
-        """After each step, asked of the first voter: whether the speeds that were measured are worth another plan,
-        which `propose` then gives; whose device was slowest, and why in words. None: the plan stays.
+        """Decides after each step, at the first voter, whether the measured speeds are worth another plan, which
+        `propose` then gives. Returns the member with the slowest device, and the reason in words. None: the plan stays.
         """
         return None
 
     def look_ahead(self, seats: Sequence[Seat]) -> Iterator[Any]:
-        """Searches for what generations that may follow these seats would run, in a thread of its own while training
-        goes on; gives what it finds, for `learn` of other members, as JSON values.
+        """Searches plans of generations that may follow these seats, in a thread of its own while training goes on;
+        yields its findings, for `learn` of other members, as JSON values.
         """
         return iter(())
 
-    def learn(self, found: Any) -> None:
-        """What another member's `look_ahead` has given. Raises CapslogError for what is no plan."""
+    def learn(self, findings: Any) -> None:
+        """Takes a finding of another member's `look_ahead`. Raises CapslogError for a value that is no plan."""
         return
 
     def knows(self) -> Any:
-        """What this member can tell joining members; picklable. Asked in another thread, ahead of `open`."""
+        """The value that this member sends to joining members; picklable. Called in another thread, ahead of `open`."""
         return None
 
     def pairs(self, layout: MemberLayout) -> Iterable[tuple[int, int]]:
@@ -119,7 +119,7 @@ class Work(Protocol):
         return ()
 
     def begin_pairs(self, communicator: Communicator, pairs: Iterable[tuple[int, int]]) -> None:
-        """Begins to open the groups of these pairs, ahead of `open`. Asked in another thread."""
+        """Begins to open the groups of these pairs, ahead of `open`. Called in another thread."""
         return
 
     def open(self, opening: Opening, communicator: Communicator, states: Mapping[int, LayerState]) -> None:
@@ -133,10 +133,10 @@ class Work(Protocol):
         return 0
 
     def is_done(self, step: int) -> bool:
-        """Whether the run ends with this step."""
+        """True where the run ends with this step."""
 
     def between(self, stamp: Stamp, save: bool = False) -> Stamp | None:
-        """What is due at a boundary before the next step (checkpoints, evaluation), together with all members.
+        """Does the work due at a boundary before the next step (checkpoints, evaluation), together with all members.
 
         Args:
             save: a checkpoint is due, whatever the settings say; it is complete afterwards.
@@ -149,7 +149,7 @@ class Work(Protocol):
         """Forward, backward, sums; nothing of the state changes. Returns whether this rank's share is finite."""
 
     def vote(self, step: int, ballot: bytes) -> Outcome:
-        """The vote on a step that was computed. Raises PeerLost."""
+        """Votes on a step that was computed. Raises PeerLost."""
 
     def apply(self, step: int) -> None:
         """Applies the step that was voted, without communication."""
@@ -161,7 +161,7 @@ class Work(Protocol):
         """An own layer's state at the present boundary."""
 
     def update(self, layer: int) -> Mapping[str, Tensor]:
-        """What a `Followed` needs for the step that was computed; read before `apply`."""
+        """The update with which a `Followed` makes the step that was computed; read before `apply`."""
         raise AssertionError("no member follows a layer of this work")
 
     def follow(self, layer: int, state: LayerState) -> Followed:
@@ -187,14 +187,14 @@ class Work(Protocol):
         """A layer from the checkpoint of this boundary. Raises CapslogError."""
 
     def persist(self, held: Mapping[tuple[int, Stamp], LayerState], record: Generation) -> None:
-        """Writes what this member holds to disk, whatever it is, so that a later run can go on from it."""
+        """Writes all states that this member holds to disk, so that a later run can go on from them."""
 
     def finish(self, stamp: Stamp, stopped: bool) -> None:
-        """The end of the run, together with all members: last checkpoint, last evaluation. Raises PeerLost."""
+        """Ends the run, together with all members: last checkpoint, last evaluation. Raises PeerLost."""
 
     def note(self, kind: str, **details: Any) -> None:
-        """One line for people and one event of the run; only what concerns all is said by one member."""
+        """Writes an event of the run, with a line for people; one member writes the events that concern all."""
 
     def close(self) -> None:
-        """The member's part has ended, well or not: ends what is open."""
+        """Closes all that is open; the member's part has ended, well or not."""
         return

@@ -52,7 +52,7 @@ class AwsListener(MetadataListener):
         return (self.ask_action, self.ask_rebalance)  # apart: trouble with one must not slow the other
 
     def ask_action(self) -> Round:
-        """Whether the instance is to be interrupted, asked once."""
+        """Asks once whether the instance is to be interrupted."""
         answer = self._get(ACTION)
         if answer is None:
             return Round((), self.interval)
@@ -67,7 +67,7 @@ class AwsListener(MetadataListener):
         return Round((notice,), self.interval)
 
     def ask_rebalance(self) -> Round:
-        """Whether the instance is at risk, asked once."""
+        """Asks once whether the instance is at risk."""
         answer = self._get(REBALANCE)
         if answer is None:
             return Round((), self.interval)

@@ -56,7 +56,7 @@ class AzureListener(MetadataListener):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._lock = threading.Lock()  # of what host_left reads, from another thread
+        self._lock = threading.Lock()  # of the events that host_left reads, from another thread
         self._pending: dict[str, tuple[str, ...]] = {}  # not yet begun: event id -> machines
         self._incarnation: object = None
         self._answered = False
@@ -70,7 +70,7 @@ class AzureListener(MetadataListener):
         return (self.ask,)
 
     def ask(self) -> Round:
-        """One round: the document; if it is another one than before, its events."""
+        """Asks once for the document; if it is another one than before, returns its events."""
         timeout = 2.0 if self._answered else FIRST_ANSWER_SECONDS
         answer = self.opener("GET", self.endpoint + EVENTS, HEADERS, timeout=timeout)
         if answer.status != 200:
@@ -108,14 +108,14 @@ class AzureListener(MetadataListener):
         """Approve the events that were announced for this machine, whose ranks have all left.
 
         An event that concerns further machines is approved only when all of them are in `resources_left`. Takes at most
-        some seconds; what could not be approved begins at its own time.
+        some seconds; an event that could not be approved begins at its own time.
         """
         with self._lock:
             pending = dict(self._pending)
-        left = {self.machine, *resources_left}
+        left_machines = {self.machine, *resources_left}
         ready = []
         for event, machines in pending.items():
-            if waiting := [name for name in machines if name not in left]:
+            if waiting := [name for name in machines if name not in left_machines]:
                 _log.warning("azure: event %s is not approved: %s may still have ranks", event, ", ".join(waiting))
             else:
                 ready.append(event)

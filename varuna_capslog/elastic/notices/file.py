@@ -1,4 +1,4 @@
-"""Notices by file: one appears, or changes, and says who is to leave and when. For scripts, operators and tests.
+"""Notices by file: it appears, or changes, and says which hosts are to leave and when. For scripts and operators.
 
 An empty file means "this host is to leave". Otherwise it is a JSON object with any of `kind` ("hint", "leave", "now"),
 `seconds` (from when the file was written), `hosts`, `id` and `detail`; anything else is refused in the log.
@@ -24,7 +24,7 @@ LARGEST_FILE = 1 << 16
 
 
 class FileListener(PollingListener):
-    """Looks at `path` several times a second; also what lies there at the start counts.
+    """Reads `path` several times a second; a file that lies there at the start counts, too.
 
     Args:
         path: of the file. On a shared file system every host sees it: then it should name `hosts`.
@@ -51,10 +51,10 @@ class FileListener(PollingListener):
         return (self.ask,)
 
     def ask(self) -> Round:
-        """One look. A file that cannot be understood yet may be half written: it is looked at again."""
+        """Reads the file once. A file that cannot be understood yet may be half written: it is read again."""
         try:
-            found = os.stat(self.path)
-            version = (found.st_ino, found.st_mtime_ns, found.st_size)
+            status = os.stat(self.path)
+            version = (status.st_ino, status.st_mtime_ns, status.st_size)
             if version == self._seen:
                 return Round((), self.interval)
         except FileNotFoundError:
@@ -63,7 +63,7 @@ class FileListener(PollingListener):
         except OSError as error:
             raise Unavailable(str(error)) from error
         try:
-            notice = self._notice(files.read_bytes(self.path, LARGEST_FILE), found.st_mtime, found.st_mtime_ns)
+            notice = self._notice(files.read_bytes(self.path, LARGEST_FILE), status.st_mtime, status.st_mtime_ns)
         except CapslogError as error:
             if version != self._refused:
                 _log.warning("notice file %s is refused: %s", self.path, error)

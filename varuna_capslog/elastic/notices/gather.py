@@ -1,8 +1,8 @@
-"""From the sources of a host to callbacks: repeats are dropped, notices close together become one announcement.
+"""Passes notices from the sources of a host to callbacks: drops repeats, joins close notices into one announcement.
 
 `auto_sources` chooses the sources where the caller names none: the cloud that answers, the launcher's signals, the
-program. `Gathering` starts them and gathers what they hear. `CallbackListener` is the program's own source, for
-schedulers with an API of their own, for notebooks and tests; `on_notice` has a function called with every notice.
+program. `Gathering` starts them and gathers their notices. `CallbackListener` is the program's own source, for
+schedulers with an API of their own, for notebooks and tests; `on_notice` registers a function for every notice.
 Nothing is decided here; see `member/notice_policy`.
 """
 
@@ -61,14 +61,14 @@ def detect_cloud(timeout: float = 1.0, endpoint: str = LINK_LOCAL) -> str | None
     for name in CLOUDS:
         OwnedThread(f"notices-detect-{name}", ask, lambda error: answers.put(None), name).start()
     until = time.monotonic() + timeout
-    found = None
+    cloud = None
     with contextlib.suppress(queue.Empty):
         for _ in CLOUDS:
-            found = answers.get(timeout=max(0.0, until - time.monotonic()))
-            if found:
+            cloud = answers.get(timeout=max(0.0, until - time.monotonic()))
+            if cloud:
                 break
     asks.cut()
-    return found
+    return cloud
 
 
 def auto_sources(
@@ -102,8 +102,8 @@ def on_notice(callback: Callable[[Notice], None]) -> Callable[[], None]:
     """Call `callback` with every notice that reaches this process from now on, from any source.
 
     A host's process gets all that its sources deliver, a worker's those that concern itself. The call is made in the
-    thread that receives the notices, not in the one that trains, and should return soon. What it raises is logged and
-    changes nothing.
+    thread that receives the notices, not in the one that trains, and should return soon. Its exceptions are logged and
+    change nothing.
 
     Returns:
         A function that takes it back.
@@ -121,16 +121,16 @@ def on_notice(callback: Callable[[Notice], None]) -> Callable[[], None]:
 
 
 def tell(notice: Notice) -> None:
-    """Calls all callbacks; what they raise is logged."""
+    """Calls all callbacks; their exceptions are logged."""
     with _lock:
         callbacks = tuple(_callbacks)
     for callback in callbacks:
         _call(callback, notice)
 
 
-def _call(callback: Callable[[Any], None], said: Notice | Announcement) -> None:
+def _call(callback: Callable[[Any], None], notices: Notice | Announcement) -> None:
     try:
-        callback(said)
+        callback(notices)
     except Exception as error:  # of somebody else's code; the next notice must still be heard
         _log.error("a callback for notices failed: %s: %s", type(error).__name__, error)
 
@@ -188,16 +188,16 @@ class Announcement:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """All that are meant, in the order in which they were named."""
+        """All hosts that are meant, in the order in which they were named."""
         return tuple(dict.fromkeys(host for notice in self.notices for host in notice.hosts))
 
     @property
     def kind(self) -> Kind:
-        """The strongest."""
+        """The strongest kind."""
         return max(notice.kind for notice in self.notices)
 
     def of(self, host: str) -> Notice | None:
-        """What counts for a host: its strongest notice, with the earliest deadline of all that ask it to leave."""
+        """The notice for a host: its strongest one, with the earliest deadline of all that ask it to leave."""
         mine = [notice for notice in self.notices if host in notice.hosts]
         if not mine:
             return None
@@ -238,7 +238,7 @@ class Gathering:
             on_failure.pop_all()
 
     def stop(self) -> None:
-        """Stop all, within some seconds. What was heard before is still told."""
+        """Stop all, within some seconds. Notices that were heard before are still passed on."""
         for source in self._sources:
             source.stop()
         self._end()
@@ -286,7 +286,7 @@ class Gathering:
                 self._tell(Announcement(tuple(notices)))
 
     def _is_new(self, notice: Notice) -> bool:
-        """Whether nothing as strong was heard under its name."""
+        """True for a notice that is stronger than all before it under its name."""
         name = (notice.source, notice.id)
         if notice.kind <= self._known.get(name, 0):
             return False

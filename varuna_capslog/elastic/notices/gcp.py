@@ -29,7 +29,7 @@ FLAVOR = {"Metadata-Flavor": "Google"}
 
 @dataclass(slots=True)
 class _Key:
-    """One value that is watched, by one thread."""
+    """A value that is watched, by one thread."""
 
     name: str
     idle: str
@@ -74,7 +74,7 @@ class GcpListener(MetadataListener):
         return tuple(functools.partial(self.ask, key) for key in self._keys)
 
     def ask(self, key: _Key) -> Round:
-        """One round for one value: at once for the first time and after a failure, else hanging until it changes."""
+        """Asks for one value: answered at once for the first time and after a failure, else when the value changes."""
         waits = bool(key.etag)
         query = f"?wait_for_change=true&timeout_sec={self.hold:.0f}&last_etag={quote(key.etag)}" if waits else ""
         sent = self.clock.monotonic()

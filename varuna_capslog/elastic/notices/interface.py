@@ -1,7 +1,7 @@
-"""What a notice is, and what every source of notices looks like.
+"""Notices, and the interface of every source of notices.
 
 A `Listener` watches one source in threads of its own and delivers `Notice`s; `gather` joins them. No listener runs in
-the thread that trains, and none decides anything: `member/notice_policy` says what a notice asks for.
+the thread that trains, and none decides anything: `member/notice_policy` turns notices into requests.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ JOIN_SECONDS = 3.0
 
 
 class Kind(enum.IntEnum):
-    """How strong a notice is; a later one of the same id counts only if it is stronger."""
+    """Strength of a notice; a later one of the same id counts only if it is stronger."""
 
     HINT = 1  # something may come: copy ahead, do not leave
     LEAVE = 2  # the host goes at the deadline
@@ -67,11 +67,11 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """When the host may be gone.
+    """The time at which the host may be gone.
 
     Attributes:
         at: seconds of the listener's monotonic clock.
-        based_on: from what it was computed, for the log.
+        based_on: source of the computed time, for the log.
     """
 
     at: float
@@ -84,16 +84,16 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """One warning of one source.
+    """A warning of one source.
 
     Attributes:
-        kind: how strong it is.
+        kind: its strength.
         source: the listener's name, e.g. "aws".
         id: the same for repeats of the same warning by its source.
         hosts: which hosts of the run are meant, by the names that the run gives them.
         deadline: None where the source names none (hints).
         resources: the machines meant in the source's own words, where it has such.
-        detail: what the source said.
+        detail: the source's own words.
     """
 
     kind: Kind
@@ -110,15 +110,15 @@ class Notice:
 
 
 Deliver = Callable[[Notice], None]
-"""Where a listener puts what it hears; returns at once."""
+"""Takes the notices that a listener hears; returns at once."""
 
 
 @dataclass(eq=False)
 class Listener(ABC):
-    """One source of notices. Started once, stopped once; may deliver the same notice again and again.
+    """A source of notices. Started once, stopped once; may deliver the same notice again and again.
 
     Attributes:
-        host: this host's name in the run; default: what the system calls it.
+        host: this host's name in the run; default: the system's.
         clock: replaced in tests.
     """
 
@@ -140,7 +140,7 @@ class Listener(ABC):
         """End within a few seconds; nothing is delivered afterwards."""
 
     def host_left(self, resources_left: Collection[str] = ()) -> tuple[str, ...]:
-        """Acknowledge, after the last rank of this host has left, where the source knows such a thing.
+        """Acknowledge that the last rank of this host has left, where the source takes acknowledgements.
 
         Args:
             resources_left: other machines, in the source's own words, whose last rank has left too.
@@ -157,7 +157,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What asking once gave, and after how many seconds to ask again."""
+    """Notices of one question, and the seconds after which to ask again."""
 
     notices: tuple[Notice, ...]
     pause: float
@@ -212,8 +212,8 @@ class PollingListener(Listener):
         failures = 0
         while not self._stopped.is_set():
             try:
-                found = ask()
-            except Exception as error:  # Unavailable, or what no source should raise: the next answer may be a good one
+                answer = ask()
+            except Exception as error:  # Unavailable, or an unexpected error: the next answer may be a good one
                 if self._stopped.is_set():
                     return
                 failures += 1
@@ -224,7 +224,7 @@ class PollingListener(Listener):
             if failures:
                 _log.warning("notices of %s are heard again", self.source)
             failures = 0
-            for notice in found.notices:
+            for notice in answer.notices:
                 if not self._stopped.is_set():
                     deliver(notice)
-            self._stopped.wait(found.pause)
+            self._stopped.wait(answer.pause)

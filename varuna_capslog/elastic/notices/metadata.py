@@ -67,8 +67,8 @@ class HttpOpener:
                 connection.request(method, path, body, dict(headers))
                 response = connection.getresponse()
                 text = _read(response, sock, until)
-            found = {name.lower(): value for name, value in response.getheaders()}
-            return Answer(response.status, text, found)
+            lower_headers = {name.lower(): value for name, value in response.getheaders()}
+            return Answer(response.status, text, lower_headers)
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise Unavailable(f"{method} {url}: {error or type(error).__name__}") from error
         finally:
@@ -97,7 +97,7 @@ class HttpOpener:
 
 @dataclass(eq=False)
 class MetadataListener(PollingListener):
-    """What the listeners of the clouds have in common.
+    """Base class of the clouds' listeners.
 
     Attributes:
         endpoint: where the metadata server is.
@@ -111,12 +111,14 @@ class MetadataListener(PollingListener):
     @staticmethod
     @abstractmethod
     def answers(ask: HttpOpener, endpoint: str, timeout: float) -> bool:
-        """Whether the metadata server at `endpoint` is this cloud's. Raises `Unavailable`."""
+        """True where the metadata server at `endpoint` is this cloud's. Raises `Unavailable`."""
 
     def interrupt(self) -> None:
         self.opener.cut()
 
-    def announced(self, answer: Answer, when: str, lead: float, what: str = "", at_most: float = math.inf) -> Deadline:
+    def announced(
+        self, answer: Answer, when: str, lead: float, prefix: str = "", at_most: float = math.inf
+    ) -> Deadline:
         """The deadline for an announced time of day.
 
         It counts from the server's own Date, where the answer has one: this host's wall clock may be wrong, and its
@@ -125,7 +127,7 @@ class MetadataListener(PollingListener):
         Args:
             when: the time of day, in either form that `_utc` reads.
             lead: seconds that are left where `when` cannot be read: half a second ago the notice was not there.
-            what: put before `when` in the log.
+            prefix: put before `when` in the log.
             at_most: seconds that the source never gives more of.
         """
         try:
@@ -136,12 +138,12 @@ class MetadataListener(PollingListener):
             now, whose = email.utils.parsedate_to_datetime(answer.headers["date"]).timestamp(), "the server's clock"
         except (KeyError, ValueError, TypeError, OverflowError):
             now, whose = self.clock.wall(), "this host's clock"
-        left = max(0.0, at - now)
-        if left > at_most:
-            based_on = f"{at_most:g} s from when it was read ({what}{when} is later)"
+        remaining = max(0.0, at - now)
+        if remaining > at_most:
+            based_on = f"{at_most:g} s from when it was read ({prefix}{when} is later)"
         else:
-            based_on = f"{left:.0f} s left until {what}{when} by {whose}"
-        return Deadline(self.clock.monotonic() + min(left, at_most), based_on)
+            based_on = f"{remaining:.0f} s left until {prefix}{when} by {whose}"
+        return Deadline(self.clock.monotonic() + min(remaining, at_most), based_on)
 
 
 def _read(response: http.client.HTTPResponse, sock: socket.socket, until: float) -> str:
@@ -150,22 +152,22 @@ def _read(response: http.client.HTTPResponse, sock: socket.socket, until: float)
     while part := response.read1(65536):
         parts.append(part)
         size += len(part)
-        left = until - time.monotonic()
-        if size > LARGEST_ANSWER or left <= 0:
+        remaining = until - time.monotonic()
+        if size > LARGEST_ANSWER or remaining <= 0:
             raise OSError(f"the answer is too large or too slow ({size} bytes so far)")
         if not response.isclosed():
-            sock.settimeout(left)
+            sock.settimeout(remaining)
     return b"".join(parts).decode("utf-8")  # UnicodeDecodeError is a ValueError
 
 
-def json_object(answer: Answer, what: str) -> dict[str, Any]:
+def json_object(answer: Answer, name: str) -> dict[str, Any]:
     """The JSON object in an answer. Raises `Unavailable` for anything else."""
     try:
         value = json.loads(answer.body)
     except (ValueError, RecursionError) as error:
-        raise Unavailable(f"{what} answered no JSON: {answer.body[:60]!r}") from error
+        raise Unavailable(f"{name} answered no JSON: {answer.body[:60]!r}") from error
     if not isinstance(value, dict):
-        raise Unavailable(f"{what} answered no JSON object: {answer.body[:60]!r}")
+        raise Unavailable(f"{name} answered no JSON object: {answer.body[:60]!r}")
     return value
 
 
@@ -177,5 +179,5 @@ def _utc(text: str) -> float:
     try:
         return email.utils.parsedate_to_datetime(text).timestamp()
     except (ValueError, TypeError):
-        found = datetime.fromisoformat(text.replace("Z", "+00:00"))
-        return (found if found.tzinfo else found.replace(tzinfo=timezone.utc)).timestamp()
+        moment = datetime.fromisoformat(text.replace("Z", "+00:00"))
+        return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()

@@ -1,7 +1,7 @@
-"""Notices by signal: Slurm, Kubernetes, a terminal that closes, and whoever sends SIGTERM or SIGUSR1.
+"""Notices by signal: Slurm, Kubernetes, a terminal that closes, and any sender of SIGTERM or SIGUSR1.
 
 The handler only puts a number into a queue; a thread makes the notice of it. Signals carry no deadline, so the budget
-is a parameter; `signal_meanings` knows what each sender gives by default:
+is a parameter; `signal_meanings` has the default of each sender:
 
 - Kubernetes: SIGTERM, then SIGKILL after terminationGracePeriodSeconds (30 s, preStop time included). GKE gives 15 of
   the 30 s of a preemption to ordinary pods: that is the default here.
@@ -31,7 +31,7 @@ __all__ = ["Meaning", "SignalListener", "plain", "signal_meanings"]
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What a signal says.
+    """The meaning of a signal.
 
     Attributes:
         kind: of the notice.
@@ -50,7 +50,7 @@ class SignalListener(Listener):
     A child that was forked from this process (a data loader's worker) does as if there were no handler: it ends.
 
     Args:
-        meanings: signal -> what it says; see `plain` and `signal_meanings`.
+        meanings: by signal; see `plain` and `signal_meanings`.
     """
 
     source: ClassVar[str] = "signal"
@@ -113,9 +113,9 @@ class SignalListener(Listener):
         meaning = self.meanings[signal.Signals(number)]
         deadline = Deadline(at + meaning.seconds, f"{meaning.seconds:g} s from the signal")
         if meaning.wall_limit is not None:
-            left = meaning.wall_limit - self.clock.wall()
-            limit = Deadline(self.clock.monotonic() + max(0.0, left), "the job's time limit")
-            deadline = min(deadline, limit, key=lambda one: one.at)
+            remaining = meaning.wall_limit - self.clock.wall()
+            limit = Deadline(self.clock.monotonic() + max(0.0, remaining), "the job's time limit")
+            deadline = min(deadline, limit, key=lambda candidate: candidate.at)
         return Notice(meaning.kind, self.source, f"{name}-{count}", (self.host,), deadline, detail=name)
 
 
@@ -126,7 +126,7 @@ def plain(seconds: float = 30.0) -> dict[signal.Signals, Meaning]:
 
 
 def signal_meanings(environ: Mapping[str, str]) -> dict[signal.Signals, Meaning]:
-    """What signals say to a process with these variables: Slurm's or Kubernetes' budgets where theirs are set.
+    """The meanings of signals in a process with these variables: Slurm's or Kubernetes' budgets where theirs are set.
 
     Slurm's job time limit (SLURM_JOB_END_TIME) bounds both of its budgets.
     """

@@ -1,4 +1,4 @@
-"""Any data-parallel program as an elastic run: what a training script imports is here, see docs/scripts.md."""
+"""Any data-parallel program as an elastic run: the names that a training script imports; see docs/scripts.md."""
 
 from varuna_capslog.elastic.script.task import TRUTH, Group, Script, main, train
 

@@ -49,7 +49,7 @@ TRUTH = "CAPSLOG_TRUTH"
 digest of its state, and ends."""
 
 _CURRENT: contextvars.ContextVar[MemberScript | None] = contextvars.ContextVar("member_script", default=None)
-"""Another run in the same process has its own."""
+"""The script of this context: another run in the same process has its own."""
 
 
 def train(
@@ -92,7 +92,7 @@ def train(
 def _take_part(
     member: MemberScript, script: Script, steps: int, done: Callable[[int, float], None], checkpoint_every: int | None
 ) -> None:
-    """The steps as one member of a run; raises SystemExit where this member leaves before the last one."""
+    """Makes the steps as one member of a run; raises SystemExit where this member leaves before the last one."""
     (start, store), settings = enter(member.run_dir, member.wish), member.settings
     work = ScriptWork(start, settings, script, steps, done, checkpoint_every)
     options = RuntimeOptions(
@@ -110,7 +110,7 @@ class MemberScript:
 
     Attributes:
         settings: the config's section `elastic`; a script of Varuna's brings its own.
-        status: how this member's part in the run has ended; None until then.
+        status: exit status of this member's part in the run; None until it has ended.
     """
 
     run_dir: Path
@@ -119,7 +119,7 @@ class MemberScript:
     status: int | None = None
 
     def run(self, path: str, arguments: Sequence[str], folder: str) -> int | str | None:
-        """Runs the script as the program of this process; returns what it ended itself with (None: nothing).
+        """Runs the script as the program of this process; returns the code of its SystemExit (None: it raised none).
 
         Args:
             arguments: the script's own.
@@ -138,22 +138,22 @@ class MemberScript:
 
 
 def current_script() -> MemberScript | None:
-    """The script that this call comes from; None in a process that is no member's.
+    """The script from which this call comes; None in a process that is no member's.
 
     Raises:
         CapslogError: called in another thread than the one that runs the script.
     """
-    found = _CURRENT.get()
-    if found is None and "CAPSLOG_MEMBER" in os.environ and threading.current_thread() is not threading.main_thread():
+    script = _CURRENT.get()
+    if script is None and "CAPSLOG_MEMBER" in os.environ and threading.current_thread() is not threading.main_thread():
         raise CapslogError(
             "a member of a run trains in the thread that runs its script; this call came from the thread "
             f"{threading.current_thread().name!r}: make it in the main thread"
         )
-    return found
+    return script
 
 
 def main(arguments: Mapping[str, Any]) -> int:
-    """One member: runs the script, which calls `train`; returns the exit status.
+    """Runs the script of one member, which calls `train`; returns the exit status.
 
     Args:
         arguments: "run_dir"; "script": its path; "arguments": its own; "elastic": the settings.

@@ -1,4 +1,4 @@
-"""The `Work` of a script that trains in data parallel: one layer, which is all of its state, held by every member."""
+"""The `Work` of a data-parallel script: one layer, which is all of its state, held by every member."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _KEPT = 3
 """Checkpoints that stay."""
 
 _STRUCTURE = "structure"
-"""The tensor of a packed state that says, as JSON, how the others are nested."""
+"""The tensor of a packed state that holds, as JSON, the nesting of the others."""
 
 
 class Script(Protocol):
-    """What a program supplies. Called by one thread."""
+    """Interface that a program implements. Called by one thread."""
 
     def state(self) -> Any:
         """All that must survive, at the boundary between two steps: dicts, lists, tuples, tensors, numbers, text. The
@@ -44,12 +44,13 @@ class Script(Protocol):
         """
 
     def load(self, state: Any) -> None:
-        """Go on from what `state` gave, here or on another member. The tensors are the caller's to keep."""
+        """Go on from a result of `state`, here or on another member. The script may keep the tensors."""
 
     def step(self, number: int, group: Group) -> float | Tensor | None:
-        """One optimizer step; returns the loss, if it has one. If it is not finite, the run ends with the state before.
+        """Make an optimizer step; return the loss, if it has one. If it is not finite, the run ends with the state
+        before.
 
-        What `group` raises must be let through: a member is gone, and the step will be made again.
+        Exceptions of `group` must be let through: a member is gone, and the step will be made again.
         """
 
 
@@ -77,7 +78,7 @@ class Group:
 
 
 class ScriptWork(Work):
-    """See the module.
+    """The part of one member in the run of a data-parallel script.
 
     Args:
         start: its `run_dir` gets metrics.jsonl, events.jsonl and checkpoints/step-<step>-<generation>.pt.
@@ -86,7 +87,7 @@ class ScriptWork(Work):
         checkpoint_every: steps between two checkpoints; None: one at the end only.
 
     Raises:
-        CapslogError: the script's state holds what cannot be packed.
+        CapslogError: the script's state holds a value that cannot be packed.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class ScriptWork(Work):
         self._communicator: Communicator | None = None
         self._generation = 0
         self._before: LayerState | None = None  # while a step is computed and not yet voted
-        self._shelved: LayerState | None = None  # what the script itself holds between two generations
+        self._shelved: LayerState | None = None  # state of the script between two generations
         self._loss = math.nan
         self._began = 0.0
         self._recent: RecentSteps[dict[str, Any]] = RecentSteps(start.run_dir / "metrics.jsonl")
@@ -158,7 +159,7 @@ class ScriptWork(Work):
         self._began = time.perf_counter()
         self._before = pack(self._script.state(), copy=True)
         self._loss = loss_of(self._script.step(step, Group(self._group)))
-        return True  # the vote finds what is not finite
+        return True  # the vote finds losses that are not finite
 
     def vote(self, step: int, ballot: bytes) -> Outcome:
         group = self._group
@@ -212,15 +213,15 @@ class ScriptWork(Work):
     # -- boundaries ----------------------------------------------------------------------------------------------------
 
     def between(self, stamp: Stamp, save: bool = False) -> Stamp | None:
-        every = self._checkpoint_every
-        due = bool(every) and stamp.step % (every or 1) == 0
+        interval = self._checkpoint_every
+        due = bool(interval) and stamp.step % (interval or 1) == 0
         if not stamp.step or not (due or save):
             return None
         self._save(stamp)
         return stamp
 
     def _save(self, stamp: Stamp) -> None:
-        """Also after a change: it writes nothing that is there, and all know that it is."""
+        """Writes the checkpoint of a boundary, also after a change: an existing file stays."""
         state = pack(self._script.state(), copy=False)
         if len(set(self._group.gather(digest(state)))) > 1:
             raise CapslogError(
@@ -248,11 +249,11 @@ class ScriptWork(Work):
         files.append_jsonl(self._run_dir / "events.jsonl", {"kind": kind, "time": wall_seconds(), **details})
 
 
-def loss_of(given: float | Tensor | None) -> float:
-    """What a step returned, as a number. NaN: nothing, which is all right; infinite: its loss was not finite."""
-    if given is None:
+def loss_of(returned: float | Tensor | None) -> float:
+    """The value that a step returned, as a number. NaN: none, which is all right; infinite: the loss was not finite."""
+    if returned is None:
         return math.nan
-    value = float(given)
+    value = float(returned)
     return value if math.isfinite(value) else math.inf
 
 
@@ -311,15 +312,15 @@ def unpack(packed: Mapping[str, Tensor]) -> Any:
 
 def saved_states(run_dir: Path) -> list[tuple[Stamp, Path]]:
     """The boundaries that lie on disk, the newest last, by the generations that files count."""
-    found = []
+    states = []
     for path in (run_dir / "checkpoints").glob("step-*-*.pt"):
         if (stamp := Stamp.of_name(path.stem.removeprefix("step-"))) is not None:
-            found.append((stamp, path))
-    return sorted(found)
+            states.append((stamp, path))
+    return sorted(states)
 
 
 def _write(path: Path, state: LayerState) -> None:
-    """Whole or not at all; equal stamps are equal states, so what is there stays."""
+    """Writes a checkpoint whole or not at all; equal stamps are equal states, so an existing file stays."""
     if path.exists():
         return
     try:
@@ -331,7 +332,7 @@ def _write(path: Path, state: LayerState) -> None:
 
 
 def read_state(path: Path) -> LayerState:
-    """What a checkpoint holds. Raises CapslogError."""
+    """The state in a checkpoint. Raises CapslogError."""
     advice = "remove it to go on from the one before"
     state: LayerState = read_file(path, advice)
     try:

@@ -39,7 +39,7 @@ _REFUSED = (400, 404)
 class Etcd:
     """Calls of the gateway, each on a connection that no other call uses meanwhile. Any thread.
 
-    A value whose signature is wrong counts as none, except where another is said.
+    A value with a wrong signature counts as missing, except where a method says otherwise.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Etcd:
         self._closed = False
 
     def another(self) -> Etcd:
-        """For the same cluster, with connections of its own."""
+        """A client of the same cluster, with connections of its own."""
         return Etcd(self.address, self._endpoints, self.answer_seconds, self._signatures, self._names)
 
     def get(self, key: str) -> str | None:
@@ -73,9 +73,9 @@ class Etcd:
         return None if stored is None else self._signatures.opened(key, stored)
 
     def stored(self, key: str) -> bytes | None:
-        """What a key holds, with its signature, whoever has made it."""
-        found = self.call("kv/range", {"key": b64(key)}).get("kvs", ())
-        return base64.b64decode(found[0].get("value", "")) if found else None
+        """The stored bytes of a key with their signature, which is not checked."""
+        rows = self.call("kv/range", {"key": b64(key)}).get("kvs", ())
+        return base64.b64decode(rows[0].get("value", "")) if rows else None
 
     def wait(self, key: str, seconds: float) -> str | None:
         """The value of a key, waited for at most so long."""
@@ -88,33 +88,35 @@ class Etcd:
             pause = min(1.5 * pause, PAUSE_SECONDS)
 
     def range(self, first: str, end: str, limit: int) -> list[bytes]:
-        """What the keys from `first` on and before `end` hold, with its signatures, whoever has made them."""
-        found = self.call("kv/range", {"key": b64(first), "range_end": b64(end), "limit": limit})
-        return [stored for _, stored in _pairs(found)]
+        """The stored bytes of the keys from `first` on and before `end`, with signatures, which are not checked."""
+        answer = self.call("kv/range", {"key": b64(first), "range_end": b64(end), "limit": limit})
+        return [stored for _, stored in _pairs(answer)]
 
     def beside(self, key: str, first: str, end: str, limit: int) -> tuple[str | None, list[tuple[str, str | None]]]:
         """A key's value, and keys and values of a range, as they are at one moment."""
         ranges = [{"key": b64(key)}, {"key": b64(first), "range_end": b64(end), "limit": limit}]
-        answer = self.call("kv/txn", {"success": [{"request_range": one} for one in ranges]})
-        one, many = (self.opened(_pairs(each["response_range"])) for each in answer["responses"])
-        return (one[0][1] if one else None), many
+        answer = self.call("kv/txn", {"success": [{"request_range": key_range} for key_range in ranges]})
+        single, several = (self.opened(_pairs(response["response_range"])) for response in answer["responses"])
+        return (single[0][1] if single else None), several
 
     def values(self, keys: Sequence[str]) -> list[tuple[str, str | None]]:
-        """Those of these keys that are there, with their values, as they are at one moment."""
+        """The existing ones of these keys, with their values, as they are at one moment."""
         answer = self.call("kv/txn", {"success": [{"request_range": {"key": b64(key)}} for key in keys]})
-        return self.opened([pair for each in answer.get("responses", ()) for pair in _pairs(each["response_range"])])
+        return self.opened(
+            [pair for response in answer.get("responses", ()) for pair in _pairs(response["response_range"])]
+        )
 
     def opened(self, pairs: Sequence[tuple[str, bytes]]) -> list[tuple[str, str | None]]:
         """Keys and their values; None where a signature is wrong."""
-        found = [(key, self._signatures.opened(key, stored)) for key, stored in pairs]
-        return [(key, None if value is None else value.decode()) for key, value in found]
+        values = [(key, self._signatures.opened(key, stored)) for key, stored in pairs]
+        return [(key, None if value is None else value.decode()) for key, value in values]
 
     def put(self, key: str, value: str | bytes) -> None:
         self.call("kv/put", {"key": b64(key), "value": b64(self._signatures.sign(key, value))})
 
     def create(self, key: str, value: str, condition: dict[str, str]) -> str | None:
-        """Writes a key that is not there yet, if a further condition holds; what it then holds ("": something that is
-        not signed). None: nothing.
+        """Writes a key that is not there yet, if a further condition holds; returns its value then ("": an unsigned
+        one; None: none).
         """
         answer = self.call(
             "kv/txn",
@@ -126,26 +128,26 @@ class Etcd:
         )
         if answer.get("succeeded"):
             return value
-        found = self.opened(_pairs(answer["responses"][0]["response_range"]))
-        return (found[0][1] or "") if found else None
+        existing = self.opened(_pairs(answer["responses"][0]["response_range"]))
+        return (existing[0][1] or "") if existing else None
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a counter, which begins at 0; its new value. After a broken connection numbers may be left out.
+        """Adds to a counter, which begins at 0; returns its new value. A broken connection may leave numbers out.
 
         Raises:
             StoreGone: no endpoint answers, or somebody else has written the counter: it must not begin anew.
         """
         while True:
-            found = self.call("kv/range", {"key": b64(key)}).get("kvs", ())
-            before = self._signatures.opened(key, base64.b64decode(found[0].get("value", ""))) if found else b"0"
+            rows = self.call("kv/range", {"key": b64(key)}).get("kvs", ())
+            before = self._signatures.opened(key, base64.b64decode(rows[0].get("value", ""))) if rows else b"0"
             if before is None:
                 raise StoreGone(
                     f"the counter {key} in the store at {self.address} is not signed with this run's secret"
                 )
             number = int(before) + amount
             unchanged = _absent(key)
-            if found:
-                revision = found[0]["mod_revision"]
+            if rows:
+                revision = rows[0]["mod_revision"]
                 unchanged = {"key": b64(key), "target": "MOD", "result": "EQUAL", "mod_revision": revision}
             put = {"request_put": {"key": b64(key), "value": b64(self._signatures.sign(key, str(number)))}}
             if self.call("kv/txn", {"compare": [unchanged], "success": [put]}).get("succeeded"):
@@ -179,7 +181,7 @@ class Etcd:
         raise StoreGone(f"this client of the store at {self.address} was closed")
 
     def _seconds_for(self, turn: int) -> float:
-        """Seconds for one endpoint: those that hang leave time for the others, and one that is slow gets its own."""
+        """Seconds for one endpoint: short at first, so that one that hangs leaves time for others, and then longer."""
         size = len(self._endpoints)
         return self.answer_seconds if size == 1 else min(_TURN_SECONDS * 2 ** (turn // size), self.answer_seconds)
 
@@ -195,11 +197,11 @@ class Etcd:
             raise CapslogError(f"etcd at {self.address} does not know /v3/{name}: {text.decode()[:200]}; it needs 3.4")
         if response.status != 200:  # no leader, say
             raise http.client.HTTPException(text.decode()[:200])
-        found: dict[str, Any] = json.loads(text)
-        return found
+        answer: dict[str, Any] = json.loads(text)
+        return answer
 
     def watch(self, first: str, end: str) -> EtcdWatch:
-        """What is written from now on to keys from `first` on and before `end`."""
+        """A watch of the writes from now on to keys from `first` on and before `end`."""
         until, turn = time.monotonic() + self.answer_seconds, 0
         while True:
             self.call("kv/range", {"key": b64(first)})  # which also finds an endpoint that answers
@@ -238,7 +240,7 @@ class Etcd:
 
 
 class EtcdWatch:
-    """One stream of changes, read by a thread of its own.
+    """A stream of changes, read by a thread of its own.
 
     Raises:
         OSError, http.client.HTTPException: it cannot be begun.
@@ -265,9 +267,9 @@ class EtcdWatch:
         OwnedThread("store-watch", self._read, logged).start()
 
     def next(self, seconds: float) -> list[tuple[str, bytes]] | None:
-        """Keys that were written and what they hold, to be opened (`Etcd.opened`).
+        """Keys that were written and their stored bytes, to be opened (`Etcd.opened`).
 
-        Nothing after so long without any; None when the stream has ended.
+        Empty after so long without any; None when the stream has ended.
         """
         try:
             return self._found.get(timeout=seconds)
@@ -293,10 +295,10 @@ class EtcdWatch:
             self._connection.close()
 
 
-def _pairs(found: dict[str, Any]) -> list[tuple[str, bytes]]:
+def _pairs(answer: dict[str, Any]) -> list[tuple[str, bytes]]:
     return [
-        (base64.b64decode(one["key"]).decode("utf-8", "replace"), base64.b64decode(one.get("value", "")))
-        for one in found.get("kvs", ())
+        (base64.b64decode(row["key"]).decode("utf-8", "replace"), base64.b64decode(row.get("value", "")))
+        for row in answer.get("kvs", ())
     ]
 
 

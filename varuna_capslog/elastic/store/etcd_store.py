@@ -1,8 +1,8 @@
 """The membership store in etcd: a run whose store outlives any of its machines.
 
 The log and the keys of one run lie under one prefix of an etcd cluster. Addresses are
-`etcd://HOST:PORT[,HOST:PORT...]/PREFIX`. All that the run writes there is signed with its secret, and an entry that is
-not is passed over; who may write there at all is for etcd's owner to say.
+`etcd://HOST:PORT[,HOST:PORT...]/PREFIX`. All that the run writes there is signed with its secret, and unsigned entries
+are passed over; etcd's owner decides who may write there at all.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _KEPT = 16
 
 
 def begin_run(address: str, lease_seconds: float, secret: Secret) -> str:
-    """Makes room for a new run under the address's prefix; all that is there is removed. Returns the run's identity.
+    """Makes room for a new run under the address's prefix; all keys there are removed. Returns the run's identity.
 
     Args:
-        lease_seconds: of hosts; for half as long what looks like a run there is watched for signs of life.
+        lease_seconds: of hosts; for half as long an earlier run there is watched for signs of life.
         secret: of the new run.
 
     Raises:
@@ -55,7 +55,8 @@ def begin_run(address: str, lease_seconds: float, secret: Secret) -> str:
     identity = uuid.uuid4().hex
     with contextlib.closing(Etcd(address, endpoints, ANSWER_SECONDS, Signatures(secret, address))) as etcd:
         stored = etcd.stored(f"{prefix}/current")
-        before = None if stored is None else unsigned(stored).decode("utf-8", "replace")  # also another's run may live
+        # not checked against this run's secret: a run with another one may live there, too
+        before = None if stored is None else unsigned(stored).decode("utf-8", "replace")
         signs = _leases(etcd, f"{prefix}/{before}") if before else []
         until = time.monotonic() + lease_seconds / 2
         while signs and time.monotonic() < until:
@@ -92,16 +93,16 @@ class EtcdMembershipStore(MembershipStore):
         endpoints, prefix = parse_address(address)
         self._etcd = Etcd(address, endpoints, answer_seconds or ANSWER_SECONDS, Signatures(secret, address))
         self._kept: deque[EtcdRendezvous] = deque(maxlen=_KEPT)
-        found = identity or self._etcd.get(f"{prefix}/current")
-        if found is None and self._etcd.stored(f"{prefix}/current") is not None:
+        run = identity or self._etcd.get(f"{prefix}/current")
+        if run is None and self._etcd.stored(f"{prefix}/current") is not None:
             raise StoreRefuses(
                 f"the run in the store at {address} is not signed with this machine's secret; give all machines the "
                 "same file, RUN_DIR/secret or the one that CAPSLOG_SECRET_FILE names, or choose another prefix"
             )
-        if found is None:
+        if run is None:
             raise StoreGone(f"the store at {address} holds no run; begin it on the machine that serves")
-        self.identity = found
-        self._root = f"{prefix}/{found}"
+        self.identity = run
+        self._root = f"{prefix}/{run}"
         self.look()
 
     def count(self, name: str) -> int:
@@ -115,18 +116,18 @@ class EtcdMembershipStore(MembershipStore):
 
     def get_all(self, keys: Sequence[str]) -> dict[str, str | None]:
         places = [f"{self._root}/key/{key}" for key in keys]
-        found: dict[str, str | None] = {}
+        values: dict[str, str | None] = {}
         for first in range(0, len(places), _AT_ONCE):
-            found.update(self._etcd.values(places[first : first + _AT_ONCE]))
-        return {key: found.get(place) for key, place in zip(keys, places, strict=True)}
+            values.update(self._etcd.values(places[first : first + _AT_ONCE]))
+        return {key: values.get(place) for key, place in zip(keys, places, strict=True)}
 
     def rendezvous(self) -> dist.Store:
         from varuna_capslog.elastic.store.rendezvous import EtcdRendezvous
 
         self.look()
-        found = EtcdRendezvous(self._etcd.another(), f"{self._root}/group")
-        self._kept.append(found)  # torch's groups do not keep a store alive that is written in Python
-        return found
+        rendezvous = EtcdRendezvous(self._etcd.another(), f"{self._root}/group")
+        self._kept.append(rendezvous)  # torch's groups do not keep a store alive that is written in Python
+        return rendezvous
 
     def look(self) -> None:
         """Return if the store answers and still holds the run."""
@@ -150,47 +151,47 @@ class EtcdMembershipStore(MembershipStore):
         texts: list[str] = []
         while True:
             first, end = self._entry_key(start + len(texts)), after(f"{self._root}/log/")
-            identity, found = self._etcd.beside(f"{self._root}/identity", first, end, _BATCH)
+            identity, batch = self._etcd.beside(f"{self._root}/identity", first, end, _BATCH)
             self._check(identity)
-            for key, text in found:
+            for key, text in batch:
                 if key != self._entry_key(start + len(texts)):
                     missing = self._entry_key(start + len(texts))
                     raise StoreGone(f"the store at {self.address} has lost {missing}: somebody else writes there")
                 texts.append(_passed_over(key) if text is None else text)
-            if len(found) < _BATCH:
+            if len(batch) < _BATCH:
                 return texts
 
     def _entry_key(self, position: int) -> str:
-        """Of entry number `position`; keys sort as numbers do."""
+        """The key of entry number `position`; keys sort as numbers do."""
         return f"{self._root}/log/{position:012d}"
 
     def _write(self, position: int, text: str) -> bool:
         exists = {"key": b64(f"{self._root}/identity"), "target": "VERSION", "result": "GREATER", "version": "0"}
-        found = self._etcd.create(self._entry_key(position), text, exists)
-        if found is None:
+        stored = self._etcd.create(self._entry_key(position), text, exists)
+        if stored is None:
             self.look()
             raise StoreGone(f"the store at {self.address} refuses entries")
-        return found == text
+        return stored == text
 
     def read_on(self, follower: LogFollower) -> None:
         """Reads the log, then watches it, and looks now and then whether the store is still there."""
         while not follower.stopped:
             first, end = self._entry_key(follower.next), after(f"{self._root}/log/")
             with contextlib.closing(self._etcd.watch(first, end)) as watch:
-                # what was written before the watch began
+                # entries that were written before the watch began
                 follower.deliver(self.entries(follower.next))
                 self._follow(watch, follower)
 
     def _follow(self, watch: EtcdWatch, follower: LogFollower) -> None:
-        """Until the watch ends, or turns out to have missed something."""
+        """Delivers entries until the watch ends, or turns out to have missed some."""
         while not follower.stopped:
-            found = watch.next(LOOK_SECONDS)
-            if found is None:
+            changes = watch.next(LOOK_SECONDS)
+            if changes is None:
                 return
-            for key, text in self._etcd.opened(found):
+            for key, text in self._etcd.opened(changes):
                 if key == self._entry_key(follower.next):  # others were read before
                     follower.deliver([_passed_over(key) if text is None else text])
-            if not found and self.entries(follower.next):  # a server that hangs, or was cut off, says nothing
+            if not changes and self.entries(follower.next):  # a server that hangs, or was cut off, says nothing
                 return
 
 
@@ -201,7 +202,7 @@ def _leases(etcd: Etcd, root: str) -> list[bytes]:
 
 
 def _passed_over(key: str) -> str:
-    """The text of an entry in the place of one that is not signed, the same for every reader: of a kind that no reader
-    knows, so that it is passed over.
+    """The text that stands for an unsigned entry, the same for every reader: of a kind that no reader knows, so that it
+    is passed over.
     """
     return json.dumps(["", {"kind": "unsigned", "key": key}])

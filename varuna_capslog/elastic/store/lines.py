@@ -51,10 +51,10 @@ class StoreLines:
         self._closed = False
 
     def another(self) -> StoreLines:
-        """For the same server, with connections of its own."""
-        found = StoreLines(self.host, self.port, self._key, self.identity, self.answer_seconds)
-        found._resolved = self._resolved
-        return found
+        """A client of the same server, with connections of its own."""
+        lines = StoreLines(self.host, self.port, self._key, self.identity, self.answer_seconds)
+        lines._resolved = self._resolved
+        return lines
 
     def ask(self, *question: Any, wait: float = 0.0) -> Any:
         """The server's answer; on a fresh connection where the kept one turns out broken.
@@ -93,9 +93,9 @@ class StoreLines:
         until = time.monotonic() + seconds
         while True:
             wait = min(LONGEST_WAIT_SECONDS, max(0.0, until - time.monotonic()))
-            found = self.ask("get", keys, wait, wait=wait)
-            if found is not None:
-                return [bytes_of(text) for text in found]
+            texts = self.ask("get", keys, wait, wait=wait)
+            if texts is not None:
+                return [bytes_of(text) for text in texts]
             if time.monotonic() >= until:
                 return None
 
@@ -106,7 +106,7 @@ class StoreLines:
         self._drop_idle()
 
     def _open(self) -> Connection:
-        """A connection to the store that is known. Raises OSError or EOFError where it breaks before it is one."""
+        """A connection to the known store. Raises OSError or EOFError where it breaks while it is opened."""
         if self._closed:
             raise StoreGone(f"this client of the store at {self.address} was closed")
         try:

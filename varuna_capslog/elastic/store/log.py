@@ -46,7 +46,7 @@ ENDED = " ended"
 """Stands behind a host's last sign of life where its connection to the store has ended since it gave it."""
 
 LOOK_SECONDS = 1.0
-"""How often a follower asks whether the store still answers: a connection that was cut off reports nothing itself."""
+"""Seconds between a follower's checks that the store still answers: a connection that was cut off reports nothing."""
 
 
 class StoreGone(CapslogError):
@@ -54,7 +54,7 @@ class StoreGone(CapslogError):
 
 
 class StoreRefuses(StoreGone):
-    """What answers has another secret than this process: waiting does not help."""
+    """The store that answers has another secret than this process: waiting does not help."""
 
 
 class MembershipStore(abc.ABC):
@@ -94,8 +94,8 @@ class MembershipStore(abc.ABC):
         """Write `record`, the successor of generation `expected`, if that is the newest.
 
         Returns:
-            What the store then holds: `record` itself, or a newer one than `expected`. After `StoreGone` it is unknown
-            whether the record was written.
+            The record that the store then holds: `record` itself, or a newer one than `expected`. After `StoreGone` it
+            is unknown whether the record was written.
         """
         if record.number != expected + 1:
             raise CapslogError(f"generation {record.number} cannot follow {expected}; number them one by one")
@@ -146,8 +146,8 @@ class MembershipStore(abc.ABC):
             with self._log_lock:
                 start = self._position
             texts = self.entries(start)
-            found = [entry for entry in map(_unpack_entry, texts) if entry.get("kind") == "generation"]
-            newest = Generation.from_json(found[-1].get("record"), "the store") if found else None
+            generations = [entry for entry in map(_unpack_entry, texts) if entry.get("kind") == "generation"]
+            newest = Generation.from_json(generations[-1].get("record"), "the store") if generations else None
             with self._log_lock:
                 # another thread may have read farther meanwhile
                 if start + len(texts) >= self._position:
@@ -161,7 +161,7 @@ class MembershipStore(abc.ABC):
 
     @abc.abstractmethod
     def _write(self, position: int, text: str) -> bool:
-        """Writes entry number `position` if there is none yet; whether the entry there is now this one.
+        """Writes entry number `position` if there is none yet; returns whether the entry there is now this one.
 
         `text` differs from every other entry's, so a call that is repeated after a broken connection finds its own.
         """
@@ -196,8 +196,8 @@ class MembershipStore(abc.ABC):
         """The last sign of life of each host, with `ENDED` behind it where its connection to the store has ended."""
         if not hosts:
             return {}
-        found = self.get_all([f"lease/{host}" for host in hosts])
-        return dict(zip(hosts, found.values(), strict=True))
+        signs = self.get_all([f"lease/{host}" for host in hosts])
+        return dict(zip(hosts, signs.values(), strict=True))
 
     # -- the store itself ------------------------------------------------------------------------------------------
 
@@ -227,7 +227,7 @@ class LogFollower:
     Attributes:
         next: number of the entry that is passed on next.
         stopped: whether the thread has ended or is to end.
-        heard: for the store's `read_on`, which alone knows what it puts here; None: the follower was stopped.
+        heard: for the store's `read_on`, which alone knows the content; None: the follower was stopped.
     """
 
     def __init__(self, store: MembershipStore, take: Take, lost: Lost, start: int) -> None:
@@ -276,7 +276,7 @@ def pack_entry(entry: Entry) -> str:
 
 
 def _unpack_entry(text: str) -> Entry:
-    """The entry that `pack_entry` made this of; one of a kind that is passed over, of any other text."""
+    """The entry from which `pack_entry` made this text; from any other text, one of a kind that is passed over."""
     try:
         entry = json.loads(text)[1]
     except (ValueError, TypeError, LookupError, RecursionError):

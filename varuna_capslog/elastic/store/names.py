@@ -18,7 +18,7 @@ __all__ = ["HttpConnection", "Names"]
 
 
 class Names:
-    """What the name server has said. Any thread."""
+    """Addresses that the name server has given. Usable from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -26,14 +26,14 @@ class Names:
         self._asked: set[str] = set()
 
     def addresses(self, host: str) -> Sequence[str]:
-        """Of a host; takes as long as the name server only where it was never asked. Raises OSError."""
-        found = self._known.get(host)
-        if found is None:
-            found = self._known[host] = _ask(host)
-        return found
+        """The addresses of a host; waits for the name server only where it was never asked. Raises OSError."""
+        addresses = self._known.get(host)
+        if addresses is None:
+            addresses = self._known[host] = _ask(host)
+        return addresses
 
     def doubt(self, host: str) -> None:
-        """No address leads there: asks again, beside everything else."""
+        """Asks the name server again, in a thread of its own, since no known address leads to the host."""
         with self._lock:
             if host in self._asked:
                 return
@@ -50,7 +50,7 @@ class Names:
 
 
 class HttpConnection(http.client.HTTPConnection):
-    """One that goes to a known address of its host."""
+    """Connection that goes to a known address of its host."""
 
     def __init__(self, names: Names, host: str, port: int, timeout: float) -> None:
         super().__init__(host, port, timeout=timeout)
@@ -72,5 +72,5 @@ class HttpConnection(http.client.HTTPConnection):
 
 
 def _ask(host: str) -> Sequence[str]:
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return tuple(dict.fromkeys(str(place[4][0]) for place in found))
+    places = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return tuple(dict.fromkeys(str(place[4][0]) for place in places))

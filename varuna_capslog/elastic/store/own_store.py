@@ -49,12 +49,12 @@ class OwnMembershipStore(MembershipStore):
         self.lines.ask("set", f"key/{key}", text_of(value))
 
     def get(self, key: str, wait_seconds: float = 0.0) -> str | None:
-        found = self.lines.values([f"key/{key}"], wait_seconds)
-        return None if found is None else found[0].decode()
+        values = self.lines.values([f"key/{key}"], wait_seconds)
+        return None if values is None else values[0].decode()
 
     def get_all(self, keys: Sequence[str]) -> dict[str, str | None]:
-        found = self.lines.ask("values", [f"key/{key}" for key in keys])
-        return {key: None if text is None else bytes_of(text).decode() for key, text in zip(keys, found, strict=True)}
+        texts = self.lines.ask("values", [f"key/{key}" for key in keys])
+        return {key: None if text is None else bytes_of(text).decode() for key, text in zip(keys, texts, strict=True)}
 
     def give_sign(self, host: str, sign: str) -> None:
         self._signs.ask("sign", f"key/lease/{host}", text_of(sign))
@@ -78,22 +78,22 @@ class OwnMembershipStore(MembershipStore):
     def entries(self, start: int) -> Sequence[str]:
         texts: list[str] = []
         while True:
-            found, length = self._batch(start + len(texts), 0.0)
-            texts += found
+            batch, length = self._batch(start + len(texts), 0.0)
+            texts += batch
             if start + len(texts) >= length:
                 return texts
 
     def _write(self, position: int, text: str) -> bool:
-        found = self.lines.ask("write", position, text_of(text))
-        if found is None:
+        stored = self.lines.ask("write", position, text_of(text))
+        if stored is None:
             raise StoreGone(f"the store at {self.address} has lost entries of its log")
-        return bool(found == text_of(text))
+        return bool(stored == text_of(text))
 
     def read_on(self, follower: LogFollower) -> None:
-        """Waits in the store, and asks so often that a store that hangs or was cut off is noticed."""
+        """Waits in the store, and asks often enough to notice a store that hangs or was cut off."""
         while not follower.stopped:
             follower.deliver(self._batch(follower.next, LOOK_SECONDS)[0])
 
     def _batch(self, start: int, wait: float) -> tuple[list[str], int]:
-        found, length = self.lines.ask("entries", start, wait, wait=wait)
-        return [bytes_of(text).decode() for text in found], int(length)
+        texts, length = self.lines.ask("entries", start, wait, wait=wait)
+        return [bytes_of(text).decode() for text in texts], int(length)

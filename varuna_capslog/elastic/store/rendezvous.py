@@ -1,6 +1,6 @@
-"""The stores of a run as `torch.distributed` reads them, for its groups to meet at: what alone of them needs torch.
+"""The stores of a run as `torch.distributed` reads them, for its groups to meet at.
 
-A host, which has no groups, imports none of it.
+Only this module of the stores needs torch; a host, which has no groups, does not import it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _GROUP_SECONDS = 300.0
 class OwnRendezvous(dist.Store):
     """Keys for the groups of `torch.distributed` to meet at, with a connection of its own.
 
-    Whoever makes a group of it keeps it: torch keeps only the half that is written in C++.
+    The maker of a group must keep it: torch keeps only the half that is written in C++.
     """
 
     def __init__(self, lines: StoreLines) -> None:
@@ -37,10 +37,10 @@ class OwnRendezvous(dist.Store):
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        found = self._lines.values([_group(key) for key in keys], self._seconds)
-        if found is None:
+        values = self._lines.values([_group(key) for key in keys], self._seconds)
+        if values is None:
             raise _in_vain(keys)
-        return found
+        return values
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         for key, value in zip(keys, values, strict=True):
@@ -50,8 +50,8 @@ class OwnRendezvous(dist.Store):
         return int(self._lines.ask("add", _group(key), amount))
 
     def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
-        found = self._lines.ask("exchange", _group(key), text_of(expected), text_of(value))
-        return b"" if found is None else bytes_of(found)
+        stored = self._lines.ask("exchange", _group(key), text_of(expected), text_of(value))
+        return b"" if stored is None else bytes_of(stored)
 
     def deleteKey(self, key: str) -> bool:  # as torch calls `delete_key` of a store in Python
         return bool(self._lines.ask("delete", _group(key)))
@@ -74,9 +74,9 @@ class OwnRendezvous(dist.Store):
         self._seconds = timeout.total_seconds()
 
     def clone(self) -> OwnRendezvous:
-        found = OwnRendezvous(self._lines.another())
-        self._clones.append(found)
-        return found
+        clone = OwnRendezvous(self._lines.another())
+        self._clones.append(clone)
+        return clone
 
 
 class EtcdRendezvous(dist.Store):

@@ -1,8 +1,8 @@
-"""The server of a run's store: keys, counters and one log, in memory, for those who know the run's secret.
+"""The server of a run's store: keys, counters and one log, in memory, for clients that know the run's secret.
 
 The supervisor that begins the run serves it. Every connection has a thread, which answers one question after the other;
-`base/trust/door` lets nobody in who does not know the secret, and holds strangers without a thread. It decides nothing,
-forgets nothing while it lives, and keeps nothing on disk.
+`base/trust/door` admits only clients that know the secret, and holds unauthenticated ones without a thread. The server
+decides nothing, forgets nothing while it lives, and keeps nothing on disk.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from varuna_capslog.elastic.store.log import ENDED
 __all__ = ["LONGEST_WAIT_SECONDS", "MAX_MESSAGE", "PURPOSE", "StoreServer"]
 
 PURPOSE = "store"
-"""What the key of its connections is derived for."""
+"""The purpose for which the key of its connections is derived."""
 
 MAX_MESSAGE = 64 << 20
 """Bytes of a question or an answer."""
 
 LONGEST_WAIT_SECONDS = 1.0
-"""For a key or an entry; who wants to wait longer asks again, and so notices when the server is gone."""
+"""For a key or an entry; a client that waits longer asks again, and so notices when the server is gone."""
 
 _BATCH_ENTRIES = 256
 _BATCH_BYTES = 4 << 20
@@ -78,7 +78,7 @@ class StoreServer:
             connection.shut_down()
 
     def _fail(self, error: CapslogError) -> None:
-        """The door has failed: no client is to go on with a store that others cannot reach."""
+        """Ends all connections once the door has failed: no client may go on with a store that others cannot reach."""
         logged(error)
         self._end_connections()
 
@@ -98,7 +98,7 @@ class StoreServer:
             self._answer(connection, sign)
         finally:
             try:
-                if sign:  # whoever gave it here last has ended, unless a sign comes over another connection
+                if sign:  # the host that gave it has ended, unless a sign comes over another connection
                     self._content.answer(["exchange", *sign, f"{sign[1]}{ENDED}"])
             finally:
                 with self._lock:
@@ -119,7 +119,7 @@ class StoreServer:
 
 
 class _Content:
-    """What the store holds. Values are text, of which each character stands for one byte."""
+    """The content of the store. Values are text, of which each character stands for one byte."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -153,8 +153,8 @@ class _Content:
         self._values[key] = value
         self._tell(key)
 
-    def _tell(self, what: str | int) -> None:
-        event = self._awaited.pop(what, None)
+    def _tell(self, key: str | int) -> None:
+        event = self._awaited.pop(key, None)
         if event is not None:
             event.set()
 
@@ -178,7 +178,7 @@ class _Content:
             return number
 
     def _exchange(self, key: str, expected: str, value: str) -> str | None:
-        """Writes where the key holds `expected`, or holds nothing and nothing is expected; what it then holds."""
+        """Writes where the key holds `expected`, or holds nothing and nothing is expected; returns its value then."""
         with self._lock:
             if self._values.get(key, "") == expected:
                 self._put(key, value)
@@ -211,16 +211,16 @@ class _Content:
         empty: tuple[list[str], int] = ([], len(self._log))
         return self._when(lambda: len(self._log) if start >= len(self._log) else None, found, seconds) or empty
 
-    def _when(self, lacking: Callable[[], str | int | None], found: Callable[[], Any], seconds: float) -> Any:
-        """`found()` as soon as nothing is lacking; None after so many seconds."""
+    def _when(self, lacking: Callable[[], str | int | None], ready: Callable[[], Any], seconds: float) -> Any:
+        """The result of `ready()` as soon as nothing is lacking; None after so many seconds."""
         until = time.monotonic() + min(seconds, LONGEST_WAIT_SECONDS)
         while True:
             with self._lock:
-                what = lacking()
-                if what is None:
-                    return found()
-                left = until - time.monotonic()
-                if left <= 0:
+                key = lacking()
+                if key is None:
+                    return ready()
+                remaining = until - time.monotonic()
+                if remaining <= 0:
                     return None
-                event = self._awaited.setdefault(what, threading.Event())
-            event.wait(left)
+                event = self._awaited.setdefault(key, threading.Event())
+            event.wait(remaining)

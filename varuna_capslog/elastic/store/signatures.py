@@ -1,8 +1,8 @@
-"""Signatures of what a run writes into a store that is not its own, where others may write as well.
+"""Signatures of the values that a run writes into a store that is not its own, where others may write as well.
 
 `etcd_gateway` signs every value for its key, so that a value is worth nothing under another key or in another run, and
-does not use what is not signed. An older value of the same key keeps its signature: whoever may write there can put it
-back.
+does not use unsigned values. An older value of the same key keeps its signature: anyone with write access there can put
+it back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Signatures:
     """Signs and checks with a run's secret.
 
     Args:
-        address: of the store, for what is said of a wrong signature.
+        address: of the store, for the warning about a wrong signature.
     """
 
     def __init__(self, secret: Secret, address: str) -> None:
@@ -53,5 +53,5 @@ class Signatures:
 
 
 def unsigned(stored: bytes) -> bytes:
-    """The value, whoever has signed it."""
+    """The value, with any signature or none of this run's."""
     return stored[_DIGITS + 1 :]

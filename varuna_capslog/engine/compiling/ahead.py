@@ -60,14 +60,14 @@ class LayerCompiler:
         self._says = says
         self.seconds = 0.0
         for layer in layers:
-            own = backend or backend_of(layer.layer.module)
-            if own is not None and not layer.statistics and layer.compiled is None:
-                layer.compiled = CompiledForward(layer.layer.module, own)
+            layer_backend = backend or backend_of(layer.layer.module)
+            if layer_backend is not None and not layer.statistics and layer.compiled is None:
+                layer.compiled = CompiledForward(layer.layer.module, layer_backend)
 
     def prepare(
         self, minibatch: Minibatch, stages: Callable[[], Iterable[tuple[Sequence[EngineLayer], Calls]]]
     ) -> None:
-        """Before a step: compiles what this minibatch's sizes need. All ranks of the communicator call it.
+        """Compiles the layers for this minibatch's sizes, before a step. All ranks of the communicator call it.
 
         Args:
             stages: this rank's layers of each stage, with the calls of a step; asked where some size is new.
@@ -102,22 +102,24 @@ class LayerCompiler:
             )
 
     def _try(self, layer: EngineLayer, reads: Mapping[str, TensorSpec]) -> None:
-        """A forward and a backward on zeros, which leave no trace; torch compiles either when it first runs."""
+        """Runs a forward and a backward on zeros, which leave no trace; torch compiles either when it first runs."""
         values = {name: spec.zeros(layer.device).requires_grad_(spec.requires_grad) for name, spec in reads.items()}
         try:
             written = layer.forward(values, 0, 0, graph=True, record=False)
-            found = [one for one in written.values() if one.requires_grad]
-            wanted = [one for one in (*values.values(), *layer.parameters.values()) if one.requires_grad]
-            if found and wanted:
-                torch.autograd.grad(found, wanted, [torch.zeros_like(one) for one in found], allow_unused=True)
+            outputs = [tensor for tensor in written.values() if tensor.requires_grad]
+            wanted = [tensor for tensor in (*values.values(), *layer.parameters.values()) if tensor.requires_grad]
+            if outputs and wanted:
+                torch.autograd.grad(
+                    outputs, wanted, [torch.zeros_like(tensor) for tensor in outputs], allow_unused=True
+                )
         except Exception as error:  # the backend's own, of any library
-            cause = getattr(error, "inner_exception", error)  # of torch's own, what the backend raised
+            cause = getattr(error, "inner_exception", error)  # torch's own errors wrap the backend's
             reason = next((line.strip() for line in str(cause).splitlines() if line.strip()), "")
-            what, advice = "variant 'compiled'", "leave it out of the layers that have this variant"
+            setting, advice = "variant 'compiled'", "leave it out of the layers that have this variant"
             if self._backend is not None:
-                what = f"train.compile={self._backend!r}"
+                setting = f"train.compile={self._backend!r}"
                 advice = "choose another backend, or null, which runs the layers as they are"
             raise CapslogError(
-                f"layer {layer.name!r} cannot be compiled with {what} ({type(cause).__name__}: {reason[:300]}); "
+                f"layer {layer.name!r} cannot be compiled with {setting} ({type(cause).__name__}: {reason[:300]}); "
                 f"{advice}"
             ) from error

@@ -1,4 +1,4 @@
-"""One layer as torch.compile makes it, with code that does not depend on what else its process has run.
+"""One layer as torch.compile makes it, with code that does not depend on what else its process has run before.
 
 `ahead` makes it, and `layers` calls it in training; so does the check of a variant that compiles
 (`profiling/variant_check`). Nothing here decides which layers are compiled.
@@ -21,11 +21,11 @@ Which process meets how many depends on the cuts."""
 
 def check_backend(backend: str) -> None:
     """Raises CapslogError for a backend that this torch does not know."""
-    known = torch._dynamo.list_backends(exclude_tags=())
-    if backend not in known:
+    backends = torch._dynamo.list_backends(exclude_tags=())
+    if backend not in backends:
         raise CapslogError(
-            f"train.compile={backend!r} is no backend of torch.compile here; known: {', '.join(sorted(known))}; null "
-            "runs the layers as they are"
+            f"train.compile={backend!r} is no backend of torch.compile here; known: {', '.join(sorted(backends))}; "
+            "null runs the layers as they are"
         )
 
 

@@ -1,1 +1,1 @@
-"""What ranks that hold the same layers or parameters send each other: gradients, and what one updates for all."""
+"""Exchange between ranks that hold the same layers or parameters: gradients, and values that one updates for all."""

@@ -1,4 +1,4 @@
-"""From the gradients each layer accumulated to the gradients of the whole minibatch, in one fixed order of additions.
+"""Adds the gradients that each layer accumulated to those of the whole minibatch, in one fixed order of additions.
 
 Engine rule 1: block v sums its microbatches in order; the blocks are added in index order; the uses of a shared
 parameter are added in layer order. Neither the cut list nor the number of replicas changes an addition, so nothing here
@@ -36,8 +36,9 @@ class _SharedUses:
     """The uses of a shared parameter, as one of its owners sees them.
 
     leaves: of the uses on this rank, by layer.
-    sources: for each layer that this rank does not hold, the rank that tells it; held: what each of these tells.
-    receivers: the ranks that this one tells.
+    sources: for each layer that this rank does not hold, the rank that sends its gradient.
+    held: the layers whose gradients each of these ranks sends.
+    receivers: the ranks to which this one sends.
     """
 
     number: int
@@ -69,18 +70,18 @@ class GradientBook:
         self._blocks: dict[int, dict[int, dict[str, Tensor]]] = {layer.index: {} for layer in layers}
 
     def close_block(self, block: int, layers: Sequence[EngineLayer]) -> None:
-        """Ends an accumulation block on these layers: what `.grad` holds becomes the block's sum."""
+        """Ends an accumulation block on these layers: the gradients in `.grad` become the block's sum."""
         for layer in layers:
-            found = {}
+            gradients = {}
             for name, parameter in layer.parameters.items():
                 if parameter.grad is not None:
-                    found[name] = parameter.grad
+                    gradients[name] = parameter.grad
                     parameter.grad = None
             kept = self._blocks[layer.index]
             if len(self._owned[layer.index]) > 1 or not kept:
-                kept[block] = found
+                kept[block] = gradients
             else:
-                _add_block(next(iter(kept.values())), found)
+                _add_block(next(iter(kept.values())), gradients)
 
     def finish(self) -> None:
         """Leaves the minibatch's gradient in `.grad` of each trainable parameter (shared: of its first local leaf)."""
@@ -99,7 +100,7 @@ class GradientBook:
 
         A shared parameter counts under its first layer only (engine rule 1).
         """
-        found = []
+        squares = []
         for layer in map(self._by_index.__getitem__, layers):
             counted = {name: self._first_use[address] == layer.index for name, address in layer.shared.items()}
             norms = [
@@ -108,10 +109,10 @@ class GradientBook:
                 if parameter.grad is not None and counted.get(name, True)
             ]
             if norms:
-                found.append(torch.stack(norms).square().sum())
+                squares.append(torch.stack(norms).square().sum())
             else:
-                found.append(torch.zeros((), dtype=torch.float64, device=layer.device))
-        return dict(zip(layers, torch.stack(found).cpu(), strict=True))
+                squares.append(torch.zeros((), dtype=torch.float64, device=layer.device))
+        return dict(zip(layers, torch.stack(squares).cpu(), strict=True))
 
     def forget(self) -> None:
         """Drops the blocks of a broken-off step."""
@@ -119,31 +120,31 @@ class GradientBook:
             blocks.clear()
 
     def _added_by_all(self, layer: EngineLayer, blocks: dict[int, dict[str, Tensor]]) -> dict[str, Tensor]:
-        """The sum of all blocks of a layer that several ranks hold; empties `blocks`, which are those of this rank."""
+        """The sum of all blocks of a layer that several ranks hold; empties `blocks`, which are this rank's."""
         trainable = {name: p for name, p in layer.parameters.items() if p.requires_grad}
         if not trainable:
             return {}
         owned, rank = self._owned[layer.index], self._communicator.rank
         ranks = sorted(owned)
-        here, peers = ranks.index(rank), [peer for peer in ranks if peer != rank]
+        place, peers = ranks.index(rank), [peer for peer in ranks if peer != rank]
         sliced = Slices(trainable, len(ranks))
         mine = sliced.pack(blocks)
-        given = {peer: mine[ranks.index(peer)] for peer in peers}
+        outgoing = {peer: mine[ranks.index(peer)] for peer in peers}
         wanted = {peer: TensorSpec((len(owned[peer]), *mine.shape[2:]), mine.dtype) for peer in peers}
-        arrived = self._communicator.exchange(given, wanted, _BLOCK_TAG + layer.index, layer.device)
-        del given
-        arrived[rank] = mine[here]
+        arrived = self._communicator.exchange(outgoing, wanted, _BLOCK_TAG + layer.index, layer.device)
+        del outgoing
+        arrived[rank] = mine[place]
         rows = {block: row for peer, slices in arrived.items() for block, row in zip(owned[peer], slices, strict=True)}
         del mine, arrived
-        part, present = sliced.add([rows[block] for block in sorted(rows)], here)
+        part, present = sliced.add([rows[block] for block in sorted(rows)], place)
         del rows
         specs = dict.fromkeys(peers, TensorSpec(tuple(part.shape), part.dtype))
         parts = self._communicator.exchange(dict.fromkeys(peers, part), specs, _SUM_TAG + layer.index, layer.device)
         parts[rank] = part
-        return sliced.unpack(torch.cat([parts[one] for one in ranks]), present)
+        return sliced.unpack(torch.cat([parts[holder] for holder in ranks]), present)
 
     def _add_uses(self) -> None:
-        """Shared parameters: every owner adds all uses in layer order."""
+        """Adds all uses of each shared parameter in layer order; every owner does so."""
         for shared in self._shared:
             uses: dict[int, Tensor | None] = {index: leaf.grad for index, leaf in shared.leaves.items()}
             if shared.sources or shared.receivers:
@@ -166,27 +167,29 @@ class GradientBook:
             peer: TensorSpec(((template.numel() + 1) * len(uses),), gradient_type(template))
             for peer, uses in shared.held.items()
         }
-        found: dict[int, Tensor | None] = {}
+        gradients: dict[int, Tensor | None] = {}
         tag = _SHARED_TAG + shared.number
-        given = dict.fromkeys(shared.receivers, packed)
-        arrived = self._communicator.exchange(given, specs, tag, template.device)
+        outgoing = dict.fromkeys(shared.receivers, packed)
+        arrived = self._communicator.exchange(outgoing, specs, tag, template.device)
         for peer, flat in arrived.items():
             theirs = _unpack(flat, {str(index): template for index in shared.held[peer]})
-            found.update({index: theirs.get(str(index)) for index, source in shared.sources.items() if source == peer})
-        return found
+            gradients.update(
+                {index: theirs.get(str(index)) for index, source in shared.sources.items() if source == peer}
+            )
+        return gradients
 
     def _shared_here(self, chain: Chain, layout: Layout) -> Iterator[_SharedUses]:
         """The trainable shared parameters that this rank holds."""
-        here = self._communicator.rank
+        own_rank = self._communicator.rank
         for number, shared in enumerate(chain.shared):
             leaves = {
                 index: self._by_index[index].parameters[name] for index, name in shared.uses if index in self._by_index
             }
             if not leaves or not next(iter(leaves.values())).requires_grad:
                 continue
-            asked = layout.uses_from(shared.layers)
-            receivers = [rank for rank, theirs in asked.items() if here in theirs.values()]
-            sources = asked[here]
+            sources_by_rank = layout.uses_from(shared.layers)
+            receivers = [rank for rank, theirs in sources_by_rank.items() if own_rank in theirs.values()]
+            sources = sources_by_rank[own_rank]
             held = {
                 peer: [index for index in shared.layers if index in layout.layers_of(peer)]
                 for peer in set(sources.values())
@@ -197,15 +200,15 @@ class GradientBook:
 def _add_block(total: dict[str, Tensor], block: dict[str, Tensor]) -> None:
     """total += block, in place; takes ownership of gradients that `total` lacks."""
     for name, gradient in block.items():
-        known = total.get(name)
-        if known is None:
+        accumulated = total.get(name)
+        if accumulated is None:
             total[name] = gradient
         else:
-            known.add_(gradient)
+            accumulated.add_(gradient)
 
 
 def _pack(gradients: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> Tensor:
-    """One flat tensor: the gradients in the order of `parameters`, then per parameter 1 if it has one, else 0."""
+    """The gradients as a flat tensor, in the order of `parameters`; then per parameter 1 if it has one, else 0."""
     flat = [
         gradients[name].reshape(-1)
         if name in gradients
@@ -220,12 +223,12 @@ def _pack(gradients: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter
 
 def _unpack(flat: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     present = flat[flat.numel() - len(parameters) :].tolist()
-    found, at = {}, 0
+    gradients, at = {}, 0
     for (name, parameter), there in zip(parameters.items(), present, strict=True):
         if there:
-            found[name] = flat[at : at + parameter.numel()].reshape(parameter.shape)
+            gradients[name] = flat[at : at + parameter.numel()].reshape(parameter.shape)
         at += parameter.numel()
-    return found
+    return gradients
 
 
 def norm_of(gradient: Tensor) -> Tensor:
@@ -235,4 +238,6 @@ def norm_of(gradient: Tensor) -> Tensor:
     if gradient.device.type != "cpu" or gradient.numel() <= _ONE_PIECE:
         return torch.linalg.vector_norm(gradient, dtype=torch.float64)
     pieces = gradient.reshape(-1).split(_PIECE)
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(one, dtype=torch.float64) for one in pieces]))
+    return torch.linalg.vector_norm(
+        torch.stack([torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces])
+    )

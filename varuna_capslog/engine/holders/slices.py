@@ -15,12 +15,12 @@ __all__ = ["Slices", "gradient_type"]
 
 
 def gradient_type(parameter: nn.Parameter) -> torch.dtype:
-    """That of a parameter's gradient: its own, or float32 for one of 16 bits that has a master."""
+    """The type of a parameter's gradient: the parameter's, or float32 for one of 16 bits that has a master."""
     return parameter.grad_dtype or parameter.dtype
 
 
 class Slices:
-    """How the gradients of these parameters are cut.
+    """Cuts the gradients of these parameters into slices.
 
     Args:
         parameters: by name; those that want a gradient.
@@ -62,8 +62,8 @@ class Slices:
         A gradient that a block lacks is not added as zeros: -0.0 would become 0.0.
         """
         flags = torch.stack([row[self._width :] for row in rows]).bool().tolist()
-        present = [name for name, *found in zip(self._parameters, *flags, strict=True) if any(found)]
-        if all(one == flags[0] for one in flags):
+        present = [name for name, *row_flags in zip(self._parameters, *flags, strict=True) if any(row_flags)]
+        if all(row_flags == flags[0] for row_flags in flags):
             total = rows[0][: self._width].clone()
             for row in rows[1:]:
                 total.add_(row[: self._width])
@@ -74,25 +74,25 @@ class Slices:
             begin, end = end, end + parameter.numel()
             low, high = (min(max(at - place * self._width, 0), self._width) for at in (begin, end))
             parts = [row[low:high] for row, there in zip(rows, flags, strict=True) if there[number]]
-            for one, part in enumerate(parts):
-                total[low:high] = part if one == 0 else total[low:high] + part
+            for position, part in enumerate(parts):
+                total[low:high] = part if position == 0 else total[low:high] + part
         return total, present
 
     def unpack(self, flat: Tensor, present: Sequence[str]) -> dict[str, Tensor]:
         """The gradients by name, each in the layout of its parameter: parts of `flat`, which is all slices together."""
-        found, at = {}, 0
+        gradients, at = {}, 0
         for name, parameter in self._parameters.items():
             if name in present:
-                found[name] = flat.as_strided(parameter.shape, _dense(parameter), at)
+                gradients[name] = flat.as_strided(parameter.shape, _dense(parameter), at)
             at += parameter.numel()
-        return found
+        return gradients
 
     def _flat(self, gradients: Mapping[str, Tensor]) -> Tensor:
         parts = []
         for name, parameter in self._parameters.items():
             if name in gradients:
-                own = laid_out(gradients[name], _dense(parameter))
-                parts.append(own.as_strided((own.numel(),), (1,)))
+                gradient = laid_out(gradients[name], _dense(parameter))
+                parts.append(gradient.as_strided((gradient.numel(),), (1,)))
             else:
                 parts.append(parameter.new_zeros(parameter.numel(), dtype=self._dtype))
         parts.append(parts[0].new_zeros(self._count * self._width - self._size))

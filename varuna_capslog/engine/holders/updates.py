@@ -39,8 +39,8 @@ def check_shared_updates(chain: Chain, layout: Layout) -> None:
 
 @dataclass(frozen=True)
 class _Row:
-    """A layer of this rank: its trained parameters (masters, of those that have some), who updates them and who takes
-    their values.
+    """A layer of this rank: its trained parameters (masters, of those that have some), the rank that updates them and
+    the ranks that take their values.
 
     parameters: those with the larger elements first, so that each begins at a multiple of its own.
     """
@@ -78,25 +78,25 @@ class SharedUpdates:
                 self._rows.append(_Row(layer.index, ordered, keeper, takers))
 
     def hand_on(self) -> None:
-        """The values of one layer after the other go from its keeper to those that take them, as bits.
+        """Sends the values of one layer after the other from its keeper to the ranks that take them, as bits.
 
         A rank holds one layer's parameters a second time meanwhile.
 
         Raises:
             PeerLost: another rank is gone; some layers here have the new values and some the old ones.
         """
-        here = self._communicator.rank
+        rank = self._communicator.rank
         for row in self._rows:
             device = row.parameters[0].device
-            if here == row.keeper:
+            if rank == row.keeper:
                 flat = torch.cat([_bits(parameter) for parameter in row.parameters])
                 self._communicator.exchange(dict.fromkeys(row.takers, flat), {}, _TAG + row.layer, device)
                 continue
             spec = TensorSpec((row.bytes,), torch.uint8)
-            found = self._communicator.exchange({}, {row.keeper: spec}, _TAG + row.layer, device)[row.keeper]
+            received = self._communicator.exchange({}, {row.keeper: spec}, _TAG + row.layer, device)[row.keeper]
             at = 0
             for parameter in row.parameters:
-                value = found[at : at + parameter.nbytes].view(parameter.dtype).reshape(parameter.shape)
+                value = received[at : at + parameter.nbytes].view(parameter.dtype).reshape(parameter.shape)
                 at += parameter.nbytes
                 with torch.no_grad():
                     parameter.copy_(value)

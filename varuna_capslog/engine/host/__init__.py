@@ -1,1 +1,1 @@
-"""The host tier, and what waits there: what stages offload between forward and backward, moments between updates."""
+"""The host tier, and its users: tensors that stages offload between forward and backward, moments between updates."""

@@ -1,4 +1,4 @@
-"""What an optimizer keeps of some parameters, in the host tier between the updates.
+"""Keeps optimizer state of some parameters in the host tier between the updates.
 
 The optimizer brings the moments of one layer after the other back for its update; copies run beside the updates of the
 neighbours, so that the device holds those of two layers at most.
@@ -20,13 +20,13 @@ __all__ = ["HostMoments", "leaves"]
 
 
 def leaves(value: object) -> bool:
-    """Whether something that an optimizer keeps is worth a place in the host tier."""
+    """True for optimizer state that is large enough to be offloaded to the host tier."""
     return isinstance(value, Tensor) and value.nbytes >= LEAST_MOMENT_BYTES
 
 
 @dataclass(frozen=True)
 class _Form:
-    """How a tensor lies on its region."""
+    """The layout of a tensor on its region."""
 
     dtype: torch.dtype
     size: torch.Size
@@ -41,7 +41,7 @@ class HostMoments:
 
     Args:
         tier: gives the memory, all of it now, so that no later update can fail for want of it.
-        sizes: parameter -> bytes by key of what will be kept of it (`Recipe.kept`).
+        sizes: parameter -> bytes of its optimizer state by key (`Recipe.kept`).
 
     Raises:
         CapslogError: the tier is full.
@@ -59,26 +59,26 @@ class HostMoments:
         self._on_their_way: dict[nn.Parameter, tuple[dict[str, Tensor], list[Wait]]] = {}
 
     def __contains__(self, parameter: object) -> bool:
-        """Whether the moments of the parameter wait here."""
+        """True where the moments of the parameter wait here."""
         return parameter in self._regions
 
     def staying(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """What is kept of a parameter and does not leave, by key."""
+        """The state of a parameter that is not offloaded, by key."""
         return self._others[parameter]
 
     def live(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """What waits, by key, without a copy: tensors on the host's memory."""
+        """The state of a parameter that waits here, by key, without a copy: tensors on the host's memory."""
         self.settle()
         self._tier.finish()
-        found = dict(self._others[parameter])
+        moments = dict(self._others[parameter])
         for key, form in self._forms[parameter].items():
             data = self._regions[parameter][key].data
             assert data is not None, "an estimate has no moments to read"
-            found[key] = form.on(data)
-        return found
+            moments[key] = form.on(data)
+        return moments
 
     def leave(self, parameter: nn.Parameter, moments: Mapping[str, Any]) -> None:
-        """Begins to copy what is kept of a parameter to the tier ({}: nothing is), until `settle`."""
+        """Begins to copy the state of a parameter to the tier ({}: it has none), until `settle`."""
         regions, forms = self._regions[parameter], self._forms[parameter]
         forms.clear()
         self._others[parameter] = {key: value for key, value in moments.items() if not leaves(value)}
@@ -96,7 +96,7 @@ class HostMoments:
             self._leaving.append((self._tier.copy_out(value, region, beside=True), value))
 
     def settle(self) -> None:
-        """Waits until all that leaves has left, and lets go of it."""
+        """Waits until all copies to the tier have ended, and frees their sources."""
         while self._leaving:
             wait, _ = self._leaving.pop(0)
             wait()
@@ -110,7 +110,7 @@ class HostMoments:
             self._on_their_way[parameter] = tensors, [wait for _, wait in copies.values()]
 
     def take(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """What is kept of a parameter that was called, on the device."""
+        """The state of a parameter that was called, on the device."""
         tensors, waits = self._on_their_way.pop(parameter)
         for wait in waits:
             wait()

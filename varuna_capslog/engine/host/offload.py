@@ -1,4 +1,5 @@
-"""What one call of a stage gives to the host tier: every storage once, and every tensor on it back as it was.
+"""Offloads the tensors of one call of a stage to the host tier: every storage once, and every tensor on it back as it
+was.
 
 `torch.autograd.graph.saved_tensors_hooks` takes the tensors that autograd saves. They stay where they are until `leave`
 has copied their storages and `settle` has let go of them. `come_back` brings the storages back to the device; a tensor
@@ -23,7 +24,10 @@ __all__ = ["GradientBox", "OffloadedCall", "OffloadedTensor", "entered", "laid_o
 
 
 class _Storage:
-    """One storage that leaves. tensors: those on it, by number, as long as they are on the device; forms: of all."""
+    """A storage that is offloaded.
+
+    tensors: those on it, by number, as long as they are on the device. forms: (dtype, size, stride, offset) of all.
+    """
 
     def __init__(self) -> None:
         self.tensors: dict[int, Tensor] = {}
@@ -49,8 +53,8 @@ class _Storage:
         assert self.returned is not None, "a tensor was asked for while it was away"
         self.arrive()
         dtype, size, stride, offset = self.forms[number]
-        whole = self.returned[: self.returned.numel() // dtype.itemsize * dtype.itemsize]
-        return whole.view(dtype).as_strided(size, stride, offset)
+        usable = self.returned[: self.returned.numel() // dtype.itemsize * dtype.itemsize]
+        return usable.view(dtype).as_strided(size, stride, offset)
 
 
 class OffloadedTensor:
@@ -71,8 +75,8 @@ class OffloadedCall:
 
     def __init__(self, tier: HostTier) -> None:
         self._tier = tier
-        # Those on the device, by their address, which is theirs as long as their tensors hold them; and the others, by
-        # the order in which they left, so that memory is asked for in one order.
+        # Storages on the device, by address, which is valid as long as their tensors hold them; and those in the tier,
+        # by the order in which they left, so that memory is requested in one order.
         self._here: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
         self._away: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
         self._order = itertools.count()
@@ -88,7 +92,7 @@ class OffloadedCall:
         return OffloadedTensor(storage, storage.add(tensor))
 
     def taking_what_is_saved(self, apart_from: Iterable[Tensor]) -> AbstractContextManager[Any]:
-        """While it is open, what autograd saves is taken, but for tensors on the storages of `apart_from`."""
+        """Context in which tensors that autograd saves are taken, but for those on the storages of `apart_from`."""
         stays = {tensor.untyped_storage()._cdata for tensor in apart_from}
 
         def pack(tensor: Tensor) -> Tensor | OffloadedTensor:
@@ -102,9 +106,9 @@ class OffloadedCall:
     def leave(self, beside: bool) -> None:
         """Begins to copy all storages that something still needs; see `HostTier.leave`."""
         for storage in list(self._here.values()):
-            one = next(iter(storage.tensors.values()))
-            if storage.region is None and one.untyped_storage().nbytes():
-                storage.region, storage.wait = self._tier.leave(one, beside)
+            tensor = next(iter(storage.tensors.values()))
+            if storage.region is None and tensor.untyped_storage().nbytes():
+                storage.region, storage.wait = self._tier.leave(tensor, beside)
                 self._regions.append(storage.region)
                 self._copies.append(storage.wait)
 
@@ -127,9 +131,9 @@ class OffloadedCall:
                 self._copies.append(storage.wait)
 
     def end(self) -> None:
-        """Gives the host's memory back: all that was taken has been read, or is not wanted any more."""
+        """Gives the host's memory back: all tensors that were taken have been read, or are not wanted any more."""
         for wait in self._copies:
-            with contextlib.suppress(Exception):  # whoever needed that copy has been told
+            with contextlib.suppress(Exception):  # the reader of that copy has had the error
                 wait()
         self._copies.clear()
         while self._regions:
@@ -138,7 +142,7 @@ class OffloadedCall:
 
 def laid_out(tensor: Tensor, stride: Sequence[int]) -> Tensor:
     """The tensor in this memory layout; itself where it has it. Contiguous where several elements would lie in one
-    place, as in what `expand` gives.
+    place, as in a tensor made by `expand`.
     """
     if tensor.stride() == tuple(stride):
         return tensor
@@ -148,14 +152,14 @@ def laid_out(tensor: Tensor, stride: Sequence[int]) -> Tensor:
 
 
 class GradientBox:
-    """Where the gradient of a tensor arrives that a graph reads and nothing holds; like a leaf's, in `grad`."""
+    """Receives the gradient of a tensor that a graph reads and nothing holds; like a leaf's, in `grad`."""
 
     def __init__(self, stride: tuple[int, ...]) -> None:
         self.grad: Tensor | None = None
         self._stride = stride
 
     def stride(self) -> tuple[int, ...]:
-        """That of the tensor, which its gradient gets as well."""
+        """The stride of the tensor, which its gradient gets as well."""
         return self._stride
 
 
@@ -174,7 +178,7 @@ class _Entry(torch.autograd.Function):
 
 
 def entered(tensor: Tensor) -> tuple[Tensor, GradientBox]:
-    """A tensor as a graph may read it that is not to hold it, and where its gradient will be."""
+    """A tensor that a graph can read without holding it, and the box in which its gradient arrives."""
     box = GradientBox(tensor.stride())
     with torch.enable_grad():
         return _Entry.apply(torch.empty(0, requires_grad=True), tensor, box), box

@@ -2,8 +2,7 @@
 
 It is the memory of the host, pinned where it can be, or files in a folder that are mapped into memory: torch's
 allocator counts neither. Copies run beside the computation, in a thread on a CPU and on a stream of their own on an
-accelerator, and may be held to a bandwidth, so that a copy which comes late is something that a test can have and not
-luck.
+accelerator. They may be limited to a bandwidth, so that a test can make a copy late.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Wait = Callable[[], None]
 
 @dataclass(frozen=True)
 class TierOptions:
-    """Where the host tier is and what it can do.
+    """Place and limits of the host tier.
 
     place: "memory", or a folder for the files, best on a disk of this machine.
     capacity: most bytes of one rank; None: no limit.
@@ -48,7 +47,7 @@ class TierOptions:
 
 @dataclass(eq=False)
 class HostRegion:
-    """Some memory of the tier: its size in bytes, and the bytes, [size] of uint8 (None in an estimate)."""
+    """A region of the tier's memory: its size in bytes, and the bytes, [size] of uint8 (None in an estimate)."""
 
     size: int
     data: Tensor | None = None
@@ -73,7 +72,7 @@ class HostTier:
         """Begins to copy the storage of a tensor to the tier; its memory must stay until the copy has ended.
 
         Args:
-            beside: let the copy run beside what the caller does next; else it is a part of it.
+            beside: let the copy run beside the caller's next work; else it is a part of that work.
 
         Returns:
             The region that it takes, for `come_back` and `give_back`, and the wait for the copy.
@@ -85,7 +84,7 @@ class HostTier:
         return region, self.copy_out(tensor, region, beside)
 
     def copy_out(self, tensor: Tensor, region: HostRegion, beside: bool) -> Wait:
-        """As `leave`, into a region of the size of the tensor's storage."""
+        """Copies as `leave` does, into a region of the size of the tensor's storage."""
         assert region.data is not None
         source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         return self._copy(source, region.data, beside)
@@ -97,20 +96,20 @@ class HostTier:
         return target, self._copy(region.data, target, beside)
 
     def finish(self) -> None:
-        """Returns when all copies have ended, for who reads the memory of the tier itself: the waits of copies hold up
-        an accelerator and not the caller.
+        """Returns when all copies have ended. Needed before reading the tier's memory directly: the waits of copies
+        hold up an accelerator and not the caller.
         """
         accelerator.synchronize(self.device)
 
     def give_back(self, region: HostRegion) -> None:
-        """The region is needed no more; no copy of it may be under way."""
+        """Gives back a region that is needed no more; no copy of it may be under way."""
         self.bytes -= region.size
         self._free[region.size].append(region)
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
     def hold(self, size: int) -> HostRegion:
-        """Memory of the tier, until it is given back. Raises CapslogError where the tier is full."""
+        """A region of the tier, until it is given back. Raises CapslogError where the tier is full."""
         limit = self.options.capacity
         if limit is not None and self.bytes + size > limit:
             raise CapslogError(
@@ -161,7 +160,7 @@ class HostTier:
         return lambda: self._settle(under_way)
 
     def carry(self, source: Tensor, target: Tensor) -> None:
-        """One copy on a CPU, in the thread of the copies."""
+        """Makes one copy on a CPU, in the thread of the copies."""
         begin = time.monotonic()
         target.copy_(source)
         if self.options.bandwidth is not None:
@@ -188,13 +187,13 @@ class HostTier:
             ) from error
 
     def _copy_on_stream(self, source: Tensor, target: Tensor, beside: bool) -> Wait:
-        here = accelerator.current_stream(self.device)
+        current = accelerator.current_stream(self.device)
         if not beside:
             target.copy_(source, non_blocking=True)
             return _nothing
         if self._stream is None:
             self._stream = torch.Stream(self.device)
-        self._stream.wait_stream(here)
+        self._stream.wait_stream(current)
         with self._stream:
             target.copy_(source, non_blocking=True)
         done = self._stream.record_event()
@@ -202,4 +201,4 @@ class HostTier:
 
 
 def _nothing() -> None:
-    """The copy is a part of what the caller does."""
+    """Does nothing: the copy is a part of the caller's work."""

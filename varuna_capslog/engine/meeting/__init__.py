@@ -1,1 +1,1 @@
-"""Where the ranks of an ordinary run meet, and what they can tell each other beside the tensors of a step."""
+"""Rendezvous of the ranks of an ordinary run, and the values that they send each other beside a step's tensors."""

@@ -1,4 +1,4 @@
-"""Where the processes of an ordinary run on one machine meet: torch's store, for this machine alone.
+"""Rendezvous store of the processes of an ordinary run on one machine: torch's store, for this machine alone.
 
 `communicator` and the profiler use it. A run on several machines under torchrun meets in torchrun's own store.
 """

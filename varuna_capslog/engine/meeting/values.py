@@ -1,4 +1,4 @@
-"""Values of the ranks as bytes and back, for what they tell each other beside the tensors of a step.
+"""Converts values to bytes and back, for messages between ranks beside the tensors of a step.
 
 `Communicator.gather` uses it. The sockets of gloo know no secret, so nothing that they carry is unpickled: only plain
 values can be sent, and reading them runs no code that arrived.
@@ -41,7 +41,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """What `pack` made this of; tensors are on the CPU. Raises CapslogError where it is something else."""
+    """The value from which `pack` made these bytes; tensors are on the CPU. Raises CapslogError for other bytes."""
     try:
         (size,) = _LENGTH.unpack_from(data)
         at = _LENGTH.size + size
@@ -56,7 +56,7 @@ def unpack(data: bytes) -> Any:
 
 
 def _told(value: Any, blobs: list[bytes]) -> Any:
-    """As JSON: plain values as they are, all others as [what, ...]. Bytes go into `blobs`."""
+    """The value as JSON: plain values as they are, all others as [tag, ...]. Bytes go into `blobs`."""
     if isinstance(value, np.generic):
         return ["scalar", value.dtype.str, _kept(value.tobytes(), blobs)]
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -64,10 +64,10 @@ def _told(value: Any, blobs: list[bytes]) -> Any:
     if isinstance(value, (bytes, bytearray)):
         return ["bytes", _kept(bytes(value), blobs)]
     if isinstance(value, dict):
-        return ["dict", [[_told(key, blobs), _told(one, blobs)] for key, one in value.items()]]
+        return ["dict", [[_told(key, blobs), _told(member, blobs)] for key, member in value.items()]]
     for name, (kind, _) in _ROWS.items():
         if isinstance(value, kind):
-            return [name, [_told(one, blobs) for one in value]]
+            return [name, [_told(member, blobs) for member in value]]
     if isinstance(value, Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1)
         data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
@@ -88,27 +88,27 @@ def _kept(data: bytes, blobs: list[bytes]) -> int:
 def _value(told: Any, blobs: list[bytes]) -> Any:
     if not isinstance(told, list):
         return told
-    what, *rest = told
-    if what == "bytes":
-        return blobs[rest[0]]
-    if what == "dict":
-        return {_value(key, blobs): _value(one, blobs) for key, one in rest[0]}
-    if what == "scalar":
-        return np.frombuffer(blobs[rest[1]], _dtype(rest[0]))[0]
-    if what == "array":
-        return np.frombuffer(blobs[rest[2]], _dtype(rest[0])).reshape(rest[1]).copy()
-    if what == "tensor":
-        kind = getattr(torch, rest[0])
+    tag, *fields = told
+    if tag == "bytes":
+        return blobs[fields[0]]
+    if tag == "dict":
+        return {_value(key, blobs): _value(member, blobs) for key, member in fields[0]}
+    if tag == "scalar":
+        return np.frombuffer(blobs[fields[1]], _dtype(fields[0]))[0]
+    if tag == "array":
+        return np.frombuffer(blobs[fields[2]], _dtype(fields[0])).reshape(fields[1]).copy()
+    if tag == "tensor":
+        kind = getattr(torch, fields[0])
         if not isinstance(kind, torch.dtype):
-            raise ValueError(f"{rest[0]!r} is no dtype")
-        data = bytearray(blobs[rest[2]])
+            raise ValueError(f"{fields[0]!r} is no dtype")
+        data = bytearray(blobs[fields[2]])
         flat = torch.frombuffer(data, dtype=torch.uint8).view(kind) if data else torch.empty(0, dtype=kind)
-        return flat.reshape(rest[1])
-    return _ROWS[what][1](_value(one, blobs) for one in rest[0])
+        return flat.reshape(fields[1])
+    return _ROWS[tag][1](_value(member, blobs) for member in fields[0])
 
 
 def _dtype(text: str) -> np.dtype[Any]:
-    found = np.dtype(text)
-    if found.hasobject:
+    dtype = np.dtype(text)
+    if dtype.hasobject:
         raise ValueError(f"arrays of {text!r} are not sent")
-    return found
+    return dtype

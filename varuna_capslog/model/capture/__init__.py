@@ -1,8 +1,8 @@
-"""A chain from an ordinary module, without edits to it: the way in for models that were never written as a chain.
+"""Builds a chain from an ordinary module without edits to it: the way in for models that were not written as a chain.
 
-`Chain.from_module` calls `capture_layers`. This room never copies a parameter (every layer holds the model's own
-`Parameter` objects, so tied weights stay tied) and never gives a layer that could run on something other than what was
-captured without saying so.
+`Chain.from_module` calls `capture_layers`. This package never copies a parameter (every layer holds the model's own
+`Parameter` objects, so tied weights stay tied) and never returns a layer that silently runs on something other than
+what was captured.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def capture_layers(
     compares: bool = False,
     keeps: bool = False,
 ) -> CapturedLayers:
-    """Splits `model` before each named submodule, in the order in which its forward runs them.
+    """Split `model` before each named submodule, in the order in which its forward runs them.
 
     Returns the layers, and the names of the tensors that enter and leave the chain of them.
 
@@ -107,7 +107,7 @@ def capture_layers(
         raise CapslogError(
             f"cut_points={cut_points!r} is one string; give a list of submodule names, e.g. [{cut_points!r}]"
         )
-    asked = cut_points
+    requested = cut_points
     if cut_points is None:
         cut_points = list(_list_children(model))
     _check_names(model, cut_points)
@@ -120,11 +120,11 @@ def capture_layers(
             compare_steps(model, captured, _arguments_of(example_inputs))
         return captured
     if isinstance(example_inputs, OneOf):
-        some = [
-            capture_layers(model, asked, example, outputs, evaluates, kept, compares and not number)
+        captures = [
+            capture_layers(model, requested, example, outputs, evaluates, kept, compares and not number)
             for number, example in enumerate(example_inputs.examples)
         ]
-        return _holding_all(model, by_shape(some, type(model).__name__))
+        return _holding_all(model, by_shape(captures, type(model).__name__))
     if example_inputs is None:
         raise CapslogError(
             f"{type(model).__name__} is more than an nn.Sequential that is cut between its children, so capturing it "
@@ -133,9 +133,9 @@ def capture_layers(
     arguments, keywords = _arguments_of(example_inputs)
     if _takes_use_cache(model):
         keywords.setdefault("use_cache", False)  # a Hugging Face decoder's key-value cache is no part of training
-    request = CaptureRequest(model, asked, (arguments, keywords), outputs, evaluates)
-    if kept is not None and (found := kept.read(request)) is not None:
-        return _holding_all(model, found)
+    request = CaptureRequest(model, requested, (arguments, keywords), outputs, evaluates)
+    if kept is not None and (stored := kept.read(request)) is not None:
+        return _holding_all(model, stored)
     writes = kept is not None and kept.writes
     try:
         made = _exported(request, cut_points, writes, keeps)
@@ -144,12 +144,12 @@ def capture_layers(
             kept.refuse(request, error)
         raise
     except KeptWhole as error:
-        made = {evaluates: whole_layer(model, request.example, outputs, asked, str(error))}
+        made = {evaluates: whole_layer(model, request.example, outputs, requested, str(error))}
     if compares and has_weights(model):
         difference = compare_steps(model, made[evaluates], request.example)
         if difference is not None:
             why = f"captured, it makes another step than the module itself: {difference}"
-            made = {evaluates: whole_layer(model, request.example, outputs, asked, why)}
+            made = {evaluates: whole_layer(model, request.example, outputs, requested, why)}
             if compare_steps(model, made[evaluates], request.example) is not None:
                 raise CapslogError(f"the {type(model).__name__} cannot be captured: {why}")
     if kept is not None and kept.writes:
@@ -159,8 +159,8 @@ def capture_layers(
 
 
 def _holding_all(model: nn.Module, captured: CapturedLayers) -> CapturedLayers:
-    """The layers, of which the last one holds what parameters of the model none of them uses, so that states, files of
-    weights and memory are those of all of it.
+    """Return the layers; the last one now holds the parameters of the model that no layer uses, so that states, weight
+    files and memory are those of the whole model.
     """
     last = captured[0][-1].module
     held = {id(parameter) for layer in captured[0] for parameter in layer.module.parameters()}
@@ -180,27 +180,27 @@ def _arguments_of(
 
 
 def _takes_use_cache(model: nn.Module) -> bool:
-    """Whether `use_cache` is an argument of the model, or of one of Hugging Face that it hands its arguments to, as a
-    model of peft does.
+    """True where `use_cache` is an argument of the model, or of the Hugging Face model that it passes its arguments to,
+    as models of peft do.
     """
     parameters = inspect.signature(model.forward).parameters
-    hands_on = any(one.kind == inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    hands_on = any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     return "use_cache" in parameters or (hands_on and bool(getattr(getattr(model, "config", None), "use_cache", False)))
 
 
 def _exported(
     request: CaptureRequest, cut_points: Sequence[str], both: bool, keeps: bool
 ) -> dict[bool, CapturedLayers]:
-    """The captured model by whether it evaluates, too, as the request says; with `both` also in training mode only."""
-    model, asked = request.model, request.cut_points
+    """Map `evaluates` of the request -> the captured model; with `both` also False -> the one of training mode only."""
+    model, requested = request.model, request.cut_points
     exporter = Exporter(model, *request.example, keeps)
     alone: Captured | None = None
     with in_training(model):
         captured = exporter.export()
         localise_sizes(captured)
-        if asked is None:
+        if requested is None:
             cut_points = [*forked_modules(captured, model, cut_points), *cut_points] or automatic_cut_points(model)
-        _check_whole(captured, asked or ())
+        _check_whole(captured, requested or ())
         open_regions(captured, cut_points)
         collapse_modules(captured, model, cut_points)
         train_only: str | None = _NOT_ASKED
@@ -217,9 +217,9 @@ def _exported(
             else:
                 train_only = merge_modes(captured, in_eval, model)
     split = functools.partial(split_graph, model=model, cut_points=cut_points, outputs=request.outputs)
-    made = {request.evaluates: split(captured, train_only=train_only, lenient=asked is None)}
+    made = {request.evaluates: split(captured, train_only=train_only, lenient=requested is None)}
     if alone is not None:
-        made[False] = split(alone, train_only=_NOT_ASKED, lenient=asked is None)
+        made[False] = split(alone, train_only=_NOT_ASKED, lenient=requested is None)
     return made
 
 
@@ -227,8 +227,8 @@ _NOT_ASKED = "nobody asked for its eval mode"
 
 
 def automatic_cut_points(model: nn.Module) -> list[str]:
-    """Every repeated block, as far as it is known without an example: the children of the model's outermost ModuleLists
-    and Sequentials.
+    """Return a cut point for every repeated block that is visible without an example: the children of the model's
+    outermost ModuleLists and Sequentials.
 
     A child that is itself a list of modules of one class (`layer1` of a ResNet within `features`) gives its own
     children; a model that is an nn.Sequential gives its direct children only, which needs no capture.
@@ -236,13 +236,13 @@ def automatic_cut_points(model: nn.Module) -> list[str]:
     Raises:
         CapslogError: the model has no such list.
     """
-    found = _list_children(model)
-    if not found:
+    cut_points = _list_children(model)
+    if not cut_points:
         raise CapslogError(
             f"{type(model).__name__} has no ModuleList or Sequential of two or more modules to cut at; "
             "name the cut points"
         )
-    return found
+    return cut_points
 
 
 def _list_children(model: nn.Module) -> list[str]:
@@ -273,22 +273,22 @@ def source_modules(layer: Layer) -> tuple[str, ...] | None:
 
     None for a layer that `capture_layers` did not make.
     """
-    found = getattr(layer.module, "meta", {}).get("source_modules")
-    return None if found is None else tuple(found)
+    names = getattr(layer.module, "meta", {}).get("source_modules")
+    return None if names is None else tuple(names)
 
 
 def captured_result(layers: Sequence[Layer], outputs: Mapping[str, Any]) -> Any:
-    """What a captured model returns, as its own code builds it, from the tensors that leave its chain, by name.
+    """Return what the captured model returns, built by its own code from the tensors that leave its chain, by name.
 
-    Whatever else the model returned with its example (None, numbers) is in its place as it was.
+    Anything else that the model returned with its example (None, numbers) is in its place as it was.
     """
     result = getattr(layers[-1].module, "meta", {}).get("result", OutputName("x"))
     return pytree.tree_map(lambda leaf: outputs[leaf] if isinstance(leaf, OutputName) else leaf, result)
 
 
 def open_state(model: nn.Module, layers: Sequence[Layer], modes: bool) -> PythonState:
-    """The attributes of those modules of a captured model whose code does not run in its layers, and what else that
-    code names of their files: what it depended on when it was captured.
+    """Record what a captured model depended on when it was captured: the attributes of those of its modules whose code
+    does not run in its layers, and what else that code names of their files.
 
     modes: whether it counts which of them are in training mode.
     """
@@ -298,7 +298,7 @@ def open_state(model: nn.Module, layers: Sequence[Layer], modes: bool) -> Python
 
 
 def _called(layer: nn.Module) -> Iterator[nn.Module]:
-    """The modules of the model whose code a layer runs."""
+    """Yield the modules of the model whose code a layer runs."""
     if isinstance(layer, WholeModel):
         yield from (layer.model, *layer.modules())
     elif isinstance(layer, fx.GraphModule):
@@ -310,12 +310,12 @@ def _called(layer: nn.Module) -> Iterator[nn.Module]:
 
 
 def runs_python(layers: Sequence[Layer]) -> bool:
-    """Whether code of a captured model draws random numbers of Python, or changes attributes, as far as is known."""
+    """True where code of a captured model draws random numbers of Python or changes attributes, as far as is known."""
     return bool(getattr(layers[-1].module, "meta", {}).get("python", True))
 
 
 def leave_behind(layers: Sequence[Layer], outputs: Mapping[str, Any]) -> None:
-    """Leaves on the modules of a model, captured with `keeps`, what its code would have left there.
+    """Leave on the modules of a model that was captured with `keeps` what its code would have left there.
 
     outputs: the tensors that leave its chain, by name.
     """
@@ -329,11 +329,11 @@ def source_lists(layer: Layer) -> tuple[str, ...]:
 
 
 def _check_names(model: nn.Module, cut_points: Sequence[str]) -> None:
-    known = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
+    paths = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
     seen: set[str] = set()
     for cut in cut_points:
-        if cut not in known:
-            near = difflib.get_close_matches(cut, known, n=1, cutoff=0.0)
+        if cut not in paths:
+            near = difflib.get_close_matches(cut, paths, n=1, cutoff=0.0)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise CapslogError(f"cut point {cut!r} is not a submodule of {type(model).__name__}{hint}")
         if cut in seen:
@@ -342,7 +342,7 @@ def _check_names(model: nn.Module, cut_points: Sequence[str]) -> None:
 
 
 def _check_parameters(model: nn.Module) -> None:
-    """Refuses hooks on parameters: a layer that another rank or a later member makes has parameters without them."""
+    """Refuse hooks on parameters: a layer that another rank or a joining worker makes has parameters without them."""
     for name, parameter in model.named_parameters():
         if gradient_hooks(parameter):
             raise CapslogError(
@@ -353,7 +353,7 @@ def _check_parameters(model: nn.Module) -> None:
 
 
 def _check_whole(captured: Captured, cut_points: Sequence[str]) -> None:
-    """Refuses cut points within modules that are kept whole."""
+    """Refuse cut points within modules that are kept whole."""
     for cut in cut_points:
         for path, why in captured.whole.items():
             if cut.startswith(f"{path}."):

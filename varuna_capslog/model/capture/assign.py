@@ -1,10 +1,10 @@
-"""Says to which layer every operation of a captured graph belongs, so that parallel branches stay parallel.
+"""Assigns every operation of a captured graph to a layer, so that parallel branches stay parallel.
 
-Called by `split_graph`. What runs in a cut point's module is that cut point's layer. Of every other operation two
-things are asked: which cut points it waits for, and after which one it was executed. It goes into the layer of the
-latter if that layer already waits for all that the operation waits for, and if whatever needs the operation already
-waits for that layer: so it is in a plain chain, always. Other operations form layers of their own. Therefore a cut
-point never waits for one that it does not need, and the layers have a topological order.
+Called by `split_graph`. What runs in a cut point's module is that cut point's layer. For every other operation two
+facts count: which cut points it waits for, and after which one it was executed. It goes into the layer of the latter if
+that layer already waits for all that the operation waits for, and if everything that needs the operation already waits
+for that layer; in a plain chain this always holds. Other operations form layers of their own. Therefore a cut point
+never waits for one that it does not need, and the layers have a topological order.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ __all__ = ["assign_layers", "joined"]
 
 
 def joined(count: int, ranges: Iterable[tuple[int, int]]) -> list[int]:
-    """The first of those that each of `count` things in a row is joined with.
+    """For each of `count` consecutive positions, return the first position that it is joined with.
 
     Args:
-        ranges: first and last of those that are to be one; ranges that overlap are one as well.
+        ranges: first and last position of each group that is joined; ranges that overlap are joined as well.
     """
     place = list(range(count))
     for first, last in ranges:
         for at in range(first + 1, last + 1):
             place[at] = min(place[at], place[first])
-    for at in range(1, count):  # what a later range has joined belongs to the first of all that overlap
+    for at in range(1, count):  # a position that a later range joined belongs to the first of all that overlap
         place[at] = place[place[at]]
     return place
 
 
 @dataclass
 class _Cut:
-    """A place to cut before.
+    """A cut point: the graph is cut before it.
 
     Attributes:
         name: of the module, and of the layer.
         position: of the first operation, in the order of execution.
-        end: where the operations of the module end that are its layer's in any case.
-        rest_of: the other cut point's number, where it is the rest behind that one's module that begins here.
+        end: end of those operations of the module that belong to its layer in any case.
+        rest_of: number of the other cut point, where this one is the remainder behind that one's module.
         behind: the cut points that its layer waits for, itself included.
     """
 
@@ -60,14 +60,14 @@ class _Cut:
 
 @dataclass(eq=False)
 class _Unit:
-    """Operations that stay together: one with what unpacks its tuple, or those of a cut point's module.
+    """Operations that stay together: one with its tuple's getitem operations, or those of a cut point's module.
 
     Sets of cut points are integers, with one bit for each.
 
     Attributes:
         position: of its first operation.
         cut: the last cut point before it, -1 for none.
-        own: whether it is that cut point's module.
+        own: True where it is that cut point's module.
         behind: the cut points that it waits for, its own included.
         ahead: the cut points that wait for it.
     """
@@ -84,7 +84,7 @@ class _Unit:
 
 @dataclass(eq=False)
 class _Layer:
-    """`rest`: whether it is what follows a cut point's module where automatic cut points end with their modules."""
+    """A layer. rest: True where it follows a cut point's module and automatic cut points end with their modules."""
 
     units: list[_Unit]
     name: str = ""
@@ -102,7 +102,7 @@ class _Layer:
 def assign_layers(
     captured: Captured, model: nn.Module, cut_points: Sequence[str], lenient: bool
 ) -> tuple[dict[fx.Node, int], list[str]]:
-    """The layer of every operation, and the layers' names. The graph's operations are put into the layers' order.
+    """Return the layer of every operation and the layers' names; put the graph's operations into the layers' order.
 
     Args:
         lenient: see `split_graph`.
@@ -114,14 +114,14 @@ def assign_layers(
     cuts = _find_cuts(nodes, model, cut_points, lenient)
     units = _make_units(nodes, cuts)
     _find_dependences(units, cuts)
-    found: dict[tuple[int, int], list[_Unit]] = {}
+    groups: dict[tuple[int, int], list[_Unit]] = {}
     for unit in units:
-        found.setdefault((unit.behind, unit.cut), []).append(unit)
+        groups.setdefault((unit.behind, unit.cut), []).append(unit)
     layers, loose = [], []
-    for (behind, cut), group in found.items():
+    for (behind, cut), group in groups.items():
         if cut >= 0 and behind == cuts[cut].behind:
-            rest = cuts[cut].rest_of is not None
-            layers.append(_Layer(group, "" if rest else cuts[cut].name, rest))
+            is_rest = cuts[cut].rest_of is not None
+            layers.append(_Layer(group, "" if is_rest else cuts[cut].name, is_rest))
         else:
             loose += [_Layer(part) for part in _apart(group, model)]
     layers = sorted([*layers, *loose], key=lambda layer: layer.position)
@@ -167,16 +167,16 @@ def _find_cuts(nodes: Sequence[fx.Node], model: nn.Module, cut_points: Sequence[
         if not lenient:
             continue
         end = 1 + max(at for at in range(begin, following) if _runs_in(nodes[at], name))
-        rest = nodes[end:following]
-        name = next((path for node in rest if (path := module_path(node))), "")
-        if name and name not in starts.values() and any(_has_weights(node, model) for node in rest):
+        later_nodes = nodes[end:following]
+        name = next((path for node in later_nodes if (path := module_path(node))), "")
+        if name and name not in starts.values() and any(_has_weights(node, model) for node in later_nodes):
             cuts.append(_Cut(name, end, end, rest_of=len(cuts) - 1))
             starts[end] = name
     return cuts
 
 
 def _make_units(nodes: Sequence[fx.Node], cuts: Sequence[_Cut]) -> list[_Unit]:
-    """The units in the order of execution, with what each must wait for and what must wait for it."""
+    """Return the units in the order of execution, with the units that each waits for and that wait for it."""
     unit_of: dict[fx.Node, _Unit] = {}
     units: list[_Unit] = []
     begins = {cut.position: number for number, cut in enumerate(cuts)}
@@ -206,8 +206,8 @@ def _data_order(nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def _order_of_changes(nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """An operation that writes into memory comes after all that used the memory before, and before all that does so
-    later.
+    """Yield (before, after): an operation that writes into memory comes after all earlier uses of that memory and
+    before all later ones.
     """
     users: dict[int, list[fx.Node]] = {}
     changes: list[tuple[int, fx.Node]] = []
@@ -228,9 +228,9 @@ def _memory(node: fx.Node) -> int | None:
 
 
 def _find_dependences(units: Sequence[_Unit], cuts: Sequence[_Cut]) -> None:
-    """Fills in `behind` and `ahead` of units, and `behind` of cut points.
+    """Fill in `behind` and `ahead` of units, and `behind` of cut points.
 
-    An operation that joins the layer of the cut point before it has what that one has behind it.
+    An operation that joins the layer of the preceding cut point takes over `behind` of that cut point.
     """
     for unit in units:
         for source in unit.sources:
@@ -254,10 +254,10 @@ def _find_dependences(units: Sequence[_Unit], cuts: Sequence[_Cut]) -> None:
 
 
 def _apart(group: Sequence[_Unit], model: nn.Module) -> list[list[_Unit]]:
-    """Operations that wait for the same cut points, in parts without an edge between them.
+    """Split operations that wait for the same cut points into parts without an edge between them.
 
-    Parts with weights are apart if other cut points wait for them. A part without weights goes with one with weights if
-    whatever waits for the first waits for the second.
+    Parts with weights stay apart if different cut points wait for them. A part without weights joins one with weights
+    if all that waits for the first waits for the second.
     """
     part_of: dict[_Unit, list[_Unit]] = {}
     for unit in group:
@@ -271,24 +271,24 @@ def _apart(group: Sequence[_Unit], model: nn.Module) -> list[list[_Unit]]:
         sorted(part, key=lambda unit: unit.position) for part in {id(part): part for part in part_of.values()}.values()
     ]
     parts.sort(key=lambda part: (not _weigh(_Layer(part), model), part[0].position))
-    found: list[tuple[int, list[_Unit]]] = []
+    merged: list[tuple[int, list[_Unit]]] = []
     for part in parts:
         ahead = 0
         for unit in part:
             ahead |= unit.ahead
         weighs = _weigh(_Layer(part), model)
-        for known, others in found:
-            if known == ahead or (not weighs and known | ahead == known):
-                others += part
+        for merged_ahead, units in merged:
+            if merged_ahead == ahead or (not weighs and merged_ahead | ahead == merged_ahead):
+                units += part
                 break
         else:
-            found.append((ahead, list(part)))
-    return [sorted(part, key=lambda unit: unit.position) for _, part in found]
+            merged.append((ahead, list(part)))
+    return [sorted(part, key=lambda unit: unit.position) for _, part in merged]
 
 
 def _name_layers(layers: Sequence[_Layer], nodes: Sequence[fx.Node], model: nn.Module) -> None:
-    """Names the layers that no cut point began: the first one, and what follows a cut point's module, after the first
-    module that runs there, others after the innermost module around all their weights.
+    """Name the layers that no cut point began: the first one, and those behind a cut point's module, after the first
+    module that runs there; others after the innermost module around all their weights.
     """
     taken = {layer.name for layer in layers}
     for layer in layers:
@@ -318,7 +318,7 @@ def _common_path(paths: Sequence[str]) -> str:
 
 
 def _join_readers(weightless: Sequence[_Layer], layers: list[_Layer]) -> None:
-    """A layer without weights that one other layer reads becomes that one's beginning; changes `layers`."""
+    """Merge each layer without weights into the single layer that reads it, if there is only one; changes `layers`."""
     layer_of = {unit: layer for layer in layers for unit in layer.units}
     for layer in sorted(weightless, key=lambda layer: layer.position, reverse=True):
         readers = {layer_of[user] for unit in layer.units for user in unit.users} - {layer}
@@ -331,7 +331,7 @@ def _join_readers(weightless: Sequence[_Layer], layers: list[_Layer]) -> None:
 
 
 def _topological(layers: Sequence[_Layer]) -> list[_Layer]:
-    """The layers behind all that they wait for, and otherwise in the order of execution."""
+    """Sort the layers behind all that they wait for, otherwise in the order of execution."""
     layer_of = {unit: layer for layer in layers for unit in layer.units}
     sources = {
         layer: {layer_of[source] for unit in layer.units for source in unit.sources} - {layer} for layer in layers

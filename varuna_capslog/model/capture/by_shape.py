@@ -1,8 +1,8 @@
-"""One chain from several captures of one model, each for other sizes of its inputs, where no capture runs them all.
+"""Merges several captures of one model, each for other input sizes, where no single capture runs them all.
 
-All captures hold the model's own parameters and modules. A layer keeps what they hold, with the graphs of all, and runs
-the graph that was captured for the shapes that it gets. Where these do not tell it which one (a table of positions that
-is made from nothing), it reads an input of the model besides.
+All captures hold the model's own parameters and modules. A merged layer holds these with the graphs of all captures,
+and runs the graph that was captured for the shapes of its inputs. Where these shapes do not decide (a table of
+positions that is made from nothing), the layer also reads an input of the model.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class OneOf:
 
 
 def by_shape(captures: Sequence[CapturedLayers], name: str) -> CapturedLayers:
-    """The layers of several captures as one; of one capture, as they are.
+    """Merge the layers of several captures; those of a single capture are returned as they are.
 
     Args:
         name: the model's, for messages.
@@ -46,38 +46,44 @@ def by_shape(captures: Sequence[CapturedLayers], name: str) -> CapturedLayers:
         CapslogError: for some sizes the model is cut into other layers or hands on other tensors.
     """
     layers, inputs, outputs = captures[0]
-    for other, theirs, results in captures[1:]:
-        told = [(layer.name, layer.reads, layer.writes) for layer in layers]
-        if (told, inputs, outputs) != ([(one.name, one.reads, one.writes) for one in other], theirs, results):
+    for others, other_inputs, other_outputs in captures[1:]:
+        signatures = [(layer.name, layer.reads, layer.writes) for layer in layers]
+        if (signatures, inputs, outputs) != (
+            [(layer.name, layer.reads, layer.writes) for layer in others],
+            other_inputs,
+            other_outputs,
+        ):
             raise CapslogError(
-                f"{name} is not the same chain of layers for all sizes of its inputs: {_difference(layers, other)}; "
+                f"{name} is not the same chain of layers for all sizes of its inputs: {_difference(layers, others)}; "
                 "give the sizes one by one, or cut points at which it is"
             )
     if len(captures) == 1:
         return captures[0]
     sizes = [_sizes_of_inputs(capture) for capture in captures]
-    found = []
+    merged_layers = []
     for number, layer in enumerate(layers):
         modules = [capture[0][number].module for capture in captures]
         if not all(isinstance(module, fx.GraphModule) for module in modules):  # of an nn.Sequential, for any shape
-            found.append(layer)
+            merged_layers.append(layer)
             continue
-        same = cast(list[fx.GraphModule], modules)
-        beside = _told_apart_by(layer.name, same, sizes)
-        extra = [] if beside is None else [(beside, own[beside]) for own in sizes]
+        graphs = cast(list[fx.GraphModule], modules)
+        beside = _told_apart_by(layer.name, graphs, sizes)
+        extra = [] if beside is None else [(beside, input_sizes[beside]) for input_sizes in sizes]
         reads = layer.reads if beside is None else (*layer.reads, beside)
-        found.append(Layer(layer.name, _merged(same, extra), reads, layer.writes))
-    return found, inputs, outputs
+        merged_layers.append(Layer(layer.name, _merged(graphs, extra), reads, layer.writes))
+    return merged_layers, inputs, outputs
 
 
 def _sizes_of_inputs(captured: CapturedLayers) -> dict[str, Sizes]:
-    """The shapes of the chain's inputs, as the layers that read them were captured for."""
-    found: dict[str, Sizes] = {}
+    """Return the shapes of the chain's inputs, as the layers that read them were captured for."""
+    shapes: dict[str, Sizes] = {}
     for layer in captured[0]:
         if isinstance(layer.module, fx.GraphModule):
             guard = _guard(layer.module)
-            found |= {name: sizes for name, sizes in zip(guard.names, guard.shapes, strict=True) if name in captured[1]}
-    return found
+            shapes |= {
+                name: sizes for name, sizes in zip(guard.names, guard.shapes, strict=True) if name in captured[1]
+            }
+    return shapes
 
 
 def _guard(module: fx.GraphModule) -> Guard:
@@ -85,9 +91,9 @@ def _guard(module: fx.GraphModule) -> Guard:
 
 
 def _difference(layers: Sequence[Layer], others: Sequence[Layer]) -> str:
-    for one, other in zip(layers, others, strict=False):
-        if (one.name, one.reads, one.writes) != (other.name, other.reads, other.writes):
-            return f"{_described(one)} for one size, {_described(other)} for another one"
+    for layer, other_layer in zip(layers, others, strict=False):
+        if (layer.name, layer.reads, layer.writes) != (other_layer.name, other_layer.reads, other_layer.writes):
+            return f"{_described(layer)} for one size, {_described(other_layer)} for another one"
     return f"{len(layers)} layers or {len(others)}"
 
 
@@ -96,9 +102,9 @@ def _described(layer: Layer) -> str:
 
 
 def _merged(modules: Sequence[fx.GraphModule], extra: Sequence[tuple[str, Sizes]]) -> nn.Module:
-    """One module for what a layer does for several shapes.
+    """Merge a layer's graphs for several shapes into one module.
 
-    extra: name and shape, for each of the modules, of one more input, by which it is chosen; none: it needs none.
+    extra: for each module, name and shape of one more input that selects the graph; empty where none is needed.
     """
     graphs: list[fx.Graph] = []
     guards: list[str] = []
@@ -120,15 +126,15 @@ def _merged(modules: Sequence[fx.GraphModule], extra: Sequence[tuple[str, Sizes]
         for node in module.graph.nodes:
             if node.op == "placeholder" or (node.op == "call_module" and node.target == "guard"):
                 continue
-            env[node] = graph.node_copy(node, lambda one, known=env: known[one])  # type: ignore[misc]
+            env[node] = graph.node_copy(node, lambda source, copies=env: copies[source])  # type: ignore[misc]
             if node.op in ("get_attr", "call_module"):
-                own = _held(module, str(node.target))
-                env[node].target = _name(str(node.target), own, number, held)
-                held.setdefault(str(env[node].target), own)
+                attribute = _held(module, str(node.target))
+                env[node].target = _name(str(node.target), attribute, number, held)
+                held.setdefault(str(env[node].target), attribute)
         graphs.append(graph)
     merged = ByShape(held, graphs[0], class_name="CapturedLayer")
-    for target, own in held.items():
-        hold(merged, target, own)
+    for target, attribute in held.items():
+        hold(merged, target, attribute)
     merged.take_graphs(graphs, guards)
     for module in modules:
         _take_over(merged, module)
@@ -139,21 +145,21 @@ def _held(module: nn.Module, target: str) -> Any:
     return functools.reduce(getattr, target.split("."), module)
 
 
-def _name(target: str, own: object, number: int, held: Mapping[str, object]) -> str:
-    """The name of something that a graph holds: its own, or another one where that is of another thing's."""
-    there = held.get(target, own)
-    return target if there is own or _equal(there, own) else f"shape{number}_{target.replace('.', '_')}"
+def _name(target: str, attribute: object, number: int, held: Mapping[str, object]) -> str:
+    """Name under which the merged module holds an attribute: its own, or a new one where another object has that."""
+    present = held.get(target, attribute)
+    return target if present is attribute or _equal(present, attribute) else f"shape{number}_{target.replace('.', '_')}"
 
 
-def _equal(one: object, other: object) -> bool:
-    """Whether two constants of the model's code are the same numbers."""
-    if isinstance(one, nn.Parameter) or not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+def _equal(first: object, second: object) -> bool:
+    """True where two constants of the model's code hold the same numbers."""
+    if isinstance(first, nn.Parameter) or not (isinstance(first, Tensor) and isinstance(second, Tensor)):
         return False
-    return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+    return first.dtype == second.dtype and first.device == second.device and torch.equal(first, second)
 
 
 def _take_over(merged: ByShape, module: fx.GraphModule) -> None:
-    """Modes, persistence of buffers and the layer's place in its model, as one of the captures has them."""
+    """Take over modes, persistence of buffers and the layer's place in its model from one of the captures."""
     kept_out = {
         id(value)
         for part in module.modules()
@@ -173,18 +179,20 @@ def _take_over(merged: ByShape, module: fx.GraphModule) -> None:
 
 
 def _told_apart_by(layer: str, modules: Sequence[fx.GraphModule], sizes: Sequence[Mapping[str, Sizes]]) -> str | None:
-    """The input of the model that a layer must read to know what to do, where its own tensors have the same shapes for
-    two sizes and it does not do the same with them; None where it needs none.
+    """Return the model's input that a layer must read as well, or None.
+
+    It needs one where its own tensors have the same shapes for two sizes but it does not do the same with them.
     """
     unclear = [
-        (one, other)
-        for one, other in itertools.combinations(range(len(modules)), 2)
-        if _guard(modules[one]).shapes == _guard(modules[other]).shapes and not _same_work(modules[one], modules[other])
+        (first, second)
+        for first, second in itertools.combinations(range(len(modules)), 2)
+        if _guard(modules[first]).shapes == _guard(modules[second]).shapes
+        and not _same_work(modules[first], modules[second])
     ]
     if not unclear:
         return None
     for name in sizes[0]:
-        if all(sizes[one].get(name) != sizes[other].get(name) for one, other in unclear):
+        if all(sizes[first].get(name) != sizes[second].get(name) for first, second in unclear):
             return name
     raise CapslogError(
         f"layer {layer!r} does not do the same for two of the sizes that the model is captured for, but gets tensors "
@@ -192,13 +200,14 @@ def _told_apart_by(layer: str, modules: Sequence[fx.GraphModule], sizes: Sequenc
     )
 
 
-def _same_work(one: fx.GraphModule, other: fx.GraphModule) -> bool:
-    signatures = [run_signature([Layer("", each, (), ())]) for each in (one, other)]
+def _same_work(first: fx.GraphModule, second: fx.GraphModule) -> bool:
+    signatures = [run_signature([Layer("", module, (), ())]) for module in (first, second)]
     return signatures[0] == signatures[1] and all(
-        left is right or _equal(left, right) for left, right in zip(_tensors(one), _tensors(other), strict=True)
+        tensor is other_tensor or _equal(tensor, other_tensor)
+        for tensor, other_tensor in zip(_tensors(first), _tensors(second), strict=True)
     )
 
 
 def _tensors(module: fx.GraphModule) -> list[object]:
-    """What a graph reads that is none of its inputs, in order."""
+    """Return what a graph reads beside its inputs, in order."""
     return [_held(module, str(node.target)) for node in module.graph.find_nodes(op="get_attr")]

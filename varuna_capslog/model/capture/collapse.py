@@ -1,9 +1,8 @@
-"""Gives parts of a captured graph back to the model's own submodules, the largest that keep their meaning.
+"""Replaces parts of a captured graph by the model's own submodules, the largest ones that keep their meaning.
 
-An export unrolls every module into tensor operations; running the module itself instead keeps what the unrolled form
-lost:
+An export unrolls every module into tensor operations. Running the module itself keeps what the unrolled form loses:
 dropout and batch norm follow train() and eval(), the engine can hook BatchNorm's running statistics, autocast and dtype
-rules stay Python. A module is given its part back only when calling it as `module(x)` is certainly the same.
+rules stay Python. A module replaces its part only when calling it as `module(x)` is certainly the same.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def collapse_modules(captured: Captured, model: nn.Module, cut_points: Sequence[
         indices, path = spans[key], paths[key]
         if done & set(indices) or any(cut.startswith(path + ".") for cut in cut_points):
             continue
-        if any(f"{whole}.".startswith(f"{path}.") for whole in captured.whole):
+        if any(f"{kept_path}.".startswith(f"{path}.") for kept_path in captured.whole):
             continue  # its own call of Python knows what it makes
         module = model.get_submodule(path)
         if id(module) not in captured.simple or indices[-1] - indices[0] + 1 != len(indices):
@@ -77,8 +76,10 @@ def collapse_modules(captured: Captured, model: nn.Module, cut_points: Sequence[
 
 
 def _read_buffers_themselves(captured: Captured) -> None:
-    """Lets whoever reads what an in-place operation made of a buffer read the buffer: a batch norm that is called again
-    counts on from the count that its first call returned, which no other module needs.
+    """Make readers of an in-place operation's result on a buffer read the buffer itself.
+
+    A batch norm that is called again counts on from the count that its first call returned, which no other module
+    needs.
     """
     for node in captured.graph.nodes:
         for argument in mutated_arguments(node):
@@ -87,7 +88,7 @@ def _read_buffers_themselves(captured: Captured) -> None:
 
 
 def _made_dense(node: fx.Node) -> bool:
-    """Lets an embedding's gradient be dense, since gradients are added, normed and sent; True where it was not."""
+    """Make an embedding's gradient dense, since gradients are added, normed and sent; True where it was sparse."""
     schema = getattr(node.target, "_schema", None)
     names = [] if schema is None else [argument.name for argument in schema.arguments]
     if "sparse" not in names:
@@ -103,7 +104,7 @@ def _made_dense(node: fx.Node) -> bool:
 
 
 def mutated_arguments(node: fx.Node) -> list[fx.Node]:
-    """The values that a node writes into: the `self` of an in-place operation, the input of an in-place module."""
+    """Return the nodes that a node writes into: `self` of an in-place operation, the input of an in-place module."""
     if node.op == "call_module":
         return node.all_input_nodes if node.meta.get("mutates") else []
     schema = getattr(node.target, "_schema", None)
@@ -115,7 +116,7 @@ def mutated_arguments(node: fx.Node) -> list[fx.Node]:
             continue
         value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
         written += [
-            item for item in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(item, fx.Node)
+            leaf for leaf in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(leaf, fx.Node)
         ]
     return written
 
@@ -124,7 +125,7 @@ def _single_ends(
     part: list[fx.Node], module: nn.Module, captured: Captured, model: nn.Module
 ) -> tuple[fx.Node, fx.Node] | None:
     inside, returned = set(part), set(captured.outputs.values())
-    own = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
+    tensor_ids = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
     sources: list[fx.Node] = []
     for node in part:
         for source in node.all_input_nodes:
@@ -132,7 +133,10 @@ def _single_ends(
                 continue
             if source.op == "get_attr":
                 # a constant made by the code is not the module's to keep; leave such a part as operations
-                if source.target in captured.extra or id(operator.attrgetter(str(source.target))(model)) not in own:
+                if (
+                    source.target in captured.extra
+                    or id(operator.attrgetter(str(source.target))(model)) not in tensor_ids
+                ):
                     return None
                 continue
             sources.append(source)
@@ -150,7 +154,7 @@ def _refuse_state(captured: Captured, model: nn.Module) -> None:
     held = captured.graph.find_nodes(op="get_attr")
     for node in captured.graph.nodes:
         for argument in mutated_arguments(node):
-            changed = [other for other in held if other.target not in captured.extra and same_storage(other, argument)]
+            changed = [state for state in held if state.target not in captured.extra and same_storage(state, argument)]
             if not changed:
                 continue
             owner, _, name = str(changed[0].target).rpartition(".")

@@ -1,8 +1,8 @@
-"""One step of a captured model beside the model's own, on its example: outputs, gradients and buffers.
+"""Compares one step of a captured model with the model's own on its example: outputs, gradients and buffers.
 
-`capture_layers` asks here before a model with weights trains, for whatever it has not noticed otherwise. What is
-captured runs other operators than the model only to rounding; a backward that was lost, or Python that was not run,
-makes another step.
+`capture_layers` calls this before a model with weights trains, to notice any difference that other checks missed. The
+captured layers may run other operators than the model, equal up to rounding; a lost backward, or Python code that was
+not run, makes a different step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = ["compare_steps"]
 _log = logging.getLogger(__name__)
 
 _TOLERANCE = {torch.float64: 1e-8, torch.complex128: 1e-8, torch.float32: 1e-3, torch.complex64: 1e-3}
-"""By which part of its largest value a tensor may differ; those of fewer bits: _COARSE."""
+"""Fraction of its largest value by which a tensor may differ; for dtypes of fewer bits: _COARSE."""
 _COARSE = 0.05
 _LEAST = 1e-3
 """A gradient far below the model's largest one is compared by this part of the latter (rule 1 of the engine)."""
@@ -50,7 +50,7 @@ _LEAST = 1e-3
 
 @dataclass
 class _OneStep:
-    """What a step made, by name."""
+    """Outputs, gradients and buffers of one step, by name."""
 
     outputs: dict[str, KeptTensor]
     gradients: dict[str, KeptTensor | None]
@@ -58,14 +58,14 @@ class _OneStep:
 
 
 class _Names(NamedTuple):
-    """Names of what enters and leaves captured layers; ours: whether the one output of the model has a name of ours."""
+    """Names of the tensors that enter and leave captured layers; ours: True where we named the model's only output."""
 
     inputs: Sequence[str]
     outputs: Sequence[str]
     ours: bool
 
     def chosen(self, result: Any) -> dict[str, Tensor]:
-        """Those tensors that leave the layers, of all that the model returns."""
+        """Select the tensors that leave the layers from all that the model returns."""
         leaves = {name: leaf for name, leaf in named_leaves(result, self.inputs) if isinstance(leaf, Tensor)}
         if self.ours:
             return dict(zip(self.outputs, leaves.values(), strict=True))
@@ -73,15 +73,15 @@ class _Names(NamedTuple):
 
 
 class _SameDraws(MemoryGuard):
-    """While it is open, random operators of torch give the same numbers, in whatever order and layout they draw them:
-    dropout keeps everything.
+    """Mode in which torch's random operators give the same numbers, whatever the order and layout of the draws: dropout
+    keeps everything.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        names = [one.name for one in func._schema.arguments]
+        names = [argument.name for argument in func._schema.arguments]
         if "dropout_p" in names:  # of fused attention
             at = names.index("dropout_p")
             args, kwargs = (
@@ -107,17 +107,17 @@ def _fill(func: Any, drawn: Tensor) -> Tensor:
 def compare_steps(
     model: nn.Module, captured: CapturedLayers, example: tuple[tuple[Any, ...], Mapping[str, Any]]
 ) -> str | None:
-    """How a step of the captured layers differs from one of the model; None where it does not.
+    """Say how a step of the captured layers differs from one of the model; None where it does not.
 
-    Where the model's own step fails there is nothing to compare: it will fail where it trains, with its own error.
-    Where two steps do not fit into memory, their large tensors become files; where that does not help either, the log
-    says that nothing was compared.
+    Where the model's own step fails there is nothing to compare: training will fail with the model's own error. Where
+    two steps do not fit into memory, their large tensors become files; where that does not help either, the log says
+    that nothing was compared.
 
     Args:
         example: positional and keyword arguments.
 
     Raises:
-        CapslogError: a model whose code has changed something in the first step, by which its next one is another.
+        CapslogError: the model's code changed something in the first step that makes its next step different.
     """
     try:
         return with_room(model, functools.partial(_compare, model, captured, example))
@@ -167,7 +167,7 @@ def _compare(
     try:
         with in_training(model):
             put_in_training(modules)
-            found = _step(model, run, memory)[0]
+            captured_step = _step(model, run, memory)[0]
     except Exception as error:
         if lacks_memory(error):
             raise
@@ -175,7 +175,7 @@ def _compare(
     finally:
         for part, mode in modes:
             part.training = mode
-    return _difference(expected, found)
+    return _difference(expected, captured_step)
 
 
 def _failure(error: Exception) -> str:
@@ -194,25 +194,25 @@ def _refuse_changes(
     changes: Sequence[StateChange],
     memory: StepMemory,
 ) -> None:
-    """Refuses a model whose step is another one by what its code has changed in an earlier one."""
+    """Refuse a model whose step depends on what its code changed in an earlier step."""
     for change in changes:
         if change.kind == "iterator":
             raise CapslogError(state_sentence(model, [change]))
-    changes = [one for one in changes if one.put is not None]
-    counters = [one for one in changes if one.counts]
-    states = [[(one, one.after) for one in changes]] if changes else []
-    states += [[(one, type(one.after)(value)) for one in counters] for value in (7919, 10**9) if counters]
+    changes = [change for change in changes if change.put is not None]
+    counters = [change for change in changes if change.counts]
+    states = [[(change, change.after) for change in changes]] if changes else []
+    states += [[(counter, type(counter.after)(value)) for counter in counters] for value in (7919, 10**9) if counters]
     for state in states:
-        what = _difference(expected, _plain_step(model, arguments, names, memory, state)[0], exact=True)
-        if what is None:
+        details = _difference(expected, _plain_step(model, arguments, names, memory, state)[0], exact=True)
+        if details is None:
             continue
         if _difference(expected, _plain_step(model, arguments, names, memory)[0], exact=True) is not None:
             raise CapslogError(
                 f"two steps of the {type(model).__name__} from the same state and the same random numbers differ "
-                f"({what}); a pipeline computes parts of a step again, so let it depend on its inputs and on random "
+                f"({details}); a pipeline computes parts of a step again, so let it depend on its inputs and on random "
                 "numbers of torch, random and numpy alone"
             )
-        raise CapslogError(state_sentence(model, [one for one, _ in state]))
+        raise CapslogError(state_sentence(model, [change for change, _ in state]))
 
 
 def _plain_step(
@@ -237,17 +237,19 @@ def _step(
     memory: StepMemory,
     state: Sequence[tuple[StateChange, Any]] = (),
 ) -> tuple[_OneStep, list[StateChange]]:
-    """A forward and a backward; and what the model's code has changed, which is put back.
+    """Run a forward and a backward; also return what the model's code changed, which is put back.
 
-    Code that refuses any but a whole backward, as torch's old checkpointing does, gets one, unless hooks wait for it
+    Code that refuses all but a whole backward, as torch's old checkpointing does, gets one, unless hooks wait for it
     that may change weights.
 
-    state: what was changed before.
+    state: changes of an earlier step, made before this one.
     """
     try:
         return _one_step(model, run, memory, state, whole=False)
     except RuntimeError as error:
-        if lacks_memory(error) or any(getattr(one, "_post_accumulate_grad_hooks", None) for one in model.parameters()):
+        if lacks_memory(error) or any(
+            getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters()
+        ):
             raise
     return _one_step(model, run, memory, state, whole=True)
 
@@ -259,8 +261,8 @@ def _one_step(
     state: Sequence[tuple[StateChange, Any]],
     whole: bool,
 ) -> tuple[_OneStep, list[StateChange]]:
-    """As above. whole: make a whole backward, not one for the parameters alone."""
-    parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    """Run `_step` once. whole: compute the whole backward, not only the one for the parameters."""
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     with (
         _left_alone(model) as kept,
         untouched(model, memory) as values,
@@ -283,22 +285,22 @@ def _one_step(
             directions = [_direction(tensor) for tensor in tensors]
             gradients = memory.gradients(tensors, directions, parameters, whole)
         changes = [*before.changes(), *_changed_parameters(model, values)]
-        buffers = {name: memory.keep(one.detach(), changes=True) for name, one in model.named_buffers()}
+        buffers = {name: memory.keep(buffer.detach(), changes=True) for name, buffer in model.named_buffers()}
         made = {name: memory.keep(tensor.detach()) for name, tensor in outputs.items()}
     return _OneStep(made, gradients, buffers), changes
 
 
 def _changed_parameters(model: nn.Module, values: Mapping[str, KeptTensor]) -> Iterator[StateChange]:
-    """The parameters that the model's own forward has written into.
+    """Yield the parameters that the model's own forward has written into.
 
-    values: at its beginning, by name.
+    values: before the forward, by name.
     """
     for name, kept in values.items():
         parameter, before = model.get_parameter(name), kept()
         if not same_bits(parameter, before):
-            module, _, own = name.rpartition(".")
+            module, _, attribute = name.rpartition(".")
             after = parameter.detach().clone()
-            yield StateChange(module, own, "parameter", before, after, functools.partial(_write, parameter))
+            yield StateChange(module, attribute, "parameter", before, after, functools.partial(_write, parameter))
 
 
 def _write(parameter: Tensor, value: Any) -> None:
@@ -307,13 +309,13 @@ def _write(parameter: Tensor, value: Any) -> None:
 
 @contextmanager
 def _gradients_kept(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Afterwards the parameters have the gradients that they have now."""
-    before = {name: one.grad for name, one in parameters.items()}
+    """Restore the parameters' present gradients at the end."""
+    before = {name: parameter.grad for name, parameter in parameters.items()}
     try:
         yield
     finally:
-        for name, one in parameters.items():
-            one.grad = before[name]
+        for name, parameter in parameters.items():
+            parameter.grad = before[name]
 
 
 def _direction(tensor: Tensor) -> Tensor:
@@ -325,7 +327,7 @@ def _direction(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _left_alone(model: nn.Module) -> Iterator[PythonState]:
-    """While it is open, generators beside torch's begin from one seed; then these and attributes are put back."""
+    """Seed the generators beside torch's; at the end restore them and the attributes."""
     state = PythonState(dict(model.named_modules()), files=True)
     draws = RandomStates(state.generators)
     seed_generators(state.generators, 0)
@@ -336,44 +338,48 @@ def _left_alone(model: nn.Module) -> Iterator[PythonState]:
         draws.put_back()
 
 
-def _difference(expected: _OneStep, found: _OneStep, exact: bool = False) -> str | None:
-    """The first difference, in words."""
-    largest = max((_largest(one()) for one in expected.gradients.values() if one is not None), default=0.0)
+def _difference(expected: _OneStep, actual: _OneStep, exact: bool = False) -> str | None:
+    """Describe the first difference."""
+    largest = max(
+        (_largest(gradient()) for gradient in expected.gradients.values() if gradient is not None), default=0.0
+    )
     pairs: list[tuple[str, KeptTensor | None, KeptTensor | None, float]] = []
     for name, tensor in expected.outputs.items():
-        # of whole numbers, such as a largest entry's place, rounding may choose others
+        # among whole numbers, such as the position of a largest entry, rounding may choose others
         if exact or tensor().is_floating_point() or tensor().is_complex():
-            pairs.append((f"the output {name!r}", tensor, found.outputs[name], 0.0))
+            pairs.append((f"the output {name!r}", tensor, actual.outputs[name], 0.0))
     for name, gradient in expected.gradients.items():
-        pairs.append((f"the gradient of {name!r}", gradient, found.gradients.get(name), _LEAST * largest))
+        pairs.append((f"the gradient of {name!r}", gradient, actual.gradients.get(name), _LEAST * largest))
     for name, tensor in expected.buffers.items():
-        pairs.append((f"the buffer {name!r}", tensor, found.buffers.get(name), 0.0))
-    for what, one, other, least in pairs:
-        how = _tensors_differ(one and one(), other and other(), least, exact)
-        if how is not None:
-            return f"{what} {how}"
+        pairs.append((f"the buffer {name!r}", tensor, actual.buffers.get(name), 0.0))
+    for label, wanted, got, least in pairs:
+        difference = _tensors_differ(wanted and wanted(), got and got(), least, exact)
+        if difference is not None:
+            return f"{label} {difference}"
     return None
 
 
-def _tensors_differ(one: Tensor | None, other: Tensor | None, least: float, exact: bool) -> str | None:
-    """How the second tensor differs from the first, in words; a missing one is zeros.
+def _tensors_differ(expected: Tensor | None, actual: Tensor | None, least: float, exact: bool) -> str | None:
+    """Describe how the second tensor differs from the first; a missing one counts as zeros.
 
-    least: what counts as the first one's largest value where that is smaller.
+    least: counts as the first one's largest value where that is smaller.
     """
-    known = one if one is not None else other
-    if known is None:
+    present = expected if expected is not None else actual
+    if present is None:
         return None
-    wanted, given = (known.new_zeros(()).expand(known.shape) if each is None else each for each in (one, other))
-    if wanted.shape != given.shape:
-        return f"has the shape {list(given.shape)} instead of {list(wanted.shape)}"
-    if all(torch.equal(*pieces) for pieces in _pieces(wanted, given)):
+    wanted, got = (
+        present.new_zeros(()).expand(present.shape) if tensor is None else tensor for tensor in (expected, actual)
+    )
+    if wanted.shape != got.shape:
+        return f"has the shape {list(got.shape)} instead of {list(wanted.shape)}"
+    if all(torch.equal(*pieces) for pieces in _pieces(wanted, got)):
         return None
     gap, size, same_rest = 0.0, least, True
-    for first, second in _pieces(wanted, given):
+    for first, second in _pieces(wanted, got):
         finite = torch.isfinite(first) & torch.isfinite(second)
         gap, size = max(gap, _size((first - second)[finite])), max(size, _size(first[finite]))
         same_rest &= torch.equal(torch.isnan(first), torch.isnan(second))
-    allowed = 0.0 if exact else _TOLERANCE.get(known.dtype, _COARSE)
+    allowed = 0.0 if exact else _TOLERANCE.get(present.dtype, _COARSE)
     if not same_rest or gap > allowed * size:
         return f"differs by {gap / max(size, 1e-300):.1e} of its largest value"
     return None
@@ -384,7 +390,7 @@ _PIECE = 1 << 18
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    yield from zip(*(map(_numbers, one.detach().reshape(-1).split(_PIECE)) for one in tensors), strict=True)
+    yield from zip(*(map(_numbers, tensor.detach().reshape(-1).split(_PIECE)) for tensor in tensors), strict=True)
 
 
 def _numbers(value: Tensor) -> Tensor:

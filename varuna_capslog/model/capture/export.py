@@ -1,7 +1,7 @@
-"""From a module to one flat graph of its forward, by `torch.export`, with torch's private constructs replaced by ours.
+"""Exports a module's forward to one flat graph by `torch.export`, and replaces torch's private constructs by ours.
 
-`capture_layers` calls it once per mode. What comes out has one node per tensor operation, each knowing the modules
-it ran in; parameters and buffers are `get_attr` nodes with their own qualified names. Nothing is split here.
+`capture_layers` calls it once per mode. The graph has one node per tensor operation, each knowing the modules it ran
+in; parameters and buffers are `get_attr` nodes with their own qualified names. Nothing is split here.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Captured:
     whole: dict[str, str] = field(default_factory=dict)
 
     def copy(self) -> Captured:
-        """The same with a graph of its own."""
+        """Copy with a graph of its own."""
         graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in self.graph.nodes:
             made[node] = graph.node_copy(node, made.__getitem__)
@@ -87,7 +87,7 @@ class Captured:
 
 
 LEFT = "left behind: "
-"""What the names of outputs begin with that the model's code leaves on its modules."""
+"""Prefix of the names of those outputs that the model's code leaves on its modules."""
 
 
 class OutputName(str):
@@ -115,9 +115,9 @@ def export_model(
     by_module: bool = False,
     keeps: bool = False,
 ) -> Captured:
-    """Captures `model` in its present mode on these arguments' shapes; a `Varying` one leaves some of its sizes open.
+    """Capture `model` in its present mode on these arguments' shapes; a `Varying` one leaves some of its sizes open.
 
-    Nothing that the model's code keeps is another one afterwards.
+    Everything that the model's code keeps is as before afterwards.
 
     Args:
         opaque: knows what of the model is kept whole; None: nothing.
@@ -127,7 +127,7 @@ def export_model(
         NotCaptured: names the module that was running and torch's reason.
     """
     varies = {}
-    if any(isinstance(one, Varying) for one in [*arguments, *keywords.values()]):
+    if any(isinstance(argument, Varying) for argument in [*arguments, *keywords.values()]):
         varies = inspect.signature(model.forward).bind(*arguments, **keywords).arguments
         varies = {name: _open_sizes(value) for name, value in varies.items()}
         bare = lambda value: value.tensor if isinstance(value, Varying) else value  # noqa: E731
@@ -163,7 +163,9 @@ def export_model(
         env[node] = graph.create_node("get_attr", target)
         env[node].meta["val"] = node.meta.get("val")
     _copy_operations(program.graph_module, graph, env, extra, opaque.calls)
-    bounds = {str(name): (int(one.lower), _finite(one.upper)) for name, one in program.range_constraints.items()}
+    bounds = {
+        str(name): (int(limits.lower), _finite(limits.upper)) for name, limits in program.range_constraints.items()
+    }
     captured = Captured(graph, inputs, {}, extra, watch.simple, bounds, watch=watch)
     captured.conditions = _conditions(program, inputs) if bounds else ()
     _name_outputs(captured, program, env, keeps)
@@ -172,12 +174,12 @@ def export_model(
 
 
 def _open_sizes(value: Any) -> Any:
-    """torch's word for the sizes of an argument that it is to leave open where it can."""
+    """Dynamic-shape specification of torch for the sizes of an argument that are left open where possible."""
     return dict.fromkeys(value.dimensions, torch.export.Dim.AUTO) if isinstance(value, Varying) else None
 
 
 def _check_open(program: Any, varies: Mapping[str, Any]) -> None:
-    """Raises CapslogError where the model fixes a size that was to stay open."""
+    """Raise CapslogError where the model fixes a size that was to stay open."""
     for node in program.graph.find_nodes(op="placeholder"):
         for dimension in varies.get(node.name) or ():
             size = node.meta["val"].shape[dimension]
@@ -189,7 +191,7 @@ def _check_open(program: Any, varies: Mapping[str, Any]) -> None:
 
 
 def _check_functions(model: nn.Module, root: fx.GraphModule) -> None:
-    """Raises NotCaptured where the code calls a function of torch's that is in the graph as an object, such as indexing
+    """Raise NotCaptured where the code calls a function of torch's that is in the graph as an object, such as indexing
     under `torch.vmap`: no operator stands for it.
     """
     for node in root.graph.find_nodes(op="get_attr"):
@@ -202,25 +204,25 @@ def _check_functions(model: nn.Module, root: fx.GraphModule) -> None:
 
 
 def _conditions(program: Any, inputs: Mapping[str, fx.Node]) -> tuple[str, ...]:
-    """What the model's code compared open sizes with, in the names of the sizes.
+    """Return the comparisons of open sizes that the model's code made, in the names of the sizes.
 
     Raises CapslogError for a comparison that is not one of whole numbers.
     """
 
-    def named(found: re.Match[str]) -> str:
-        return str(inputs[found[1]].meta["val"].shape[int(found[2])])
+    def named(match: re.Match[str]) -> str:
+        return str(inputs[match[1]].meta["val"].shape[int(match[2])])
 
     texts = []
     for guard in program._guards_code:
         text = _SIZE.sub(named, guard)
-        one, _, other = text.partition(" == ")
+        first, _, second = text.partition(" == ")
         try:
             names = names_of(text)
         except (SyntaxError, ValueError) as error:
             raise FixedSize(
                 f"the sizes of the inputs cannot change: the model's code asks whether {text}; give one size only"
             ) from error
-        if names and one != other:
+        if names and first != second:
             texts.append(text)
     return tuple(texts)
 
@@ -229,7 +231,7 @@ _SIZE = re.compile(r"L\['(\w+)'\]\.size\(\)\[(\d+)\]")
 
 
 def is_open(size: Any) -> bool:
-    """Whether torch left a size open; one that the model's code decides by is a number."""
+    """True where torch left a size open; a size by which the model's code decides is a number."""
     return isinstance(size, torch.SymInt) and not size.node.expr.is_number
 
 
@@ -238,19 +240,19 @@ def _finite(bound: Any) -> int | None:
 
 
 def module_calls(node: fx.Node) -> dict[str, str]:
-    """The calls that a node ran in, outermost first: call key -> the module's qualified name, the model left out."""
+    """Return the calls that a node ran in, outermost first: call key -> qualified name, without the model itself."""
     stack = node.meta.get("nn_module_stack") or {}
     return {key: entry[0] for key, entry in stack.items() if entry[0]}
 
 
 def module_path(node: fx.Node) -> str:
-    """Qualified name of the innermost module that a node ran in; "" for the model itself."""
+    """Return the qualified name of the innermost module that a node ran in; "" for the model itself."""
     calls = module_calls(node)
     return list(calls.values())[-1] if calls else ""
 
 
 def same_storage(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two nodes are one value, or tensors that share memory."""
+    """True where two nodes are one value, or tensors that share memory."""
     first, second = a.meta.get("val"), b.meta.get("val")
     if not isinstance(first, Tensor) or not isinstance(second, Tensor):
         return a is b
@@ -268,7 +270,7 @@ def _name_outputs(captured: Captured, program: Any, env: Mapping[fx.Node, fx.Nod
 
 
 def _named(captured: Captured, tree: Any, result: Sequence[Any], env: Mapping[fx.Node, fx.Node], before: str) -> Any:
-    """A part of what was returned, with names in the places of tensors, which become outputs.
+    """Return a part of the model's result with names in the places of its tensors, which become outputs.
 
     tree: the places of its leaves in `result`.
     """
@@ -282,7 +284,7 @@ def _named(captured: Captured, tree: Any, result: Sequence[Any], env: Mapping[fx
 
 
 def _bypass_copies_of_nothing(captured: Captured) -> None:
-    """Lets readers in other modules read the value itself where a module's `x.to(x.dtype)` returned it unchanged.
+    """Let readers in other modules read the value itself where a module's `x.to(x.dtype)` returned it unchanged.
 
     The tracer knows a tensor by the last operation that returned it, so a residual connection seems to come out of the
     middle of the norm that followed. Inside the module the conversion stays: under autocast it may have something to
@@ -296,19 +298,20 @@ def _bypass_copies_of_nothing(captured: Captured) -> None:
         source, before, after = node.args[0], node.args[0].meta.get("val"), node.meta.get("val")
         if before is None or before.dtype != after.dtype or not same_storage(source, node):
             continue
-        own = module_calls(node).keys()
+        calls = module_calls(node).keys()
         for user in list(node.users):
-            if str(node.target).startswith("aten.alias.") or not own <= module_calls(user).keys():
+            if str(node.target).startswith("aten.alias.") or not calls <= module_calls(user).keys():
                 user.replace_input_with(node, source)
-        for name, value in captured.outputs.items():
-            if value is node:
+        for name, output in captured.outputs.items():
+            if output is node:
                 captured.outputs[name] = source
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch.export logs and prints whole graphs before it raises; our one sentence says what a user needs. Nor does
-    it note the lines of Python that each operation comes from, which takes a sixth of its time.
+    """Silence torch.export, which logs and prints whole graphs before it raises; our own error says what a user needs.
+
+    Also keep it from recording the Python line of each operation, which takes a sixth of its time.
     """
     before, traced = logging.root.manager.disable, fx.config.do_not_emit_stack_traces
     logging.disable(logging.CRITICAL)
@@ -356,15 +359,15 @@ _CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range")
 def _copy_operations(
     root: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, fx.Node], extra: dict[str, Any], calls: Calls
 ) -> None:
-    """Copies torch's operations into our graph; a region under its own gradient or autocast mode becomes a `Region`,
-    and a call that was not followed its module.
+    """Copy torch's operations into our graph. A region under its own gradient or autocast mode becomes a `Region`; a
+    call that was not followed becomes its module.
 
     Args:
         root: owner of torch's graph and of the bodies of its regions.
-        graph: gets the copies.
-        env: torch's node -> our copy; knows the inputs already.
-        extra: gets the regions by attribute name.
-        calls: those that were not followed.
+        graph: receives the copies.
+        env: torch's node -> our copy; holds the inputs already.
+        extra: receives the regions by attribute name.
+        calls: the calls that were not followed.
     """
     for node in root.graph.nodes:
         # a get_attr is the body of a region, fetched where it is used
@@ -379,7 +382,7 @@ def _copy_operations(
             continue
         path = f"region_{sum(key.startswith('region_') for key in extra)}"
         extra[path] = region
-        passed = [env[item] for item in node.args if isinstance(item, fx.Node) and item.op != "get_attr"]
+        passed = [env[source] for source in node.args if isinstance(source, fx.Node) and source.op != "get_attr"]
         env[node] = graph.call_module(path, tuple(passed))
         env[node].meta = {
             "val": node.meta.get("val"),
@@ -416,7 +419,7 @@ def _cleaned_body(root: fx.GraphModule, attribute: Any, calls: Calls) -> fx.Grap
 
 
 def follow_device(graph: fx.Graph, tensor: fx.Node | None) -> None:
-    """Replaces every fixed device in the graph by the device of `tensor`, so that a moved layer works where it is."""
+    """Replace every fixed device in the graph by the device of `tensor`, so that a moved layer works where it is."""
     users = [
         node
         for node in graph.nodes
@@ -428,7 +431,7 @@ def follow_device(graph: fx.Graph, tensor: fx.Node | None) -> None:
     with graph.inserting_after(max(tensor, last_input[-1])):
         device = graph.call_function(getattr, (tensor, "device"))
     for node in users:
-        swap = lambda item: device if isinstance(item, torch.device) else item  # noqa: E731
+        swap = lambda leaf: device if isinstance(leaf, torch.device) else leaf  # noqa: E731
         node.args = pytree.tree_map(swap, node.args)
         node.kwargs = pytree.tree_map(swap, node.kwargs)
 

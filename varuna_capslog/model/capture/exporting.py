@@ -1,8 +1,8 @@
-"""Exports of one model until one of them does what the model does: says what of it has to stay Python, and why.
+"""Exports one model until an export does what the model does; decides which modules have to stay Python, and why.
 
-`capture_layers` asks here for the graph of each mode. A module whose code cannot be exported, or whose random numbers
-an export would take for constants, is kept whole: its Python runs at every step. Where the model's own outermost code
-is of that kind, all of the model is. A model that keeps a state from one forward to the next is refused: a pipeline
+`capture_layers` gets the graph of each mode here. A module whose code cannot be exported, or whose random numbers an
+export would take for constants, is kept whole: its Python runs at every step. Where this applies to the model's own
+outermost code, the whole model is kept. A model that keeps a state from one forward to the next is refused: a pipeline
 runs forwards again, and on several ranks.
 """
 
@@ -35,7 +35,7 @@ _TRIES = 30
 
 
 class KeptWhole(Exception):
-    """All of the model has to stay Python; says why."""
+    """The whole model has to stay Python; says why."""
 
 
 class Exporter:
@@ -57,10 +57,10 @@ class Exporter:
         self._made: dict[str, list[MadeCall]] = {}
 
     def export(self) -> Captured:
-        """The graph of the model in its present mode.
+        """Return the graph of the model in its present mode.
 
         Raises:
-            KeptWhole: no part of it can be one.
+            KeptWhole: no part of it can be a graph.
             FixedSize: as `export_model`.
             CapslogError: the model fails on its example, or it keeps a state.
         """
@@ -88,7 +88,7 @@ class Exporter:
     # -- what fails ----------------------------------------------------------------------------------------------------
 
     def _keep_failing(self, error: NotCaptured) -> None:
-        """Keeps the module whole that failed in an export, or the one around it where it is whole already."""
+        """Keep the module whole that failed in an export, or the one around it where it is whole already."""
         path = self._covering(error.path)
         if path in self._made:
             path = path.rpartition(".")[0]
@@ -109,11 +109,13 @@ class Exporter:
         self._keep({path: error.why})
 
     def _bare(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return bare(self._arguments), {name: bare(one) for name, one in self._keywords.items()}
+        return bare(self._arguments), {name: bare(argument) for name, argument in self._keywords.items()}
 
     def _covering(self, path: str) -> str:
-        """The outermost module that is kept whole around a module, or the module itself."""
-        return min((whole for whole in self.whole if f"{path}.".startswith(f"{whole}.")), key=len, default=path)
+        """Return the outermost module that is kept whole around a module, or the module itself."""
+        return min(
+            (kept_path for kept_path in self.whole if f"{path}.".startswith(f"{kept_path}.")), key=len, default=path
+        )
 
     def _keep(self, reasons: Mapping[str, str]) -> None:
         if "" in reasons:
@@ -126,29 +128,29 @@ class Exporter:
     # -- random numbers ------------------------------------------------------------------------------------------------
 
     def _drawing(self, captured: Captured) -> dict[str, str]:
-        """The modules that an export would be wrong of, since their code draws random numbers that decide something."""
-        found = dict.fromkeys(_with_generators(captured), "it draws from a generator of its own")
+        """Modules whose export would be wrong, since their code decides by random numbers -> reason."""
+        reasons = dict.fromkeys(_with_generators(captured), "it draws from a generator of its own")
         assert captured.watch is not None
         if not captured.watch.drawn or (self.whole and not self._uncovered(captured.watch.drawers)):
-            return found
+            return reasons
         texts, drawers = {graph_text(captured)}, dict(captured.watch.drawers)
         for high in (False, True):
             try:
-                other = self._once(True, crafted_draws(high))
+                crafted = self._once(True, crafted_draws(high))
             except NotCaptured:
                 texts.add("")
                 continue
-            assert other.watch is not None
-            texts.add(graph_text(other))
-            for path, names in other.watch.drawers.items():
+            assert crafted.watch is not None
+            texts.add(graph_text(crafted))
+            for path, names in crafted.watch.drawers.items():
                 drawers.setdefault(path, set()).update(names)
-        own = {path: names for path, names in self._uncovered(drawers).items() if names - GLOBAL.keys()}
-        if len(texts) > 1 or own:
-            those = self._uncovered(drawers) or {"": set(captured.watch.drawn)}
-            for path, names in those.items():
+        own_generators = {path: names for path, names in self._uncovered(drawers).items() if names - GLOBAL.keys()}
+        if len(texts) > 1 or own_generators:
+            deciding = self._uncovered(drawers) or {"": set(captured.watch.drawn)}
+            for path, names in deciding.items():
                 line = line_of(type(self._model.get_submodule(path)), r"\brandom\b|\brng\b|\.(random|uniform|choice)\(")
-                found[path] = f"its code draws from {' and '.join(sorted(names))}{line}"
-        return found
+                reasons[path] = f"its code draws from {' and '.join(sorted(names))}{line}"
+        return reasons
 
     def _uncovered(self, drawers: Mapping[str, set[str]]) -> dict[str, set[str]]:
         return {path: names for path, names in drawers.items() if self._covering(path) not in self.whole}
@@ -156,7 +158,7 @@ class Exporter:
     # -- what else no graph has ----------------------------------------------------------------------------------------
 
     def _hooked(self, captured: Captured) -> dict[str, str]:
-        """The modules with a hook on their backward that are not called as a graph calls modules."""
+        """Modules with a hook on their backward that are not called as a graph calls modules -> reason."""
         return {
             path: "it has a hook on its backward"
             for path, module in self._model.named_modules()
@@ -166,80 +168,86 @@ class Exporter:
         }
 
     def _sized(self, captured: Captured) -> dict[str, str]:
-        """The modules with a tensor whose size depends on the values of another, which no other size is known of."""
-        found: dict[str, str] = {}
+        """Modules with a tensor whose size depends on the values of another, so it has no known bounds -> reason."""
+        reasons: dict[str, str] = {}
         for node in captured.graph.nodes:
-            if any(free_unbacked_symbols(one) for one in pytree.tree_leaves(node.meta.get("val")) if _may_be_open(one)):
+            if any(
+                free_unbacked_symbols(leaf) for leaf in pytree.tree_leaves(node.meta.get("val")) if _may_be_open(leaf)
+            ):
                 path = module_path(node)
                 line = line_of(type(self._model.get_submodule(path)), r"def forward")
-                found[path] = f"it makes a tensor whose size depends on the values of another{line}"
-        if found and has_weights(self._model):
+                reasons[path] = f"it makes a tensor whose size depends on the values of another{line}"
+        if reasons and has_weights(self._model):
             arguments, keywords = self._bare()
-            paths = [self._covering(path) for path in found if path]
+            paths = [self._covering(path) for path in reasons if path]
             calls = OpaqueCalls({path: self._model.get_submodule(path) for path in paths}, records=True)
             try_model(self._model, arguments, keywords, calls)
             self._made |= calls.made
-        return found
+        return reasons
 
     def _normed(self, captured: Captured) -> dict[str, str]:
-        """The modules with a batch norm under autocast or no_grad of their own code, whose statistics only its own call
-        counts.
+        """Modules with a batch norm under autocast or no_grad of their own code, whose statistics only its own call
+        counts -> reason.
         """
-        found: dict[str, str] = {}
+        reasons: dict[str, str] = {}
         for node in captured.graph.find_nodes(op="call_module"):
             region = captured.extra.get(str(node.target))
             if isinstance(region, Region) and any(map(_counts, region.body.graph.nodes)):
                 path, context = module_path(node), region.context.__name__
                 line = line_of(type(self._model.get_submodule(path)), rf"\b({context}|no_grad)\b")
-                found[path] = f"its code calls a batch norm under {context}{line}"
-        return {path: why for path, why in found.items() if self._covering(path) not in self.whole}
+                reasons[path] = f"its code calls a batch norm under {context}{line}"
+        return {path: why for path, why in reasons.items() if self._covering(path) not in self.whole}
 
     def _leaving(self, captured: Captured) -> dict[str, str]:
-        """The modules that would leave something else behind in the next call, or that cannot be told what."""
+        """Modules that would leave something else in the next call, or whose change cannot be replayed -> reason."""
         if not self._keeps:
             return {}
         assert captured.watch is not None
-        changes = [one for one in captured.watch.changes if self._covering(one.module or "") not in self.whole]
+        changes = [change for change in captured.watch.changes if self._covering(change.module or "") not in self.whole]
         return {
-            one.module or "": f"its code changes its {one.name}"
-            for one in changes
-            if one.put is None or one.counts or not all(map(_is_plain, pytree.tree_leaves(one.after)))
+            change.module or "": f"its code changes its {change.name}"
+            for change in changes
+            if change.put is None or change.counts or not all(map(_is_plain, pytree.tree_leaves(change.after)))
         }
 
     # -- what stays from one forward to the next -----------------------------------------------------------------------
 
     def _refuse_state(self, captured: Captured) -> None:
-        """Refuses a model whose graph depends on what its code has changed in an earlier forward."""
+        """Refuse a model whose graph depends on what its code changed in an earlier forward."""
         assert captured.watch is not None
-        changes = [one for one in captured.watch.changes if self._covering(one.module or "") not in self.whole]
+        changes = [change for change in captured.watch.changes if self._covering(change.module or "") not in self.whole]
         for change in changes:
             if change.kind == "iterator" or _reads(captured, change):
                 raise CapslogError(state_sentence(self._model, [change]))
-        counters = [one for one in changes if one.counts]
+        counters = [change for change in changes if change.counts]
         text = graph_text(captured) if counters else ""
         for values in _other_numbers(counters):
             try:
-                other = self._once(False, self._with_values(counters, values))
+                recaptured = self._once(False, self._with_values(counters, values))
             except NotCaptured:
                 continue
-            if graph_text(other) != text:
+            if graph_text(recaptured) != text:
                 raise CapslogError(state_sentence(self._model, counters))
-        kept = [one for one in changes if isinstance(one.after, Tensor) and one.put is not None]
+        kept = [change for change in changes if isinstance(change.after, Tensor) and change.put is not None]
         if not kept:
             return
-        zeros = [torch.zeros(one.after.shape, dtype=one.after.dtype, device=one.after.device) for one in kept]
+        zeros = [
+            torch.zeros(change.after.shape, dtype=change.after.dtype, device=change.after.device) for change in kept
+        ]
         try:
-            other = self._once(False, self._with_values(kept, zeros))
+            recaptured = self._once(False, self._with_values(kept, zeros))
         except NotCaptured:
             return
-        assert other.watch is not None
-        for change in other.watch.changes:
-            if any(change.name == one.name and change.module == one.module for one in kept) and _reads(other, change):
+        assert recaptured.watch is not None
+        for change in recaptured.watch.changes:
+            if any(
+                change.name == kept_change.name and change.module == kept_change.module for kept_change in kept
+            ) and _reads(recaptured, change):
                 raise CapslogError(state_sentence(self._model, [change]))
 
     @contextmanager
     def _with_values(self, changes: Sequence[StateChange], values: Sequence[Any]) -> Iterator[None]:
-        """While it is open, what was changed has these values."""
+        """Set what was changed to these values; put everything back at the end."""
         state = PythonState(dict(self._model.named_modules()), files=True)
         try:
             for change, value in zip(changes, values, strict=True):
@@ -251,7 +259,7 @@ class Exporter:
 
 
 def _counts(node: fx.Node) -> bool:
-    """Whether a node is a batch norm that adds to its running statistics."""
+    """True where a node is a batch norm that adds to its running statistics."""
     if "batch_norm" not in str(node.target):
         return False
     return len(node.args) > 5 and bool(node.args[5]) and node.args[3] is not None
@@ -266,14 +274,14 @@ def _is_plain(value: Any) -> bool:
 
 
 def bare(value: Any) -> Any:
-    """An example input without its word about sizes that change; of a tuple, all of them."""
+    """Return an example input without its `Varying` wrapper; of a tuple, all entries."""
     if isinstance(value, tuple):
         return tuple(map(bare, value))
     return value.tensor if isinstance(value, Varying) else value
 
 
 def state_sentence(model: nn.Module, changes: Sequence[StateChange]) -> str:
-    """Why a model is refused whose forward changes these, and depends on them."""
+    """Sentence that refuses a model whose forward changes these, and depends on them."""
     change = changes[0]
     owner = "the model itself" if not change.module else f"module {change.module!r}"
     kind_of_owner = type(model.get_submodule(change.module or ""))
@@ -287,7 +295,7 @@ def state_sentence(model: nn.Module, changes: Sequence[StateChange]) -> str:
 
 
 def graph_text(captured: Captured) -> str:
-    """What a graph computes, as text: equal for graphs that do the same."""
+    """Text of what a graph computes: equal for graphs that do the same."""
     lines = [f"{node.op} {node.target} {node.args} {node.kwargs}" for node in captured.graph.nodes]
     for name, held in sorted(captured.extra.items()):
         if isinstance(held, Tensor):
@@ -299,7 +307,7 @@ def graph_text(captured: Captured) -> str:
 
 
 def _reads(captured: Captured, change: StateChange) -> bool:
-    """Whether a graph reads the tensor that was there before a change."""
+    """True where a graph reads the tensor that was there before a change."""
     if not isinstance(change.before, Tensor):
         return False
     target = f"{change.module}.{change.name}".lstrip(".")
@@ -312,16 +320,16 @@ def _reads(captured: Captured, change: StateChange) -> bool:
 
 
 def _other_numbers(counters: Sequence[StateChange]) -> Iterator[list[Any]]:
-    """What numbers that a forward changes may be in later forwards: the next ones, one like any, and a large one."""
+    """Yield values that these numbers may have in later forwards: the next ones, an arbitrary one, and a large one."""
     if counters:
-        yield [one.after for one in counters]
-        yield [type(one.after)(one.after + 1) for one in counters]
-        yield [type(one.after)(7 * one.after + 1009) for one in counters]
-        yield [type(one.after)(10**9) for one in counters]
+        yield [counter.after for counter in counters]
+        yield [type(counter.after)(counter.after + 1) for counter in counters]
+        yield [type(counter.after)(7 * counter.after + 1009) for counter in counters]
+        yield [type(counter.after)(10**9) for counter in counters]
 
 
 def _with_generators(captured: Captured) -> Iterator[str]:
-    """The modules whose graph draws from a generator that is an object of theirs."""
+    """Yield the modules whose graph draws from a generator that is an object of theirs."""
     for node in captured.graph.find_nodes(op="get_attr"):
         if isinstance(captured.extra.get(str(node.target)), torch.Generator):
             yield from dict.fromkeys(module_path(user) for user in node.users)

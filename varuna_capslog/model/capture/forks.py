@@ -17,13 +17,13 @@ __all__ = ["forked_modules"]
 
 
 def forked_modules(captured: Captured, model: nn.Module, blocks: Sequence[str]) -> list[str]:
-    """Modules with parameters that read one floating-point tensor side by side, in the order in which they run.
+    """Return modules with parameters that read one floating-point tensor side by side, in the order of execution.
 
-    Two children of one module are side by side if neither waits for the other. What lies between the tensor and a
-    child and is no child's, such as a functional pooling, counts as the child's.
+    Two children of one module are side by side if neither waits for the other. Operations between the tensor and a
+    child that belong to no child, such as a functional pooling, count as the child's.
 
     Args:
-        blocks: modules that are not looked into, and not named again.
+        blocks: modules whose inside is not searched, and that are not named again.
     """
     children: dict[str, dict[str, str]] = {"": {}}
     for node in captured.graph.nodes:
@@ -33,14 +33,16 @@ def forked_modules(captured: Captured, model: nn.Module, blocks: Sequence[str]) 
                 break
             children.setdefault(parent, {})[key] = path
             parent = path
-    found: set[str] = set()
+    forked: set[str] = set()
     for parent, calls in children.items():
         weighted = [key for key, path in calls.items() if any(True for _ in model.get_submodule(path).parameters())]
         if len(weighted) > 1:
-            found.update(calls[key] for key in _side_by_side(captured, parent, weighted))
+            forked.update(calls[key] for key in _side_by_side(captured, parent, weighted))
     first = {path: at for at, node in reversed(list(enumerate(captured.graph.nodes))) for path in _paths(node)}
     # a module with blocks or branches of its own is cut before these
-    chosen = [path for path in found - {*blocks} if not any(one.startswith(path + ".") for one in [*found, *blocks])]
+    chosen = [
+        path for path in forked - {*blocks} if not any(inner.startswith(path + ".") for inner in [*forked, *blocks])
+    ]
     return sorted(chosen, key=first.__getitem__)
 
 
@@ -62,9 +64,9 @@ def _side_by_side(captured: Captured, parent: str, children: Sequence[str]) -> I
             waits[child] |= behind[node]
             reads[child].update(*(origins[source] for source in sources))
     tensors = [{node for node in row if _is_float(node)} for row in reads]
-    for one, other in combinations(range(len(children)), 2):
-        if tensors[one] & tensors[other] and not (waits[one] >> other & 1 or waits[other] >> one & 1):
-            yield from (children[one], children[other])
+    for first, second in combinations(range(len(children)), 2):
+        if tensors[first] & tensors[second] and not (waits[first] >> second & 1 or waits[second] >> first & 1):
+            yield from (children[first], children[second])
 
 
 def _paths(node: fx.Node) -> list[str]:

@@ -1,8 +1,9 @@
-"""Captured once, used by every process of a run: files in the run's folder, each with one captured model.
+"""Keeps captures for every process of a run: files in the run's folder, each with one captured model.
 
-`capture_layers` asks here first. A file belongs to the model's code, structure, inputs and cut points and to the
-version of torch; whatever is not exactly so, or damaged, is captured anew, which is never wrong. It holds the layers,
-and not in what classes of its own the model returns their outputs (`captured_result`), which no run needs.
+`capture_layers` reads here first. A file belongs to the model's code, structure, inputs and cut points and to the
+version of torch; where anything differs, or the file is damaged, the model is captured anew, which is never wrong. It
+holds the layers, but not the classes of its own in which the model returns their outputs (`captured_result`), which no
+run needs.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ _DAMAGED = (
     AttributeError,
     NotText,
 )
-"""What reading a file raises that is not the one that was written."""
+"""Errors that reading a file raises that is not the one that was written."""
 
 _REFUSAL = ".txt"
-"""The suffix of a file that says why a request cannot be captured."""
+"""Suffix of a file that says why a request cannot be captured."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class CaptureRequest:
-    """What is captured: the arguments of `capture_layers`.
+    """Arguments of `capture_layers`, which decide what is captured.
 
     Attributes:
         example: (positional arguments, keyword arguments).
@@ -64,21 +65,21 @@ class CaptureRequest:
         Args:
             code: Python modules beside those of the model's classes.
         """
-        found = hashlib.sha256(repr((torch.__version__, self.cut_points, self.outputs, self.evaluates)).encode())
+        digest = hashlib.sha256(repr((torch.__version__, self.cut_points, self.outputs, self.evaluates)).encode())
         leaves, spec = pytree.tree_flatten((self.example[0], dict(self.example[1])))
-        found.update(repr(([_described(leaf) for leaf in leaves], str(spec))).encode())
+        digest.update(repr(([_described(leaf) for leaf in leaves], str(spec))).encode())
         tensors: dict[int, str] = {}
         for path, module in self.model.named_modules(remove_duplicate=False):
-            found.update(repr((path, class_name(type(module)), list(module_settings(module)))).encode())
+            digest.update(repr((path, class_name(type(module)), list(module_settings(module)))).encode())
             for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
                 if tensor is not None:
                     first = tensors.setdefault(id(tensor), f"{path}.{name}")
-                    found.update(repr((name, first, tensor.shape, tensor.stride(), tensor.dtype)).encode())
-                    found.update(repr((tensor.requires_grad, name in module._non_persistent_buffers_set)).encode())
-        found.update(code_digest({type(module) for module in self.model.modules()}, code).encode())
+                    digest.update(repr((name, first, tensor.shape, tensor.stride(), tensor.dtype)).encode())
+                    digest.update(repr((tensor.requires_grad, name in module._non_persistent_buffers_set)).encode())
+        digest.update(code_digest({type(module) for module in self.model.modules()}, code).encode())
         for file in sorted(Path(__file__).parent.glob("*.py")):
-            found.update(file.read_bytes())
-        return found.hexdigest()
+            digest.update(file.read_bytes())
+        return digest.hexdigest()
 
 
 def _described(leaf: Any) -> object:
@@ -105,7 +106,7 @@ class Kept:
         self.writes = False
 
     def read(self, request: CaptureRequest) -> CapturedLayers | None:
-        """What was kept for this request, on the modules of its model; None where it must be captured.
+        """Return the capture that was kept for this request, on the modules of its model; None if there is none.
 
         Raises FixedSize where it is known that the request cannot be captured.
         """
@@ -115,11 +116,11 @@ class Kept:
         if (refusal := path.with_suffix(_REFUSAL)).is_file():
             raise FixedSize(refusal.read_text(encoding="utf-8"))
         try:
-            told = load_tensors(path)
-            tensors = told["tensors"]
-            if told["digest"] != _digest(told["layers"], tensors):
+            contents = load_tensors(path)
+            tensors = contents["tensors"]
+            if contents["digest"] != _digest(contents["layers"], tensors):
                 raise ValueError("its digest differs")
-            return from_text(told["layers"], tensors, request.model)
+            return from_text(contents["layers"], tensors, request.model)
         except FileNotFoundError:
             if not self.writes:
                 _log.warning(
@@ -132,12 +133,12 @@ class Kept:
         return None
 
     def refuse(self, request: CaptureRequest, error: FixedSize) -> None:
-        """Keeps that a request cannot be captured, so that no other process tries."""
+        """Record that a request cannot be captured, so that no other process tries."""
         for evaluates in (True, False):  # the sizes of inputs do not depend on the modes that are asked for
             write_text(self._path(replace(request, evaluates=evaluates)).with_suffix(_REFUSAL), str(error))
 
     def write(self, request: CaptureRequest, captured: CapturedLayers) -> None:
-        """Keeps what was captured; where it has no text form the log says so, and every process captures it."""
+        """Keep a capture; where it has no text form the log says so, and every process captures the model itself."""
         try:
             text, tensors = to_text(captured, request.model)
         except NotText as error:

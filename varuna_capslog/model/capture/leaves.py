@@ -1,4 +1,4 @@
-"""Names of the tensors in what a model takes and returns, by their places there; and of modules in slices of lists."""
+"""Names the tensors in what a model takes and returns by their places there; and modules in slices of lists."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["input_tensors", "name_slices", "named_leaves", "paths_of"]
 
 
 def input_tensors(name: str, value: Any) -> dict[str, Tensor]:
-    """The tensors in one argument of a model, by the names that the inputs of its chain have: `batch` for a tensor,
+    """Return the tensors in one argument of a model, by the names of its chain's inputs: `batch` for a tensor,
     `batch_image` and `batch_extra_0` for those in dicts and lists.
     """
     return {
@@ -24,25 +24,25 @@ def input_tensors(name: str, value: Any) -> dict[str, Tensor]:
 
 
 def named_leaves(tree: Any, taken: Collection[str] = ()) -> list[tuple[str, Any]]:
-    """Every leaf of what a model returns, with its name by its place: `logits`, `loss`, `0.1`; a bare one is `output`.
+    """Return every leaf of a model's result, named by its place: `logits`, `loss`, `0.1`; a bare one is `output`.
 
     Args:
-        taken: names that none gets.
+        taken: names that no leaf gets.
     """
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for path, leaf in paths_of(tree):
         name = ".".join(path) or "output"
-        while name in taken or name in found:
+        while name in taken or name in leaves:
             name += "_out"
-        found[name] = leaf
-    return list(found.items())
+        leaves[name] = leaf
+    return list(leaves.items())
 
 
 def paths_of(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every leaf with the keys, numbers or attributes that lead to it, in torch's order.
+    """Yield every leaf with the keys, numbers or attributes that lead to it, in torch's order.
 
-    A class that was registered without a way to name its parts (those of diffusers are) has the names of its entries
-    or attributes.
+    In a class that was registered without a way to name its parts (as those of diffusers are), the names of its entries
+    or attributes are used.
     """
     if pytree.tree_is_leaf(tree):
         yield path, tree
@@ -55,8 +55,8 @@ def paths_of(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
     try:
         keys = [_text(key[0]) for key, _ in pytree.tree_flatten_with_path(tree, inside)[0]]
     except ValueError:
-        own = tree if isinstance(tree, Mapping) else getattr(tree, "__dict__", {})
-        keys = [_name_in(own, child, place) for place, child in enumerate(children)]
+        entries = tree if isinstance(tree, Mapping) else getattr(tree, "__dict__", {})
+        keys = [_name_in(entries, child, place) for place, child in enumerate(children)]
     for key, child in zip(keys, children, strict=True):
         yield from paths_of(child, (*path, key))
 
@@ -65,19 +65,19 @@ def _text(key: Any) -> str:
     return str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))))
 
 
-def _name_in(own: Mapping[Any, Any], value: Any, place: int) -> str:
-    return next((str(name) for name, one in own.items() if one is value), str(place))
+def _name_in(entries: Mapping[Any, Any], child: Any, place: int) -> str:
+    return next((str(name) for name, part in entries.items() if part is child), str(place))
 
 
 def name_slices(model: nn.Module, root: fx.GraphModule) -> None:
-    """Gives modules that the code takes from a slice of a list (`self.layers[:2]`) the names that they have."""
+    """Give modules that the code takes from a slice of a list (`self.layers[:2]`) their qualified names."""
 
-    def number(found: re.Match[str]) -> str:
-        bounds = [None if one == "None" else int(one) for one in found.groups()[1:4]]
-        places = range(len(list(model.get_submodule(found[1]).children())))[slice(*bounds)]
-        return f"{found[1]}.{places[int(found[5])]}"
+    def number(match: re.Match[str]) -> str:
+        bounds = [None if bound == "None" else int(bound) for bound in match.groups()[1:4]]
+        places = range(len(list(model.get_submodule(match[1]).children())))[slice(*bounds)]
+        return f"{match[1]}.{places[int(match[5])]}"
 
-    for graph in [one for one in root.modules() if isinstance(one, fx.GraphModule)]:
+    for graph in [module for module in root.modules() if isinstance(module, fx.GraphModule)]:
         for node in graph.graph.nodes:
             stack = node.meta.get("nn_module_stack") or {}
             if any(".slice(" in str(entry[0]) for entry in stack.values()):

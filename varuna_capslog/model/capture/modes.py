@@ -1,6 +1,6 @@
-"""Makes one graph right in training and in eval: compares the two captures of a model and merges what differs.
+"""Merges the training and the eval capture of a model into one graph that is right in both modes.
 
-Most differences went away when modules got their parts back (`collapse`). What is left are functions called with
+Most differences are gone once modules have their parts back (`collapse`). The others are functions called with
 `training=self.training` or a probability chosen by it: the same node with other constants.
 """
 
@@ -19,7 +19,7 @@ __all__ = ["merge_modes"]
 
 
 def merge_modes(training: Captured, evaluation: Captured, model: nn.Module) -> str | None:
-    """Merges the eval capture into the training one, in place.
+    """Merge the eval capture into the training one, in place.
 
     The two lists of nodes are walked side by side. A node may differ in its constants (it becomes a `ByMode`), and a
     module that did nothing in eval mode (dropout, stochastic depth) may be missing there, as may a `contiguous()` of a
@@ -44,22 +44,22 @@ def merge_modes(training: Captured, evaluation: Captured, model: nn.Module) -> s
     # a training node that eval mode skips stands for its input there
     skipped: dict[fx.Node, fx.Node] = {}
     by_mode: list[tuple[fx.Node, fx.Node]] = []
-    rest = iter(theirs)
-    other = next(rest, None)
+    eval_nodes = iter(theirs)
+    counterpart = next(eval_nodes, None)
     for node in ours:
-        if other is not None and _alike(node, other, same, skipped, training, evaluation):
-            if not _equal_leaves(node, other):
-                by_mode.append((node, other))
-            same[other] = node
-            other = next(rest, None)
+        if counterpart is not None and _alike(node, counterpart, same, skipped, training, evaluation):
+            if not _equal_leaves(node, counterpart):
+                by_mode.append((node, counterpart))
+            same[counterpart] = node
+            counterpart = next(eval_nodes, None)
         elif str(node.target) == "aten.contiguous.default" or (
             node.op == "call_module" and node.target not in active_in_eval and node.target not in training.extra
         ):
             skipped[node] = node.args[0]
         else:
             return f"module {_where(node, model)} does something else in eval mode"
-    if other is not None:
-        return f"module {_where(other, model)} does more in eval mode"
+    if counterpart is not None:
+        return f"module {_where(counterpart, model)} does more in eval mode"
     for name, node in training.outputs.items():
         theirs_node = evaluation.outputs.get(name)
         if theirs_node is None or same[theirs_node] is not _through(node, skipped):
@@ -97,18 +97,18 @@ def _leaves(node: fx.Node) -> tuple[list[Any], pytree.TreeSpec]:
 
 def _alike(
     node: fx.Node,
-    other: fx.Node,
+    counterpart: fx.Node,
     same: Mapping[fx.Node, fx.Node],
     skipped: Mapping[fx.Node, fx.Node],
     training: Captured,
     evaluation: Captured,
 ) -> bool:
-    if (node.op, node.target) != (other.op, other.target):
+    if (node.op, node.target) != (counterpart.op, counterpart.target):
         return False
-    mine_extra, other_extra = training.extra.get(str(node.target)), evaluation.extra.get(str(other.target))
+    mine_extra, other_extra = training.extra.get(str(node.target)), evaluation.extra.get(str(counterpart.target))
     if mine_extra is not None and not _same_extra(mine_extra, other_extra):
         return False
-    (mine, spec), (yours, other_spec) = _leaves(node), _leaves(other)
+    (mine, spec), (yours, other_spec) = _leaves(node), _leaves(counterpart)
     if spec != other_spec or len(mine) != len(yours):
         return False
     return all(
@@ -117,18 +117,18 @@ def _alike(
     )
 
 
-def _equal_leaves(node: fx.Node, other: fx.Node) -> bool:
-    pairs = zip(_leaves(node)[0], _leaves(other)[0], strict=True)
+def _equal_leaves(node: fx.Node, counterpart: fx.Node) -> bool:
+    pairs = zip(_leaves(node)[0], _leaves(counterpart)[0], strict=True)
     return all(isinstance(a, fx.Node) or (type(a) is type(b) and a == b) for a, b in pairs)
 
 
 def _same_extra(mine: Any, yours: Any) -> bool:
-    """Whether two modules that a capture has added do the same."""
+    """True where two modules that a capture has added do the same."""
     return type(mine) is type(yours) and bool(mine.key == yours.key)
 
 
-def _switch(captured: Captured, node: fx.Node, other: fx.Node, name: str) -> None:
-    (training, spec), (evaluation, _) = _leaves(node), _leaves(other)
+def _switch(captured: Captured, node: fx.Node, counterpart: fx.Node, name: str) -> None:
+    (training, spec), (evaluation, _) = _leaves(node), _leaves(counterpart)
     slots = [index for index, leaf in enumerate(training) if isinstance(leaf, fx.Node)]
     tensors = [training[slot] for slot in slots]
     constants = [

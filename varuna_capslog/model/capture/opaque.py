@@ -1,9 +1,9 @@
-"""While a model is exported: what must stay Python becomes one operation of the graph, with its real backward.
+"""Turns calls that must stay Python into single operations of an exported graph, with their real backward.
 
 torch's export follows the forward of an autograd Function and knows nothing of its backward, nor of hooks that code
 gives a tensor; and it takes what Python decides by random numbers for a constant. Here calls of Functions, hooks, and
-calls of chosen modules are not followed, and stand in the graph as operations of our own; afterwards each of them
-becomes a module that makes the call (`python_calls`).
+calls of chosen modules are not followed: they stand in the graph as operations of our own, each of which later becomes
+a module that makes the call (`python_calls`).
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ class MadeCall(NamedTuple):
 
 
 Calls = Sequence["MadeCall | Hooked"]
-"""What the operations of ours in an exported graph stand for, by their numbers."""
+"""Calls that our operations in an exported graph stand for, by number."""
 
 
 class OpaqueCalls(FiniteValues):
-    """While it is open, what the model's code does is an export of it, or, with `records`, a plain run of it.
+    """Mode in which the model's code is being exported or, with `records`, run plainly.
 
     Args:
-        whole: the modules that are kept whole, by qualified name.
+        modules: the modules that are kept whole, by qualified name.
         made: calls of these modules, in order, that a plain run has made: they are not made again.
-        records: note the calls of `whole` in `made` instead.
+        records: record the calls of `modules` in `made` instead.
 
     Attributes:
         calls: what each operation of ours stands for, by its number.
@@ -76,12 +76,12 @@ class OpaqueCalls(FiniteValues):
 
     def __init__(
         self,
-        whole: Mapping[str, nn.Module],
+        modules: Mapping[str, nn.Module],
         made: Mapping[str, list[MadeCall]] | None = None,
         records: bool = False,
     ) -> None:
         super().__init__()
-        self._whole, self._records = dict(whole), records
+        self._whole, self._records = dict(modules), records
         self.made: dict[str, list[MadeCall]] = {path: list(rows) for path, rows in (made or {}).items()}
         self.calls: list[MadeCall | Hooked] = []
         self._hooks: dict[str, dict[str, Any]] = {}
@@ -89,7 +89,7 @@ class OpaqueCalls(FiniteValues):
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Opens it for the code that this thread runs."""
+        """Open the mode for the code that this thread runs."""
         kinds = [(kind, vars(kind).get("forward"), kind.forward) for kind in _functions()]
         old: Any = CheckpointFunction
         try:
@@ -103,11 +103,11 @@ class OpaqueCalls(FiniteValues):
                 yield
         finally:
             del old.apply
-            for kind, own, _ in kinds:
-                if own is None:
+            for kind, own_forward, _ in kinds:
+                if own_forward is None:
                     del kind.forward
                 else:
-                    kind.forward = own
+                    kind.forward = own_forward
             for path in self._hooks:
                 self._step_back(path)
 
@@ -121,7 +121,7 @@ class OpaqueCalls(FiniteValues):
         return super().__torch_function__(func, types, args, kwargs)
 
     def _follows(self) -> bool:
-        """Whether what runs now is being exported."""
+        """True where the code that runs now is being exported."""
         key = torch._C._TorchDispatchModeKey.PROXY
         return not self._busy and _get_dispatch_mode_pre_dispatch(key) is not None
 
@@ -130,8 +130,8 @@ class OpaqueCalls(FiniteValues):
     def _stand_in(self, path: str) -> None:
         module = self._whole[path]
         for name in _HOOKS:  # they run within the call
-            own = self._hooks[path][name]
-            vars(module)[name] = type(own)() if own is not None else None
+            hooks = self._hooks[path][name]
+            vars(module)[name] = type(hooks)() if hooks is not None else None
         vars(module)["forward"] = functools.update_wrapper(functools.partial(self._called, path), module.forward)
 
     def _step_back(self, path: str) -> None:
@@ -167,10 +167,10 @@ class OpaqueCalls(FiniteValues):
     def _function(self, kind: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
         skipped = 0 if _sets_context(kind) else 1
 
-        def called(*given: Any, **kwargs: Any) -> Any:
+        def called(*args: Any, **kwargs: Any) -> Any:
             if not self._follows():
-                return forward(*given, **kwargs)
-            arguments, run = (given[skipped:], kwargs), functools.partial(forward, *given, **kwargs)
+                return forward(*args, **kwargs)
+            arguments, run = (args[skipped:], kwargs), functools.partial(forward, *args, **kwargs)
             made, _ = self._make(arguments, run, lambda result: FunctionCall(kind, CallShape.of(arguments, result)))
             return self._put(made, arguments)
 
@@ -178,11 +178,11 @@ class OpaqueCalls(FiniteValues):
 
     def _checkpointed(self, apply: Callable[..., Any]) -> Callable[..., Any]:
         """torch's old checkpointing (`use_reentrant=True`) runs code without gradients, which an export would believe:
-        there the code is followed as it is. What runs again is for whoever runs the graph to choose.
+        there the code is followed as it is. Whether to recompute is decided where the graph is run.
         """
 
-        def called(run: Callable[..., Any], preserve: bool, *given: Any) -> Any:
-            return run(*given) if self._follows() else apply(run, preserve, *given)
+        def called(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            return run(*args) if self._follows() else apply(run, preserve, *args)
 
         return called
 
@@ -191,7 +191,7 @@ class OpaqueCalls(FiniteValues):
     def _make(
         self, arguments: Any, run: Callable[[], Any], call_of: Callable[[Any], PythonCall]
     ) -> tuple[MadeCall, Any]:
-        """Makes a call, which no export follows, and its result."""
+        """Make a call, which no export follows; return it with its result."""
         tensors = _tensors(arguments)
         versions = [tensor._version for tensor in tensors]
         exports, self._busy = self._follows(), True
@@ -204,14 +204,14 @@ class OpaqueCalls(FiniteValues):
         return MadeCall(call_of(result), changes), result
 
     def _put(self, made: MadeCall, arguments: Any) -> Any:
-        """Puts a call into the graph; returns its result, with tensors that the graph knows."""
+        """Put a call into the graph; return its result, with tensors that the graph knows."""
         tensors = _tensors(arguments)
         self.calls.append(made)
         shapes = json.dumps(
-            [(one.shape, one.stride, _name_of(one.dtype), one.device) for one in made.call.shape.tensors]
+            [(tensor.shape, tensor.stride, _name_of(tensor.dtype), tensor.device) for tensor in made.call.shape.tensors]
         )
-        found = torch.ops.capslog.python_call(tensors, shapes, len(self.calls) - 1)
-        return made.call.shape.rebuilt(found)
+        results = torch.ops.capslog.python_call(tensors, shapes, len(self.calls) - 1)
+        return made.call.shape.rebuilt(results)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
@@ -228,30 +228,30 @@ _HOOKS = (
     *(name for name in vars(nn.Module()) if name.startswith(("_forward_hooks", "_forward_pre_hooks"))),
     *("_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook"),
 )
-"""The tables of a module's hooks."""
+"""Attributes of a module that hold its hooks."""
 _WATCHED = (Tensor.register_hook, Tensor.backward, torch.autograd.grad, torch.autograd.backward)
 
 
 def _functions() -> list[Any]:
-    """All autograd Functions but torch's own."""
-    found: list[Any] = []
+    """Return all autograd Functions but torch's own."""
+    functions: list[Any] = []
     waiting = list(torch.autograd.Function.__subclasses__())
     while waiting:
         kind = waiting.pop()
         waiting += kind.__subclasses__()
-        if kind.__module__.partition(".")[0] != "torch" and kind not in found:
-            found.append(kind)
-    return found
+        if kind.__module__.partition(".")[0] != "torch" and kind not in functions:
+            functions.append(kind)
+    return functions
 
 
 def _sets_context(kind: Any) -> bool:
-    """Whether its forward gets no context, since another method sets it."""
+    """True where its forward gets no context, since another method sets it."""
     return kind.setup_context is not torch.autograd.Function.setup_context
 
 
 @contextlib.contextmanager
 def _unfollowed() -> Iterator[None]:
-    """While it is open, operators run on the tensors of an export without getting into its graph."""
+    """Run operators on the tensors of an export without adding them to its graph."""
     core = torch._C
     included = core._dispatch_tls_local_include_set().remove(core.DispatchKey.PreDispatch)
     excluded = core._dispatch_tls_local_exclude_set() | core.DispatchKeySet(core.DispatchKey.PreDispatch)
@@ -268,7 +268,7 @@ def _tensors(arguments: Any) -> list[Tensor]:
 
 
 def _kept_by(hook: Any) -> Iterator[Any]:
-    """What a function keeps beside its code."""
+    """Yield what a function holds beside its code."""
     if isinstance(hook, functools.partial):
         yield from (*hook.args, *hook.keywords.values(), *_kept_by(hook.func))
     yield from getattr(hook, "__defaults__", None) or ()
@@ -278,11 +278,11 @@ def _kept_by(hook: Any) -> Iterator[Any]:
 
 
 def put_in_calls(graph: fx.Graph, calls: Calls, extra: dict[str, Any]) -> dict[fx.Node, fx.Node]:
-    """Puts modules in the place of our operations in an exported graph, and gives what stands for which of its nodes.
+    """Replace our operations in an exported graph by modules; return old node -> the node that stands for it.
 
     Args:
         calls: of the `OpaqueCalls`.
-        extra: gets the modules by attribute name.
+        extra: receives the modules by attribute name.
     """
     replaced: dict[fx.Node, fx.Node] = {}
     for node in reversed(list(graph.nodes)):  # of two hooks of one tensor the first gets the gradient first
@@ -304,10 +304,10 @@ def put_in_calls(graph: fx.Graph, calls: Calls, extra: dict[str, Any]) -> dict[f
                 new = graph.call_module(f"python_{number}", tuple(source))
             new.meta = {key: node.meta.get(key) for key in ("val", "nn_module_stack")}
             new.meta["mutates"] = call.changes
-            for made, given in call.call.shape.passed:  # they share memory
+            for result_place, argument_place in call.call.shape.passed:  # they share memory
                 for user in node.users:
-                    if user.args[1] == made:
-                        user.meta["val"] = source[given].meta.get("val")
+                    if user.args[1] == result_place:
+                        user.meta["val"] = source[argument_place].meta.get("val")
             node.replace_all_uses_with(new)
         graph.erase_node(node)
     return replaced

@@ -1,8 +1,8 @@
-"""The modules of a captured layer that run the user's own Python at every step, where a graph would not do the same.
+"""Modules of a captured layer that run the user's own Python at every step, where a graph would not do the same.
 
 `opaque` makes them while a model is exported: for a module that is kept whole, for an autograd Function, whose backward
-no graph has, and for a hook that the model's code gives a tensor. They hold no parameters: a module that is kept whole
-lies beside them in the layer, under its own name.
+a graph cannot hold, and for a hook that the model's code gives a tensor. They hold no parameters: a module that is kept
+whole lies beside them in the layer, under its own name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class MadeTensor(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> MadeTensor:
-        """Describes a tensor, also one without values. Raises FixedSize where its sizes were left open."""
+        """Describe a tensor, also one without values. Raises FixedSize where its sizes were left open."""
         sizes = [*tensor.shape, *tensor.stride()]
         if any(isinstance(size, torch.SymInt) and not size.node.expr.is_number for size in sizes):
             raise FixedSize("the sizes of the inputs cannot change where the model runs as Python; give one size only")
@@ -39,7 +39,7 @@ class MadeTensor(NamedTuple):
         return cls(shape, stride, tensor.dtype, str(tensor.device))
 
     def empty(self, device: torch.device | str | None = None) -> Tensor:
-        """Such a tensor."""
+        """Return an uninitialised tensor of this description."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device or self.device)
 
 
@@ -66,7 +66,7 @@ class CallShape:
 
     @classmethod
     def of(cls, arguments: tuple[Any, Any], result: Any) -> CallShape:
-        """The shape of a call with these (args, kwargs). Raises FixedSize where sizes of its result were left open."""
+        """Describe a call with these (args, kwargs). Raises FixedSize where sizes of its result were left open."""
         leaves, spec = pytree.tree_flatten(arguments)
         slots = tuple(at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
         numbers = {id(leaves[at]): number for number, at in enumerate(slots)}
@@ -87,19 +87,19 @@ class CallShape:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for calls with the same arguments and results beside the values of tensors."""
+        """Key that is equal for calls with the same arguments and results beside the values of tensors."""
         structures = str(self.spec), str(self.result_spec)
         return *structures, self.constants, self.slots, self.result_constants, self.made, self.tensors, self.passed
 
     def leaves(self, made: Sequence[Any]) -> list[Any]:
-        """The result with these tensors, flat."""
-        found = list(self.result_constants)
+        """Return the result with these tensors, flattened."""
+        leaves = list(self.result_constants)
         for at, tensor in zip(self.made, made, strict=True):
-            found[at] = tensor
-        return found
+            leaves[at] = tensor
+        return leaves
 
     def rebuilt(self, made: Sequence[Any]) -> Any:
-        """The result with these tensors."""
+        """Return the result with these tensors."""
         return pytree.tree_unflatten(self.leaves(made), self.result_spec)
 
 
@@ -121,28 +121,28 @@ class PythonCall(nn.Module):
 
     @property
     def key(self) -> object:
-        """Equal for calls of the same code with the same arguments beside tensors."""
+        """Key that is equal for calls of the same code with the same arguments beside tensors."""
         return self.describe(), self.shape.key
 
     def describe(self) -> str:
-        """What is called, for messages."""
+        """Name the called code, for messages."""
         raise NotImplementedError
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """The call itself."""
+        """Make the call itself."""
         raise NotImplementedError
 
     def held(self) -> Iterable[Tensor]:
-        """The parameters that the call uses."""
+        """Return the parameters that the call uses."""
         return ()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The tensors that the call makes."""
-        found = self._leaves(tensors)
-        return tuple(found[at] for at in self.shape.made)
+        """Return the tensors that the call makes."""
+        leaves = self._leaves(tensors)
+        return tuple(leaves[at] for at in self.shape.made)
 
     def _leaves(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """All that it returns, flat; that beside tensors must be what it was in the captured call."""
+        """Return its whole result, flattened; everything but the tensors must be as in the captured call."""
         shape = self.shape
         if self.from_memory and tuple(tuple(tensor.shape) for tensor in tensors) == shape.given:
             return self._remembered(tensors)
@@ -150,21 +150,21 @@ class PythonCall(nn.Module):
         for slot, tensor in zip(shape.slots, tensors, strict=True):
             leaves[slot] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, shape.spec)
-        found, spec = pytree.tree_flatten(self.call(*args, **kwargs))
-        if spec != shape.result_spec or not all(map(_alike, found, shape.result_constants)):
+        actual, spec = pytree.tree_flatten(self.call(*args, **kwargs))
+        if spec != shape.result_spec or not all(map(_alike, actual, shape.result_constants)):
             raise CapslogError(
                 f"{self.describe()} returned something else than when the model was captured: "
-                f"{_told(found)} instead of {_told(shape.result_constants)} in {shape.result_spec}; let it return the "
+                f"{_told(actual)} instead of {_told(shape.result_constants)} in {shape.result_spec}; let it return the "
                 "same structure and the same values beside its tensors in every call"
             )
-        return list(found)
+        return list(actual)
 
     def _remembered(self, tensors: Sequence[Tensor]) -> list[Any]:
-        # of other random numbers, another tensor may carry a gradient
-        carries = torch.is_grad_enabled() and any(one.requires_grad for one in (*tensors, *self.held()))
-        made = [one.empty(tensors[0].device if tensors else None) for one in self.shape.tensors]
-        for one in made:
-            one.requires_grad_(carries and (one.is_floating_point() or one.is_complex()))
+        # with other random numbers, another tensor may carry a gradient
+        carries = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tensors, *self.held()))
+        made = [tensor.empty(tensors[0].device if tensors else None) for tensor in self.shape.tensors]
+        for tensor in made:
+            tensor.requires_grad_(carries and (tensor.is_floating_point() or tensor.is_complex()))
         return self.shape.leaves(made)
 
 
@@ -192,7 +192,7 @@ class Whole(PythonCall):
 
     @property
     def module(self) -> nn.Module:
-        """What is called."""
+        """The module that is called."""
         return self._module[0]
 
     def describe(self) -> str:
@@ -229,11 +229,11 @@ class WholeModel(Frozen, PythonCall):
 
     @property
     def model(self) -> nn.Module:
-        """What is called."""
+        """The model that is called."""
         return self._model[0]
 
     def train(self, mode: bool = True) -> WholeModel:
-        """As of the model itself."""
+        """Set the mode of the model itself and of its layer."""
         self.model.train(mode)
         super().train(mode)
         return self
@@ -248,9 +248,9 @@ class WholeModel(Frozen, PythonCall):
         return self.parameters()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """What the layer writes."""
-        found = self._leaves(tensors)
-        return tuple(found[at] for at in self.outputs)
+        """Return the tensors that the layer writes."""
+        leaves = self._leaves(tensors)
+        return tuple(leaves[at] for at in self.outputs)
 
 
 class FunctionCall(PythonCall):
@@ -276,11 +276,11 @@ class Hooked(nn.Module):
 
     @property
     def key(self) -> object:
-        """Equal for hooks of the same code."""
+        """Key that is equal for hooks of the same code."""
         return getattr(self.hook, "__code__", self.hook)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The tensor itself, as a view."""
+        """Return the tensor as a view that has the hook."""
         view = x.view_as(x)
         if view.requires_grad:
             view.register_hook(self.hook)

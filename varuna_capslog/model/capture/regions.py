@@ -1,7 +1,7 @@
-"""Cuts open the parts of a captured graph that run under autocast, or without gradients, of the model's own.
+"""Cuts open the parts of a captured graph that run under the model's own autocast or no_grad blocks.
 
-An export gives such a part as one operation, in which no cut could lie. Called by `capture_layers` for each graph; each
-piece is an operation in the same context, so that what is computed stays the same to the last bit.
+An export returns such a part as one operation, in which no cut can lie. `capture_layers` calls this for each graph;
+each piece is an operation in the same context, so that the results stay the same to the last bit.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ __all__ = ["open_regions"]
 
 
 def open_regions(captured: Captured, cut_points: Collection[str]) -> None:
-    """Puts one region for each cut point's module, and for what lies between them, in the place of each that runs
-    several; changes the graph in place. A region of which pieces would change each other's tensors stays one.
+    """Replace each region that runs several cut points' modules by one region for each of them and for what lies
+    between; changes the graph in place. A region whose pieces would change each other's tensors stays one.
     """
     for node in captured.graph.find_nodes(op="call_module"):
         region = captured.extra.get(str(node.target))
@@ -33,100 +33,111 @@ def open_regions(captured: Captured, cut_points: Collection[str]) -> None:
             if len(pieces) > 1:
                 _put_pieces(captured, node, region, pieces)
             elif pieces:
-                for one in (node, *node.users):
-                    one.meta["nn_module_stack"] = _stack_of(pieces[0])
+                for operation in (node, *node.users):
+                    operation.meta["nn_module_stack"] = _stack_of(pieces[0])
 
 
 def _pieces(node: fx.Node, region: Region, cut_points: Collection[str]) -> list[list[fx.Node]]:
-    """The operations of a region, apart as cut points ask."""
+    """Return the operations of a region, divided where cut points ask."""
     outer = module_calls(node).keys()
-    found: list[list[fx.Node]] = []
-    for (cut, inside), run in groupby(_operations(region), lambda one: _place(one, outer, cut_points)):
-        if cut is None and not inside and found:
-            found[-1] += run  # what is no module's follows the one before it
+    pieces: list[list[fx.Node]] = []
+    for (cut, inside), run in groupby(_operations(region), lambda operation: _place(operation, outer, cut_points)):
+        if cut is None and not inside and pieces:
+            pieces[-1] += run  # operations of no module follow those before them
         else:
-            found.append(list(run))
-    made = {one: number for number, piece in enumerate(found) for one in piece}
-    for one in made:
-        if any(made.get(argument, -1) not in (made[one], -1) for argument in mutated_arguments(one)):
+            pieces.append(list(run))
+    made = {operation: number for number, piece in enumerate(pieces) for operation in piece}
+    for operation in made:
+        if any(made.get(argument, -1) not in (made[operation], -1) for argument in mutated_arguments(operation)):
             return [list(made)]
-    return _with_weights_together(node, region, found) if region.context is torch.autocast else found
+    return _with_weights_together(node, region, pieces) if region.context is torch.autocast else pieces
 
 
 def _operations(region: Region) -> list[fx.Node]:
-    operations = (one for one in region.body.graph.nodes if one.op in ("call_function", "call_module"))
-    return [one for one in operations if one.target is not getattr]
+    operations = (node for node in region.body.graph.nodes if node.op in ("call_function", "call_module"))
+    return [operation for operation in operations if operation.target is not getattr]
 
 
-def _place(one: fx.Node, outer: Collection[str], cut_points: Collection[str]) -> tuple[str | None, bool]:
-    """The call of a cut point's module that an operation lies in, and whether it lies in a module of the region."""
-    calls = {key: path for key, path in module_calls(one).items() if key not in outer}
+def _place(operation: fx.Node, outer: Collection[str], cut_points: Collection[str]) -> tuple[str | None, bool]:
+    """Return an operation's call of a cut point's module, and whether it lies in a module of the region."""
+    calls = {key: path for key, path in module_calls(operation).items() if key not in outer}
     return next((key for key, path in reversed(calls.items()) if path in cut_points), None), bool(calls)
 
 
 def _with_weights_together(node: fx.Node, region: Region, pieces: list[list[fx.Node]]) -> list[list[fx.Node]]:
-    """One piece of all from the first to the last that reads a weight, of which autocast makes one copy."""
-    number = {one: at for at, piece in enumerate(pieces) for one in piece}
+    """Join all pieces from the first to the last that reads a weight, since autocast makes one copy of it."""
+    number = {operation: at for at, piece in enumerate(pieces) for operation in piece}
     ranges = []
-    for given, source in zip(region.body.graph.find_nodes(op="placeholder"), node.args, strict=True):
-        users = [number[user] for user in given.users if user in number]
+    for argument, source in zip(region.body.graph.find_nodes(op="placeholder"), node.args, strict=True):
+        users = [number[user] for user in argument.users if user in number]
         if isinstance(source, fx.Node) and source.op == "get_attr" and users:
             ranges.append((min(users), max(users)))
     place = joined(len(pieces), ranges)
-    return [[one for at in group for one in pieces[at]] for _, group in groupby(range(len(pieces)), place.__getitem__)]
+    return [
+        [operation for at in group for operation in pieces[at]]
+        for _, group in groupby(range(len(pieces)), place.__getitem__)
+    ]
 
 
 def _put_pieces(captured: Captured, node: fx.Node, region: Region, pieces: Sequence[list[fx.Node]]) -> None:
-    """Puts a region for each of the pieces in the place of one, and what they make in the place of its results."""
+    """Replace one region by a region for each of the pieces, and its results by what the pieces make."""
     body = region.body.graph
     values: dict[fx.Node, fx.Node] = dict(zip(body.find_nodes(op="placeholder"), node.args, strict=True))  # type: ignore[arg-type]
     (results,) = body.find_nodes(op="output")[0].args
-    kept = {one for one in results if isinstance(one, fx.Node)}
+    kept = {output for output in results if isinstance(output, fx.Node)}
     for number, piece in enumerate(pieces):
-        writes = [one for one in piece if one in kept or not set(one.users) <= {*piece}]
+        writes = [operation for operation in piece if operation in kept or not set(operation.users) <= {*piece}]
         graph, reads = _graph_of(piece, writes)
-        held = {str(one.target): region.body.get_submodule(str(one.target)) for one in piece if one.op == "call_module"}
+        held = {
+            str(operation.target): region.body.get_submodule(str(operation.target))
+            for operation in piece
+            if operation.op == "call_module"
+        }
         target = f"{node.target}_{number}"
         captured.extra[target] = Region(CapturedGraph(nn.ModuleDict(held), graph), region.context, region.arguments)
         stack = _stack_of(piece)
         with captured.graph.inserting_before(node):
-            call = captured.graph.call_module(target, tuple(values[one] for one in reads))
-            call.meta = {"val": tuple(one.meta.get("val") for one in writes), "nn_module_stack": stack}
-            call.meta["inner_stacks"] = [one.meta.get("nn_module_stack") or {} for one in piece]
-            for place, one in enumerate(writes):
-                values[one] = captured.graph.call_function(operator.getitem, (call, place))
-                values[one].meta = {"val": one.meta.get("val"), "nn_module_stack": stack}
+            call = captured.graph.call_module(target, tuple(values[source] for source in reads))
+            call.meta = {"val": tuple(operation.meta.get("val") for operation in writes), "nn_module_stack": stack}
+            call.meta["inner_stacks"] = [operation.meta.get("nn_module_stack") or {} for operation in piece]
+            for place, operation in enumerate(writes):
+                values[operation] = captured.graph.call_function(operator.getitem, (call, place))
+                values[operation].meta = {"val": operation.meta.get("val"), "nn_module_stack": stack}
     for user in list(node.users):
         value = values[results[user.args[1]]]
         user.replace_all_uses_with(value)
-        captured.outputs.update({name: value for name, other in captured.outputs.items() if other is user})
+        captured.outputs.update({name: value for name, output in captured.outputs.items() if output is user})
         captured.graph.erase_node(user)
     captured.graph.erase_node(node)
     del captured.extra[str(node.target)]
 
 
 def _stack_of(piece: Sequence[fx.Node]) -> dict[str, Any]:
-    """The calls of modules that a piece runs in, but for what follows them and is no module's."""
-    stacks = [stack for one in piece if (stack := one.meta.get("nn_module_stack") or {}) and module_path(one)]
+    """Return the calls of modules that a piece runs in, without trailing operations of no module."""
+    stacks = [
+        stack
+        for operation in piece
+        if (stack := operation.meta.get("nn_module_stack") or {}) and module_path(operation)
+    ]
     return {key: entry for key, entry in stacks[0].items() if all(key in stack for stack in stacks)} if stacks else {}
 
 
 def _graph_of(piece: Sequence[fx.Node], writes: Sequence[fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:
-    """The graph of some operations, and the values that it reads."""
+    """Return the graph of some operations, and the values that it reads."""
     graph, inputs = fx.Graph(), dict[fx.Node, fx.Node]()
     env: dict[fx.Node, fx.Node] = {}
 
-    def here(one: fx.Node) -> fx.Node:
-        if one in env:
-            return env[one]
-        if one.target is getattr:  # the device of a value that is read
-            env[one] = graph.node_copy(one, here)
-        elif one not in inputs:
+    def here(node: fx.Node) -> fx.Node:
+        if node in env:
+            return env[node]
+        if node.target is getattr:  # the device of a value that is read
+            env[node] = graph.node_copy(node, here)
+        elif node not in inputs:
             with graph.inserting_before():
-                inputs[one] = graph.placeholder(f"value_{len(inputs)}")
-        return env.get(one) or inputs[one]
+                inputs[node] = graph.placeholder(f"value_{len(inputs)}")
+        return env.get(node) or inputs[node]
 
-    for one in piece:
-        env[one] = graph.node_copy(one, here)
-    graph.output(tuple(env[one] for one in writes))
+    for operation in piece:
+        env[operation] = graph.node_copy(operation, here)
+    graph.output(tuple(env[operation] for operation in writes))
     return graph, [*reversed(inputs)]

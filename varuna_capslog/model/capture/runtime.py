@@ -1,4 +1,4 @@
-"""The few modules that a captured layer is made of beside the model's own: what runs, so nothing here knows of graphs.
+"""The few modules beside the model's own that a captured layer is made of. They run layers and know nothing of graphs.
 
 They hold no parameters (a layer's parameters keep the model's own names) and refuse what was not captured.
 """
@@ -41,15 +41,15 @@ Sizes = tuple[int | tuple[str, int, int | None], ...]
 
 
 class FixedSize(CapslogError):
-    """A size that an example leaves open is fixed by the model's code."""
+    """The model's code fixes a size that an example leaves open."""
 
 
 class Varying:
-    """An example input some of whose sizes may be others when the captured model runs.
+    """An example input some of whose sizes may change when the captured model runs.
 
     Args:
         tensor: the example, of at least 2 in these dimensions.
-        dimensions: those that may change.
+        dimensions: dimensions whose size may change.
     """
 
     def __init__(self, tensor: Tensor, dimensions: Sequence[int]) -> None:
@@ -57,7 +57,7 @@ class Varying:
 
 
 class OfTheModel:
-    """Something of the captured model that a layer or chain knows; its copies and pickles are of no model."""
+    """A value of the captured model that a layer or chain holds; copies and pickles hold None instead."""
 
     def __init__(self, value: Any = None) -> None:
         self.value = value
@@ -70,7 +70,7 @@ class OfTheModel:
 
 
 class Frozen(nn.Module):
-    """A layer of which some modules stay in eval mode when it is put into training mode.
+    """A layer some of whose modules stay in eval mode when it is put into training mode.
 
     frozen: their names in the layer.
     """
@@ -79,31 +79,31 @@ class Frozen(nn.Module):
     _trained: tuple[str, ...] = ()
 
     def train(self, mode: bool = True) -> Any:
-        """As of any module, but for what is frozen."""
+        """Set the mode as any module does, except for frozen modules."""
         super().train(mode)
         for name in self.frozen:
             self.get_submodule(name).training = False
         return self
 
     def freeze(self, frozen: Collection[nn.Module], trained: Collection[nn.Module]) -> None:
-        """Notes which of its modules are frozen, and which were in training mode when they were captured."""
+        """Record which of its modules are frozen, and which were in training mode when they were captured."""
         held = [(name, id(part)) for name, part in self.named_modules(remove_duplicate=False) if name]
-        rest, seen = {id(part) for part in frozen}, {id(part) for part in trained}
-        names = tuple(name for name, key in held if key in rest)
+        frozen_ids, trained_ids = {id(part) for part in frozen}, {id(part) for part in trained}
+        names = tuple(name for name, key in held if key in frozen_ids)
         if names:
             self.frozen = names
-        self._trained = tuple(name for name, key in held if key in seen)
+        self._trained = tuple(name for name, key in held if key in trained_ids)
 
-    def freeze_as(self, other: Frozen) -> None:
-        """Notes what is frozen in a layer that holds modules of the same names."""
+    def freeze_as(self, layer: Frozen) -> None:
+        """Record what is frozen in a layer that holds modules of the same names."""
         names = {name for name, _ in self.named_modules(remove_duplicate=False)}
-        if frozen := tuple(name for name in other.frozen if name in names):
+        if frozen := tuple(name for name in layer.frozen if name in names):
             self.frozen = frozen
-        self._trained = tuple(name for name in other._trained if name in names)
+        self._trained = tuple(name for name in layer._trained if name in names)
 
     @property
     def trained(self) -> list[nn.Module]:
-        """Its modules that were in training mode when they were captured."""
+        """Modules that were in training mode when they were captured."""
         return [self.get_submodule(name) for name in self._trained]
 
 
@@ -123,12 +123,12 @@ class CapturedGraph(Frozen, fx.GraphModule):
 
 
 def hold(layer: fx.GraphModule, name: str, value: Any) -> None:
-    """Gives a captured layer something under a qualified name, as its constructor does with what its graph names."""
+    """Store a value under a qualified name in a captured layer, as its constructor does with names of its graph."""
     path, _, last = name.rpartition(".")
     if isinstance(value, nn.Module):
         layer.add_submodule(name, value)
         return
-    if path and not any(known == path for known, _ in layer.named_modules(remove_duplicate=False)):
+    if path and not any(existing == path for existing, _ in layer.named_modules(remove_duplicate=False)):
         layer.add_submodule(path, nn.Module())
     owner = layer.get_submodule(path)
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
@@ -138,15 +138,15 @@ def hold(layer: fx.GraphModule, name: str, value: Any) -> None:
 
 
 class Guard(nn.Module):
-    """Refuses inputs of another shape than the captured one, and eval mode where only training was captured.
+    """Refuses inputs of a shape that was not captured, and eval mode where only training was captured.
 
     Args:
         layer: the layer's name, for the message.
         names: its inputs' names.
         shapes: their captured shapes, with a name and bounds for each size that may change.
         train_only: why the layer is right in training mode only, or None.
-        conditions: what holds for the sizes that may change where the capture is right, as comparisons of their names.
-        dtypes: of its inputs in the example; they are not refused. () where nobody asks.
+        conditions: comparisons of the names of sizes that may change; the capture is right where they hold.
+        dtypes: of its inputs in the example; they are not checked. () where they are not needed.
     """
 
     def __init__(
@@ -161,11 +161,11 @@ class Guard(nn.Module):
         super().__init__()
         self.layer, self.names, self.shapes, self.train_only = layer, tuple(names), tuple(shapes), train_only
         self.dtypes = tuple(dtypes)
-        known = {size[0] for shape in shapes for size in shape if not isinstance(size, int)}
-        self.conditions = tuple(text for text in conditions if names_of(text) <= known)
+        size_names = {size[0] for shape in shapes for size in shape if not isinstance(size, int)}
+        self.conditions = tuple(text for text in conditions if names_of(text) <= size_names)
 
     def forward(self, *tensors: Tensor) -> None:
-        """Raises CapslogError, or does nothing."""
+        """Raise CapslogError for inputs or a mode that were not captured."""
         if self.train_only is not None and not self.training:
             raise CapslogError(
                 f"layer {self.layer!r} was captured for training only: {self.train_only}; evaluate the model itself"
@@ -188,14 +188,14 @@ class Guard(nn.Module):
                 )
 
     def takes(self, shapes: Sequence[Sequence[int]]) -> bool:
-        """Whether the layer was captured for inputs of these shapes."""
+        """True where the layer was captured for inputs of these shapes."""
         changing: dict[str, int] = {}
         fits = all(self._takes(*pair, changing) for pair in zip(shapes, self.shapes, strict=True))
         return fits and all(_holds(text, changing) for text in self.conditions)
 
     @staticmethod
     def _takes(sizes: Sequence[int], captured: Sizes, changing: dict[str, int]) -> bool:
-        """Whether these sizes are among those captured; `changing`: what each name has stood for in this call."""
+        """True where these sizes are among those captured; `changing`: size of each name so far in this call."""
         if len(sizes) != len(captured):
             return False
         for size, expected in zip(sizes, captured, strict=True):
@@ -220,7 +220,7 @@ def _compiled(condition: str) -> Any:
 
 
 def names_of(condition: str) -> set[str]:
-    """The sizes that a condition compares. Raises ValueError for any other Python than comparisons of whole numbers."""
+    """Return the sizes that a condition compares. Raises ValueError for any Python but comparisons of whole numbers."""
     tree = ast.parse(condition, mode="eval")
     for node in ast.walk(tree):
         if not isinstance(node, _ARITHMETIC) or (isinstance(node, ast.Constant) and not isinstance(node.value, int)):
@@ -242,24 +242,24 @@ def _size_text(size: int | tuple[str, int, int | None]) -> str:
 
 
 class ByShape(CapturedGraph):
-    """A captured layer with a graph for each of several shapes, all on what it holds; its own one is the first."""
+    """A captured layer with a graph for each of several shapes, all on the same modules; its own graph is the first."""
 
     graphs: tuple[fx.Graph, ...]
-    """Of all shapes."""
+    """Graphs of all shapes."""
     _codes: tuple[Callable[..., Any], ...]
     _guards: tuple[str, ...]
 
     def take_graphs(self, graphs: Sequence[fx.Graph], guards: Sequence[str]) -> None:
-        """Give the layer its graphs, the first one's code is there already, and the names of their guards."""
+        """Give the layer its graphs, and the names of their guards; the code of the first graph is there already."""
         others = [type(fx.GraphModule(self, graph)).forward for graph in graphs[1:]]
         self.graphs, self._guards = tuple(graphs), tuple(guards)
         self._codes = type(self).forward, *others
         type(self).forward = _run_chosen
 
     def chosen(self, shapes: Sequence[Sequence[int]]) -> Callable[..., Any]:
-        """The code that was captured for inputs of these shapes; the first one, which refuses them, where none was."""
+        """Return the code captured for inputs of these shapes; where there is none the first, which refuses them."""
         guards = [self.get_submodule(name) for name in self._guards]
-        numbers = (number for number, one in enumerate(guards) if isinstance(one, Guard) and one.takes(shapes))
+        numbers = (number for number, guard in enumerate(guards) if isinstance(guard, Guard) and guard.takes(shapes))
         return self._codes[next(numbers, 0)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ByShape:
@@ -297,7 +297,7 @@ class ByMode(nn.Module):
         self.in_training, self.in_evaluation = tuple(training), tuple(evaluation)
 
     def forward(self, *tensors: Any) -> Any:
-        """The function's result for the module's present mode."""
+        """Return the function's result for the module's present mode."""
         leaves = list(self.in_training if self.training else self.in_evaluation)
         for slot, tensor in zip(self.slots, tensors, strict=True):
             leaves[slot] = tensor
@@ -306,12 +306,12 @@ class ByMode(nn.Module):
 
 
 class Region(nn.Module):
-    """A part of the graph that runs under its own gradient mode or its own autocast, as the model's code said.
+    """A part of the graph that runs under the gradient mode or autocast that the model's code sets.
 
     Args:
-        body: what runs.
+        body: the graph that runs.
         context: `torch.set_grad_enabled` or `torch.autocast`.
-        arguments: what it is called with.
+        arguments: arguments of `context`.
     """
 
     def __init__(
@@ -323,11 +323,11 @@ class Region(nn.Module):
 
     @property
     def key(self) -> object:
-        """Equal for regions that do the same."""
+        """Key that is equal for regions that do the same."""
         return self.context, self.arguments, str(self.body.graph)
 
     def forward(self, *values: Any) -> Any:
-        """The body's outputs, a tuple."""
+        """Return the body's outputs, a tuple."""
         if self.context is torch.autocast:
             values = tuple(map(_no_leaf, values))
         with self.context(*self.arguments):
@@ -335,8 +335,8 @@ class Region(nn.Module):
 
 
 def _no_leaf(value: Any) -> Any:
-    """A view of a value that crossed a cut: of a leaf autocast makes one copy for all readers, as of a weight, and the
-    gradients of that copy would be added in the lower precision.
+    """Return a view of a value that crossed a cut: autocast makes one copy of a leaf for all readers, as of a weight,
+    and the gradients of that copy would be added in the lower precision.
     """
     crossed = (
         isinstance(value, Tensor) and value.is_leaf and value.requires_grad and not isinstance(value, nn.Parameter)
@@ -345,12 +345,12 @@ def _no_leaf(value: Any) -> Any:
 
 
 def runs_its_children(model: nn.Module) -> bool:
-    """Whether a module does nothing but run its children, one after the other: an nn.Sequential that has no forward of
-    its own, in its class or put on itself, and no hook.
+    """True where a module only runs its children in order: an nn.Sequential without a forward of its own, in its class
+    or on the object, and without hooks.
     """
     hooks = (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks, model._backward_pre_hooks)
-    own = getattr(model.forward, "__func__", None) is not nn.Sequential.forward
-    return isinstance(model, nn.Sequential) and not own and not any(hooks)
+    has_own_forward = getattr(model.forward, "__func__", None) is not nn.Sequential.forward
+    return isinstance(model, nn.Sequential) and not has_own_forward and not any(hooks)
 
 
 class SequentialSlice(Frozen, nn.Sequential):
@@ -367,7 +367,7 @@ class SequentialSlice(Frozen, nn.Sequential):
         self.meta = {"source_modules": tuple(name for name, _ in children), "source_lists": ()}
 
     def forward(self, x: Tensor) -> Tensor:
-        """The children's result, one after the other."""
+        """Run the children in order."""
         return super().forward(x.clone() if self._copy_input else x)
 
 

@@ -1,8 +1,8 @@
-"""Sizes that may change: makes every operation of a captured graph take them from a tensor near it.
+"""Makes every operation of a captured graph take sizes that may change from a tensor near it.
 
 Called by `capture_layers` after an export with dynamic dimensions. The export reads a size once, from an input of the
-model, and hands the number to every operation that needs it; but only tensors cross a cut, and a module that gets its
-part of the graph back has one tensor for an input. Afterwards no number goes from one operation to another's part.
+model, and passes the number to every operation that needs it; but only tensors cross a cut, and a module that replaces
+its part of the graph has one tensor for an input. Afterwards no number goes from one operation to another's part.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["localise_sizes", "sizes_of"]
 
 
 def localise_sizes(captured: Captured) -> None:
-    """Changes the graph in place; without dynamic dimensions nothing changes.
+    """Change the graph in place; without dynamic dimensions nothing changes.
 
     A size of an input is read from a tensor near the operation that has it for a size, else where the export reads it.
     Other numbers are read from the operation's own operands, else computed as in the export.
@@ -40,12 +40,12 @@ def localise_sizes(captured: Captured) -> None:
 
 
 def sizes_of(node: fx.Node, bounds: dict[str, tuple[int, int | None]]) -> Sizes:
-    """The sizes of a value: numbers, and (name, least, most or None) of those that may change."""
-    found: list[Any] = []
+    """Return the sizes of a value: numbers, and (name, least, most or None) of those that may change."""
+    sizes: list[Any] = []
     for size in node.meta["val"].shape:
         name = str(size)
-        found.append((name, *bounds.get(name, (0, None))) if is_open(size) else int(size))
-    return tuple(found)
+        sizes.append((name, *bounds.get(name, (0, None))) if is_open(size) else int(size))
+    return tuple(sizes)
 
 
 def _is_number(node: fx.Node) -> bool:
@@ -57,14 +57,14 @@ def _is_number(node: fx.Node) -> bool:
 def _near(
     graph: fx.Graph, number: fx.Node, user: fx.Node, position: dict[fx.Node, int], made: dict[fx.Node, fx.Node]
 ) -> fx.Node:
-    """A node just before `user` that gives the number."""
+    """Return a node just before `user` that gives the number."""
     if number in made:
         return made[number]
     is_read = number.target is torch.ops.aten.sym_size.int
-    found = next(_tensors_with(number, user, position, everywhere=is_read), number.args if is_read else None)
+    source = next(_tensors_with(number, user, position, everywhere=is_read), number.args if is_read else None)
     target: Any = number.target
-    if found is not None:
-        target, arguments = torch.ops.aten.sym_size.int, found
+    if source is not None:
+        target, arguments = torch.ops.aten.sym_size.int, source
     else:
         swap = lambda node: _near(graph, node, user, position, made) if _is_number(node) else node  # noqa: E731
         arguments = fx.map_arg(number.args, swap)
@@ -77,10 +77,10 @@ def _near(
 def _tensors_with(
     number: fx.Node, user: fx.Node, position: dict[fx.Node, int], everywhere: bool
 ) -> Iterator[tuple[fx.Node, int]]:
-    """(tensor, dimension) of that size among what `user` was computed from, the last one first; then among what its
-    result meets, which an operation without operands needs (the noise of a stochastic depth).
+    """Yield (tensor, dimension) with that size among what `user` was computed from, last first; then among the operands
+    of what its result meets, which an operation without operands needs (the noise of a stochastic depth).
 
-    everywhere: else among its operands only.
+    everywhere: False: search its operands only.
     """
     wanted = number.meta["val"].node.expr
 
@@ -95,9 +95,9 @@ def _tensors_with(
         for source in user.all_input_nodes:
             yield from fitting(source)
         return
-    for node in _reached(user, position, lambda one: one.all_input_nodes, -1):
+    for node in _reached(user, position, lambda node: node.all_input_nodes, -1):
         yield from fitting(node)
-    for node in _reached(user, position, lambda one: one.users, 1):
+    for node in _reached(user, position, lambda node: node.users, 1):
         for source in node.all_input_nodes:
             if position.get(source, len(position)) < position[user]:
                 yield from fitting(source)
@@ -106,15 +106,15 @@ def _tensors_with(
 def _reached(
     start: fx.Node, position: dict[fx.Node, int], following: Callable[[fx.Node], Iterable[fx.Node]], order: int
 ) -> Iterator[fx.Node]:
-    """What can be reached from a node, by rising position or, with order -1, falling; numbers left out."""
+    """Yield nodes reachable from a node, by rising position or, with order -1, falling; numbers are left out."""
     seen = {start}
     waiting: list[tuple[int, fx.Node]] = []
     node = start
     while True:
-        for found in following(node):
-            if found not in seen and found in position and not _is_number(found):
-                seen.add(found)
-                heapq.heappush(waiting, (order * position[found], found))
+        for neighbour in following(node):
+            if neighbour not in seen and neighbour in position and not _is_number(neighbour):
+                seen.add(neighbour)
+                heapq.heappush(waiting, (order * position[neighbour], neighbour))
         if not waiting:
             return
         node = heapq.heappop(waiting)[1]

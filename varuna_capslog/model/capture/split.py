@@ -1,7 +1,7 @@
 """Cuts a captured graph into the layers of a chain.
 
-Called last by `capture_layers`. `assign` says which nodes are whose; what later layers need of a layer crosses the cut
-under a readable name. In-place operations never reach a tensor that crossed a cut.
+Called last by `capture_layers`. `assign` decides which layer each node belongs to; values that later layers need cross
+the cut under a readable name. In-place operations never reach a tensor that crossed a cut.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def split_graph(
     train_only: str | None,
     lenient: bool = False,
 ) -> tuple[list[Layer], tuple[str, ...], tuple[str, ...]]:
-    """The layers of a captured model, and the names of the tensors that enter and leave it.
+    """Return the layers of a captured model, and the names of the tensors that enter and leave it.
 
     Args:
-        captured: the graph; it is used up.
-        model: whose parameters and modules the layers take.
+        captured: the graph; it cannot be used afterwards.
+        model: its parameters and modules become those of the layers.
         cut_points: submodules to cut before.
         outputs: names of the wanted outputs, None for all.
         train_only: why the graph must not run in eval mode, or None.
         lenient: pass over cut points that never run or begin where another one does, instead of refusing them, and cut
-            where weights follow a block that are no block's (the final norm and head).
+            where weights that belong to no block follow a block (the final norm and head).
 
     Raises:
         CapslogError: a cut point that never runs or begins where another one does, an unknown output, an in-place
@@ -81,17 +81,17 @@ def split_graph(
         )
         layers.append(Layer(names[index], module, tuple(read_names), tuple(written for written, _ in writes)))
     changes = captured.watch.changes if captured.watch is not None and captured.watch.keeps else []
-    left = [(change.put, values) for change, values in zip(changes, captured.left or (), strict=True)]
+    left_behind = [(change.put, values) for change, values in zip(changes, captured.left or (), strict=True)]
     watch = captured.watch
     python = bool(captured.whole or (watch is not None and (watch.drawn or watch.changes)))
-    told = {
+    properties = {
         "result": captured.result,
         "whole": captured.whole,
-        "left": OfTheModel(left),
+        "left": OfTheModel(left_behind),
         "python": python,
         "joined": together,
     }
-    layers[-1].module.meta |= told  # type: ignore[operator]
+    layers[-1].module.meta |= properties  # type: ignore[operator]
     freeze_layers(layers, model)
     return layers, tuple(captured.inputs), tuple(wanted)
 
@@ -99,10 +99,10 @@ def split_graph(
 def _with_statistics_together(
     layer_of: dict[fx.Node, int], names: list[str], captured: Captured, model: nn.Module
 ) -> tuple[dict[fx.Node, int], list[str], list[str]]:
-    """One layer of all from the first to the last that calls a module with running statistics: these are added in the
-    order of its calls, in one place.
+    """Join all layers from the first to the last one that calls a module with running statistics, since these are added
+    in the order of its calls, in one place.
 
-    Returns the layer of every node, the names of the layers, and which of them are joined, one sentence each.
+    Returns the layer of every node, the names of the layers, and which layers were joined, one sentence each.
     """
     norms: dict[tuple[int, int], str] = {}
     for norm, layers in _statistics(layer_of, captured, model).items():
@@ -121,7 +121,7 @@ def _with_statistics_together(
 
 
 def _statistics(layer_of: Mapping[fx.Node, int], captured: Captured, model: nn.Module) -> dict[str, list[int]]:
-    """The layers that call each module with running statistics, by its name."""
+    """Return the layers that call each module with running statistics, by its name."""
     users: dict[int, list[int]] = {}
     norms: dict[int, str] = {}
     for node, layer in layer_of.items():
@@ -135,7 +135,7 @@ def _statistics(layer_of: Mapping[fx.Node, int], captured: Captured, model: nn.M
             if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats and part.training:
                 users.setdefault(id(part), []).append(layer)
                 norms[id(part)] = f"{path}.{name}".rstrip(".")
-    return {norms[one]: layers for one, layers in users.items()}
+    return {norms[module_id]: layers for module_id, layers in users.items()}
 
 
 def _choose_outputs(captured: Captured, outputs: Sequence[str] | None) -> dict[str, fx.Node]:
@@ -148,7 +148,7 @@ def _choose_outputs(captured: Captured, outputs: Sequence[str] | None) -> dict[s
 
 
 def _protect_boundaries(captured: Captured, wanted: dict[str, fx.Node], layer_of: dict[fx.Node, int]) -> None:
-    """Gives an in-place operation on (a view of) a value from an earlier layer a copy, made at the head of its layer.
+    """Give an in-place operation on (a view of) a value from an earlier layer a copy, made at the head of its layer.
 
     Later readers of that value read the copy, as they would have seen the change.
     """
@@ -158,11 +158,11 @@ def _protect_boundaries(captured: Captured, wanted: dict[str, fx.Node], layer_of
         index = layer_of[node]
         for written in mutated_arguments(node):
             crossing = [
-                other
-                for other in captured.graph.nodes
-                if (other.op == "placeholder" or layer_of.get(other, index) < index)
-                and same_storage(other, written)
-                and (other in wanted.values() or any(layer_of.get(user, -1) >= index for user in other.users))
+                source
+                for source in captured.graph.nodes
+                if (source.op == "placeholder" or layer_of.get(source, index) < index)
+                and same_storage(source, written)
+                and (source in wanted.values() or any(layer_of.get(user, -1) >= index for user in source.users))
             ]
             if not crossing:
                 continue
@@ -172,7 +172,7 @@ def _protect_boundaries(captured: Captured, wanted: dict[str, fx.Node], layer_of
                     f"before layer {index} in {len(crossing)} views; cut elsewhere or make that operation out of place"
                 )
             base = crossing[0]
-            head = next(other for other in captured.graph.nodes if layer_of.get(other) == index)
+            head = next(node for node in captured.graph.nodes if layer_of.get(node) == index)
             with captured.graph.inserting_before(head):
                 copy = captured.graph.call_function(torch.clone, (base,))
             copy.meta = {key: base.meta.get(key) for key in ("val",)}
@@ -244,10 +244,10 @@ def _layer_module(
 
 
 def layer_module(graph: fx.Graph, extra: Mapping[str, Any], model: nn.Module, paths: Sequence[str]) -> CapturedGraph:
-    """The module of a layer: its graph on the model's parameters and modules, and on what the model lacks.
+    """Make the module of a layer: its graph on the model's parameters and modules, and on what the model lacks.
 
     Args:
-        extra: what the graph refers to and the model lacks, by attribute name.
+        extra: objects that the graph refers to and the model lacks, by attribute name.
         paths: qualified names of the model's modules that the layer runs.
     """
     targets = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
@@ -257,22 +257,22 @@ def layer_module(graph: fx.Graph, extra: Mapping[str, Any], model: nn.Module, pa
         if isinstance(part, Whole):
             module.add_submodule(part.path, part.module)
     _keep_persistence(module, model)
-    known = {id(submodule) for submodule in model.modules()}
+    model_parts = {id(submodule) for submodule in model.modules()}
     for submodule in module.modules():
-        if id(submodule) not in known:
+        if id(submodule) not in model_parts:
             submodule.training = model.training
     module.meta["source_modules"], module.meta["source_lists"] = tuple(paths), _lists_above(model, paths)
     return module
 
 
 def _lists_above(model: nn.Module, paths: Sequence[str]) -> tuple[str, ...]:
-    """The ModuleLists and ModuleDicts of the model that hold modules of these names."""
+    """Return the ModuleLists and ModuleDicts of the model that hold modules of these names."""
     owners = dict.fromkeys(".".join(path.split(".")[:n]) for path in paths for n in range(1, path.count(".") + 1))
-    return tuple(one for one in owners if isinstance(model.get_submodule(one), (nn.ModuleList, nn.ModuleDict)))
+    return tuple(owner for owner in owners if isinstance(model.get_submodule(owner), (nn.ModuleList, nn.ModuleDict)))
 
 
 def _keep_persistence(module: fx.GraphModule, model: nn.Module) -> None:
-    """A buffer that the model does not save (rotary frequencies, constants of the code) stays out of checkpoints."""
+    """Keep buffers that the model does not save (rotary frequencies, constants of the code) out of checkpoints."""
     for node in module.graph.nodes:
         if node.op != "get_attr":
             continue
@@ -285,6 +285,6 @@ def _keep_persistence(module: fx.GraphModule, model: nn.Module) -> None:
 
 
 def _has_effect(node: fx.Node) -> bool:
-    """Whether a node stays though nothing reads its result. Random ones move the generator that later layers use."""
+    """True where a node stays although nothing reads its result. Random ones move the generator of later layers."""
     is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     return node.op in ("placeholder", "output", "call_module") or bool(mutated_arguments(node)) or is_random

@@ -1,8 +1,8 @@
-"""Where the large tensors of a model's step lie while it is tried or compared: in memory, or where they do not fit
-there in files, which are removed with them.
+"""Keeps the large tensors of a model's step while it is tried or compared: in memory, or where they do not fit there in
+files, which are removed with them.
 
-Weights, one operator and its tensors have to fit. Whether they do is asked before each operator that may be large, so
-that no step ends by the system's killing the process; `comparison` and `trial` say what was not done.
+Weights, one operator and its tensors have to fit. This is checked before each operator that may be large, so that the
+system never kills the process for lack of memory; `comparison` and `trial` report what was not done.
 """
 
 from __future__ import annotations
@@ -35,39 +35,39 @@ from varuna_capslog.model.layer import dense_gradient
 __all__ = ["KeptTensor", "MemoryGuard", "NoRoom", "StepMemory", "lacks_memory", "with_room"]
 
 KeptTensor = Callable[[], Tensor]
-"""Gives a tensor that was kept; one from a file anew in each call."""
+"""Returns a kept tensor; one in a file is read anew in each call."""
 _Answer = TypeVar("_Answer")
 
 _SPARE = 8
-"""The part of the free memory that is left alone, for what operators take beside their results: an eighth."""
+"""Divisor of the free memory: an eighth of it is left alone, for what operators take beside their results."""
 _SPARE_DISK = 1 << 28
 _SMALL = 1 << 14
 """Bytes below which a tensor stays in memory."""
 _BLOWN_UP = 1 << 10
-"""How many times larger than what it reads an operator's result may be before it is a surprise."""
+"""Factor by which an operator's result may exceed its operands before memory is checked."""
 
 _WIDEST = 16
 """Bytes of a complex number, the widest."""
 
 
 def _in_memory(tensor: Tensor) -> KeptTensor:
-    """A tensor that stays where it is."""
+    """Keep a tensor where it is."""
     return lambda: tensor
 
 
 class NoRoom(BaseException):
-    """A step that does not fit, and why not; no Exception, so that no code of the model goes on after it."""
+    """A step does not fit; says why. No Exception, so that no code of the model catches it."""
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether this is how memory that is missing shows."""
+    """True where an error means that memory is lacking."""
     texts = ("Cannot allocate memory", "can't allocate memory", "bad_alloc")
     named = isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
     return named or isinstance(error, (NoRoom, MemoryError, torch.OutOfMemoryError))
 
 
 def with_room(model: nn.Module, run: Callable[[StepMemory], _Answer]) -> _Answer:
-    """What `run` gives in memory; where a step of the model does not fit there, what it gives with files.
+    """Return the result of `run` in memory or, where a step of the model does not fit there, with files.
 
     Raises:
         NoRoom: it does not fit with files either.
@@ -79,7 +79,7 @@ def with_room(model: nn.Module, run: Callable[[StepMemory], _Answer]) -> _Answer
         except BaseException as error:
             if not lacks_memory(error):
                 raise
-        gc.collect()  # what the step has made
+        gc.collect()  # the step's tensors
         _give_back_freed()
     with tempfile.TemporaryDirectory(prefix="capslog-step-", dir=_folder_on_disk()) as folder:
         memory = StepMemory(model, Path(folder))
@@ -99,7 +99,7 @@ class StepMemory:
     """Keeps the tensors of a step.
 
     Args:
-        folder: where the large ones become files; None: all stay in memory.
+        folder: folder of the large ones' files; None: all stay in memory.
     """
 
     def __init__(self, model: nn.Module, folder: Path | None = None) -> None:
@@ -108,33 +108,33 @@ class StepMemory:
         self._numbers = itertools.count()
 
     def holds_weights(self) -> bool:
-        """Whether copies and the gradients of two steps fit into memory, whatever else a step takes."""
-        weights = [one for one in self._model.parameters() if one.device.type == "cpu"]
-        return sum(_size(one) * (3 if one.requires_grad else 1) for one in weights) <= self.room()
+        """True where copies and the gradients of two steps fit into memory, whatever else a step takes."""
+        weights = [parameter for parameter in self._model.parameters() if parameter.device.type == "cpu"]
+        return sum(_size(weight) * (3 if weight.requires_grad else 1) for weight in weights) <= self.room()
 
     def room(self) -> int:
-        """Bytes that a step may still take."""
+        """Return the bytes that a step may still take."""
         return available_bytes() - self._spare
 
     def shortage(self) -> str:
-        """What is missing where files do not help."""
+        """Say what is lacking where files do not help."""
         return (
             f"its weights and its largest operator do not fit into the memory that is free "
             f"({format_bytes(available_bytes())} now), although its other large tensors were put on disk"
         )
 
     def keep(self, tensor: Tensor, changes: bool = False) -> KeptTensor:
-        """Keeps a tensor as it is; changes: it may be another one later."""
+        """Keep a tensor as it is; changes: its values may change later."""
         if self.folder is None or not _is_plain(tensor) or _size(tensor) < _SMALL:
             return _in_memory(tensor.clone() if changes else tensor)
         return _InFile(self.folder / str(next(self._numbers)), tensor)
 
     def saving(self) -> AbstractContextManager[Any]:
-        """While it is open, what autograd saves for a backward is kept here; but for the model's own tensors."""
+        """Context in which tensors that autograd saves for a backward are kept here, except the model's own."""
         if self.folder is None:
             return contextlib.nullcontext()
-        weights = [one for one in (*self._model.parameters(), *self._model.buffers()) if _is_plain(one)]
-        held = {one.untyped_storage()._cdata for one in weights}
+        weights = [tensor for tensor in (*self._model.parameters(), *self._model.buffers()) if _is_plain(tensor)]
+        held = {weight.untyped_storage()._cdata for weight in weights}
 
         def pack(tensor: Tensor) -> tuple[KeptTensor, Tensor, int]:
             if not _is_plain(tensor) or tensor.untyped_storage()._cdata in held:
@@ -159,26 +159,26 @@ class StepMemory:
         tensors: Sequence[Tensor],
         directions: Sequence[Tensor],
         parameters: Mapping[str, nn.Parameter],
-        whole: bool,
+        full_backward: bool,
     ) -> dict[str, KeptTensor | None]:
-        """The gradients of a step, by the parameters' names; where it writes files, each as soon as it is there.
+        """Return a step's gradients by the parameters' names; with files, each is written as soon as it is computed.
 
         Args:
-            tensors, directions: the outputs of the step, and the gradients of these.
-            whole: make a whole backward, not one for the parameters alone.
+            tensors, directions: the outputs of the step, and their gradients.
+            full_backward: compute the whole backward, not only the one for the parameters.
         """
         if self.folder is not None:
-            return self._gradients_in_files(tensors, directions, parameters, whole)
+            return self._gradients_in_files(tensors, directions, parameters, full_backward)
         wanted = list(parameters.values())
-        if whole:
+        if full_backward:
             torch.autograd.backward(tensors, directions)
             made: list[Tensor | None] = [None] * len(wanted)
         else:
             made = [*torch.autograd.grad(tensors, wanted, directions, allow_unused=True)]
         gradients: dict[str, KeptTensor | None] = {}
-        for (name, one), first in zip(parameters.items(), made, strict=True):
-            # of a whole backward, or of one inside the model's own, as of reversible blocks
-            parts = [dense_gradient(part) for part in (first, one.grad) if part is not None]
+        for (name, parameter), first in zip(parameters.items(), made, strict=True):
+            # parts of a whole backward, or of one inside the model's own, as of reversible blocks
+            parts = [dense_gradient(part) for part in (first, parameter.grad) if part is not None]
             gradients[name] = _in_memory(functools.reduce(torch.add, parts)) if parts else None
         return gradients
 
@@ -187,32 +187,39 @@ class StepMemory:
         tensors: Sequence[Tensor],
         directions: Sequence[Tensor],
         parameters: Mapping[str, nn.Parameter],
-        whole: bool,
+        full_backward: bool,
     ) -> dict[str, KeptTensor | None]:
-        """As above; the user's hooks that wait for a parameter's gradient do not run."""
+        """Do the same with files; the user's hooks that wait for a parameter's gradient do not run."""
         parts: dict[str, list[KeptTensor]] = {name: [] for name in parameters}
-        silent = [(hooks, dict(hooks)) for one in parameters.values() if (hooks := one._post_accumulate_grad_hooks)]
+        silent = [
+            (hooks, dict(hooks))
+            for parameter in parameters.values()
+            if (hooks := parameter._post_accumulate_grad_hooks)
+        ]
 
         def take(name: str, parameter: Tensor) -> None:
             assert parameter.grad is not None
             parts[name].append(self.keep(dense_gradient(parameter.grad)))
             parameter.grad = None
 
-        for name, one in parameters.items():
-            if one.grad is not None:  # of a backward inside the model's own forward
-                take(name, one)
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:  # of a backward inside the model's own forward
+                take(name, parameter)
         for hooks, _ in silent:
             hooks.clear()
-        takes = [(one, functools.partial(take, name)) for name, one in parameters.items()]
-        handles = [one.register_post_accumulate_grad_hook(hook) for one, hook in takes]
+        takes = [(parameter, functools.partial(take, name)) for name, parameter in parameters.items()]
+        handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter, hook in takes]
         try:
-            torch.autograd.backward(tensors, directions, inputs=None if whole else list(parameters.values()))
+            torch.autograd.backward(tensors, directions, inputs=None if full_backward else list(parameters.values()))
         finally:
             for handle in handles:
                 handle.remove()
             for hooks, before in silent:
                 hooks.update(before)
-        return {name: functools.partial(_sum, some) if some else None for name, some in parts.items()}
+        return {
+            name: functools.partial(_sum, gradient_parts) if gradient_parts else None
+            for name, gradient_parts in parts.items()
+        }
 
 
 def _sum(parts: Sequence[KeptTensor]) -> Tensor:
@@ -220,12 +227,12 @@ def _sum(parts: Sequence[KeptTensor]) -> Tensor:
 
 
 class _InFile:
-    """A tensor in a file, which goes when this goes."""
+    """A tensor in a file, which is removed with this object."""
 
     def __init__(self, path: Path, tensor: Tensor) -> None:
         tensor = tensor.detach().resolve_conj().resolve_neg()
         if _span(tensor) > tensor.numel():
-            tensor = tensor.clone()  # one of a few columns, say
+            tensor = tensor.clone()  # a slice of a few columns, say
         self._path, self._span = path, _span(tensor)
         self._shape, self._strides = tensor.shape, tensor.stride()
         self._dtype, self._device = tensor.dtype, tensor.device
@@ -247,7 +254,7 @@ class _InFile:
 
 
 class MemoryGuard(TorchDispatchMode):
-    """While it is open, a step ends with NoRoom before an operator for which there is no memory."""
+    """Mode in which a step ends with NoRoom before an operator for which there is no memory."""
 
     def __init__(self, memory: StepMemory) -> None:
         super().__init__()
@@ -265,16 +272,16 @@ class MemoryGuard(TorchDispatchMode):
         return made
 
     def _foresee(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Runs an operator on tensors without values, for the bytes of its result."""
-        if any(one.alias_info is not None for one in func._schema.returns):
+        """Run an operator on tensors without values, for the bytes of its result."""
+        if any(returned.alias_info is not None for returned in func._schema.returns):
             return
         if self._fake is None:
-            self._fake = FakeTensorMode(allow_non_fake_inputs=True)  # one takes a millisecond
+            self._fake = FakeTensorMode(allow_non_fake_inputs=True)  # making it takes a millisecond
         try:
             args, kwargs = pytree.tree_map_only(Tensor, self._fake.from_tensor, (args, kwargs))  # else it would run
             with self._fake:
                 size = _size(func(*args, **kwargs))
-        except Exception:  # it reads values, or nobody has told torch the shape of its result
+        except Exception:  # it reads values, or has no fake implementation
             return
         if size > self._room - self._made:
             self._look(size)
@@ -289,13 +296,13 @@ class MemoryGuard(TorchDispatchMode):
 
 
 def _give_back_freed() -> None:
-    """Lets the C library give the system what it keeps of freed memory; others than GNU's keep little."""
+    """Make the C library return freed memory to the system; libraries other than GNU's keep little."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _size(tensors: Any) -> int:
-    """Bytes of a tensor, or of those in a list or tuple."""
+    """Return the bytes of a tensor, or of those in a list or tuple."""
     if isinstance(tensors, Tensor):
         return tensors.numel() * tensors.itemsize
     return sum(map(_size, tensors)) if isinstance(tensors, (list, tuple)) else 0
@@ -303,28 +310,32 @@ def _size(tensors: Any) -> int:
 
 def _asked(args: Any) -> int:
     """Most bytes of a tensor that is made of numbers alone, such as its sizes."""
-    numbers = [math.prod(one) if isinstance(one, (list, tuple)) else one**2 for one in args if _is_number(one)]
+    numbers = [
+        math.prod(argument) if isinstance(argument, (list, tuple)) else argument**2
+        for argument in args
+        if _is_number(argument)
+    ]
     return _WIDEST * max(numbers, default=0)
 
 
 def _is_number(argument: Any) -> bool:
-    return all(isinstance(one, int) for one in (argument if isinstance(argument, (list, tuple)) else (argument,)))
+    return all(isinstance(number, int) for number in (argument if isinstance(argument, (list, tuple)) else (argument,)))
 
 
 def _span(tensor: Tensor) -> int:
-    """Elements of memory from its first to its last one."""
+    """Return the number of elements of memory from its first to its last one."""
     if not tensor.numel():
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether it is no more than numbers in memory."""
+    """True where a tensor is no more than numbers in memory."""
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
 
 
 def _folder_on_disk() -> str:
-    """The folder for temporary files, or the one for large ones where the former lies in memory."""
+    """Return the folder for temporary files, or the one for large ones where the former lies in memory."""
     folders = [tempfile.gettempdir(), "/var/tmp"]
     for folder in folders:
         if os.access(folder, os.W_OK | os.X_OK) and _file_system(os.path.realpath(folder)) not in ("tmpfs", "ramfs"):
@@ -333,11 +344,11 @@ def _folder_on_disk() -> str:
 
 
 def _file_system(folder: str) -> str:
-    """The kind of the file system that a folder lies in; empty where nobody tells."""
+    """Return the kind of the file system that a folder lies in; empty where it is unknown."""
     with contextlib.suppress(OSError):
         mounts: Iterator[Sequence[str]] = (
             line.split(" ") for line in Path("/proc/self/mounts").read_text().splitlines()
         )
-        above = [(one[1], one[2]) for one in mounts if f"{folder}/".startswith(f"{one[1].rstrip('/')}/")]
-        return max(reversed(above), key=lambda one: len(one[0]), default=("", ""))[1]
+        above = [(mount[1], mount[2]) for mount in mounts if f"{folder}/".startswith(f"{mount[1].rstrip('/')}/")]
+        return max(reversed(above), key=lambda mount: len(mount[0]), default=("", ""))[1]
     return ""

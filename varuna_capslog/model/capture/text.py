@@ -1,8 +1,8 @@
-"""A captured model as text, and back: what a process that has captured hands to others that have not.
+"""Writes a captured model as text and reads it: a process that has captured passes it to others that have not.
 
 `kept` keeps it in a file. The text holds the graphs of the layers, and what the model lacks; the parameters, buffers
 and modules that the graphs name are those of the model that the reader has built itself. It is data, not code: the
-functions that it names are operators on tensors and a few of Python's and torch's, and no others.
+only functions that it names are operators on tensors and a few functions of Python and torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from varuna_capslog.model.training_modes import freeze_layers
 __all__ = ["CapturedLayers", "NotText", "from_text", "to_text"]
 
 CapturedLayers = tuple[list[Layer], tuple[str, ...], tuple[str, ...]]
-"""As `capture_layers` returns it: layers, names of the inputs, names of the outputs."""
+"""Result of `capture_layers`: layers, names of the inputs, names of the outputs."""
 
 _TORCH = ("clone", "sym_max", "sym_min", "sym_float", "sym_int", "sym_not", "sym_ite", "sym_sqrt")
 _FUNCTIONS: tuple[tuple[ModuleType, Sequence[str]], ...] = (
@@ -54,14 +54,14 @@ _TYPES = (torch.dtype, torch.layout, torch.memory_format)
 
 
 class NotText(Exception):
-    """What was captured holds something that has no text form; says what."""
+    """A capture holds something that has no text form; says what."""
 
 
 def to_text(captured: CapturedLayers, model: nn.Module) -> tuple[str, dict[str, Tensor]]:
-    """The text of a captured model, and the tensors that it refers to by name.
+    """Return the text of a captured model, and the tensors that it refers to by name.
 
     Raises:
-        NotText: a constant that is no tensor, or a function that is not one of those that the text may name.
+        NotText: a constant that is no tensor, or a function that the text may not name.
     """
     layers, inputs, outputs = captured
     tensors: dict[str, Tensor] = {}
@@ -79,29 +79,29 @@ def to_text(captured: CapturedLayers, model: nn.Module) -> tuple[str, dict[str, 
             raise NotText(f"layer {layer.name!r} is no captured graph")
         written.append({**described, "name": layer.name, "reads": layer.reads, "writes": layer.writes})
     meta: dict[str, Any] = layers[-1].module.meta  # type: ignore[assignment]
-    told = {name: meta[name] for name in ("whole", "joined") if name in meta}
-    return json.dumps({"layers": written, "inputs": inputs, "outputs": outputs, "told": told}), tensors
+    properties = {name: meta[name] for name in ("whole", "joined") if name in meta}
+    return json.dumps({"layers": written, "inputs": inputs, "outputs": outputs, "told": properties}), tensors
 
 
 def from_text(text: str, tensors: Mapping[str, Tensor], model: nn.Module) -> CapturedLayers:
-    """The captured model that `to_text` described, on the parameters and modules of `model`."""
+    """Return the captured model that `to_text` described, on the parameters and modules of `model`."""
     read = json.loads(text)
     layers = []
-    for number, one in enumerate(read["layers"]):
+    for number, described in enumerate(read["layers"]):
         module: CapturedGraph | WholeModel
-        if "call" in one:
-            module = WholeModel(model, _call_shape(one["call"]), one["outputs"], "")
+        if "call" in described:
+            module = WholeModel(model, _call_shape(described["call"]), described["outputs"], "")
         else:
-            graph, extra = _graph_from(one, f"{number}.", tensors, model)
-            module = layer_module(graph, extra, model, one["paths"])
-        layers.append(Layer(one["name"], module, tuple(one["reads"]), tuple(one["writes"])))
+            graph, extra = _graph_from(described, f"{number}.", tensors, model)
+            module = layer_module(graph, extra, model, described["paths"])
+        layers.append(Layer(described["name"], module, tuple(described["reads"]), tuple(described["writes"])))
     layers[-1].module.meta |= read["told"]
     freeze_layers(layers, model)
     return layers, tuple(read["inputs"]), tuple(read["outputs"])
 
 
 def _graph_of(module: fx.GraphModule, model: nn.Module | None, place: str, tensors: dict[str, Tensor]) -> Any:
-    """A graph's nodes, and what it calls or holds that is not the model's; `place` begins the names of its tensors."""
+    """Describe a graph's nodes, and objects of theirs that are not the model's; `place` begins its tensors' names."""
     nodes, extra = [], {}
     for node in module.graph.nodes:
         target: Any = node.target
@@ -121,8 +121,8 @@ def _graph_from(
     graph = fx.Graph()
     made: dict[str, fx.Node] = {}
     for op, name, target, args, kwargs in described["nodes"]:
-        found = _function(target) if op == "call_function" else target
-        made[name] = graph.create_node(op, found, _value(args, made), _value(kwargs, made), name)
+        callee = _function(target) if op == "call_function" else target
+        made[name] = graph.create_node(op, callee, _value(args, made), _value(kwargs, made), name)
     extra = {key: _held(value, f"{place}{key}", tensors, model) for key, value in described["extra"].items()}
     return graph, extra
 
@@ -139,11 +139,11 @@ def _held_text(held: Any, place: str, tensors: dict[str, Tensor]) -> Any:
         tensors[place] = held.detach().contiguous()
         return {"kind": "tensor"}
     if isinstance(held, Guard):
-        given = [held.layer, held.names, held.shapes, held.train_only, held.conditions]
-        return {"kind": "guard", "given": given, "dtypes": _value_text(held.dtypes)}
+        arguments = [held.layer, held.names, held.shapes, held.train_only, held.conditions]
+        return {"kind": "guard", "given": arguments, "dtypes": _value_text(held.dtypes)}
     if isinstance(held, ByMode):
-        given = [pytree.treespec_dumps(held.spec), _value_text(held.in_training), _value_text(held.in_evaluation)]
-        return {"kind": "by_mode", "target": _function_name(held.target), "given": given, "slots": held.slots}
+        arguments = [pytree.treespec_dumps(held.spec), _value_text(held.in_training), _value_text(held.in_evaluation)]
+        return {"kind": "by_mode", "target": _function_name(held.target), "given": arguments, "slots": held.slots}
     if isinstance(held, Region):
         name = next((name for name, context in _CONTEXTS.items() if context is held.context), None)
         body = _graph_of(held.body, None, f"{place}.", tensors)
@@ -180,24 +180,24 @@ def _held(described: Mapping[str, Any], place: str, tensors: Mapping[str, Tensor
 
 
 def _call_text(call: PythonCall) -> Any:
-    """A call's arguments and result beside tensors."""
+    """Describe a call's arguments and result beside tensors."""
     shape = call.shape
     try:
         specs = pytree.treespec_dumps(shape.spec), pytree.treespec_dumps(shape.result_spec)
     except NotImplementedError as error:
         raise NotText(f"{call.describe()} takes or returns objects of a class without a text form") from error
-    tensors = [(one.shape, one.stride, _value_text(one.dtype), one.device) for one in shape.tensors]
+    tensors = [(tensor.shape, tensor.stride, _value_text(tensor.dtype), tensor.device) for tensor in shape.tensors]
     constants = _value_text(shape.constants), _value_text(shape.result_constants)
     return [*specs, *constants, shape.slots, shape.given, shape.made, tensors, shape.passed]
 
 
 def _call_shape(described: Any) -> CallShape:
-    spec, result_spec, constants, results, slots, given, made, tensors, passed = described
+    spec, result_spec, constants, results, slots, shapes, made, tensors, passed = described
     return CallShape(
         pytree.treespec_loads(spec),
         _value(constants, {}),
         tuple(slots),
-        tuple(map(tuple, given)),
+        tuple(map(tuple, shapes)),
         pytree.treespec_loads(result_spec),
         _value(results, {}),
         tuple(made),
@@ -210,7 +210,7 @@ def _call_shape(described: Any) -> CallShape:
 
 
 def _function_kind(name: str) -> Any:
-    """An autograd Function that this process has imported already."""
+    """Return an autograd Function that this process has imported already."""
     module, _, path = name.partition(":")
     try:
         kind = operator.attrgetter(path)(sys.modules[module])
@@ -224,7 +224,7 @@ def _function_kind(name: str) -> Any:
 def _function_name(function: Any) -> str:
     if isinstance(function, OpOverload):
         return f"torch.ops.{function}"
-    name = next((name for name, known in _NAMED.items() if known is function), None)
+    name = next((name for name, candidate in _NAMED.items() if candidate is function), None)
     if name is None:
         raise NotText(f"it calls {getattr(function, '__name__', function)!r}")
     return name
@@ -237,19 +237,19 @@ def _function(name: str) -> Callable[..., Any]:
 
 
 def _value_text(value: Any) -> Any:
-    """JSON for an argument: plain values as they are, everything else as {kind: description}."""
+    """Return JSON for an argument: plain values as they are, everything else as {kind: description}."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, fx.Node):
         return {"node": value.name}
     if isinstance(value, tuple):
-        return {"tuple": [_value_text(one) for one in value]}
+        return {"tuple": [_value_text(part) for part in value]}
     if isinstance(value, list):
-        return [_value_text(one) for one in value]
+        return [_value_text(part) for part in value]
     if isinstance(value, dict):
-        return {"dict": [[key, _value_text(one)] for key, one in value.items()]}
+        return {"dict": [[key, _value_text(part)] for key, part in value.items()]}
     if isinstance(value, slice):
-        return {"slice": [_value_text(one) for one in (value.start, value.stop, value.step)]}
+        return {"slice": [_value_text(bound) for bound in (value.start, value.stop, value.step)]}
     if isinstance(value, torch.device):
         return {"device": str(value)}
     if isinstance(value, _TYPES):
@@ -259,22 +259,22 @@ def _value_text(value: Any) -> Any:
 
 def _value(described: Any, made: Mapping[str, fx.Node]) -> Any:
     if isinstance(described, list):
-        return [_value(one, made) for one in described]
+        return [_value(part, made) for part in described]
     if not isinstance(described, dict):
         return described
-    ((kind, what),) = described.items()
+    ((kind, content),) = described.items()
     match kind:
         case "node":
-            return made[what]
+            return made[content]
         case "tuple":
-            return tuple(_value(one, made) for one in what)
+            return tuple(_value(part, made) for part in content)
         case "dict":
-            return {key: _value(one, made) for key, one in what}
+            return {key: _value(part, made) for key, part in content}
         case "slice":
-            return slice(*(_value(one, made) for one in what))
+            return slice(*(_value(bound, made) for bound in content))
         case "device":
-            return torch.device(what)
+            return torch.device(content)
         case _:
-            found = getattr(torch, what)
-            assert isinstance(found, _TYPES)
-            return found
+            constant = getattr(torch, content)
+            assert isinstance(constant, _TYPES)
+            return constant

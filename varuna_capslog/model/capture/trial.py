@@ -1,6 +1,6 @@
-"""One call of a model itself, on its example; it leaves nothing behind on the model or in random generators.
+"""Calls a model itself once, on its example; leaves nothing behind on the model or in random generators.
 
-Where the model's weights are there, it is a real call; a model without memory for its weights is called on tensors
+Where the model's weights have values, it is a real call; a model without memory for its weights is called on tensors
 without values.
 """
 
@@ -28,19 +28,20 @@ __all__ = ["Watch", "has_weights", "same_bits", "try_model", "untouched"]
 
 
 def has_weights(model: nn.Module) -> bool:
-    """Whether all its parameters and buffers have values."""
+    """True where all its parameters and buffers have values."""
     return not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 @contextmanager
 def untouched(model: nn.Module, memory: StepMemory) -> Iterator[dict[str, KeptTensor]]:
-    """While it is open, parameters and buffers may change and random numbers be drawn; afterwards they are what they
-    were.
+    """Restore parameters, buffers and random states at the end.
 
-    Gives the parameters' values at the beginning, by name.
+    Yields the parameters' values at the beginning, by name.
     """
     values = {
-        name: memory.keep(one.detach(), changes=True) for name, one in model.named_parameters() if not one.is_meta
+        name: memory.keep(parameter.detach(), changes=True)
+        for name, parameter in model.named_parameters()
+        if not parameter.is_meta
     }
     kept = [(buffer, memory.keep(buffer.detach(), changes=True)) for buffer in model.buffers() if not buffer.is_meta]
     devices = {torch.device("cpu"), *(tensor.device for tensor in model.parameters() if not tensor.is_meta)}
@@ -59,18 +60,20 @@ def untouched(model: nn.Module, memory: StepMemory) -> Iterator[dict[str, KeptTe
                     parameter.data.copy_(before)
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold equal numbers, where a missing one equals another."""
-    return torch.equal(one.detach(), other) or bool(torch.isclose(one.detach(), other, 0.0, 0.0, equal_nan=True).all())
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    """True where two tensors hold equal numbers; NaN equals NaN."""
+    return torch.equal(first.detach(), second) or bool(
+        torch.isclose(first.detach(), second, 0.0, 0.0, equal_nan=True).all()
+    )
 
 
 def try_model(
     model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any], calls: OpaqueCalls
 ) -> tuple[Watch, Any]:
-    """Calls the model; gives what was noticed, and what it returns.
+    """Call the model; return what was noticed, and its result.
 
     Args:
-        calls: notes what it is to record.
+        calls: records what it is made to record.
 
     Raises:
         CapslogError: its weights and one operator do not fit into memory.
@@ -92,7 +95,7 @@ def _try(
     calls: OpaqueCalls,
     memory: StepMemory,
 ) -> tuple[Watch, Any]:
-    """As above."""
+    """Call the model with this memory."""
     watch = Watch(model)
     with ExitStack() as stack:
         stack.enter_context(untouched(model, memory))
@@ -115,12 +118,12 @@ def _try(
 
 
 class Watch:
-    """Watches one call of a model.
+    """Observes one call of a model.
 
     Args:
-        by_module: whether to find which modules draw, too.
-        keeps: whether the model is to return the tensors, too, that its code leaves on its modules: then it returns a
-            pair of its own result and these.
+        by_module: find also which modules draw random numbers.
+        keeps: the model also returns the tensors that its code leaves on its modules: a pair of its own result and
+            these.
 
     Attributes:
         simple: ids of the modules that were only ever called as `module(one tensor)` and returned one tensor.
@@ -143,12 +146,12 @@ class Watch:
 
     @property
     def simple(self) -> set[int]:
-        """As above."""
+        """Ids of the modules that were only ever called as `module(one tensor)` and returned one tensor."""
         return {key for key, simple in self._calls.items() if simple}
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Watches while it is open."""
+        """Observe the model while this is open."""
         state = self._now()  # an export puts copies of lists and the like in their places
         handles = [self._model.register_forward_pre_hook(self._begin, prepend=True)]
         for path, module in self._model.named_modules():

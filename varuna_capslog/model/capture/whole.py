@@ -1,4 +1,4 @@
-"""A model that no graph can stand for, as one layer: its own Python runs at every step."""
+"""Makes a model that no graph can stand for one layer: its own Python runs at every step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def whole_layer(
     cut_points: Sequence[str] | None,
     why: str,
 ) -> CapturedLayers:
-    """The model as one layer, and the names of the tensors that enter and leave it, as a capture would name them.
+    """Return the model as one layer, and the names of the tensors that enter and leave it, as a capture names them.
 
     Args:
         example: positional and keyword arguments.
@@ -54,15 +54,15 @@ def whole_layer(
     names = _input_names(model, arguments)
     leaves = [name for name, leaf in named_leaves(result, names)]
     tensors = [isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)]
-    known = {name: at for at, (name, tensor) in enumerate(zip(leaves, tensors, strict=True)) if tensor}
-    if not known:
+    places = {name: at for at, (name, tensor) in enumerate(zip(leaves, tensors, strict=True)) if tensor}
+    if not places:
         raise CapslogError("the model returns no tensor, so there is nothing to take a loss of")
     for name in outputs or ():
-        if name not in known:
-            raise CapslogError(f"outputs={list(outputs or ())} names {name!r}; the model returns {list(known)}")
-    writes = tuple(known) if outputs is None else tuple(outputs)
-    module = WholeModel(model, CallShape.of(arguments, result), [known[name] for name in writes], why)
-    named = [OutputName(name) if name in known else leaf for name, leaf in named_leaves(result, names)]
+        if name not in places:
+            raise CapslogError(f"outputs={list(outputs or ())} names {name!r}; the model returns {list(places)}")
+    writes = tuple(places) if outputs is None else tuple(outputs)
+    module = WholeModel(model, CallShape.of(arguments, result), [places[name] for name in writes], why)
+    named = [OutputName(name) if name in places else leaf for name, leaf in named_leaves(result, names)]
     module.meta["result"] = pytree.tree_unflatten(named, pytree.tree_structure(result))
     layers = [Layer(_NAME, module, tuple(names), writes)]
     freeze_layers(layers, model)
@@ -73,7 +73,7 @@ _NAME = "model"
 
 
 def _check_result(model: nn.Module, result: Any) -> None:
-    """Refuses objects in what a model returns, in which nobody knows the tensors."""
+    """Refuse objects in a model's result in which torch finds no tensors."""
     for leaf in pytree.tree_leaves(result):
         kind = type(leaf)
         if isinstance(leaf, (Tensor, *_PLAIN)) or kind.__module__ == "torch":
@@ -91,18 +91,20 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum)
 
 
 def _input_names(model: nn.Module, arguments: tuple[tuple[Any, ...], Mapping[str, Any]]) -> list[str]:
-    """The names of the tensors that the model takes, in order, as torch's export makes them."""
+    """Return the names of the tensors that the model takes, in order, as torch's export makes them."""
     positional, keywords = arguments
     parameters = inspect.signature(model.forward).parameters
-    fixed = [name for name, one in parameters.items() if one.kind is not inspect.Parameter.VAR_POSITIONAL]
-    rest = next((name for name, one in parameters.items() if one.kind is inspect.Parameter.VAR_POSITIONAL), "args")
+    fixed = [name for name, parameter in parameters.items() if parameter.kind is not inspect.Parameter.VAR_POSITIONAL]
+    variadic = next(
+        (name for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.VAR_POSITIONAL), "args"
+    )
     named: list[tuple[str, ...]] = [(name,) for name in fixed[: len(positional)]]
-    named += [(rest, str(number)) for number in range(len(positional) - len(named))]
+    named += [(variadic, str(number)) for number in range(len(positional) - len(named))]
     trees = [*zip(named, positional, strict=True), *(((name,), value) for name, value in keywords.items())]
-    found: list[str] = []
+    names: list[str] = []
     for name, tree in trees:
         for path, leaf in paths_of(tree, name):
             if isinstance(leaf, Tensor):
                 text = "_".join(re.sub(r"[^a-zA-Z0-9]", "_", part) for part in path)
-                found.append(text if text not in found else f"{text}_{len(found)}")
-    return found
+                names.append(text if text not in names else f"{text}_{len(names)}")
+    return names

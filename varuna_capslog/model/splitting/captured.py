@@ -1,9 +1,9 @@
-"""How the layers of captured models are split by tensor-N: attention by heads, feed-forwards by columns.
+"""Splits the layers of captured models by tensor-N: attention by heads, feed-forwards by columns.
 
-Every linear map of a whole value is divided by its outputs; `division` follows the shares through what comes after, up
-to a linear map that reads them, of which every part has the same share of the inputs (Megatron-LM, Shoeybi et al. 2019,
-section 3). What the parts of that one give is added. The graph is cut there: what runs before and after on whole values
-is a layer for itself, and so is each part.
+Every linear map of a whole value is divided by its outputs; `division` follows the shares through the operators behind
+it, up to a linear map that reads them, of which every part has the same share of the inputs (Megatron-LM, Shoeybi et
+al. 2019, section 3). The results of its parts are added. The graph is cut there: operators before and after it on
+whole values form layers of their own, and so does each part.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from varuna_capslog.model.splitting.splitter import Splitter
 __all__ = ["ENTRY_BY_ENTRY", "split_captured", "splits_captured"]
 
 ENTRY_BY_ENTRY = (nn.Dropout, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Identity)
-"""Modules of torch that work on each entry alone."""
+"""Modules of torch that are elementwise."""
 
 _ATEN = torch.ops.aten
 
 
 class _Closed(Exception):
-    """What a module does inside must be known; `node` calls it."""
+    """A module's inside must be known; `node` calls it."""
 
     def __init__(self, node: fx.Node) -> None:
         super().__init__(node)
@@ -50,25 +50,25 @@ class _Closed(Exception):
 
 
 def splits_captured(module: nn.Module) -> bool:
-    """Whether it is a captured layer with linear maps one after the other."""
+    """True where a module is a captured layer with linear maps one after the other."""
     if not isinstance(module, CapturedGraph):
         return False
-    found: set[fx.Node] = set()  # what is made of the result of a linear map
+    derived: set[fx.Node] = set()  # values computed from the result of a linear map
     for node in module.graph.nodes:
-        reached, linear = any(one in found for one in node.all_input_nodes), linear_at(node, module) is not None
+        reached, linear = any(source in derived for source in node.all_input_nodes), linear_at(node, module) is not None
         inside = node.op == "call_module" and has_linear(module.get_submodule(str(node.target)))
         if inside or (linear and reached):
             return True
         if linear or reached:
-            found.add(node)
+            derived.add(node)
     return False
 
 
 def split_captured(module: CapturedGraph, into: Splitter) -> None:
-    """Adds the parts of a captured layer.
+    """Add the parts of a captured layer.
 
     Raises:
-        CapslogError: an operator that is not known to keep heads or columns apart, shares that are not equal, or a
+        CapslogError: an operator that is not known to keep heads or columns separate, shares that are not equal, or a
             layer of several graphs.
     """
     if hasattr(module, "graphs"):
@@ -86,17 +86,17 @@ def split_captured(module: CapturedGraph, into: Splitter) -> None:
 
 
 class _Parts:
-    """What is known of a captured layer that is split.
+    """Analysis of a captured layer that is split.
 
     Attributes:
-        divided: how the values are divided that are; `args`: with which arguments a part calls their operators.
+        divided: how each divided value is divided; `args`: arguments with which a part calls their operators.
         linears: the linear maps. rows: those of them that read divided values.
-        phase: of every value: even for whole ones, odd for divided ones, not less than that of what it is made of.
+        phase: of every value: even for whole ones, odd for divided ones, not less than that of its operands.
     """
 
     def __init__(self, module: CapturedGraph, graph: fx.Graph, into: Splitter) -> None:
         self.module, self.graph, self.into = module, graph, into
-        (self.guard,) = (one for one in module.children() if isinstance(one, Guard))
+        (self.guard,) = (child for child in module.children() if isinstance(child, Guard))
         self.sizes = whole_sizes(module, graph, self.guard)
         self.divided: dict[fx.Node, Any] = {}
         self.args: dict[fx.Node, Any] = {}
@@ -115,8 +115,8 @@ class _Parts:
             self.names[phase] = self._name(phase)
 
     def _follow(self, node: fx.Node) -> None:
-        sources = [one for one in node.all_input_nodes if one.op != "get_attr"]
-        shared = [one for one in sources if one in self.divided]
+        sources = [source for source in node.all_input_nodes if source.op != "get_attr"]
+        shared = [source for source in sources if source in self.divided]
         name, linear = operator_name(node.target), linear_at(node, self.module)
         if shared:
             self._origin[node] = self._origin[shared[0]]
@@ -124,34 +124,38 @@ class _Parts:
             self.linears[node] = linear
             self._divide(node, linear)
         elif node.op == "output":
-            if shared or len(self.outputs) < len(self.into.writes) or any(one in self.outputs for one in self.inputs):
+            if (
+                shared
+                or len(self.outputs) < len(self.into.writes)
+                or any(placeholder in self.outputs for placeholder in self.inputs)
+            ):
                 raise CapslogError("it writes shares, or what it reads, or one tensor twice; leave the layer whole")
         elif shared:
-            found, given = self._result(node)
-            if found is not None:
-                self.divided[node], self.args[node] = found, given
+            division, part_args = self._result(node)
+            if division is not None:
+                self.divided[node], self.args[node] = division, part_args
         held = self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
         if mutated_arguments(node) or getattr(held, "inplace", False) or node.kwargs.get("inplace", False):
             raise CapslogError(f"its operator {name!r} ({node.name}) works in place; make it work out of place")
-        phases = [self.phase[one] for one in sources]
+        phases = [self.phase[source] for source in sources]
         if self.sizes[node] is not None:
             phases = [phase + (phase % 2 != (node in self.divided)) for phase in phases]
         self.phase[node] = max(phases, default=0)
 
     def _divide(self, node: fx.Node, linear: Linear) -> None:
         name, last = repr(linear.weight.removesuffix(".weight")), len(self.sizes[node]) - 1
-        found = self.divided.get(linear.x)
-        if found is None:
+        division = self.divided.get(linear.x)
+        if division is None:
             self._origin[node] = name
-            self.divided[node] = found = Divided(last, self._blocks(node))
-        elif found.dim == last:
+            self.divided[node] = division = Divided(last, self._blocks(node))
+        elif division.dim == last:
             self.rows.add(node)
         else:
             raise CapslogError(f"its {name} reads the heads of {self._origin[node]} one by one; leave the layer whole")
-        found.ranges(0, self.into.degree, f"columns of {name}")
+        division.ranges(0, self.into.degree, f"columns of {name}")
 
     def _blocks(self, node: fx.Node) -> tuple[int, ...]:
-        """The pieces into which the outputs of a linear map are cut by what reads them, such as queries and keys."""
+        """Return the pieces into which readers cut the outputs of a linear map, such as queries and keys."""
         *others, columns = self.sizes[node]
         bounds = {0, columns}
         for user in node.users:
@@ -170,23 +174,23 @@ class _Parts:
         return SharedCall(node, name, exact, args, kwargs, self.sizes, self.divided, self._origin.get(node, ""))
 
     def _result(self, node: fx.Node) -> tuple[Any, Any]:
-        """How the result of divided operands is divided, and the arguments in a part."""
+        """Return how the result of divided operands is divided, and the arguments in a part."""
         if node.op != "call_module":
             return divided_result(self._call(node, node.args, node.kwargs), self.into.degree)
         held = self.module.get_submodule(str(node.target))
-        found, across = self.divided[node.all_input_nodes[0]], False
+        division, across = self.divided[node.all_input_nodes[0]], False
         if isinstance(held, nn.LayerNorm | nn.RMSNorm):
-            across = found.dim >= len(self.sizes[node]) - len(held.normalized_shape)
+            across = division.dim >= len(self.sizes[node]) - len(held.normalized_shape)
         elif isinstance(held, ByMode):
             leaves = list(held.in_training)
-            for slot, one in zip(held.slots, node.args, strict=True):
-                leaves[slot] = one
+            for slot, argument in zip(held.slots, node.args, strict=True):
+                leaves[slot] = argument
             args, kwargs = pytree.tree_unflatten(leaves, held.spec)
-            found, given = divided_result(self._call(node, args, kwargs, held.target), self.into.degree)
-            new = pytree.tree_leaves((given, kwargs), is_leaf=lambda one: one is None)
-            across = any(one != leaves[at] for at, one in enumerate(new) if at not in held.slots)
+            division, part_args = divided_result(self._call(node, args, kwargs, held.target), self.into.degree)
+            new = pytree.tree_leaves((part_args, kwargs), is_leaf=lambda leaf: leaf is None)
+            across = any(leaf != leaves[at] for at, leaf in enumerate(new) if at not in held.slots)
             if not across:
-                return found, tuple(new[slot] for slot in held.slots)
+                return division, tuple(new[slot] for slot in held.slots)
         elif not isinstance(held, ENTRY_BY_ENTRY):
             raise _Closed(node)
         if across:
@@ -194,49 +198,49 @@ class _Parts:
                 f"its {node.target!r} ({type(held).__name__}) works across the shares of what {self._origin[node]} "
                 "makes; leave the layer whole"
             )
-        return found, node.args
+        return division, node.args
 
     def _name(self, phase: int) -> str:
         if phase % 2 == 0:
             return f"sum{phase // 2}" if phase else "before"
-        own = [node for node in self.divided if self.phase[node] == phase]
-        held = [self.module.get_submodule(str(one.target)) if one.op == "call_module" else one for one in own]
-        names = {operator_name(one.target) for one in held if isinstance(one, fx.Node | ByMode)}
+        divided = [node for node in self.divided if self.phase[node] == phase]
+        held = [self.module.get_submodule(str(node.target)) if node.op == "call_module" else node for node in divided]
+        names = {operator_name(operation.target) for operation in held if isinstance(operation, fx.Node | ByMode)}
         name = "attention" if names & {"softmax", "scaled_dot_product_attention"} else "feed_forward"
-        count = sum(one.startswith(name) for one in self.names.values())
+        count = sum(taken.startswith(name) for taken in self.names.values())
         return f"{name}{count + 1}" if count else name
 
     def made_once(self, node: fx.Node) -> bool:
-        """Whether other parts are sent a value; views, types and sizes each makes itself."""
+        """True where a value is sent to other parts; each part makes views, dtypes and sizes itself."""
         if not node.op.startswith("call") or self.sizes[node] is None:
             return False
         return operator_name(node.target) not in VIEWS or node in self.outputs
 
     def value(self, node: fx.Node, part: int | None) -> str:
-        """The name of a value that passes between parts; `part`: that gives it."""
+        """Return the name of a value that passes between parts; `part`: the part that makes it."""
         if part is None and node in self.outputs:
             return self.outputs[node]
         name = self.names[self.phase[node] - (part is not None and node in self.rows)]
         return self.into.value(f"{name}.{node.name}" if part is None else f"{name}.{part}.{node.name}")
 
     def used(self, target: str, divided: Divided | None) -> torch.Tensor:
-        """A tensor of the layer that parts use whole, or by their shares."""
+        """Return a tensor of the layer that parts use whole, or by their shares."""
         tensor = operator.attrgetter(target)(self.module)
         if self._uses.setdefault(id(tensor), divided) != divided:
             raise CapslogError(f"it uses {target!r} twice, and shares it out in two ways; leave the layer whole")
         return tensor
 
     def add(self) -> None:
-        """Adds the parts to the splitter."""
-        whole, shares = (None,), range(self.into.degree)
-        found = [_OnePart(self, phase, part) for phase in self.names for part in (shares if phase % 2 else whole)]
-        wanted = set(self.into.writes).union(*(one.reads for one in found))
-        for one in found:
-            one.finish(wanted)
+        """Add the parts to the splitter."""
+        undivided, shares = (None,), range(self.into.degree)
+        layers = [_OnePart(self, phase, part) for phase in self.names for part in (shares if phase % 2 else undivided)]
+        wanted = set(self.into.writes).union(*(layer.reads for layer in layers))
+        for layer in layers:
+            layer.finish(wanted)
 
 
 class _OnePart:
-    """One of the layers that a captured layer becomes: what one phase does, with one share of divided values.
+    """A layer that a captured layer is split into: the operators of one phase, with one share of divided values.
 
     Attributes:
         reads: names of the values that it reads, in order.
@@ -258,15 +262,15 @@ class _OnePart:
                 self._writes[parts.value(node, part)] = self._made[node] = self._emit(node)
 
     def finish(self, wanted: set[str]) -> None:
-        """Adds it, if it makes values that are wanted."""
+        """Add the layer, if it makes values that are wanted."""
         writes = {name: node for name, node in self._writes.items() if name in wanted}
         if not writes:
             return
         guard, into = self._parts.guard, self._parts.into
         guarded = [at for at, name in enumerate(into.reads) if name in self.reads]
         self._guard.args = tuple(self.reads[into.reads[at]] for at in guarded)
-        given: Any = ([of[at] for at in guarded] for of in (guard.names, guard.shapes, guard.dtypes))
-        names, shapes, dtypes = given
+        guarded_specs: Any = ([column[at] for at in guarded] for column in (guard.names, guard.shapes, guard.dtypes))
+        names, shapes, dtypes = guarded_specs
         self._held["guard"] = Guard(guard.layer, names, shapes, guard.train_only, guard.conditions, dtypes)
         results = tuple(writes.values())
         self._graph.output(results[0] if len(results) == 1 else results)
@@ -276,7 +280,7 @@ class _OnePart:
         into.add(self._name, module, list(self.reads), list(writes))
 
     def _get(self, node: fx.Node) -> fx.Node:
-        """A value, in this part's graph."""
+        """Return a value as a node of this part's graph."""
         parts = self._parts
         if node in self._made:
             return self._made[node]
@@ -299,7 +303,7 @@ class _OnePart:
         return self.reads[name]
 
     def _hold(self, target: str, divided: Divided | None) -> fx.Node:
-        """A tensor of the layer, or this part's share of it."""
+        """Return a tensor of the layer, or this part's share of it, as a node."""
         tensor, into = self._parts.used(target, divided), self._parts.into
         ranges = [] if divided is None else divided.ranges(self._part or 0, into.degree)
         if not isinstance(tensor, nn.Parameter):
@@ -329,13 +333,13 @@ class _OnePart:
             return value
         if value.node.op == "get_attr":
             return self._hold(str(value.node.target), value.divided)
-        whole, dim = self._get(value.node), value.divided.dim
+        operand, dim = self._get(value.node), value.divided.dim
         ranges = value.divided.ranges(self._part or 0, self._parts.into.degree)
-        found = [self._graph.call_function(_ATEN.slice.Tensor, (whole, dim, *one)) for one in ranges]
-        return found[0] if len(found) == 1 else self._graph.call_function(_ATEN.cat.default, (found, dim))
+        pieces = [self._graph.call_function(_ATEN.slice.Tensor, (operand, dim, *bounds)) for bounds in ranges]
+        return pieces[0] if len(pieces) == 1 else self._graph.call_function(_ATEN.cat.default, (pieces, dim))
 
     def _linear(self, node: fx.Node, bias: str | None) -> fx.Node:
-        """A part's share of a linear map: of its outputs, or of its inputs and then without the bias."""
+        """Apply a part's share of a linear map: of its outputs, or of its inputs and then without the bias."""
         parts, linear = self._parts, self._parts.linears[node]
         across = node in parts.rows
         blocks = parts.divided[linear.x if across else node].blocks
@@ -346,9 +350,9 @@ class _OnePart:
         return self._graph.call_function(_ATEN.linear.default, (self._get(linear.x), weight, *added))
 
     def _sum(self, node: fx.Node) -> fx.Node:
-        """What the parts of a linear map give, first part first, and its bias."""
+        """Add the results of a linear map's parts, first part first, and its bias."""
         parts, bias = self._parts, self._parts.linears[node].bias
         total, *others = (self._read(parts.value(node, part)) for part in range(parts.into.degree))
-        for one in (*others, *([] if bias is None else [self._hold(bias, None)])):
-            total = self._graph.call_function(_ATEN.add.Tensor, (total, one))
+        for addend in (*others, *([] if bias is None else [self._hold(bias, None)])):
+            total = self._graph.call_function(_ATEN.add.Tensor, (total, addend))
         return total

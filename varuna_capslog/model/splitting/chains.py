@@ -1,4 +1,4 @@
-"""The layers of a chain split as a config says."""
+"""Splits layers of a chain as a config states."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["split_chain"]
 
 
 def split_chain(chain: Chain, splits: Mapping[str, str], numerics: str = "same") -> Chain:
-    """The chain with some of its layers split into parts; what is not meant by `splits` stays as it is.
+    """Return the chain with some layers split into parts; layers that no pattern of `splits` matches stay as they are.
 
     Args:
         splits: pattern of layers' names -> kind and number of parts, such as tensor-2 or sequence-4. Where several
@@ -62,7 +62,7 @@ def split_chain(chain: Chain, splits: Mapping[str, str], numerics: str = "same")
 
 
 def _split_layer(layer: Layer, kind: str, degree: int, shared: Mapping[str, str]) -> list[Layer] | None:
-    """The parts of a layer; None where its module cannot be split.
+    """Return the parts of a layer; None where its module cannot be split.
 
     Args:
         shared: name inside the layer -> address, of the parameters that other layers use too.

@@ -1,4 +1,4 @@
-"""Which operators of a captured graph keep a division of their operands, and with which arguments a part calls them.
+"""Says which operators of a captured graph keep their operands divided, and with which arguments a part calls them.
 
 A value is whole, or divided along one dimension among the parts of a layer: heads of an attention, or columns. Sizes
 are those of the whole layer (the one-dimensional case of GSPMD's propagation, Xu et al. 2021, section 3.5).
@@ -22,33 +22,33 @@ __all__ = ["VIEWS", "Divided", "Share", "SharedCall", "divided_result", "sliced"
 
 @dataclass(frozen=True)
 class Divided:
-    """How a value is divided.
+    """Division of a value.
 
     dim: the dimension, from 0.
-    blocks: sizes of what lies one after the other in it; every part has an equal share of each. Queries, keys and
+    blocks: sizes of the blocks in it, one after the other; every part has an equal share of each. Queries, keys and
         values that one linear map makes are three blocks.
     """
 
     dim: int
     blocks: tuple[int, ...]
 
-    def ranges(self, part: int, degree: int, what: str = "entries") -> list[tuple[int, int]]:
-        """(first, end) of what a part has of each block.
+    def ranges(self, part: int, degree: int, label: str = "entries") -> list[tuple[int, int]]:
+        """Return (first, end) of a part's share of each block.
 
-        Raises CapslogError where a block has no equal shares; `what`: its name there.
+        Raises CapslogError where a block has no equal shares; `label`: name of the entries in the error.
         """
-        shares = [share_of(size, part, degree, what) for size in self.blocks]
+        shares = [share_of(size, part, degree, label) for size in self.blocks]
         return [(at + first, at + end) for (at, _), (first, end) in zip(spans(self.blocks), shares, strict=True)]
 
 
 def spans(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """(first, end) of pieces of these sizes that lie one after the other."""
+    """Return (first, end) of consecutive pieces of these sizes."""
     return [(sum(sizes[:at]), sum(sizes[: at + 1])) for at in range(len(sizes))]
 
 
 @dataclass(frozen=True)
 class Share:
-    """Takes the place of a whole operand of which every part reads its own share only."""
+    """Replaces a whole operand of which every part reads its own share only."""
 
     node: fx.Node
     divided: Divided
@@ -56,10 +56,11 @@ class Share:
 
 @dataclass(frozen=True)
 class SharedCall:
-    """An operator in a graph.
+    """A call of an operator in a graph.
 
-    name: of the operator, as aten has it. exact: whether the arguments are those of an aten operator.
-    sizes: of every value, a tuple for a tensor. divided: the values that are; a tuple for those of several tensors.
+    name: of the operator, as aten has it. exact: True where the arguments are those of an aten operator.
+    sizes: of every value, a tuple for a tensor. divided: divisions of divided values; a tuple for those of several
+        tensors.
     origin: the linear map whose result was divided, for messages.
     """
 
@@ -74,27 +75,27 @@ class SharedCall:
 
     @property
     def size(self) -> Any:
-        """Of the first operand."""
+        """Sizes of the first operand."""
         return self.sizes[self.args[0]]
 
     @property
     def one(self) -> Divided:
-        """How the first operand is divided."""
-        found = self.divided.get(self.args[0])
-        if not isinstance(found, Divided):
+        """Division of the first operand."""
+        division = self.divided.get(self.args[0])
+        if not isinstance(division, Divided):
             raise self.unknown("its first operand is whole")
-        return found
+        return division
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
-        """One argument, by its place or its name."""
+        """Return an argument, by its place or its name."""
         return self.args[place] if place < len(self.args) else self.kwargs.get(name, default)
 
     def dim(self, place: int = 1, default: int = 0, rank: int | None = None) -> int:
-        """An argument that is a dimension, from 0."""
+        """Return an argument that is a dimension, counted from 0."""
         return self.argument(place, "dim", default) % (rank or len(self.size))
 
     def unknown(self, why: str) -> CapslogError:
-        """The refusal of an operator."""
+        """Return the refusal of an operator."""
         return CapslogError(
             f"its operator {self.name!r} ({self.node.name}) works on shares of what {self.origin} makes, but {why}; "
             "leave the layer whole"
@@ -102,11 +103,11 @@ class SharedCall:
 
 
 Result = tuple[Any, tuple[Any, ...]]
-"""How the result is divided, and the arguments with which a part calls the operator."""
+"""Division of the result, and the arguments with which a part calls the operator."""
 
 
 def divided_result(call: SharedCall, degree: int) -> Result:
-    """How what an operator gives is divided, and its arguments in a part.
+    """Return how an operator's result is divided, and its arguments in a part.
 
     Raises CapslogError for an operator that does not keep its operands divided, or is not known.
     """
@@ -119,7 +120,7 @@ def divided_result(call: SharedCall, degree: int) -> Result:
 
 
 def _number(call: SharedCall) -> Result:
-    """A type, a device or a size: the same in every part."""
+    """Return the result for a dtype, a device or a size: the same in every part."""
     of_one = call.name in ("sym_size", "size") and isinstance(dim := call.argument(1, "dim"), int)
     if not (call.args[1:] in (("dtype",), ("device",)) or (of_one and dim % len(call.size) != call.one.dim)):
         raise call.unknown("it reads the size of a share")
@@ -132,27 +133,27 @@ _SAME = ("to", "contiguous", "dropout", "clone", "type_as", "detach", "alias", "
 def _is_entrywise(name: str) -> bool:
     packet = None if name.startswith("_") else getattr(torch.ops.aten, name, None)
     tags = [getattr(packet, overload).tags for overload in packet.overloads()] if packet else []
-    return name in _SAME or any(torch.Tag.pointwise in one for one in tags)
+    return name in _SAME or any(torch.Tag.pointwise in overload_tags for overload_tags in tags)
 
 
 def _entrywise(call: SharedCall, inner: int = 0) -> Result:
-    """Entry by entry, or for the matrices in the `inner` last dimensions one by one; operands are broadcast.
+    """Divide the result of an elementwise operator, or of one on the matrices of the `inner` last dimensions.
 
-    Keys and values may have fewer heads than queries, which they are shared out with.
+    Operands are broadcast. Keys and values may have fewer heads than queries, with which they are divided.
     """
-    found: tuple[int, tuple[int, ...]] | None = None
+    common: tuple[int, tuple[int, ...]] | None = None
     for node in call.node.all_input_nodes:
-        one = call.divided.get(node)
-        if one is None:
+        division = call.divided.get(node)
+        if division is None:
             continue
-        own = (one.dim - len(call.sizes[node]), one.blocks) if isinstance(one, Divided) else None
-        found = found or own
-        if own is None or found is None or own[0] != found[0] or len(own[1]) != len(found[1]):
+        placement = (division.dim - len(call.sizes[node]), division.blocks) if isinstance(division, Divided) else None
+        common = common or placement
+        if placement is None or common is None or placement[0] != common[0] or len(placement[1]) != len(common[1]):
             raise call.unknown("its operands are shared out in different ways")
-        if own != found and call.name != "scaled_dot_product_attention":
+        if placement != common and call.name != "scaled_dot_product_attention":
             raise call.unknown("its operands have shares of different sizes")
-    assert found is not None, "an operand is divided"
-    back, blocks = found
+    assert common is not None, "an operand is divided"
+    back, blocks = common
     sizes = [call.sizes[node] for node in call.node.all_input_nodes if call.sizes[node] is not None]
     across = -back <= inner if inner else torch.broadcast_shapes(*sizes) != call.sizes[call.node]
     if across:
@@ -174,27 +175,27 @@ def _matrices(call: SharedCall, _: int) -> Result:
 
 
 def _view(call: SharedCall, degree: int) -> Result:
-    """The heads or columns stay the outermost of what lies together in memory, after as many blocks as before."""
-    whole, sizes = call.size, call.sizes[call.node]
+    """Keep heads or columns outermost among entries contiguous in memory, after as many blocks as before."""
+    old_sizes, sizes = call.size, call.sizes[call.node]
     if len(set(call.one.blocks)) > 1:
         raise call.unknown(f"it takes blocks of the sizes {call.one.blocks} together")
-    chunks, before, dim = math.prod(whole[: call.one.dim]) * len(call.one.blocks), 1, 0
+    chunks, before, dim = math.prod(old_sizes[: call.one.dim]) * len(call.one.blocks), 1, 0
     while before * sizes[dim] <= chunks:
         before, dim = before * sizes[dim], dim + 1
     blocks = chunks // before
     if chunks % before or sizes[dim] % blocks:
-        raise call.unknown(f"it makes {sizes} of {whole}, which mixes them")
-    found = Divided(dim, (sizes[dim] // blocks,) * blocks)
-    found.ranges(0, degree, f"heads of {call.origin}")
+        raise call.unknown(f"it makes {sizes} of {old_sizes}, which mixes them")
+    division = Divided(dim, (sizes[dim] // blocks,) * blocks)
+    division.ranges(0, degree, f"heads of {call.origin}")
     if call.name == "unflatten" and 0 <= dim - call.dim() < len(call.args[2]):
-        return found, _fewer(call, dim - call.dim(), degree, 2)
-    return found, call.args if call.name in ("flatten", "unflatten") else _fewer(call, dim, degree)
+        return division, _fewer(call, dim - call.dim(), degree, 2)
+    return division, call.args if call.name in ("flatten", "unflatten") else _fewer(call, dim, degree)
 
 
 def _fewer(call: SharedCall, dim: int, degree: int, place: int = 1) -> tuple[Any, ...]:
-    """The arguments with a smaller size in the divided dimension; -1 is found out where it runs.
+    """Return the arguments with a smaller size in the divided dimension; -1 is computed where it runs.
 
-    place: of the sizes among the arguments.
+    place: place of the sizes among the arguments.
     """
     size = call.args[place][dim]
     if isinstance(size, fx.Node):
@@ -225,12 +226,12 @@ def _unsqueeze(call: SharedCall, _: int) -> Result:
 def _select(call: SharedCall, _: int) -> Result:
     if call.dim() == call.one.dim:
         raise call.unknown("it picks one of them")
-    found = Divided(call.one.dim - (call.dim() < call.one.dim), call.one.blocks)
-    return found if call.name == "select" else (found,) * len(call.sizes[call.node]), call.args
+    division = Divided(call.one.dim - (call.dim() < call.one.dim), call.one.blocks)
+    return division if call.name == "select" else (division,) * len(call.sizes[call.node]), call.args
 
 
 def _along(call: SharedCall, _: int) -> Result:
-    """Works along dimensions that are not divided, and keeps their number."""
+    """Keep the division of an operator along dimensions that are not divided, which keeps their number."""
     dims = call.argument(1, "dim")
     dims = [dim % len(call.size) for dim in ([dims] if isinstance(dims, int) else dims or ())]
     if len(call.sizes[call.node]) != len(call.size) or not dims or call.one.dim in dims:
@@ -239,18 +240,18 @@ def _along(call: SharedCall, _: int) -> Result:
 
 
 def _split(call: SharedCall, degree: int) -> Result:
-    one = call.one
-    if call.dim(2) != one.dim:
-        return (one,) * len(call.sizes[call.node]), call.args
-    found = tuple(_taken(call, *bounds) for bounds in spans([size[one.dim] for size in call.sizes[call.node]]))
+    division = call.one
+    if call.dim(2) != division.dim:
+        return (division,) * len(call.sizes[call.node]), call.args
+    divisions = tuple(_taken(call, *bounds) for bounds in spans([size[division.dim] for size in call.sizes[call.node]]))
     if call.name == "chunk":
-        return found, call.args
-    x, pieces, *rest = call.args
-    return found, (x, pieces // degree if isinstance(pieces, int) else [size // degree for size in pieces], *rest)
+        return divisions, call.args
+    x, pieces, *others = call.args
+    return divisions, (x, pieces // degree if isinstance(pieces, int) else [size // degree for size in pieces], *others)
 
 
 def _taken(call: SharedCall, first: int, end: int) -> Divided:
-    """The blocks between these two places of the divided dimension."""
+    """Return the blocks between these two places of the divided dimension."""
     bounds = [0, *(end for _, end in spans(call.one.blocks))]
     if first not in bounds or end not in bounds:
         raise call.unknown(f"it takes {first} to {end} of blocks of the sizes {call.one.blocks}")
@@ -265,32 +266,32 @@ def _slice(call: SharedCall, degree: int) -> Result:
 
 
 def sliced(call: SharedCall) -> tuple[int, int]:
-    """(first, end) of what a slice takes of a divided dimension."""
+    """Return (first, end) of a slice of a divided dimension."""
     bounds = (*call.args[2:5], None, None, None)[:3]
-    if bounds[2] not in (None, 1) or any(isinstance(one, fx.Node) for one in bounds):
+    if bounds[2] not in (None, 1) or any(isinstance(bound, fx.Node) for bound in bounds):
         raise call.unknown("it takes some of them")
     first, end, _ = slice(*bounds).indices(call.size[call.dim()])
     return first, end
 
 
 def _getitem(call: SharedCall, _: int) -> Result:
-    found, place = call.divided[call.args[0]], call.args[1]
-    if not isinstance(found, tuple) or not isinstance(place, int):
+    divisions, place = call.divided[call.args[0]], call.args[1]
+    if not isinstance(divisions, tuple) or not isinstance(place, int):
         raise call.unknown("it picks some of them")
-    return found[place], call.args
+    return divisions[place], call.args
 
 
 def _cat(call: SharedCall, _: int) -> Result:
     nodes, dim = call.args[0], call.argument(1, "dim", 0)
-    found = {call.divided.get(node) for node in nodes}
-    one, rank = found.pop(), len(call.sizes[call.node])
-    if found or not isinstance(one, Divided) or (call.name == "cat" and dim % rank == one.dim):
+    divisions = {call.divided.get(node) for node in nodes}
+    division, rank = divisions.pop(), len(call.sizes[call.node])
+    if divisions or not isinstance(division, Divided) or (call.name == "cat" and dim % rank == division.dim):
         raise call.unknown("its operands are not all shared out in the same way along another dimension")
-    return Divided(one.dim + (call.name == "stack" and dim % rank <= one.dim), one.blocks), call.args
+    return Divided(division.dim + (call.name == "stack" and dim % rank <= division.dim), division.blocks), call.args
 
 
 VIEWS = ("view", "reshape", "expand", "transpose", "permute", "unsqueeze", "slice")
-"""Operators that only look at their operand in another way: every part makes such views itself."""
+"""Operators that only view their operand differently: every part makes such views itself."""
 
 _OF_METHODS: dict[str, Callable[[SharedCall, int], Result]] = {
     "chunk": _split,
@@ -298,7 +299,7 @@ _OF_METHODS: dict[str, Callable[[SharedCall, int], Result]] = {
     "mean": _along,
     "softmax": _along,
 }
-"""Also as Python writes them; the others have an aten operator's arguments."""
+"""Operators also as Python writes them; the others have an aten operator's arguments."""
 _RULES: dict[str, Callable[[SharedCall, int], Result]] = {
     **_OF_METHODS,
     **dict.fromkeys(("view", "reshape", "flatten", "unflatten"), _view),

@@ -1,4 +1,4 @@
-"""What parts of split layers are often made of."""
+"""Modules that parts of split layers often consist of."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["JoinedPositions", "PartsSum", "SumAndNorm", "linear_columns", "linea
 
 
 class PartsSum(nn.Module):
-    """The sum of what the parts gave, first part first, and the bias that they left out."""
+    """Sum of the parts' results, first part first, and of the bias that they leave out."""
 
     def __init__(self, bias: nn.Parameter | None) -> None:
         super().__init__()
@@ -24,12 +24,12 @@ class PartsSum(nn.Module):
 
 
 class SumAndNorm(nn.Module):
-    """x + dropout(sum of the parts + bias), normalised: where the parts of one operation meet again.
+    """x + dropout(sum of the parts + bias), normalised: joins the parts of one operation.
 
-    Called with x and what each part gave, all of one shape; the first part counts first, whatever ranks they run on.
+    Called with x and the result of each part, of one shape; the first part is added first, whatever ranks they run on.
 
     Args:
-        bias: of the operation, which the parts leave out.
+        bias: of the operation; the parts leave it out.
         norm: None: the sum is returned as it is.
     """
 
@@ -50,7 +50,7 @@ def _total(parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
 
 
 class JoinedPositions(nn.Module):
-    """The positions of all parts, first part first, along one dimension."""
+    """Positions of all parts, first part first, along one dimension."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -60,20 +60,20 @@ class JoinedPositions(nn.Module):
         return torch.cat(parts, self.dim)
 
 
-def linear_rows(splitter: Splitter, whole: nn.Linear, part: int) -> nn.Linear:
-    """An equal share of a linear map's outputs, with their biases."""
-    ranges = [share_of(whole.out_features, part, splitter.degree, "columns")]
+def linear_rows(splitter: Splitter, linear: nn.Linear, part: int) -> nn.Linear:
+    """Return a linear map with an equal share of the outputs, with their biases."""
+    ranges = [share_of(linear.out_features, part, splitter.degree, "columns")]
     share = nn.Linear(1, 1, bias=False, device="meta")
-    share.in_features, share.out_features = whole.in_features, ranges[0][1] - ranges[0][0]
-    share.weight = splitter.cut(whole.weight, 0, ranges)
-    share.bias = None if whole.bias is None else splitter.cut(whole.bias, 0, ranges)
+    share.in_features, share.out_features = linear.in_features, ranges[0][1] - ranges[0][0]
+    share.weight = splitter.cut(linear.weight, 0, ranges)
+    share.bias = None if linear.bias is None else splitter.cut(linear.bias, 0, ranges)
     return share
 
 
-def linear_columns(splitter: Splitter, whole: nn.Linear, part: int) -> nn.Linear:
-    """A linear map of an equal share of the inputs, without its bias, which counts once for all shares."""
-    ranges = [share_of(whole.in_features, part, splitter.degree, "columns")]
+def linear_columns(splitter: Splitter, linear: nn.Linear, part: int) -> nn.Linear:
+    """Return a linear map of an equal share of the inputs, without the bias, which counts once for all shares."""
+    ranges = [share_of(linear.in_features, part, splitter.degree, "columns")]
     share = nn.Linear(1, 1, bias=False, device="meta")
-    share.in_features, share.out_features = ranges[0][1] - ranges[0][0], whole.out_features
-    share.weight = splitter.cut(whole.weight, 1, ranges)
+    share.in_features, share.out_features = ranges[0][1] - ranges[0][0], linear.out_features
+    share.weight = splitter.cut(linear.weight, 1, ranges)
     return share

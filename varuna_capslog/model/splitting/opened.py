@@ -1,4 +1,4 @@
-"""What must be known of a captured layer's graph before it can be split: linear maps, what modules do inside, sizes."""
+"""Finds what a split of a captured layer's graph needs: its linear maps, the inside of its modules, sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Linear", "has_linear", "linear_at", "open_module", "operator_name", 
 
 
 def operator_name(target: Any) -> str:
-    """The name that an operator, function or method has in aten."""
+    """Return the name that an operator, function or method has in aten."""
     packet = getattr(target, "overloadpacket", target)
     name = packet if isinstance(packet, str) else getattr(packet, "__name__", str(packet))
     return {"truediv": "div", "float": "to", "type": "to"}.get(name, name)
@@ -27,7 +27,7 @@ def operator_name(target: Any) -> str:
 class Linear:
     """A linear map in a graph.
 
-    weight, bias: names of its parameters. into_columns: whether the weight has a column for each output, not a row.
+    weight, bias: names of its parameters. into_columns: True where the weight has a column for each output, not a row.
     """
 
     x: fx.Node
@@ -37,26 +37,26 @@ class Linear:
 
 
 def linear_at(node: fx.Node, root: nn.Module) -> Linear | None:
-    """The linear map that a node is; None where it is something else."""
+    """Return the linear map that a node is; None where it is something else."""
     read, names = node.all_input_nodes, []
     if node.op == "call_module" and _is_linear(held := root.get_submodule(str(node.target))):
         names = [f"{node.target}.{name}" for name in ("weight", "bias") if getattr(held, name) is not None]
-    elif operator_name(node.target) == "linear" and all(one.op == "get_attr" for one in read[1:]):
-        held, names = None, [str(one.target) for one in read[1:]]
+    elif operator_name(node.target) == "linear" and all(source.op == "get_attr" for source in read[1:]):
+        held, names = None, [str(source.target) for source in read[1:]]
     if not names:
         return None
     return Linear(read[0], names[0], names[1] if len(names) > 1 else None, type(held) not in (type(None), nn.Linear))
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Also the linear map of GPT-2, whose weight lies the other way round."""
-    own = f"{type(module).__module__}.{type(module).__qualname__}"
-    return type(module) is nn.Linear or own == "transformers.pytorch_utils.Conv1D"
+    """True for a linear map, also that of GPT-2, whose weight is transposed."""
+    class_name = f"{type(module).__module__}.{type(module).__qualname__}"
+    return type(module) is nn.Linear or class_name == "transformers.pytorch_utils.Conv1D"
 
 
 def has_linear(module: nn.Module) -> bool:
-    """Whether it holds linear maps and does more with them."""
-    return not _is_linear(module) and any(isinstance(one, nn.Linear) or _is_linear(one) for one in module.modules())
+    """True where a module holds linear maps and does more with them."""
+    return not _is_linear(module) and any(isinstance(part, nn.Linear) or _is_linear(part) for part in module.modules())
 
 
 class _Tracer(fx.Tracer):
@@ -65,20 +65,23 @@ class _Tracer(fx.Tracer):
 
 
 def open_module(graph: fx.Graph, root: nn.Module, node: fx.Node) -> None:
-    """Puts what a module does in the place of its call.
+    """Replace the call of a module by the operations inside it.
 
     Raises CapslogError where its code depends on values or on the mode.
     """
     target = str(node.target)
     held = root.get_submodule(target)
-    own = copy.deepcopy(held, {id(one): one for one in held.parameters()})
+    copied = copy.deepcopy(held, {id(parameter): parameter for parameter in held.parameters()})
     try:
         if isinstance(held, Region):
             raise ValueError("it has a gradient mode or an autocast of its own")
-        inner, other = (_Tracer().trace(own.train(mode)) for mode in (True, False))
-        if str(inner) != str(other):
+        inner, eval_graph = (_Tracer().trace(copied.train(mode)) for mode in (True, False))
+        if str(inner) != str(eval_graph):
             raise ValueError("it does something else in eval mode")
-        if any(str(one.target).startswith("*") and one.users for one in inner.find_nodes(op="placeholder")):
+        if any(
+            str(placeholder.target).startswith("*") and placeholder.users
+            for placeholder in inner.find_nodes(op="placeholder")
+        ):
             raise ValueError("it takes any number of arguments")
         (result,) = inner.find_nodes(op="output")[0].all_input_nodes
     except Exception as error:
@@ -87,16 +90,18 @@ def open_module(graph: fx.Graph, root: nn.Module, node: fx.Node) -> None:
             "the layer whole"
         ) from error
     env: dict[fx.Node, Any] = {}
-    for place, one in enumerate(inner.find_nodes(op="placeholder")):
-        default = one.args[0] if one.args else None
-        env[one] = node.args[place] if place < len(node.args) else node.kwargs.get(str(one.target), default)
+    for place, inner_node in enumerate(inner.find_nodes(op="placeholder")):
+        default = inner_node.args[0] if inner_node.args else None
+        env[inner_node] = (
+            node.args[place] if place < len(node.args) else node.kwargs.get(str(inner_node.target), default)
+        )
     with graph.inserting_before(node):
-        for one in inner.nodes:
-            if one.op in ("placeholder", "output"):
+        for inner_node in inner.nodes:
+            if inner_node.op in ("placeholder", "output"):
                 continue
-            env[one] = graph.node_copy(one, env.__getitem__)
-            if one.op in ("call_module", "get_attr"):
-                env[one].target = f"{target}.{one.target}"
+            env[inner_node] = graph.node_copy(inner_node, env.__getitem__)
+            if inner_node.op in ("call_module", "get_attr"):
+                env[inner_node].target = f"{target}.{inner_node.target}"
     node.replace_all_uses_with(env[result])
     graph.erase_node(node)
 
@@ -112,42 +117,42 @@ class _SizesFound(fx.Interpreter):
         value = pytree.tree_map_only(torch.Tensor, _bare, super().run_node(n))
         if isinstance(value, torch.Tensor):
             self.sizes[n] = tuple(value.shape)
-        elif isinstance(value, tuple | list) and all(isinstance(one, torch.Tensor) for one in value):
-            self.sizes[n] = tuple(tuple(one.shape) for one in value)
+        elif isinstance(value, tuple | list) and all(isinstance(tensor, torch.Tensor) for tensor in value):
+            self.sizes[n] = tuple(tuple(tensor.shape) for tensor in value)
         else:
             self.sizes[n] = None
         return value
 
 
 def _bare(tensor: torch.Tensor) -> torch.Tensor:
-    """Without memory; all that may have a fraction is float32, so that a layer may have been converted."""
+    """Return a tensor without memory; floating-point ones are float32, so that a layer may have been converted."""
     bare = tensor.detach().to("meta")
     return bare.float() if bare.is_floating_point() else bare
 
 
 def _some_shapes(guard: Guard) -> list[list[int]]:
-    """Shapes of a layer's inputs that it was captured for; as far as it leaves that open, of sizes that differ."""
+    """Return shapes of inputs that a layer was captured for; sizes that it leaves open differ where they can."""
     for start in range(3, 1000):
         chosen: dict[str, int] = {}
         shapes: list[list[int]] = [[] for _ in guard.shapes]
-        for found, shape in zip(shapes, guard.shapes, strict=True):
+        for sizes, shape in zip(shapes, guard.shapes, strict=True):
             for size in shape:
                 name, least, most = ("", size, None) if isinstance(size, int) else size
                 wanted = min(max(least, start + 2 * len(chosen)), most or least + 1000)
-                found.append(chosen.setdefault(name, wanted) if name else least)
+                sizes.append(chosen.setdefault(name, wanted) if name else least)
         if guard.takes(shapes):
             break
     return shapes
 
 
 def whole_sizes(module: nn.Module, graph: fx.Graph, guard: Guard) -> dict[fx.Node, Any]:
-    """The sizes of every value of a layer's graph: a tuple for a tensor, None for what is none.
+    """Return the sizes of every value of a layer's graph: a tuple for a tensor, None for other values.
 
-    Sizes that may change are one of those that they may be.
+    Sizes that may change have one of their possible values.
 
     Raises CapslogError where the graph does not run without values.
     """
-    memo: dict[int, Any] = {id(one): _bare(one) for one in (*module.parameters(), *module.buffers())}
+    memo: dict[int, Any] = {id(tensor): _bare(tensor) for tensor in (*module.parameters(), *module.buffers())}
     shapes = _some_shapes(guard)
     inputs = [torch.empty(shape, dtype=kind, device="meta") for shape, kind in zip(shapes, guard.dtypes, strict=True)]
     runner = _SizesFound(copy.deepcopy(module, memo).train(), graph=graph)

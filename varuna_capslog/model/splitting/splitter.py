@@ -1,9 +1,9 @@
-"""Splitting one layer of a chain into parts, which are layers of the chain themselves.
+"""Splits one layer of a chain into parts, which are layers of the chain themselves.
 
-A part holds some heads of an attention, some columns of a feed-forward, or some of the positions; a last part puts the
-results together, in the order of the parts. So everything that knows chains knows split layers: profiles have a row for
+A part holds some heads of an attention, some columns of a feed-forward, or some of the positions; a last part joins the
+results, in the order of the parts. So everything that handles chains handles split layers: profiles have a row for
 every part, planners place parts on ranks like all layers (on one rank, one after the other, or side by side on
-several), and results do not depend on where they run. What crosses from part to part is sent like any other tensor.
+several), and results do not depend on where they run. Tensors between parts are sent like any other tensor.
 
 A module can be split if it has a method `split(splitter)`, which adds the parts, or if `torch_layers` knows how.
 """
@@ -27,28 +27,28 @@ Module = TypeVar("Module", bound=nn.Module)
 Own = TypeVar("Own", bound=Tensor)
 
 KINDS = {"tensor": "heads and columns", "sequence": "positions"}
-"""Kinds of splits, and what their parts share out."""
+"""Kinds of splits, and what they divide among their parts."""
 
 
 def wanted_split(text: str, where: str) -> tuple[str, int]:
-    """Kind and degree of a split as configs write it, such as tensor-4.
+    """Return kind and degree of a split as configs write it, such as tensor-4.
 
     Raises:
-        CapslogError: no such split; `where` says where it was written.
+        CapslogError: no such split; `where` names the place in the config.
     """
-    found = re.fullmatch(r"([a-z]+)-(\d+)", text)
-    if found is None or found[1] not in KINDS or int(found[2]) < 2:
+    match = re.fullmatch(r"([a-z]+)-(\d+)", text)
+    if match is None or match[1] not in KINDS or int(match[2]) < 2:
         raise CapslogError(
             f"{where} is {text!r}; write tensor-N or sequence-N with the number of parts, at least 2, such as tensor-2"
         )
-    return found[1], int(found[2])
+    return match[1], int(match[2])
 
 
 def share_of(count: int, part: int, degree: int, what: str) -> tuple[int, int]:
-    """(first, end) of one of equal shares.
+    """Return (first, end) of one of equal shares.
 
     Args:
-        what: is shared out, as in "heads", for the error.
+        what: name of the things that are divided, such as "heads", for the error.
 
     Raises:
         CapslogError: the shares are not equal.
@@ -84,11 +84,11 @@ class Splitter:
         self._held: dict[str, list[TensorPiece]] = {name: [] for name in tensors}
 
     def value(self, name: str) -> str:
-        """The name of a tensor that passes between parts of this layer only."""
+        """Return the name of a tensor that passes between parts of this layer only."""
         return f"{self._layer.name}.{name}"
 
     def cut(self, parameter: Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> nn.Parameter:
-        """A parameter of a part: the elements of these ranges of one dimension of a parameter of the whole layer.
+        """Return a part's parameter: these ranges of one dimension of a parameter of the whole layer.
 
         Without ranges it has all of them.
 
@@ -98,15 +98,15 @@ class Splitter:
         return self._known(nn.Parameter(piece.of(parameter.detach()), requires_grad=parameter.requires_grad), piece)
 
     def cut_buffer(self, buffer: Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> Tensor:
-        """As `cut`, of a buffer."""
+        """Return a part of a buffer, as `cut` does of a parameter."""
         piece = self._piece(buffer, dim, ranges)
         return self._known(piece.of(buffer.detach()), piece)
 
     def sharing(self, module: Module) -> Module:
-        """A copy of the layer, or of a module in it, with the very parameters of the original, and its own buffers."""
-        share = copy.deepcopy(module, {id(one): one for one in module.parameters()})
-        for buffer, own in zip(module.buffers(), share.buffers(), strict=True):
-            self._known(own, self._pieces[id(buffer)])
+        """Copy the layer, or a module in it, with the very parameters of the original, and its own buffers."""
+        share = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
+        for buffer, copied in zip(module.buffers(), share.buffers(), strict=True):
+            self._known(copied, self._pieces[id(buffer)])
         return share
 
     def _piece(self, tensor: Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> TensorPiece:
@@ -120,11 +120,11 @@ class Splitter:
 
     def _known(self, tensor: Own, piece: TensorPiece) -> Own:
         self._pieces[id(tensor)] = piece
-        self._kept.append(tensor)  # so that no other tensor gets its identity
+        self._kept.append(tensor)  # so that no other tensor gets its id
         return tensor
 
     def add(self, name: str, module: nn.Module, reads: Sequence[str], writes: Sequence[str]) -> None:
-        """Adds a part.
+        """Add a part.
 
         Args:
             name: unique among the parts.
@@ -133,28 +133,28 @@ class Splitter:
         """
         pieces = {}
         tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-        for own, tensor in tensors:
+        for inner, tensor in tensors:
             piece = self._pieces.get(id(tensor))
             if piece is None:
                 raise CapslogError(
-                    f"part {name!r} of layer {self._layer.name!r} has a tensor {own!r} that the layer has not; take "
+                    f"part {name!r} of layer {self._layer.name!r} has a tensor {inner!r} that the layer has not; take "
                     "it from the layer, whole or with Splitter.cut"
                 )
-            pieces[own] = piece
+            pieces[inner] = piece
             self._held[piece.name].append(piece)
         part = PartOf(self._layer.name, pieces)
         self._layers.append(Layer(f"{self._layer.name}.{name}", module, tuple(reads), tuple(writes), part))
 
     def layers(self) -> list[Layer]:
-        """The parts, in order.
+        """Return the parts, in order.
 
         Raises:
             CapslogError: they lack a tensor of the whole layer, or some of its elements.
         """
         for name, pieces in self._held.items():
-            found = sorted({one for piece in pieces for one in piece.ranges})
+            ranges = sorted({bounds for piece in pieces for bounds in piece.ranges})
             reached = 0
-            for first, end in found:
+            for first, end in ranges:
                 reached = max(reached, end) if first <= reached else reached
             if not pieces or (all(piece.ranges for piece in pieces) and reached < pieces[0].size):
                 raise CapslogError(

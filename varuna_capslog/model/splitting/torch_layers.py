@@ -1,6 +1,6 @@
-"""How torch's own transformer layers, and two linear maps with an activation between them, are split by tensor-N.
+"""Splits torch's own transformer layers, and two linear maps with an activation between them, by tensor-N.
 
-These modules have no method `split`; `splitting_of` gives what takes its place.
+These modules have no method `split`; `splitting_of` returns a function that replaces it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["splitting_of"]
 
 
 def splitting_of(module: nn.Module) -> Callable[[Splitter], None] | None:
-    """What splits a module: its own method `split`, or a function of this file; None where it cannot be split."""
-    own: Any = getattr(module, "split", None)
-    if own is not None:
-        return own
+    """Return a module's own method `split`, or a function of this file; None where it cannot be split."""
+    own_split: Any = getattr(module, "split", None)
+    if own_split is not None:
+        return own_split
     while isinstance(module, nn.Sequential) and len(module) == 1:
         (module,) = module
     if isinstance(module, nn.TransformerEncoderLayer):
@@ -41,10 +41,10 @@ def splitting_of(module: nn.Module) -> Callable[[Splitter], None] | None:
 
 
 def _widens(module: nn.Sequential) -> bool:
-    """Whether it is a linear map, what works on each entry alone, and a linear map."""
+    """True for a linear map, elementwise modules, and a linear map."""
     first, *between, last = module
     linear = type(first) is nn.Linear and type(last) is nn.Linear
-    return linear and all(isinstance(one, ENTRY_BY_ENTRY) for one in between)
+    return linear and all(isinstance(inner, ENTRY_BY_ENTRY) for inner in between)
 
 
 def _split_captured(module: nn.Module, into: Splitter) -> None:
@@ -64,7 +64,7 @@ def _split_pair(module: nn.Sequential, into: Splitter) -> None:
 
 
 def _split_encoder(layer: nn.TransformerEncoderLayer, into: Splitter) -> None:
-    """Called with src, and perhaps src_mask and src_key_padding_mask."""
+    """Split an encoder layer that is called with src, and perhaps src_mask and src_key_padding_mask."""
     x, *masks = _read(into, 3, "src, src_mask and src_key_padding_mask")
     middle = into.value("middle")
     _residual(into, layer, (x, middle), _attention(into, layer.self_attn, "attention", [], masks), 1)
@@ -72,12 +72,17 @@ def _split_encoder(layer: nn.TransformerEncoderLayer, into: Splitter) -> None:
 
 
 def _split_decoder(layer: nn.TransformerDecoderLayer, into: Splitter) -> None:
-    """Called with tgt and memory, and perhaps tgt_mask, memory_mask and then the masks of padding of both."""
+    """Split a decoder layer.
+
+    It is called with tgt and memory, and perhaps tgt_mask, memory_mask and then the padding masks of both.
+    """
     x, memory, *masks = _read(into, 6, "tgt, memory, and the masks and then the masks of padding of both")
     first, middle = into.value("first"), into.value("middle")
-    own, other = masks[0::2], masks[1::2]
-    _residual(into, layer, (x, first), _attention(into, layer.self_attn, "self_attention", [], own), 1)
-    _residual(into, layer, (first, middle), _attention(into, layer.multihead_attn, "attention", [memory], other), 2)
+    own_masks, memory_masks = masks[0::2], masks[1::2]
+    _residual(into, layer, (x, first), _attention(into, layer.self_attn, "self_attention", [], own_masks), 1)
+    _residual(
+        into, layer, (first, middle), _attention(into, layer.multihead_attn, "attention", [memory], memory_masks), 2
+    )
     _residual(into, layer, (middle, into.writes[0]), _feed_forward(into, layer), 3)
 
 
@@ -96,9 +101,9 @@ def _read(into: Splitter, most: int, names: str) -> Sequence[str]:
 
 @dataclass(frozen=True)
 class _Operation:
-    """What is added to its input: in parts, and a bias that counts once.
+    """Operation whose result is added to its input: parts, and a bias that counts once.
 
-    add: adds the parts, given the name of the tensor that they read; returns what they write.
+    add: adds the parts, which read the tensor of this name; returns the names of those that they write.
     """
 
     add: Callable[[str], list[str]]
@@ -106,7 +111,7 @@ class _Operation:
 
 
 def _residual(into: Splitter, layer: Any, values: tuple[str, str], inner: _Operation, number: int) -> None:
-    """Adds x + dropout(inner(x)), normalised before the inner operation or after the sum.
+    """Add x + dropout(inner(x)), normalised before the inner operation or after the sum.
 
     values: names of x and of the result. number: of the layer's norm and dropout.
     """
@@ -136,38 +141,39 @@ def _feed_forward(into: Splitter, layer: Any) -> _Operation:
 
 
 def _attention(
-    into: Splitter, whole: nn.MultiheadAttention, name: str, memory: list[str], masks: Sequence[str]
+    into: Splitter, attention: nn.MultiheadAttention, name: str, memory: list[str], masks: Sequence[str]
 ) -> _Operation:
-    """Shares of the heads of an attention from what is read to itself, or to a memory."""
+    """Make shares of the heads of an attention to the input itself, or to a memory."""
 
     def add(reads: str) -> list[str]:
         written = [into.value(f"{name}.{part}") for part in range(into.degree)]
         for part, value in enumerate(written):
-            share = _Heads(into, whole, part, bool(memory))
+            share = _Heads(into, attention, part, bool(memory))
             into.add(f"{name}.{part}", share, [reads, *memory, *masks], [value])
         return written
 
-    return _Operation(add, whole.out_proj.bias)
+    return _Operation(add, attention.out_proj.bias)
 
 
 class _Heads(nn.Module):
-    """Some heads of an `nn.MultiheadAttention`, without the bias of what it gives.
+    """Share of the heads of an `nn.MultiheadAttention`, without its output bias.
 
-    Called with x, the memory if it attends to one, the mask and the mask of padding, as far as they are there.
+    Called with x, the memory if it attends to one, the mask and the padding mask, if there are any.
     """
 
-    def __init__(self, into: Splitter, whole: nn.MultiheadAttention, part: int, to_memory: bool) -> None:
+    def __init__(self, into: Splitter, attention: nn.MultiheadAttention, part: int, to_memory: bool) -> None:
         super().__init__()
-        assert whole.in_proj_weight is not None, "the widths of a transformer layer are all one"
-        self.heads, self.to_memory, self.batch_first = whole.num_heads, to_memory, whole.batch_first
-        self.own, width = share_of(whole.num_heads, part, into.degree, "heads"), whole.embed_dim
+        assert attention.in_proj_weight is not None, "the widths of a transformer layer are all one"
+        self.heads, self.to_memory, self.batch_first = attention.num_heads, to_memory, attention.batch_first
+        self.own, width = share_of(attention.num_heads, part, into.degree, "heads"), attention.embed_dim
         rows = [
-            (at + self.own[0] * whole.head_dim, at + self.own[1] * whole.head_dim) for at in range(0, 3 * width, width)
+            (at + self.own[0] * attention.head_dim, at + self.own[1] * attention.head_dim)
+            for at in range(0, 3 * width, width)
         ]
-        self.in_proj_weight = into.cut(whole.in_proj_weight, 0, rows)
-        self.in_proj_bias = None if whole.in_proj_bias is None else into.cut(whole.in_proj_bias, 0, rows)
-        self.out_proj = linear_columns(into, whole.out_proj, part)
-        self.core = SdpaAttention(whole.dropout)
+        self.in_proj_weight = into.cut(attention.in_proj_weight, 0, rows)
+        self.in_proj_bias = None if attention.in_proj_bias is None else into.cut(attention.in_proj_bias, 0, rows)
+        self.out_proj = linear_columns(into, attention.out_proj, part)
+        self.core = SdpaAttention(attention.dropout)
 
     def forward(self, x: Tensor, *tensors: Tensor) -> Tensor:
         memory, *masks = tensors if self.to_memory else (x, *tensors)
@@ -175,17 +181,17 @@ class _Heads(nn.Module):
             x, memory = x.transpose(0, 1), memory.transpose(0, 1)
         biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         q, k, v = (
-            nn.functional.linear(one, weight, bias).unflatten(-1, (self.own[1] - self.own[0], -1)).transpose(1, 2)
-            for one, weight, bias in zip((x, memory, memory), self.in_proj_weight.chunk(3), biases, strict=True)
+            nn.functional.linear(source, weight, bias).unflatten(-1, (self.own[1] - self.own[0], -1)).transpose(1, 2)
+            for source, weight, bias in zip((x, memory, memory), self.in_proj_weight.chunk(3), biases, strict=True)
         )
         bias = self._bias(masks, q) if masks else None
-        found = self.core.attend(q, k, v, bias, q.shape[-1] ** -0.5).transpose(1, 2).flatten(2)
-        found = self.out_proj(found)
-        return found if self.batch_first else found.transpose(0, 1)
+        attended = self.core.attend(q, k, v, bias, q.shape[-1] ** -0.5).transpose(1, 2).flatten(2)
+        attended = self.out_proj(attended)
+        return attended if self.batch_first else attended.transpose(0, 1)
 
     def _bias(self, masks: Sequence[Tensor], q: Tensor) -> Tensor:
-        """What the masks add to the logits: [T, S] or [B * heads, T, S] of the mask, [B, S] of the padding."""
-        mask, *padding = (_added(one, q.dtype) for one in masks)
+        """Return what the masks add to the logits: [T, S] or [B * heads, T, S] of the mask, [B, S] of the padding."""
+        mask, *padding = (_added(mask, q.dtype) for mask in masks)
         bias = mask.unflatten(0, (-1, self.heads))[:, slice(*self.own)] if mask.dim() == 3 else mask[None, None]
         return bias + padding[0][:, None, None] if padding else bias
 
@@ -197,7 +203,7 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Activation(nn.Module):
-    """A function that works on each entry alone, as a module."""
+    """An elementwise function as a module."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

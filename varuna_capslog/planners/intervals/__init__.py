@@ -1,7 +1,6 @@
 """The cheapest memory intervals of one stage: the inner problem of a planner that chooses cuts, limits and intervals.
 
-`IntervalFronts` searches all ranges of layers at once; a planner asks it for any number of calls in flight and any
-budget.
+`IntervalFronts` searches all ranges of layers at once and answers for any number of calls in flight and any budget.
 """
 
 from varuna_capslog.planners.intervals.choice import (

@@ -1,6 +1,6 @@
-"""One choice of memory intervals for one stage: its bytes, its seconds, and how the stage handles its calls.
+"""Bytes and seconds of a given choice of memory intervals for one stage, and how the stage handles its calls.
 
-The search adds these numbers up segment by segment; here they are for a choice that is known.
+The search (`fronts`) adds up the same numbers segment by segment.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Handling:
-    """What a stage's list does with its calls, and what copies cost.
+    """Properties of a stage's action list, and the cost of copies.
 
-    recomputed, later, split: as in `memory.treatment.treated`: the list has an R for every call, an O for every call,
-        its backwards are in two halves.
+    recomputed, later, split: as in `memory.treatment.treated`: the list has an R for every call; it has an O for every
+        call; its backwards are in two halves.
     calls: of a step, each of which leaves its running statistics.
-    waiting_blocks: sums of gradients of the stage's parameters that are there beside the one that is being made: 0 with
-        one accumulation block, 1 with several where no other rank holds the layers, else the blocks without the last.
+    waiting_blocks: gradient sums of the stage's parameters that are held beside the one being accumulated: 0 with one
+        accumulation block, 1 with several where no other rank holds the layers, else the number of blocks less one.
     host_bandwidth: bytes per second between a rank and its host tier; None: copies take no time.
-    at_once: every backward follows its forward at once, so that the last segment keeps its graph.
-    copies_beside: copies run beside the computation, so that a call takes the longer of the two; else it takes both.
+    at_once: every backward directly follows its forward, so that the last segment keeps its graph.
+    copies_beside: copies overlap with the computation, so that a call takes the longer of the two; else it takes both.
     """
 
     recomputed: bool = False
@@ -66,12 +66,12 @@ DEFAULT_HANDLING = Handling()
 
 @dataclass(frozen=True)
 class IntervalChoice:
-    """The cheapest intervals that were found for a stage.
+    """The cheapest intervals that the search has for a stage.
 
     seconds: of one call. bound_seconds: no choice that fits is faster; equal to `seconds` where the search was exact.
     bytes: by `stage_bytes`. moved_bytes: of one call to the host tier, and as many back, by `treated`; the copies of a
         simulated step (`planning.stage_seconds.copy_seconds`) are sums of `saved_bytes`, which may differ a little.
-    again_seconds: of `seconds`, or beside copies that take longer: forwards that run again.
+    again_seconds: of recomputed forwards; part of `seconds`, or hidden behind copies that take longer.
     """
 
     intervals: tuple[MemoryInterval, ...]
@@ -91,31 +91,31 @@ def stage_bytes(
     handling: Handling = DEFAULT_HANDLING,
     at_least: bool = False,
 ) -> int:
-    """The most that a stage takes with these intervals and so many calls in flight:
+    """Return the peak bytes of a stage with these intervals and `in_flight` calls in flight. It is the sum of
 
-        what is resident, running statistics of all calls, gradients of parameters
-        + what the other calls in flight hold while they wait
-        + the most that any one action of a call needs, everything of this call included
+        resident bytes, running statistics of all calls, gradients of parameters
+        + bytes of the other calls in flight while they wait
+        + the most bytes that any action of the current call needs, with all that this call holds
 
-    All of it is what `treated` says. Of the waiting calls of a list with an O, one counts with what its copy moves as
-    well, since it leaves or comes back meanwhile; where backwards are split, each may stand between its two halves. So
-    a list may take less, never more by these parts.
+    All numbers come from `treated`. In a list with an O, one waiting call also counts the bytes of its copy, since it
+    may be leaving or returning; where backwards are split, each waiting call may be between its two halves. So in these
+    parts a list may take less, never more.
 
-    What one stage alone does not tell is left out: messages on their way, inputs that a neighbour on the same rank
-    holds too, the exchange of gradients and the update at the end of the step, and an R that stands further ahead of
-    its backward than directly before it. `memory.fold` counts them.
+    Bytes that depend on other stages are left out: messages on their way, inputs that a neighbour on the same rank
+    also holds, the gradient exchange and the update at the end of the step, and an R that runs earlier than directly
+    before its backward. `memory.fold` counts them.
 
-    at_least: every waiting call counts with what stays of it on the device alone.
+    at_least: count only the bytes of each waiting call that stay on the device.
 
-    Raises CapslogError where the profile does not tell the halves of a split backward.
+    Raises CapslogError where the profile lacks the halves of a split backward.
     """
-    how = handling.recomputed, handling.later, handling.at_once, handling.split
-    one = treated(ranges, ((first, end),), intervals, *how)
-    return bytes_of(one, ranges, first, end, in_flight, handling, at_least)
+    modes = handling.recomputed, handling.later, handling.at_once, handling.split
+    treatment = treated(ranges, ((first, end),), intervals, *modes)
+    return bytes_of(treatment, ranges, first, end, in_flight, handling, at_least)
 
 
 def bytes_of(
-    one: Treatment,
+    treatment: Treatment,
     ranges: RangeBytes,
     first: int,
     end: int,
@@ -123,20 +123,20 @@ def bytes_of(
     handling: Handling = DEFAULT_HANDLING,
     at_least: bool = False,
 ) -> int:
-    """`stage_bytes` of calls that are treated so."""
+    """Return `stage_bytes` of calls of this treatment."""
     gradients = ranges.made(first, end)
     gradient_out = 0 if end == ranges.num_layers else ranges.gradient[end]
-    waits, back = one.held - one.away, one.held - one.away + one.host
-    forward = ranges.crossing[first] + one.forward
-    actions = [forward, back + one.recompute, back + one.grown + gradient_out]
-    if one.halves is None:
-        actions.append(one.backward)
-        first_backward = one.first_backward
+    waits, back = treatment.held - treatment.away, treatment.held - treatment.away + treatment.host
+    forward = ranges.crossing[first] + treatment.forward
+    actions = [forward, back + treatment.recompute, back + treatment.grown + gradient_out]
+    if treatment.halves is None:
+        actions.append(treatment.backward)
+        first_backward = treatment.first_backward
     else:
-        actions += [one.halves.inputs, one.halves.weights]
-        first_backward = one.halves.first_weights
-    between = 0 if one.halves is None else one.halves.between
-    others = others_bytes(handling, in_flight, waits, one.held, one.host, between)
+        actions += [treatment.halves.inputs, treatment.halves.weights]
+        first_backward = treatment.halves.first_weights
+    between = 0 if treatment.halves is None else treatment.halves.between
+    others = others_bytes(handling, in_flight, waits, treatment.held, treatment.host, between)
     others = (in_flight - 1) * waits if at_least else others
     resident = ranges.resident(range(first, end)) + handling.calls * ranges.statistics(first, end)
     return (
@@ -148,9 +148,10 @@ def bytes_of(
 
 
 def others_bytes(handling: Handling, in_flight: int, waits: Any, held: Any, host: Any, between: Any) -> Any:
-    """What the other calls in flight hold beside the one at work; the numbers are those of `Sums`, or arrays.
+    """Return the bytes of the waiting calls, all in flight but the current one; the arguments are those of `Sums`, or
+    arrays.
 
-    It never falls where one of the numbers rises.
+    The result never falls where an argument rises.
     """
     each = np.maximum(waits, between)
     if not handling.later or in_flight < 2:
@@ -161,28 +162,30 @@ def others_bytes(handling: Handling, in_flight: int, waits: Any, held: Any, host
 def again_seconds(
     ranges: RangeBytes, seconds: LayerSeconds, first: int, end: int, intervals: Sequence[MemoryInterval]
 ) -> float:
-    """The forwards of one call that run again: those of intervals that recompute.
+    """Return the seconds of one call's recomputed forwards: those of intervals that recompute.
 
-    Two kinds of them take no more time. The engine does not run layers behind which no gradient comes back once more;
-    and where an interval ends with the loss and leaves no running statistics, its first forward is left out, since
-    nothing reads what it would make.
+    Two kinds of them take no more time. The engine does not recompute layers to which no gradient comes back; and where
+    an interval ends with the loss and leaves no running statistics, its first forward is left out, since nothing reads
+    its outputs.
     """
     return sum(
-        float(seconds.forward[one.end] - seconds.forward[one.first])
-        for one in pieces_of(first, end, intervals)
-        if one.recomputes and runs_again(ranges, one.first, one.end)
+        float(seconds.forward[interval.end] - seconds.forward[interval.first])
+        for interval in pieces_of(first, end, intervals)
+        if interval.recomputes and runs_again(ranges, interval.first, interval.end)
     )
 
 
 def runs_again(ranges: RangeBytes, first: int, end: int) -> bool:
-    """Whether recomputing these layers takes time; see `again_seconds`."""
+    """Return True where recomputing these layers takes time; see `again_seconds`."""
     if end == ranges.num_layers:
         return ranges.statistics(first, end) > 0
     return ranges.carries[end]
 
 
 def combined_seconds(handling: Handling, compute: Any, moved_bytes: Any) -> Any:
-    """The seconds of a call that computes for so long and moves so much to the host tier and back. Also of arrays."""
+    """Return the seconds of a call from its computation and the bytes it moves to the host tier and back; also for
+    arrays.
+    """
     if handling.host_bandwidth is None:
         return compute
     copies = 2 * moved_bytes / handling.host_bandwidth

@@ -1,4 +1,4 @@
-"""The finished choices of all ranges of layers, side by side in one array, so that a question about all is one pass."""
+"""The finished choices of all ranges of layers in one array, so that a question about all ranges is one pass."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Numbers = NDArray[np.intp]
 
 @dataclass(frozen=True)
 class Finished:
-    """All choices, by their ends, and of each end by their first layers.
+    """All finished choices, sorted by their ends, then by their first layers.
 
     num_layers: L. labels: N choices. ends: [N], the cut at which each ends.
-    first, end: [R], of each range that has a choice. begins: [R], where its choices begin. places: range -> where its
-        choices are.
+    first, end: [R], of each range that has a choice. begins: [R], index of its first choice. places: slice of the
+        choices of each range.
     """
 
     num_layers: int
@@ -36,9 +36,9 @@ class Finished:
 
     @classmethod
     def of(cls, by_end: Sequence[Labels]) -> Finished:
-        """by_end: cut -> the choices that end there, by their first layers."""
+        """Make the array of `by_end`: for each cut the choices that end there, by their first layers."""
         labels, size = joined(by_end), len(by_end)
-        ends = np.repeat(np.arange(size), [len(one) for one in by_end])
+        ends = np.repeat(np.arange(size), [len(choices) for choices in by_end])
         begins = np.flatnonzero(np.diff(ends * size + labels.first, prepend=-1))
         first, end = labels.first[begins], ends[begins]
         borders = itertools.pairwise([*begins.tolist(), len(labels)])
@@ -52,8 +52,8 @@ class Finished:
         return list(self.places)
 
     def least(self, numbers: Floats) -> Floats:
-        """[V, L, L + 1]: of each range the least of the numbers [V, N] of its choices; infinite where it has none."""
-        found = np.full((len(numbers), self.num_layers, self.num_layers + 1), np.inf)
+        """Return [V, L, L + 1]: the least of `numbers` [V, N] over the choices of each range; infinite without any."""
+        least = np.full((len(numbers), self.num_layers, self.num_layers + 1), np.inf)
         if len(self.labels):
-            found[:, self.first, self.end] = np.minimum.reduceat(numbers, self.begins, axis=1)
-        return found
+            least[:, self.first, self.end] = np.minimum.reduceat(numbers, self.begins, axis=1)
+        return least

@@ -1,12 +1,12 @@
 """The cheapest memory intervals of every stage: one search for all ranges of layers, calls in flight and budgets.
 
-State: before a cut, what `tables.States` says, and of a list with an R whether the segment that it runs again has come
+State: at a cut, the state of `tables.States`, and in a list with an R whether its last recomputed segment has come
 (phase). A label is a choice for the layers from a first one up to the cut: its seconds, and its bytes as sums
 (`memory.segments.Sums`) that grow from segment to segment. Transition: one more segment of any length and kind; a
-segment of kind KEEP does not follow another one, since both would be one. Dominance: of two labels of one first layer,
-cut and state, the one that is not better in any number is left out, as what may follow adds the same to both, or takes
-the same maximum (`labels.Kin` says when this holds between two states). Cost at the end: `choice.combined_seconds`,
-among the labels that fit.
+segment of kind KEEP does not follow another one, since both would be one segment. Dominance: of two labels of one first
+layer, cut and state, the one that is not better in any number is dropped, since any segments that follow add the same
+to both, or take the same maximum (`labels.Kin` extends this to two states). Cost at the end:
+`choice.combined_seconds`, among the labels that fit.
 
 With n labels per first layer and cut there are O(L^3 n) transitions, in 4 L array operations for all first layers
 together.
@@ -42,33 +42,34 @@ from varuna_capslog.plans.parts import INTERVAL_KINDS, KEEP, MemoryInterval
 __all__ = ["DEFAULT_LABELS", "EXACT_LAYERS", "IntervalFronts"]
 
 EXACT_LAYERS = 8
-"""Chains of at most so many layers are searched exactly where nothing else is asked for."""
+"""Chains of at most so many layers are searched exactly by default."""
 DEFAULT_LABELS = 64
 """Labels per first layer and cut of longer chains."""
 _NONE_YET, _STILL_TO_COME, _HAS_COME = range(3)
-"""Phases of a list with an R: no segment recomputes so far; some do, and the last one is still to come; it has come."""
+"""Phases of a list with an R: no segment recomputes so far; some do, and the last of them is still to come; it has
+come."""
 _EXTREMES = (0.0, 1.0, 3.0, 7.0)
-"""The choices of least bytes with so many other calls waiting are kept also where there are too many choices."""
+"""Thinning always keeps the choices of the fewest bytes with so many other calls waiting."""
 _RECOMPUTES = [MemoryInterval(0, 1, kind).recomputes for kind in KINDS]
 
 Floats = NDArray[np.float64]
 
 
 class IntervalFronts:
-    """What any range of layers costs at least as one stage, by the calls in flight and the bytes that it may take.
+    """Least cost of every range of layers as one stage, for any number of calls in flight and any budget of bytes.
 
     Args:
         ranges, seconds: of one profile.
-        handling: what the lists do with their calls, and what copies cost.
-        labels: how many to keep per first layer and cut; 0: all of them, so that every answer is exact. Default: all
+        handling: how the action lists handle their calls, and the cost of copies.
+        labels: most labels per first layer and cut; 0: all of them, so that every answer is exact. Default: all
             for chains of at most `EXACT_LAYERS` layers, else `DEFAULT_LABELS`.
         kinds: of memory intervals that may be used.
-        firsts: first layers of the stages that will be asked for; default: all.
-        longest: seconds of a call beyond which a stage is left out as if nothing fitted; default: none is.
-        borders: cuts at which stages and intervals may begin and end; default: all. With `firsts`, one range of a long
-            chain may be asked for again, exactly.
+        firsts: first layers of the stages that may be queried; default: all.
+        longest: a stage whose call takes more seconds is treated as one that does not fit; default: no limit.
+        borders: cuts at which stages and intervals may begin and end; default: all. With `firsts`, a single range of a
+            long chain can be searched again exactly.
 
-    Raises CapslogError where the profile does not tell the halves of split backwards.
+    Raises CapslogError where the profile lacks the halves of split backwards.
     """
 
     def __init__(
@@ -99,52 +100,54 @@ class IntervalFronts:
         names += ["again"] * handling.recomputed + ["between", "inputs"] * handling.split
         self._names = tuple(names)
         self._at: list[Labels] = []
-        """cut -> the labels there, by their first layers"""
+        """labels at each cut, by their first layers"""
         firsts = [first for first in (range(size) if firsts is None else sorted(firsts)) if may[first]]
         ends: list[Labels] = []
         for cut in range(size + 1):
             some = [self._reached(cut)] if may[cut] and any(map(len, self._at)) else []
             if handling.at_once:
-                kept = [one[one.whole[WHOLE.index("kind")] == KINDS.index(KEEP)] for one in some]
-                ends.append(joined([*(self._fewer(one) for one in kept if len(one)), self._empty(cut, 0)]))
+                kept = [choices[choices.whole[WHOLE.index("kind")] == KINDS.index(KEEP)] for choices in some]
+                ends.append(joined([*(self._fewer(choices) for choices in kept if len(choices)), self._empty(cut, 0)]))
             self._at.append(
-                joined([*(self._fewer(one) for one in some if len(one)), self._empty(cut, int(cut in firsts))])
+                joined(
+                    [*(self._fewer(choices) for choices in some if len(choices)), self._empty(cut, int(cut in firsts))]
+                )
             )
         self._finished = Finished.of(
             [
-                self._of_end(cut, [first for first in firsts if first < cut and may[cut]], one)
-                for cut, one in enumerate(ends or self._at)
+                self._of_end(cut, [first for first in firsts if first < cut and may[cut]], choices)
+                for cut, choices in enumerate(ends or self._at)
             ]
         )
         made, statistics = np.zeros((2, size, size + 1))
         for first, cut in self._finished.ranges:
             made[first, cut], statistics[first, cut] = ranges.made(first, cut), ranges.statistics(first, cut)
         self.made, self.statistics = made, statistics
-        """[L, L + 1]: of every range that has a choice, bytes of the gradients of parameters, and of the running
+        """[L, L + 1], for every range that has a choice: bytes of the gradients of parameters, and of the running
         statistics of one call"""
         self._call, self._resident = self._call_seconds(), self._resident_bytes()
 
     def with_ranges(self, ranges: RangeBytes) -> IntervalFronts:
-        """The same choices of layers of which other bytes are resident, since their moments wait in the host tier."""
-        found = copy.copy(self)
-        found._ranges = ranges
-        found._resident = found._resident_bytes()
-        return found
+        """Return the same choices with the resident bytes of `ranges`, whose moments wait in the host tier."""
+        fronts = copy.copy(self)
+        fronts._ranges = ranges
+        fronts._resident = fronts._resident_bytes()
+        return fronts
 
     def cheapest(self, first: int, end: int, in_flight: int, budget: float) -> IntervalChoice | None:
-        """The fastest choice for a stage of layers first .. end-1 that takes at most `budget` bytes.
+        """Return the fastest choice for a stage of layers first .. end-1 that takes at most `budget` bytes.
 
-        Of equally fast ones it is one of the fewest bytes. None: nothing was found that fits; `least_bytes` says what
-        would.
+        Among equally fast choices it has the fewest bytes. None where no choice fits; `least_bytes` returns the bytes
+        that one needs.
         """
-        own = self._of_range(first, end)
-        labels = self._finished.labels[own]
-        sizes, seconds, sums = self._bytes(in_flight, own), self._call[:, own], labels.sums
+        place = self._of_range(first, end)
+        labels = self._finished.labels[place]
+        sizes, seconds, sums = self._bytes(in_flight, place), self._call[:, place], labels.sums
         fit = np.flatnonzero(sizes[0] <= budget)
         if not len(fit):
             return None
         best = fit[np.lexsort((sums.host[0, fit], sizes[0, fit], seconds[0, fit]))[0]]
-        intervals = self._intervals(own.start + int(best), end)
+        intervals = self._intervals(place.start + int(best), end)
         return IntervalChoice(
             intervals,
             float(seconds[0, best]),
@@ -155,7 +158,7 @@ class IntervalFronts:
         )
 
     def least_bytes(self, first: int, end: int, in_flight: int) -> tuple[int, int]:
-        """The fewest bytes of all choices that were found for such a stage, and bytes below which none is.
+        """Return the fewest bytes of the choices for such a stage, and a lower bound for all choices.
 
         Both are the same where the search was exact.
         """
@@ -163,28 +166,27 @@ class IntervalFronts:
         return int(sizes[0].min()), int(sizes[-1].min())
 
     def least(self, in_flight: int) -> Bytes:
-        """The first number of `least_bytes` for all ranges: [L, L + 1], `NEVER` where there is none."""
-        found = self._finished.least(self._bytes(in_flight)[:1])[0]
-        there = np.isfinite(found)
-        return np.where(there, np.where(there, found, 0).astype(np.int64), NEVER)
+        """Return the first number of `least_bytes` for all ranges: [L, L + 1], `NEVER` where there is none."""
+        least = self._finished.least(self._bytes(in_flight)[:1])[0]
+        exists = np.isfinite(least)
+        return np.where(exists, np.where(exists, least, 0).astype(np.int64), NEVER)
 
     def seconds(self, in_flight: int, budget: float | Floats) -> tuple[Floats, Floats]:
-        """`cheapest` of all ranges without their intervals: [L, L + 1], seconds of layers first .. end-1, and bounds.
+        """Return the seconds of `cheapest` for all ranges, and their lower bounds, each [L, L + 1].
 
-        Infinite where nothing was found that fits, and where nothing can fit. budget: of all, or [L, L + 1].
+        Infinite where no choice fits, and where none can. budget: one for all ranges, or [L, L + 1].
         """
-        found = self._least_fitting(self._bytes(in_flight), self._call, budget)
-        return found[0], found[-1]
+        seconds = self._least_fitting(self._bytes(in_flight), self._call, budget)
+        return seconds[0], seconds[-1]
 
     def bounds(self, in_flight: int, budget: float | Floats, copied: Sequence[int], entering: Sequence[int]) -> Floats:
-        """[L, L + 1]: seconds of a call of layers first .. end-1 below which no list is that a rank can hold; infinite
-        where it can hold none. The arguments are those of `seconds`, and of `layerwise.Layerwise`.
+        """Return [L, L + 1]: a lower bound of the seconds of a call of layers first .. end-1 in any list that a rank
+        can hold; infinite where it can hold none. The arguments are those of `seconds`, and of `layerwise.Layerwise`.
 
-        A list with an O may take less than `stage_bytes` says of it: that counts what one waiting call moves as well.
-        At least, each call in flight but the one at work holds what stays of it on the device, and the one at work
-        all that its F, R or B needs. A simulated step may count fewer bytes for its copies than are moved here: for
-        every interval at least the part that is the least of all intervals (`_counted`). Without copies both are the
-        numbers of `seconds`.
+        A list with an O may take fewer bytes than `stage_bytes`, which also counts the bytes that one waiting call
+        moves. At least, each waiting call holds the bytes that stay on the device, and the current call all that its F,
+        R or B needs. A simulated step may count fewer bytes for its copies than are moved here: for every interval at
+        least the smallest fraction of all intervals (`_counted`). Without copies both are the numbers of `seconds`.
         """
         handling = self._handling
         if handling.host_bandwidth is None:
@@ -194,18 +196,18 @@ class IntervalFronts:
             at_least = replace(handling, host_bandwidth=handling.host_bandwidth / max(part, 1e-12))
         sizes = self._bytes(in_flight, at_least=handling.later)[-1:]
         labels = self._finished.labels
-        own = self._own[labels.first, self._finished.ends]
+        layer_seconds = self._own[labels.first, self._finished.ends]
         again, host = labels.again[-1:], labels.sums.host[-1:]
         if handling.copies_beside:
-            seconds = combined_seconds(at_least, own + again, host)
-        else:  # what labels were left out by is the sum of both, of which the part is less than what is counted
-            seconds = own + part * combined_seconds(handling, again, host)
+            seconds = combined_seconds(at_least, layer_seconds + again, host)
+        else:  # labels were dropped by the sum of both, and this part of it is less than the simulated step counts
+            seconds = layer_seconds + part * combined_seconds(handling, again, host)
         return self._least_fitting(sizes, seconds, budget)[0]
 
     # -- the search
 
     def _counted(self, copied: Sequence[int], entering: Sequence[int]) -> float:
-        """The least part of what an interval moves by these tables that a simulated step counts; at most 1."""
+        """Return the least fraction of an interval's moved bytes that a simulated step counts; at most 1."""
         saved = np.concatenate([[0], np.cumsum(copied)])
         counted = {
             "offload": saved[None, :] - saved[:-1, None],
@@ -219,21 +221,21 @@ class IntervalFronts:
         return least
 
     def _empty(self, cut: int, count: int) -> Labels:
-        """A stage that begins at the cut; `count` 0: none does."""
+        """Return the label of a stage that begins at the cut; no label where `count` is 0."""
         state = self._states.number(cut, Before(), False)
-        whole = np.repeat(np.array([[cut], [state], [_NONE_YET], [-1], [-1], [-1]]), count, axis=1)
+        integers = np.repeat(np.array([[cut], [state], [_NONE_YET], [-1], [-1], [-1]]), count, axis=1)
         numbers = np.zeros((1 + len(self._names), 2 if self._most else 1, count))
         numbers[1 + self._names.index(self._peak)] = self._ranges.crossing[cut]
-        return Labels(whole, numbers, self._names)
+        return Labels(integers, numbers, self._names)
 
     def _reached(self, end: int) -> Labels:
-        """All choices up to the cut that labels before it and one more segment make."""
+        """Return all choices up to the cut that extend an earlier label by one segment."""
         kept, states = self._table.kept(end), self._states.columns()
         low = int(np.argmax(self._own[:end, end] <= self._longest)) if end else 0
-        there = self._at[low:]
-        before, counts = joined(there), [len(one) for one in there]
+        earlier = self._at[low:]
+        before, counts = joined(earlier), [len(labels) for labels in earlier]
         cuts, places = np.repeat(np.arange(low, end), counts), np.concatenate([*map(np.arange, counts)])
-        own = self._own[before.first, end]
+        layer_seconds = self._own[before.first, end]
         near, some = before.first >= low, []
         for kind, name in enumerate(KINDS):
             if name not in self._kinds:
@@ -246,31 +248,33 @@ class IntervalFronts:
                 allowed = near & ~states.keeps[before.state]
             elif self._handling.recomputed and _RECOMPUTES[kind] and kept:
                 allowed, phases = near & (before.phase != _HAS_COME), [(False, _STILL_TO_COME), (True, _HAS_COME)]
-            chosen = np.flatnonzero(allowed & (own + again[-1] <= self._longest))
+            chosen = np.flatnonzero(allowed & (layer_seconds + again[-1] <= self._longest))
             if not len(chosen):
                 continue
             old, segments = before[chosen], self._table.behind(kind, cuts[chosen], end)
             state = self._next_states(old, kind, end)
             for ready, phase in phases:
-                whole = old.whole.copy()
-                whole[1], whole[3:] = state, (cuts[chosen], places[chosen], np.full(len(chosen), kind))
+                integers = old.whole.copy()
+                integers[1], integers[3:] = state, (cuts[chosen], places[chosen], np.full(len(chosen), kind))
                 if phase is not None:
-                    whole[2] = phase
+                    integers[2] = phase
                 numbers = np.empty_like(old.numbers)
                 numbers[0] = again[:, chosen]
                 self._add(numbers[1:], old, segments, states.beside[:, old.state], end, ready)
-                some.append(Labels(whole, numbers, self._names))
+                some.append(Labels(integers, numbers, self._names))
         return joined(some) if some else self._empty(end, 0)
 
     def _next_states(self, old: Labels, kind: int, end: int) -> NDArray[np.intp]:
-        there, which = np.unique(old.state, return_inverse=True)
+        distinct, inverse = np.unique(old.state, return_inverse=True)
         kept = self._table.kept(end)
-        behind = [self._states.behind(state, kind, end, kept) for state in there.tolist()]
-        return np.array(behind, dtype=np.intp)[which]
+        behind = [self._states.behind(state, kind, end, kept) for state in distinct.tolist()]
+        return np.array(behind, dtype=np.intp)[inverse]
 
     def _add(self, numbers: Floats, old: Labels, segments: CallSegment, beside: Floats, end: int, ready: bool) -> None:
-        """Write the sums with one more segment to [C, V, N]. One of them, `_peak`, is the most of F, of B or W, and of
-        the first B or W, all with the gradients of the parameters so far: each grows by these from segment to segment.
+        """Write the sums with one more segment to `numbers` [C, V, N].
+
+        The sum `_peak` is the largest of F, of B or W, and of the first B or W, all with the gradients of the
+        parameters so far, by which each grows from segment to segment.
         """
         sums = old.sums.behind(segments, Beside(*beside * segments.kept), self._handling.later, ready)
         made = self._made[end] - self._made[old.first]
@@ -280,8 +284,8 @@ class IntervalFronts:
 
     def _fewer(self, labels: Labels) -> Labels:
         states = self._states.columns()
-        own = labels.state
-        kin = Kin(states.family[own], states.keeps[own], states.outputs[own], labels.phase)
+        state = labels.state
+        kin = Kin(states.family[state], states.keeps[state], states.outputs[state], labels.phase)
         columns = self._columns(labels)
         points = np.stack([column[0] - (name in ON_DEVICE) * kin.outputs for name, column in columns], axis=1)
         names = [name for name, _ in columns]
@@ -292,7 +296,7 @@ class IntervalFronts:
         return fewer(labels, Thinning(points, extremes, kin, self._most, self._steps).stand_ins(labels.first), kin)
 
     def _columns(self, labels: Labels) -> list[tuple[str, Floats]]:
-        """All that makes one label better than another one of the same state, by the names of `Sums`."""
+        """Return the columns in which a label may be better than another one of its state, by names of `Sums`."""
         sums, handling = labels.sums, self._handling
         names, seconds = {"waits", self._peak, "back"}, labels.again
         if handling.host_bandwidth is not None and handling.copies_beside:
@@ -310,20 +314,20 @@ class IntervalFronts:
     # -- the answers
 
     def _of_end(self, end: int, firsts: Sequence[int], labels: Labels) -> Labels:
-        """The finished choices up to a cut, by their first layers."""
+        """Return the finished choices up to a cut, by their first layers."""
         if not self._table.kept(end):  # frozen layers: nothing is kept, whatever the intervals
             some = []
             for first in sorted(firsts):
-                one = self._empty(first, 1)
+                empty = self._empty(first, 1)
                 most = self._made[end] - self._made[first] + self._ranges.bare(first, end)
-                peak = one.numbers[1 + self._names.index(self._peak)]
+                peak = empty.numbers[1 + self._names.index(self._peak)]
                 np.maximum(peak, most, out=peak)
-                some.append(one)
+                some.append(empty)
             return joined([*some, self._empty(end, 0)])
         return labels[(labels.phase != _STILL_TO_COME) & (labels.first < end)]
 
     def _of_range(self, first: int, end: int) -> slice:
-        """The finished choices of a range."""
+        """Return the slice of the finished choices of a range."""
         if (first, end) not in self._finished.places:
             raise CapslogError(
                 f"no stage of layers {first} to {end - 1} was searched; name {first} among the firsts, and both it and "
@@ -332,14 +336,14 @@ class IntervalFronts:
         return self._finished.places[first, end]
 
     def _least_fitting(self, sizes: Floats, seconds: Floats, budget: float | Floats) -> Floats:
-        """[V, L, L + 1]: the fewest of the seconds [V, N] of finished choices that take no more than the budget."""
+        """Return [V, L, L + 1]: the fewest `seconds` [V, N] of the finished choices within the budget."""
         first, ends = self._finished.labels.first, self._finished.ends
         most = budget if np.ndim(budget) == 0 else np.asarray(budget)[first, ends]
         return self._finished.least(np.where(sizes <= most, seconds, np.inf))
 
-    def _bytes(self, in_flight: int, own: slice = slice(None), at_least: bool = False) -> Floats:
-        """`choice.stage_bytes` of finished choices; at_least: every waiting call counts with what stays of it alone."""
-        labels, ends, handling = self._finished.labels[own], self._finished.ends[own], self._handling
+    def _bytes(self, in_flight: int, place: slice = slice(None), at_least: bool = False) -> Floats:
+        """Return `choice.stage_bytes` of finished choices; `at_least` as there."""
+        labels, ends, handling = self._finished.labels[place], self._finished.ends[place], self._handling
         made, always, sums = self.made[labels.first, ends], self._resident[labels.first, ends], labels.sums
         actions = sums.back + self._gradient[ends]
         for more in (sums.again, sums.inputs):  # 0 where no list has an R, or an I
@@ -347,32 +351,32 @@ class IntervalFronts:
         most = np.maximum(getattr(sums, self._peak), actions + made)
         others = others_bytes(handling, in_flight, sums.waits, sums.held, sums.host, handling.split * sums.between)
         others = (in_flight - 1) * sums.waits if at_least else others
-        found: Floats = always + others + most
-        return found
+        total: Floats = always + others + most
+        return total
 
     def _resident_bytes(self) -> Floats:
-        """[L, L + 1], of every range that has a choice: what is there beside its calls."""
-        found = self._handling.calls * self.statistics + self._handling.waiting_blocks * self.made
+        """Return [L, L + 1]: for every range that has a choice, the bytes held beside its calls."""
+        resident = self._handling.calls * self.statistics + self._handling.waiting_blocks * self.made
         for first, cut in self._finished.ranges:
-            found[first, cut] += self._ranges.resident(range(first, cut))
-        return found
+            resident[first, cut] += self._ranges.resident(range(first, cut))
+        return resident
 
     def _call_seconds(self) -> Floats:
-        """[V, N], of one call of each finished choice."""
+        """Return [V, N]: seconds of one call of each finished choice."""
         labels, ends = self._finished.labels, self._finished.ends
-        own = sum(row[ends] - row[labels.first] for row in (self._seconds.forward, self._seconds.backward))
-        found: Floats = combined_seconds(self._handling, own + labels.again, labels.sums.host)
-        return found
+        layer_seconds = sum(row[ends] - row[labels.first] for row in (self._seconds.forward, self._seconds.backward))
+        seconds: Floats = combined_seconds(self._handling, layer_seconds + labels.again, labels.sums.host)
+        return seconds
 
     def _intervals(self, number: int, end: int) -> tuple[MemoryInterval, ...]:
-        """The choice of a finished label, from its last segment to its first."""
-        found: list[MemoryInterval] = []
+        """Return the intervals of a finished label, traced from its last segment to its first."""
+        intervals: list[MemoryInterval] = []
         labels, source, parent, of_kind = (
             self._finished.labels,
             *(WHOLE.index(name) for name in ("source", "parent", "kind")),
         )
         while (before := int(labels.whole[source, number])) >= 0:
             if (kind := KINDS[labels.whole[of_kind, number]]) != KEEP:
-                found.append(MemoryInterval(before, end, kind))
+                intervals.append(MemoryInterval(before, end, kind))
             labels, number, end = self._at[before], int(labels.whole[parent, number]), before
-        return tuple(reversed(found))
+        return tuple(reversed(intervals))

@@ -1,9 +1,9 @@
-"""Many choices of intervals for ranges of layers, side by side in arrays; which of them a search may leave out.
+"""Choices of intervals for ranges of layers, as arrays, and the dominance and thinning by which a search drops some.
 
-A choice is left out where another one is as good in everything that counts (`undominated`), or, where there are too
-many, where another one is nearly as good (`thinned`). The latter then also stands for the former: beside its own
-numbers it has lower ones, which no choice that it stands for is below. Behind the same segments, sums of lower numbers
-stay lower. So the search knows how much it may have missed.
+A choice is dropped where another one is as good in every number (`undominated`), or, where there are too many, where
+another one is nearly as good (`Thinning`). The latter then stands for the dropped choice: it also has lower bounds of
+the numbers of all choices for which it stands. Adding the same segments keeps lower sums lower. So the search knows how
+much it may have missed.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ __all__ = ["ON_DEVICE", "WHOLE", "Kin", "Labels", "Thinning", "fewer", "joined",
 Floats = NDArray[np.float64]
 Numbers = NDArray[np.intp]
 ON_DEVICE = ("waits", "held", "back", "again")
-"""Those of `Sums` from which the next segment takes away what it finds there of its inputs."""
+"""Members of `Sums` from which the next segment subtracts the inputs that are already there."""
 _COARSER_SECONDS = 4.0
-"""How much coarser seconds are told apart than bytes: a few bytes too many, and a choice does not fit at all."""
+"""Factor by which seconds are distinguished more coarsely than bytes: with a few bytes too many a choice does not fit.
+"""
 _BLOCK = 256
 """Points that are compared with one another at a time."""
 
 
 @dataclass(frozen=True)
 class Labels:
-    """One entry per choice for the layers from a first one up to one cut.
+    """N labels, each a choice for the layers from some first one up to the same cut.
 
-    whole: [6, N], whole numbers by the names of `WHOLE`: its first layer; its state and phase before the next segment,
-        see `fronts`; the cut before its last segment (source), and which of the labels there is the rest of it
-        (parent); the kind of the last segment. No last segment: -1.
-    numbers: [1 + C, V, N], seconds of forwards that run again, and of its segments the sums `names`.
-    names: those of `Sums` that the search counts; the others are 0.
-    V is 1, or 2 where labels are thinned: its own numbers, and the lower ones.
+    whole: [6, N], integers by the names of `WHOLE`: the first layer; the state and phase before the next segment, see
+        `fronts`; the cut before the last segment (source), and the index of the label there that it extends (parent);
+        the kind of the last segment. -1 without a last segment.
+    numbers: [1 + C, V, N], seconds of recomputed forwards, and the sums `names` of the segments.
+    names: members of `Sums` that the search counts; the others are 0.
+    V is 1, or 2 where labels are thinned: the label's numbers, and their lower bounds.
     """
 
     whole: Numbers
@@ -50,32 +51,32 @@ class Labels:
         return self.whole.shape[1]
 
     def __getitem__(self, chosen: Any) -> Labels:
-        """Some of them."""
+        """Return the chosen labels."""
         return Labels(self.whole[:, chosen], self.numbers[..., chosen], self.names)
 
     @property
     def first(self) -> Numbers:
-        """[N], the first layer of each."""
+        """First layer of each label, [N]."""
         return self.whole[0]
 
     @property
     def state(self) -> Numbers:
-        """[N], before the next segment."""
+        """State before the next segment, [N]."""
         return self.whole[1]
 
     @property
     def phase(self) -> Numbers:
-        """[N], before the next segment."""
+        """Phase before the next segment, [N]."""
         return self.whole[2]
 
     @property
     def again(self) -> Floats:
-        """[V, N], seconds of forwards that run again."""
+        """Seconds of recomputed forwards, [V, N]."""
         return self.numbers[0]
 
     @property
     def sums(self) -> Sums:
-        """[V, N] each."""
+        """Sums of the segments, [V, N] each."""
         return Sums(**dict(zip(self.names, self.numbers[1:], strict=True)))
 
 
@@ -84,31 +85,32 @@ WHOLE = ("first", "state", "phase", "source", "parent", "kind")
 
 
 def joined(some: Sequence[Labels]) -> Labels:
-    """All of them, in this order."""
+    """Concatenate labels in this order."""
     if len(some) == 1:
         return some[0]
-    whole = np.concatenate([one.whole for one in some], axis=-1)
-    return Labels(whole, np.concatenate([one.numbers for one in some], axis=-1), some[0].names)
+    integers = np.concatenate([labels.whole for labels in some], axis=-1)
+    return Labels(integers, np.concatenate([labels.numbers for labels in some], axis=-1), some[0].names)
 
 
 def undominated(points: Floats, kin: Numbers, may: NDArray[np.bool_]) -> Numbers:
-    """For each of the points [N, D] one that stands for it: itself, or one that is as small or smaller in every
-    coordinate, of a class that may stand for its own, and for which no other one stands. Of points that may stand for
-    each other it is the first.
+    """Return for each of the points [N, D] the index of the point that stands for it.
 
-    kin: [N], of each point the number of its class. may: [K, K], whether points of one class may stand for those of
-    another, themselves included; a class comes behind all that may stand for it, and these include all that may stand
-    for one of them (`Kin.classes`).
+    This is the point itself, or an undominated point that is as small or smaller in every coordinate and whose class
+    may stand for its class. Of points that may stand for each other it is the first.
+
+    kin: [N], the class number of each point. may: [K, K], True where points of the first class may stand for points of
+    the second; also true on the diagonal. A class comes behind all that may stand for it, and the relation is
+    transitive (`Kin.classes`).
     """
-    order = np.lexsort((kin, *points.T[::-1]))  # a point is only beaten by those before it
+    order = np.lexsort((kin, *points.T[::-1]))  # a point is dominated only by points before it
     columns, kin = np.ascontiguousarray(points[order].T), kin[order]
 
     def as_small(some: Numbers, others: Numbers) -> NDArray[np.bool_]:
-        """[others, some]: whether the latter may stand for the former."""
-        found: NDArray[np.bool_] = may.T[kin[others][:, None], kin[some]]
+        """Return [others, some]: True where a point of `some` may stand for one of `others`."""
+        may_stand: NDArray[np.bool_] = may.T[kin[others][:, None], kin[some]]
         for column in columns:
-            found &= column[some] <= column[others][:, None]
-        return found
+            may_stand &= column[some] <= column[others][:, None]
+        return may_stand
 
     stands, kept = np.empty(len(order), dtype=np.intp), list[Numbers]()
     for begin in range(0, len(order), _BLOCK):
@@ -124,17 +126,18 @@ def undominated(points: Floats, kin: Numbers, may: NDArray[np.bool_]) -> Numbers
         if len(block):
             stands[block] = np.where(free, block, block[(smaller & free).argmax(axis=1)])
             kept.append(block[free])
-    found = np.empty_like(order)
-    found[order] = order[stands]
-    return found
+    stand_ins = np.empty_like(order)
+    stand_ins[order] = order[stands]
+    return stand_ins
 
 
 @dataclass(frozen=True)
 class Kin:
-    """Which labels may stand for which: y for x where they are of one family, x keeps or y does not, their outputs are
-    as many or y has none, and their phases are the same or y's is 0.
+    """Dominance between labels of different states. Label y may stand for x where (1) they are of one family, (2) x
+    keeps or y does not, (3) their outputs are equal or y has none, and (4) their phases are equal or y's is 0.
 
-    What may follow x may then follow y, and adds to the bytes on the device at most x's outputs less than to y's.
+    Then any segment that may follow x may follow y, and adds to y's bytes on the device at most the outputs of x more
+    than to x's.
 
     family, keeps, outputs, phase: [N].
     """
@@ -146,8 +149,10 @@ class Kin:
 
     @cached_property
     def classes(self) -> tuple[Numbers, NDArray[np.bool_]]:
-        """[N], the number of each label's class, which has those that are alike in all this; and [K, K], whether labels
-        of one class may stand for those of another. A class comes behind all others that may stand for it.
+        """Class number of each label, [N], and the relation of the classes, [K, K].
+
+        Labels of one class are equal in all four columns. The relation is True where labels of the first class may
+        stand for labels of the second; a class comes behind all others that may stand for it.
         """
         columns = self.phase, self.outputs, self.keeps, self.family
         order = np.lexsort(columns)
@@ -162,13 +167,13 @@ class Kin:
 
 @dataclass(frozen=True)
 class Thinning:
-    """Leaves out labels, of each first layer by itself.
+    """Drops labels, for each first layer separately.
 
-    points: [N, D], what counts of each label: seconds, then bytes, lessened by its outputs where they are bytes on the
-        device.
-    extremes: [E, D], weights of sums of these numbers; the label of the least sum stays in any case.
+    points: [N, D], coordinates of each label: seconds, then bytes; bytes on the device are reduced by its outputs.
+    extremes: [E, D], weights of sums of these coordinates; the label of the least sum is always kept.
     most: labels of one first layer, beside the extreme ones; 0: any number.
-    steps: [L], by first layer: what part of the span of a number is no difference. Changed, for the next cut.
+    steps: [L], by first layer: the fraction of a coordinate's span within which labels count as equal. Updated in place
+        for the next cut.
     """
 
     points: Floats
@@ -178,7 +183,7 @@ class Thinning:
     steps: Floats
 
     def stand_ins(self, first: Numbers) -> Numbers:
-        """For each label the one that stands for it, itself where none does."""
+        """Return for each label the index of the label that stands for it; its own where none does."""
         order = np.argsort(first, kind="stable")
         begins = np.flatnonzero(np.diff(first[order], prepend=-1))
         stands, of_first = np.arange(len(first)), first[order[begins]]
@@ -195,46 +200,48 @@ class Thinning:
             stands[order] = order[self._first_of_box(order, row, boxes, scaled.sum(axis=1))]
         behind, (kin, may) = np.arange(len(first)), self.kin.classes
         for number, part in enumerate(parts):
-            left, layer = part[stands[part] == part], int(of_first[number])
+            remaining, layer = part[stands[part] == part], int(of_first[number])
             while True:
-                own = self.points[left]
+                points = self.points[remaining]
                 if crowded[number]:
-                    own = own / (span[number] * self.steps[layer])
-                    best = np.argsort(own.sum(axis=1), kind="stable")
-                    left, own = left[best], np.floor(own[best])
-                by = undominated(own, kin[left], may)
-                behind[left] = left[by]
+                    points = points / (span[number] * self.steps[layer])
+                    best = np.argsort(points.sum(axis=1), kind="stable")
+                    remaining, points = remaining[best], np.floor(points[best])
+                by = undominated(points, kin[remaining], may)
+                behind[remaining] = remaining[by]
                 stands[part] = behind[stands[part]]
-                left = left[by == np.arange(len(by))]
-                if len(left) <= self.most or self.steps[layer] >= 1.0 or not crowded[number]:
+                remaining = remaining[by == np.arange(len(by))]
+                if len(remaining) <= self.most or self.steps[layer] >= 1.0 or not crowded[number]:
                     break
                 self.steps[layer] *= 2.0
             if crowded[number]:
-                self.steps[layer] /= 2.0 if 2 * len(left) < self.most else 1.0
+                self.steps[layer] /= 2.0 if 2 * len(remaining) < self.most else 1.0
                 least = part[np.argmin(self.points[part] @ self.extremes.T, axis=0)]
                 stands[least] = least
         return stands
 
     def _first_of_box(self, order: Numbers, row: Numbers, boxes: Floats, total: Floats) -> Numbers:
-        """For each place of `order` the place of the label of least total among those alike that share its box."""
+        """Return for each place of `order` the place of the label of least total in the same box and class."""
         columns = [row, self.kin.classes[0][order], *boxes.T]
         mixed = np.zeros(len(order))
-        for column in columns:  # labels of one box have one number; others may have the same one by chance
+        for column in columns:  # labels of one box have equal numbers; others collide only by chance
             mixed = (mixed * 0.6180339887 + column) * 0.7548776662 % 1e6
         by_box = np.lexsort((total, mixed))
         changes = np.any([np.diff(column[by_box], prepend=np.nan) != 0 for column in map(np.asarray, columns)], axis=0)
-        found = np.empty(len(order), dtype=np.intp)
-        found[by_box] = by_box[np.maximum.accumulate(np.where(changes, np.arange(len(order)), 0))]
-        return found
+        firsts = np.empty(len(order), dtype=np.intp)
+        firsts[by_box] = by_box[np.maximum.accumulate(np.where(changes, np.arange(len(order)), 0))]
+        return firsts
 
 
 def fewer(labels: Labels, stands: Numbers, kin: Kin) -> Labels:
-    """The labels that stand for themselves, by their first layers, with the lower numbers of those they stand for."""
+    """Return the labels that stand for themselves, by their first layers, with the lower bounds of all labels for which
+    they stand.
+    """
     kept = np.flatnonzero(stands == np.arange(len(labels)))
     kept = kept[np.argsort(labels.first[kept], kind="stable")]
-    found = labels[kept]
+    thinned = labels[kept]
     if labels.numbers.shape[1] == 1:
-        return found
+        return thinned
     place = np.zeros(len(labels), dtype=np.intp)
     place[kept] = np.arange(len(kept))
     by_place = np.argsort(place[stands], kind="stable")
@@ -242,5 +249,5 @@ def fewer(labels: Labels, stands: Numbers, kin: Kin) -> Labels:
     less = np.where((kin.keeps != kin.keeps[stands]) | (kin.outputs != kin.outputs[stands]), kin.outputs, 0.0)
     on_device = np.array([False, *(name in ON_DEVICE for name in labels.names)])
     lower = (labels.numbers[:, 1] - on_device[:, None] * less)[:, by_place]
-    found.numbers[:, 1] = np.minimum.reduceat(lower, borders, axis=-1)
-    return found
+    thinned.numbers[:, 1] = np.minimum.reduceat(lower, borders, axis=-1)
+    return thinned

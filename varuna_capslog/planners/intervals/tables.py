@@ -1,7 +1,7 @@
 """The segments of a chain and the states between them, as arrays that the search reads.
 
-A segment's bytes depend on those before it only by what `memory.segments.Before` says of them. Before a cut, choices in
-which that is the same are in one state.
+A segment's bytes depend on the segments before it only through `memory.segments.Before`. Choices up to one cut that are
+equal in this are in one state.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _COLUMNS = len(_NUMBERS) + len(_WORKS) * len(BackwardWork._fields)
 class SegmentTable:
     """Every segment [first, end) of every kind.
 
-    numbers: kind -> [numbers of CallSegment, L, L + 1]. again: [L, L + 1], seconds of running the layers again.
+    numbers: kind -> [numbers of CallSegment, L, L + 1]. again: [L, L + 1], seconds of recomputing the layers.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class SegmentTable:
         within: NDArray[np.bool_] | None = None,
         kinds: Collection[str] = KINDS,
     ) -> None:
-        """Find the numbers of all segments of these kinds, or of those for which `within[first, end]` is true."""
+        """Compute the numbers of all segments of these kinds, or of those for which `within[first, end]` is True."""
         size = ranges.num_layers
         self.ranges = ranges
         self.numbers = np.zeros((len(KINDS), _COLUMNS, size, size + 1))
@@ -49,33 +49,33 @@ class SegmentTable:
         there = np.triu(np.ones((size, size + 1), dtype=np.bool_), k=1)
         for first, end in np.argwhere(there if within is None else there & within).tolist():
             for kind in kinds:
-                one = CallSegment.of(ranges, MemoryInterval(first, end, kind), split)
-                works = (size for name in _WORKS for size in getattr(one, name))
-                numbers = [*(getattr(one, name) for name in _NUMBERS), *works]
+                segment = CallSegment.of(ranges, MemoryInterval(first, end, kind), split)
+                works = (size for name in _WORKS for size in getattr(segment, name))
+                numbers = [*(getattr(segment, name) for name in _NUMBERS), *works]
                 self.numbers[KINDS.index(kind), :, first, end] = numbers
             if runs_again(ranges, first, end):
                 self.again[first, end] = seconds.forward[end] - seconds.forward[first]
 
     def kept(self, end: int) -> bool:
-        """Whether the layers before a cut have a backward."""
+        """Return True where the layers before a cut have a backward."""
         return end == self.ranges.num_layers or self.ranges.carries[end]
 
     def taken(self, kind: str) -> NDArray[np.float64]:
-        """[L, L + 1]: bytes of a segment of this kind that go to the host tier."""
-        found: NDArray[np.float64] = self.numbers[KINDS.index(kind), _NUMBERS.index("taken")]
-        return found
+        """Return [L, L + 1]: bytes of a segment of this kind that go to the host tier."""
+        taken: NDArray[np.float64] = self.numbers[KINDS.index(kind), _NUMBERS.index("taken")]
+        return taken
 
     def behind(self, kind: int, firsts: NDArray[np.intp], end: int) -> CallSegment:
-        """The segments of this kind from each of these layers to `end`, as one with arrays for numbers."""
+        """Return the segments of this kind from each of `firsts` to `end`, as one segment with arrays for numbers."""
         part = MemoryInterval(end - 1, end, KINDS[kind])
-        found = self.numbers[kind, :, firsts, end].T
-        numbers, works = found[: len(_NUMBERS)], found[len(_NUMBERS) :].reshape(len(_WORKS), -1, len(firsts))
+        rows = self.numbers[kind, :, firsts, end].T
+        numbers, works = rows[: len(_NUMBERS)], rows[len(_NUMBERS) :].reshape(len(_WORKS), -1, len(firsts))
         of_works = {name: BackwardWork(*row) for name, row in zip(_WORKS, works, strict=True)}
         return CallSegment(part, self.kept(end), **dict(zip(_NUMBERS, numbers, strict=True)), **of_works)
 
 
 class Columns(NamedTuple):
-    """[N], or [2, N], of all states; see `States`."""
+    """Columns of all states, [N] or [2, N]; see `States`."""
 
     keeps: NDArray[np.bool_]
     beside: NDArray[np.float64]
@@ -84,15 +84,15 @@ class Columns(NamedTuple):
 
 
 class States:
-    """The states that choices may be in, numbered over all cuts.
+    """The states of choices, numbered over all cuts.
 
     Attributes:
-        cut: of each. before: of one of the choices in it. keeps: whether its last segment is of kind KEEP.
-        beside: what these choices hold or give away of a next segment's inputs. outputs: the part of it on the device
-            that is the last segment's outputs, which matters for the next segment only.
-        family: states with one number differ in `keeps` and `outputs` alone.
+        cut: of each state. before: of any choice in it. keeps: True where its last segment is of kind KEEP.
+        beside: bytes of the next segment's inputs that these choices hold or give away. outputs: the part of it on the
+            device that is the last segment's outputs, which matters for the next segment only.
+        family: states of the same number differ in `keeps` and `outputs` alone.
 
-    later: what calls give away counts, since all of it leaves together.
+    later: bytes that calls give away count, since all of them leave together.
     """
 
     def __init__(self, ranges: RangeBytes, later: bool) -> None:
@@ -102,7 +102,7 @@ class States:
         self._behind: dict[tuple[int, int, int, int], int] = {}
         self._pairs: dict[tuple[MemoryInterval | None, MemoryInterval | None], int] = {}
         self._passing: list[int] = []
-        """Of each state the number of the segments whose inputs may pass."""
+        """For each state, the number of the pair of segments whose inputs may pass."""
         self.cut: list[int] = []
         self.before: list[Before] = []
         self.keeps: list[bool] = []
@@ -112,7 +112,7 @@ class States:
         self._columns: Columns | None = None
 
     def columns(self) -> Columns:
-        """All that the search reads of the states so far."""
+        """Return the columns of the states so far, which the search reads."""
         if self._columns is None or len(self._columns.keeps) < len(self.cut):
             self._columns = Columns(
                 np.array(self.keeps, dtype=np.bool_),
@@ -123,9 +123,9 @@ class States:
         return self._columns
 
     def number(self, cut: int, before: Before, keeps: bool) -> int:
-        """Of the state in which choices are before a cut."""
-        # Tensors that pass both of two cuts: the further these are apart, the fewer they are. So the same bytes at this
-        # cut are the same tensors at this and all later ones.
+        """Return the number of the state of choices up to a cut."""
+        # The further apart two cuts are, the fewer tensors pass both. So equal bytes at this cut mean equal tensors at
+        # this cut and all later ones.
         outputs, passed = before.outputs(self._ranges), before.passed(self._ranges, cut)
         if not self._later:
             outputs, passed = outputs._replace(taken=0), passed._replace(taken=0)
@@ -143,8 +143,8 @@ class States:
         return self._numbers[key]
 
     def behind(self, state: int, kind: int, end: int, kept: bool) -> int:
-        """The state behind one more segment."""
-        # what the last segment so far is no longer matters then, unless frozen layers follow it
+        """Return the state behind one more segment."""
+        # the last segment so far no longer matters then, unless frozen layers follow it
         key = (self.cut[state], self._passing[state], kind, end) if kept else (state, -1, kind, end)
         if key not in self._behind:
             part = MemoryInterval(self.cut[state], end, KINDS[kind])

@@ -1,8 +1,8 @@
-"""MadPipe: stages of which one processor may hold several that do not follow one another, and a periodic schedule.
+"""MadPipe: an allocation in which one processor may hold several non-consecutive stages, and its periodic schedule.
 
 Beaumont, Eyraud-Dubois, Shilova, "MadPipe: Memory Aware Dynamic Programming Algorithm for Pipelined Model Parallelism",
-ScaDL 2022. `allocation` finds the stages (Sec. 4.2), `pattern` when each operation starts (Sec. 4.3);
-`planning/placed/periodic` makes plans of both.
+ScaDL 2022. `allocation` finds the stages (Sec. 4.2), `pattern` finds the start of each operation (Sec. 4.3), and
+`planning/placed/periodic` makes plans from both.
 """
 
 from __future__ import annotations
@@ -24,33 +24,34 @@ __all__ = [
 ]
 
 WEIGHED = ("least", "most", "none")
-"""Those of `COUNTINGS` between which the schedules decide."""
+"""Members of `COUNTINGS` whose allocations are compared by their schedules."""
 
 
 def weighed_allocations(costs: ChainCosts) -> dict[str, Allocation]:
-    """counting -> its best allocation, where it has one.
+    """Return the best allocation of each counting that has one.
 
-    What fits by another counting of `WEIGHED` fits by the first as well, so that none has a shorter period than it.
+    An allocation that fits by a later counting of `WEIGHED` also fits by the first, so none has a shorter period than
+    the first.
     """
-    found, at_least = dict[str, Allocation](), 0.0
+    allocations, at_least = dict[str, Allocation](), 0.0
     for counting in WEIGHED if costs.devices > 1 else ("none",):
-        one = best_allocation(costs, counting, at_least)
-        if one is None and not found:
+        allocation = best_allocation(costs, counting, at_least)
+        if allocation is None and not allocations:
             break
-        if one is not None:
-            at_least = at_least or one.period / (1 + CLOSE)
-            found[counting] = one
-    return found
+        if allocation is not None:
+            at_least = at_least or allocation.period / (1 + CLOSE)
+            allocations[counting] = allocation
+    return allocations
 
 
 def shortest_pattern(costs: ChainCosts) -> Pattern | None:
-    """The pattern of the shortest period of all countings; None where nothing fits."""
+    """Return the pattern of the shortest period over all countings; None where nothing fits."""
     best: Pattern | None = None
-    every = {one.stages: one for one in weighed_allocations(costs).values()}
-    for one in sorted(every.values(), key=lambda one: one.load(costs)):
-        if best is not None and one.load(costs) >= best.period:
-            break  # its period is no shorter than its loads
-        pattern = periodic_pattern(costs, one)
+    by_stages = {allocation.stages: allocation for allocation in weighed_allocations(costs).values()}
+    for allocation in sorted(by_stages.values(), key=lambda allocation: allocation.load(costs)):
+        if best is not None and allocation.load(costs) >= best.period:
+            break  # a period is never shorter than the load
+        pattern = periodic_pattern(costs, allocation)
         if pattern is not None and (best is None or pattern.period < best.period):
             best = pattern
     return best

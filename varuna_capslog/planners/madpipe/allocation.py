@@ -1,5 +1,5 @@
-"""MadPipe-DP (Sec. 4.2) and Algorithm 1: the stages on P - 1 normal processors, which hold one each, and one special
-processor, which may hold any number.
+"""MadPipe-DP (Sec. 4.2) and Algorithm 1: allocate stages to P - 1 normal processors, which hold one stage each, and to
+one special processor, which may hold any number.
 
     g(k, l, V) = ceil((V + U(k, l)) / T)             microbatches in flight of a stage, V behind its forward
     x (+) y    = x + y where both end in one period, else T ceil(x / T) + y
@@ -10,21 +10,21 @@ The printed T(l, p, t_P, m_P, V) is the smallest period of such an allocation fo
 that minimises max(T, T(L, P - 1, 0, 0, 0)), which is the smallest T for which some allocation has a period of at most
 T. `allocation_within` answers that question with labels in place of the printed grid, and `best_allocation` bisects.
 
-State       layers 0 .. end-1 that are left, and a label: normal processors used, V, t_P, m_P.
-Transition  the last stage of the layers that are left: its first layer, and whether it is special.
-Cost        none: a label that is no larger in all four numbers makes another one superfluous, since (+) is monotonic.
-Complexity  O(L x stages x labels); where a state has more than `_LABELS` labels, they are thinned on a grid as the
-            printed one, of t_P and m_P, with the smallest V of each cell. So V is never rounded.
+State       layers 0 .. end-1 that have no stage yet, and a label: normal processors used, V, t_P, m_P.
+Transition  the last stage of these layers: its first layer, and whether it is special.
+Cost        none: a label that is no larger in any of the four numbers dominates another one, since (+) is monotonic.
+Complexity  O(L x stages x labels); where a state has more than `_LABELS` labels, they are thinned on the printed grid
+            of t_P and m_P, keeping the smallest V of each cell. So V is never rounded.
 
-Where we deviate from the print, in which three things are wrong or loose:
+Deviations from the printed text, which is wrong or imprecise in three places:
 
 - V' has C(k) there; the message between the stage and the layers before it is that over the cut before layer k.
-- Algorithm 1 overwrites the old T before it takes min(T, old T) as a lower bound, which then is T itself, infinite
-  where nothing fits at the first T.
-- A special stage holds some microbatch while its forward runs, so that m_P' + a <= M as well.
+- Algorithm 1 overwrites the old T before it takes min(T, old T) as a lower bound. The bound then is T itself, which is
+  infinite where nothing fits at the first T.
+- A special stage also holds the microbatch whose forward is running, so m_P' + a <= M must hold as well.
 
-The printed M(k, l, g - 1) is the least that the special processor can hold, and its schedule may hold more. `COUNTINGS`
-are the ways to count it, each with allocations of its own, between which the schedules decide.
+The printed M(k, l, g - 1) is the least that the special processor can hold; its schedule may hold more. `COUNTINGS`
+lists the ways to count it. Each yields its own allocations, and their schedules are compared.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ from varuna_capslog.planners.madpipe.costs import ChainCosts
 __all__ = ["CLOSE", "COUNTINGS", "AllocatedStage", "Allocation", "allocation_within", "best_allocation"]
 
 COUNTINGS = ("least", "most", "none", "printed")
-"""How the special processor is counted: with g - 1 calls of every stage, and one of each while its forward runs; with g
-calls of every stage; not at all, P normal ones; as printed, with g - 1."""
+"""Memory of the special processor: "least" counts g - 1 calls of every stage, and one more of each while its forward
+runs; "most" counts g calls of every stage; "none" has no special processor, but P normal ones; "printed" counts g - 1
+calls."""
 
 _LABELS = 300
-"""Of a state; more are thinned."""
+"""Most labels of a state; more are thinned."""
 
 _GRID = (50, 11)
 """Cells of t_P and m_P to which labels are thinned, for each number of processors used."""
@@ -56,15 +57,15 @@ CLOSE = 1e-3
 _ROUNDING = 1e-9
 
 _USED, _DELAY, _LOAD, _HELD, _BEHIND, _END, _SPECIAL = range(7)
-"""Columns of labels: the four numbers, then the label that it came from, the end of its first stage, and whether that
-is special."""
+"""Columns of labels: the four numbers, then the label from which it was made, the end of its first stage, and 1 where
+that stage is special."""
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class AllocatedStage:
-    """Layers first .. end-1, on a rank; special: the one that may have several stages."""
+    """Layers first .. end-1 on a rank. special: the rank may hold several stages."""
 
     first: int
     end: int
@@ -74,10 +75,10 @@ class AllocatedStage:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Stages in the order of the chain; ranks are counted as they first appear.
+    """Stages in the order of the chain; ranks are numbered in the order of their first stage.
 
-    period: seconds for which its processors and links can keep up, and for which the microbatches in flight of the
-        stages fit by the counting of Sec. 4.2.1.
+    period: seconds at which all processors and links keep up, and at which the microbatches in flight of the stages fit
+        by the counting of Sec. 4.2.1.
     """
 
     stages: tuple[AllocatedStage, ...]
@@ -85,38 +86,41 @@ class Allocation:
 
     @classmethod
     def of(cls, costs: ChainCosts, parts: Iterable[tuple[int, int, bool]], period: float = 0.0) -> Allocation:
-        """Stages (first, end, special) in order; period: one that is not shorter than the loads."""
+        """Make the allocation of `parts`, the stages (first, end, special) in order.
+
+        period: raised to `load` where it is shorter.
+        """
         stages, special, count = list[AllocatedStage](), -1, 0
         for first, end, shared in parts:
             rank = special if shared and special >= 0 else count
             special = rank if shared else special
             count += rank == count
             stages.append(AllocatedStage(first, end, rank, shared))
-        found = cls(tuple(stages), 0.0)
-        return cls(found.stages, max(period, found.load(costs)))
+        allocation = cls(tuple(stages), 0.0)
+        return cls(allocation.stages, max(period, allocation.load(costs)))
 
     @property
     def contiguous(self) -> bool:
-        """Whether every rank has one stage."""
-        return len({one.rank for one in self.stages}) == len(self.stages)
+        """True where every rank has one stage."""
+        return len({stage.rank for stage in self.stages}) == len(self.stages)
 
     def load(self, costs: ChainCosts) -> float:
-        """Seconds of the busiest processor or cut for one microbatch."""
-        ranks = dict.fromkeys((one.rank for one in self.stages), 0.0)
-        for one in self.stages:
-            ranks[one.rank] += costs.of("seconds", one.first, one.end)
-        return max([*ranks.values(), *(costs.link_load(one.first) for one in self.stages[1:])])
+        """Return the seconds of the busiest processor or link for one microbatch."""
+        ranks = dict.fromkeys((stage.rank for stage in self.stages), 0.0)
+        for stage in self.stages:
+            ranks[stage.rank] += costs.of("seconds", stage.first, stage.end)
+        return max([*ranks.values(), *(costs.link_load(stage.first) for stage in self.stages[1:])])
 
 
 def best_allocation(costs: ChainCosts, counting: str = "least", at_least: float = 0.0) -> Allocation | None:
-    """The allocation of the smallest period, within `CLOSE`; None where none fits even without any overlap.
+    """Return the allocation of the smallest period, within `CLOSE`; None where none fits even without any overlap.
 
     Args:
         counting: one of `COUNTINGS`.
-        at_least: seconds that no period is known to be below.
+        at_least: known lower bound of the period, in seconds.
     """
     total = costs.of("seconds", 0, costs.num_layers)
-    longest = max(one + other for one, other in zip(costs.forward, costs.backward, strict=True))
+    longest = max(forward + backward for forward, backward in zip(costs.forward, costs.backward, strict=True))
     lower = max(total / costs.devices, longest, at_least)  # Algorithm 1, line 1, and no layer is split
     upper = max(total + sum(map(costs.delay, range(1, costs.num_layers))), lower)  # line 2
     best = allocation_within(costs, upper, counting=counting)
@@ -124,28 +128,28 @@ def best_allocation(costs: ChainCosts, counting: str = "least", at_least: float 
         return best
     target, begin, step = lower * (1 + _ROUNDING), lower, CLOSE  # line 3
     while True:
-        found = allocation_within(costs, target, counting=counting)
-        if found is None:
+        allocation = allocation_within(costs, target, counting=counting)
+        if allocation is None:
             lower = max(lower, target)
         else:
-            again = found.load(costs) * (1 + _ROUNDING)
+            again = allocation.load(costs) * (1 + _ROUNDING)
             if again < target and (tighter := allocation_within(costs, again, counting=counting)):
-                found, target = tighter, again
-            best, upper, step = Allocation(found.stages, target), target, math.inf
+                allocation, target = tighter, again
+            best, upper, step = Allocation(allocation.stages, target), target, math.inf
         if upper <= lower * (1 + CLOSE):
             return best
-        # line 9; before something fits, the periods tried grow, since the best is seldom far from the lower bound
+        # line 9; until something fits, the target grows from the lower bound, since the best is seldom far from it
         target, step = min((lower + upper) / 2, begin * (1 + step)), 4 * step
 
 
 def allocation_within(
     costs: ChainCosts, target: float, bound: float | None = None, counting: str = "least"
 ) -> Allocation | None:
-    """An allocation that fits where microbatches in flight are counted for the period `target`; None if there is none.
+    """Return an allocation that fits, with microbatches in flight counted for the period `target`; None if none does.
 
     bound: seconds that no processor or link exceeds; default: `target`. So bound is at least T(L, P - 1, 0, 0, 0).
 
-    Of several the one whose special processor holds the least.
+    Of several allocations, return the one whose special processor holds the least.
     """
     layers, special = costs.num_layers, counting != "none"
     most = costs.devices - special
@@ -162,7 +166,7 @@ def allocation_within(
         if not rows[end]:
             continue
         labels = np.concatenate(rows[end])
-        room = (costs.devices - labels[:, _USED]) * bound - labels[:, _LOAD]  # of processors that are left
+        room = (costs.devices - labels[:, _USED]) * bound - labels[:, _LOAD]  # of the unused processors
         labels = _superfluous_left_out(labels[room >= seconds[end] * (1 - _ROUNDING)], costs, bound)
         numbers = np.arange(count, count + len(labels))
         kept.append(labels)
@@ -188,7 +192,7 @@ def allocation_within(
 
 
 class _Stages:
-    """Stages firsts[k] .. end-1 before each of the labels: arrays [K, 1] and [K, N]."""
+    """Stages of layers firsts[k] .. end-1 before each of the labels: arrays [K, 1] and [K, N]."""
 
     def __init__(self, costs: ChainCosts, firsts: NDArray[np.intp], end: int, target: float, labels: Floats) -> None:
         self.firsts, self.end, self.labels = firsts, end, labels
@@ -202,21 +206,21 @@ class _Stages:
         self.delay = _plus(behind, 2.0 * transfer[firsts][:, None], target)
 
     def memory(self, fewer: int) -> Floats:
-        """M(k, l, g - fewer)."""
-        found: Floats = self.static + (self.in_flight - fewer) * self.saved + self.buffers
-        return found
+        """Return M(k, l, g - fewer)."""
+        held: Floats = self.static + (self.in_flight - fewer) * self.saved + self.buffers
+        return held
 
 
 def _periods(seconds: Floats, target: float) -> Floats:
-    found: Floats = np.ceil(seconds / target - _ROUNDING)
-    return found
+    periods: Floats = np.ceil(seconds / target - _ROUNDING)
+    return periods
 
 
-def _plus(one: Floats, other: Floats, target: float) -> Floats:
-    """The (+) of Sec. 4.2.2."""
-    periods, both = _periods(one, target), one + other
-    found: Floats = np.where(_periods(both, target) == periods, both, target * periods + other)
-    return found
+def _plus(delay: Floats, added: Floats, target: float) -> Floats:
+    """Compute the (+) of Sec. 4.2.2."""
+    periods, both = _periods(delay, target), delay + added
+    total: Floats = np.where(_periods(both, target) == periods, both, target * periods + added)
+    return total
 
 
 def _add(
@@ -227,7 +231,10 @@ def _add(
     special: bool,
     held: Floats,
 ) -> None:
-    """Add the labels that these stages lead to, by the first layer of each stage. held: by the special processor."""
+    """Add the labels that these stages lead to, to the row of each stage's first layer.
+
+    held: bytes on the special processor.
+    """
     for place, first in enumerate(stage.firsts.tolist()):
         chosen = np.flatnonzero(fits[place])
         if not len(chosen):
@@ -244,7 +251,7 @@ def _add(
 
 
 def _superfluous_left_out(labels: Floats, costs: ChainCosts, bound: float) -> Floats:
-    """The labels of which no other is as small in all four numbers; on a grid where they are many."""
+    """Return the labels that no other one dominates in all four numbers; thin them on a grid where they are many."""
     if len(labels) > _LABELS:
         scale = np.array([bound or 1.0, costs.usable or 1.0]) / _GRID
         cells = (labels[:, [_LOAD, _HELD]] / scale).astype(np.int64)
@@ -257,17 +264,17 @@ def _superfluous_left_out(labels: Floats, costs: ChainCosts, bound: float) -> Fl
     smaller = np.ones((count, count), dtype=np.bool_)
     for column in numbers.T:
         smaller &= column[:, None] <= column[None, :]
-    beaten = np.triu(smaller, 1).any(axis=0)  # sorted: none is beaten by a later one that it does not equal
-    found: Floats = labels[~beaten]
-    return found
+    beaten = np.triu(smaller, 1).any(axis=0)  # sorted: no label dominates an earlier one, except an equal
+    undominated: Floats = labels[~beaten]
+    return undominated
 
 
 def _stages_of(label: Floats, kept: list[Floats]) -> list[tuple[int, int, bool]]:
-    """The stages of a label of layer 0, in order."""
-    every = np.concatenate(kept)
+    """Return the stages of a label of layer 0, in order."""
+    labels = np.concatenate(kept)
     stages, first = list[tuple[int, int, bool]](), 0
     while label[_END] >= 0:
         end = int(label[_END])
         stages.append((first, end, bool(label[_SPECIAL])))
-        first, label = end, every[int(label[_BEHIND])]
+        first, label = end, labels[int(label[_BEHIND])]
     return stages

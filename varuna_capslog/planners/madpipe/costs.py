@@ -1,4 +1,4 @@
-"""What MadPipe asks of a model: a chain of layers, with seconds and bytes of one microbatch (Sec. 3 and 4.2.1)."""
+"""MadPipe's model of the costs: a chain of layers, with seconds and bytes of one microbatch (Sec. 3 and 4.2.1)."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ChainCosts:
-    """A chain of L layers, and the devices that it is planned for.
+    """Costs of a chain of L layers, and the devices that it is planned for.
 
     forward, backward: [L] seconds of one microbatch.
-    static: [L] bytes that a layer holds all the time: the paper's 3 W under two versions of the weights (2BW), else
+    static: [L] bytes that a layer always holds: the paper's 3 W under two versions of the weights (2BW), else
         parameters, gradients and moments.
     saved: [L] bytes that each microbatch in flight holds; the paper's a_{i-1}.
     crossing: [L + 1] bytes that cross the cut before each layer in one direction, 0 at both ends; the paper's a_l.
     transfer: [L + 1] seconds of one such message.
     usable: bytes that every device may hold; None: no limit.
-    shared: both directions between two devices share one link, as in the paper, which then is busy for C = 2 a / beta.
+    shared: both directions between two devices share one link, as in the paper; it is then busy for C = 2 a / beta.
     """
 
     forward: tuple[float, ...]
@@ -52,12 +52,12 @@ class ChainCosts:
         link: Link | None = None,
         two_versions: bool = False,
     ) -> ChainCosts:
-        """The numbers of a profile.
+        """Return the costs of a profile.
 
-        two_versions: of the weights, and a gradient, as under 2BW: three times the parameters are held all the time.
+        two_versions: count two versions of the weights and a gradient, as under 2BW: three times the parameters.
 
-        Raises CapslogError naming the first layer that lacks what is needed: its seconds; what it holds, where devices
-        have a limit; what crosses the cut behind it, where devices have a limit or the link takes time.
+        Raises CapslogError naming the first layer that lacks a number: its seconds; the bytes that it holds, where
+        devices have a limit; the bytes across the cut behind it, where devices have a limit or the link takes time.
         """
         link = link or Link()
         limited, timed = usable is not None, link.seconds(1) != link.seconds(0)
@@ -85,9 +85,10 @@ class ChainCosts:
         return len(self.forward)
 
     def merged(self, most: int) -> tuple[ChainCosts, list[int]]:
-        """A chain of at most so many layers, each of neighbours of this one, and the first layer of each, and L.
+        """Merge neighbouring layers until at most `most` remain.
 
-        While there are more, the two neighbours with the fewest seconds together become one.
+        Return the new chain, and the first layer of each of its layers, followed by L. Each step merges the two
+        neighbours with the fewest seconds together.
         """
         bounds, seconds = list(range(self.num_layers + 1)), self.sums["seconds"]
         while len(bounds) - 1 > most:
@@ -97,7 +98,7 @@ class ChainCosts:
         def together(row: Sequence[float]) -> tuple[float, ...]:
             return tuple(sum(row[first:end]) for first, end in itertools.pairwise(bounds))
 
-        found = dataclasses.replace(
+        chain = dataclasses.replace(
             self,
             forward=together(self.forward),
             backward=together(self.backward),
@@ -106,28 +107,28 @@ class ChainCosts:
             crossing=tuple(self.crossing[cut] for cut in bounds),
             transfer=tuple(self.transfer[cut] for cut in bounds),
         )
-        return found, bounds
+        return chain, bounds
 
     @cached_property
     def sums(self) -> dict[str, Floats]:
-        """name -> [L + 1] running sums of seconds (forward and backward), static, saved."""
-        seconds = [one + other for one, other in zip(self.forward, self.backward, strict=True)]
+        """Running sums [L + 1] of seconds (forward and backward), static and saved, by name."""
+        seconds = [forward + backward for forward, backward in zip(self.forward, self.backward, strict=True)]
         rows: dict[str, Sequence[float]] = {"seconds": seconds, "static": self.static, "saved": self.saved}
         return {name: np.concatenate([[0.0], np.cumsum(row)]) for name, row in rows.items()}
 
     def of(self, name: str, first: int, end: int) -> float:
-        """The sum of seconds, static or saved over the layers first .. end-1."""
+        """Return the sum of seconds, static or saved over the layers first .. end-1."""
         return float(self.sums[name][end] - self.sums[name][first])
 
     def delay(self, cut: int) -> float:
-        """C of the paper: seconds of an activation and its gradient over the cut before this layer."""
+        """Return the paper's C: seconds of an activation and its gradient over the cut before layer `cut`."""
         return 2.0 * self.transfer[cut]
 
     def link_load(self, cut: int) -> float:
-        """Seconds for which a link is busy with a microbatch that crosses this cut."""
+        """Return the seconds for which a link is busy with one microbatch that crosses this cut."""
         return self.delay(cut) if self.shared else self.transfer[cut]
 
     def memory(self, first: int, end: int, in_flight: int) -> float:
-        """M(k, l, g): what a stage holds, and two buffers for each message over its cuts."""
+        """Return M(k, l, g): bytes of a stage, with two buffers for each message over its cuts."""
         buffers = 2.0 * (self.crossing[first] + self.crossing[end])
         return self.of("static", first, end) + in_flight * self.of("saved", first, end) + buffers

@@ -1,6 +1,6 @@
-"""Planners that give each stage devices of its own number: `pipedream`, `piper`, `graphpipe`, `capture`.
+"""Planners that choose the number of replicas of each stage: `pipedream`, `piper`, `graphpipe`, `capture`.
 
-They answer with stages, of which `planning/placed/replicated` makes plans, plays them and judges them.
+They return stages; `planning/placed/replicated` makes plans from these, simulates and judges them.
 """
 
 from __future__ import annotations
@@ -19,47 +19,52 @@ from varuna_capslog.planners.replicas.series_parallel import downset_count, tree
 __all__ = ["COMPARES_PEAKS", "NEEDS_TENSORS", "REPLICATED", "GraphCosts", "ReplicatedStage", "check_tensors"]
 
 _FEW_DOWNSETS = 400
-"""Up to so many `graphpipe` weighs Piper's stages too, which may hold parts of several branches."""
+"""Most downsets at which `graphpipe` tries Piper's stages too, which may hold parts of several branches."""
 
 
 def _pipedream(costs: GraphCosts) -> list[list[ReplicatedStage]]:
-    found = pipedream_stages(costs)
-    return [] if found is None else [found]
+    stages = pipedream_stages(costs)
+    return [] if stages is None else [stages]
 
 
 def _piper(costs: GraphCosts) -> list[list[ReplicatedStage]]:
-    found = piper_stages(costs)
-    return [] if found is None else [found]
+    stages = piper_stages(costs)
+    return [] if stages is None else [stages]
 
 
 def _graphpipe(costs: GraphCosts) -> list[list[ReplicatedStage]]:
-    """GraphPipe's stage graphs, and those of the other two: cuts of the chain, and stages across branches, which the
-    paper excludes and lopsided branches need.
+    """Return GraphPipe's stage graphs, and those of `pipedream` and `piper`: cuts of the chain, and stages across
+    branches, which the paper excludes and branches of unequal cost need.
     """
-    found = graphpipe_stages(costs) + _pipedream(costs)
-    if downset_count(tree_of(costs.num_layers, ((one, other) for one, other, _ in costs.edges))) > _FEW_DOWNSETS:
-        return found
+    candidates = graphpipe_stages(costs) + _pipedream(costs)
+    if (
+        downset_count(tree_of(costs.num_layers, ((writer, reader) for writer, reader, _ in costs.edges)))
+        > _FEW_DOWNSETS
+    ):
+        return candidates
     try:
         across = piper_stages(costs, _FEW_DOWNSETS)
     except CapslogError:
-        return found
-    return found if across is None else [*found, across]
+        return candidates
+    return candidates if across is None else [*candidates, across]
 
 
 def _capture(costs: GraphCosts) -> list[list[ReplicatedStage]]:
-    """For each number of blocks that a step may have: more of them wait for the exchange, fewer are larger."""
-    every = [one for one in range(costs.microbatches, 0, -1) if costs.microbatches % one == 0]
-    found: list[list[ReplicatedStage]] = []
-    for blocks in [costs.blocks] if costs.blocks else every:
+    """Return the stages for each number of accumulation blocks: with more, more gradients wait for the exchange; with
+    fewer, each block is larger.
+    """
+    block_counts = [count for count in range(costs.microbatches, 0, -1) if costs.microbatches % count == 0]
+    candidates: list[list[ReplicatedStage]] = []
+    for blocks in [costs.blocks] if costs.blocks else block_counts:
         try:
             stages = capture_stages(replace(costs, blocks=blocks))
         except CapslogError:
-            if not found:
+            if not candidates:
                 raise
             break  # fewer blocks than a stage needs replicas
-        if stages not in found:
-            found.append(stages)
-    return found
+        if stages not in candidates:
+            candidates.append(stages)
+    return candidates
 
 
 REPLICATED: dict[str, Callable[[GraphCosts], list[list[ReplicatedStage]]]] = {
@@ -68,10 +73,10 @@ REPLICATED: dict[str, Callable[[GraphCosts], list[list[ReplicatedStage]]]] = {
     "graphpipe": _graphpipe,
     "capture": _capture,
 }
-"""name -> the stages that may be the planner's answer, the likeliest first; [] where none fit."""
+"""Planner of each name. It returns the candidate stage lists, the likeliest first; [] where none fit."""
 
 NEEDS_TENSORS = ("piper", "graphpipe")
-"""Those that plan a graph; the others take the layers as a line."""
+"""Planners of a graph; the others take the layers as a line."""
 
 COMPARES_PEAKS = ("capture",)
-"""Those that look for the smallest peak, and need the bytes of layers whether or not the devices have a limit."""
+"""Planners that minimise the peak; they need the bytes of layers whether or not the devices have a limit."""

@@ -2,29 +2,29 @@
 
 Dreuning, Verstoep, Bal, van Nieuwpoort, "CAPTURE: Memory-Centric Partitioning for Distributed DNN Training with Hybrid
 Parallelism", HiPC 2023, Sec. III. Stages stand on the nodes in order; the degrees of those on one node sum to k, so
-that no device is left over, and each is a power of two. Among plans of equal peak the device with the largest bytes is
-left out and the others compared, again and again.
+that no device is left over, and each is a power of two. Plans of equal peak are compared by the next-largest bytes of a
+device, and so on.
 
     M_p(l, m, 1) = M_i(l) + sum of M_a(k) for k = l+1 .. m
     M_p(l, m, d) = weights + activations / d
 
 Algorithm 4 enumerates the placements, which takes exponential time. The dynamic program here has the same answers: the
-peaks of the devices, in falling order, of the stages from layer l on are best whatever stands before, since all plans
-of a state have equally many. State: first layer, devices used from the end (which say the node), and what is in flight
-behind. The layer merger is as printed: while there are more groups than asked, the two neighbours with the smallest M_i
-together become one.
+best device peaks, in falling order, of the stages from layer l on do not depend on the stages before them, since all
+plans of a state have equally many. State: first layer, devices used from the end (which determine the node), and the
+microbatches in flight behind. The layer merger is as printed: while there are too many groups, it merges the two
+neighbours with the smallest M_i together.
 
-Where we deviate, unless `printed` is asked:
+Deviations, unless `printed` is True:
 
-- The printed peak does not know where a stage stands: every sample of a step that a replica takes counts. Under 1F1B a
-  stage holds calls only until the loss has come back, as many as the limits of `schedules/in_flight` say for the stages
-  behind it, which are those of the plan.
+- The printed peak does not depend on a stage's position: every sample of a step that a replica takes counts. Under 1F1B
+  a stage holds a call only until its gradient has come back, so the calls in flight are those that
+  `schedules/in_flight` gives for the stages behind it in the plan.
 - Replicas keep the gradients of each of their blocks until the exchange, which the paper's all-reduce does not. With
   `costs.blocks` blocks in a step a replica holds ceil(blocks / d) - 1 more gradients of its parameters, and takes as
   many microbatches at once as a block has.
-- For degrees above 4 the paper draws a logarithm a + b ln(d) through the predictions for 2 and 4. Its own model is
-  a + b / d, and the logarithm gives the weights alone for 8 and less than these beyond. The number of calls gives every
-  degree its own bytes here, so that nothing is fitted.
+- For degrees above 4 the paper fits a logarithm a + b ln(d) through the predictions for 2 and 4. Its own model is
+  a + b / d; the logarithm predicts only the weights for 8, and less than the weights beyond. Here the bytes of every
+  degree follow from its number of calls, and nothing is fitted.
 - Tensor parallelism is left out, since no layer offers it.
 """
 
@@ -42,7 +42,7 @@ from varuna_capslog.schedules.in_flight import table_3_2
 __all__ = ["MOST_GROUPS", "DegreePeaks", "capture_stages", "merged"]
 
 MOST_GROUPS = 64
-"""Layers beyond so many are merged; the paper leaves the number to its user."""
+"""Most groups of layers; more layers are merged to so many. The paper leaves the number to its user."""
 
 _MEASURED = 4
 """The largest degree that the paper profiles."""
@@ -50,9 +50,9 @@ _MEASURED = 4
 
 @dataclass(frozen=True)
 class DegreePeaks:
-    """Bytes of a device that holds layers first .. end-1 together with others.
+    """Predicts the bytes of each device of a replicated stage.
 
-    printed: by the paper's predictor, for all samples of a step.
+    printed: use the paper's predictor, which counts all samples of a step.
     """
 
     costs: GraphCosts
@@ -63,7 +63,10 @@ class DegreePeaks:
         return AdditiveCosts.of_statistics(self.costs.isolated, self.costs.added)
 
     def of(self, first: int, end: int, degree: int, in_flight: int) -> float:
-        """Bytes on each of `degree` devices, which have so many microbatches in flight together."""
+        """Return the bytes of layers first .. end-1 on each of `degree` devices.
+
+        in_flight: microbatches of all these devices together.
+        """
         if self.printed and degree > _MEASURED:
             two, four = self.of(first, end, 2, in_flight), self.of(first, end, _MEASURED, in_flight)
             slope = (four - two) / math.log(2)
@@ -79,7 +82,7 @@ class DegreePeaks:
 
 
 def merged(costs: GraphCosts, groups: int) -> list[int]:
-    """The first layer of each of so many groups, and L: what the layer merger leaves (Sec. III-A3)."""
+    """Return the first layer of each of `groups` groups, and L, by the layer merger (Sec. III-A3)."""
     alone = AdditiveCosts.of_statistics(costs.isolated, costs.added)
     bounds = list(range(costs.num_layers + 1))
     while len(bounds) - 1 > max(1, groups):
@@ -89,7 +92,7 @@ def merged(costs: GraphCosts, groups: int) -> list[int]:
 
 
 def capture_stages(costs: GraphCosts, printed: bool = False, groups: int = MOST_GROUPS) -> list[ReplicatedStage]:
-    """Return the stages in order, on all devices, node by node; whatever a device may hold, the smallest peak.
+    """Return the stages of the smallest peak in order, on all devices, node by node; capacities are not checked.
 
     O(groups^2 x devices x log k) times the numbers in flight, each step a comparison of at most `devices` numbers.
 
@@ -107,24 +110,24 @@ def capture_stages(costs: GraphCosts, printed: bool = False, groups: int = MOST_
     degrees = [1 << power for power in range(size.bit_length()) if 1 << power <= costs.most_replicas]
     best: dict[tuple[int, int], list[_Rest]] = {(count, 0): [_Rest([], 0, 0)]}
     for used in range(1, devices + 1):
-        room = (used - 1) % size + 1  # of the devices counted, those on the node that the stage stands on
+        room = (used - 1) % size + 1  # counted devices on the node of this stage
         for first in range(count):
-            found: list[_Rest] = []
-            for degree in (one for one in degrees if one <= room):
+            tails: list[_Rest] = []
+            for degree in (degree for degree in degrees if degree <= room):
                 for end in range(first + 1, count + 1):
-                    for rest in best.get((end, used - degree), ()):
-                        in_flight, at_once = rest.before(degree * of_block if degree > 1 else 1)
+                    for behind in best.get((end, used - degree), ()):
+                        in_flight, at_once = behind.before(degree * of_block if degree > 1 else 1)
                         peak = peaks.of(bounds[first], bounds[end], degree, in_flight)
-                        _keep(found, rest, peak, in_flight, at_once, end, degree, printed)
-            if found:
-                best[first, used] = found
+                        _keep(tails, behind, peak, in_flight, at_once, end, degree, printed)
+            if tails:
+                best[first, used] = tails
     if (0, devices) not in best:
         raise CapslogError(
             f"planner 'capture' gives each of {devices // size} nodes stages whose degrees (powers of two, at most "
             f"{degrees[-1]}) sum to {size}, but {count} layers are too few for that; choose fewer devices, another "
             "node size, or planner pipedream"
         )
-    at, stages = min(best[0, devices], key=lambda one: one.row), list[ReplicatedStage]()
+    at, stages = min(best[0, devices], key=lambda tail: tail.row), list[ReplicatedStage]()
     first = 0
     while at.behind is not None:
         stages.append(ReplicatedStage(tuple(range(bounds[first], bounds[at.end])), at.degree))
@@ -134,10 +137,10 @@ def capture_stages(costs: GraphCosts, printed: bool = False, groups: int = MOST_
 
 @dataclass
 class _Rest:
-    """The stages from a layer on.
+    """The stages from some layer to the loss.
 
-    row: bytes of their devices, the largest first. in_flight, at_once: microbatches that the first of them has in
-        flight, and that the widest of them takes at once. end, degree, behind: the first of them, and those behind it.
+    row: bytes of their devices, the largest first. in_flight: microbatches in flight in the first stage. at_once:
+        microbatches that the widest stage takes at once. end, degree: of the first stage. behind: the stages behind it.
     """
 
     row: list[float]
@@ -148,29 +151,33 @@ class _Rest:
     behind: _Rest | None = None
 
     def before(self, size: int) -> tuple[int, int]:
-        """What a stage that takes so many at once has in flight before them, and the widest takes (`stage_limits`)."""
+        """Return the in_flight and at_once of these stages and one before them that takes `size` microbatches at once
+        (`stage_limits`).
+        """
         if not self.row:
             return size, size
         needed = table_3_2(1, size, 1, self.at_once, self.in_flight)
         return -(-needed // size) * size, max(size, self.at_once)
 
     def no_worse(self, row: list[float], in_flight: int, at_once: int) -> bool:
-        """Whether nothing before could make stages like these the better ones: limits grow with what is in flight."""
+        """Return True where these stages dominate stages with such numbers, whatever stands before both: limits grow
+        with the microbatches in flight behind.
+        """
         return self.at_once == at_once and self.in_flight <= in_flight and self.row <= row
 
 
 def _keep(
-    found: list[_Rest], rest: _Rest, peak: float, in_flight: int, at_once: int, end: int, degree: int, printed: bool
+    tails: list[_Rest], behind: _Rest, peak: float, in_flight: int, at_once: int, end: int, degree: int, printed: bool
 ) -> None:
-    """Add a stage before `rest`, unless one of `found` is no worse, and drop those that it makes superfluous."""
+    """Add a stage before `behind`, unless one of `tails` dominates it, and drop those that it dominates."""
     if printed:
-        in_flight = at_once = 1  # the printed peaks know nothing of them
-    top = max([peak, *rest.row[:1]])
-    if any(one.at_once == at_once and one.in_flight <= in_flight and one.row[0] < top for one in found):
+        in_flight = at_once = 1  # the printed peaks do not depend on them
+    top = max([peak, *behind.row[:1]])
+    if any(tail.at_once == at_once and tail.in_flight <= in_flight and tail.row[0] < top for tail in tails):
         return
-    row = sorted([peak] * degree + rest.row, reverse=True)
-    if any(one.no_worse(row, in_flight, at_once) for one in found):
+    row = sorted([peak] * degree + behind.row, reverse=True)
+    if any(tail.no_worse(row, in_flight, at_once) for tail in tails):
         return
-    made = _Rest(row, in_flight, at_once, end, degree, rest)
-    found[:] = [one for one in found if not made.no_worse(one.row, one.in_flight, one.at_once)]
-    found.append(made)
+    made = _Rest(row, in_flight, at_once, end, degree, behind)
+    tails[:] = [tail for tail in tails if not made.no_worse(tail.row, tail.in_flight, tail.at_once)]
+    tails.append(made)

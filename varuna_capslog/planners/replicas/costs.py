@@ -1,8 +1,7 @@
-"""What planners ask that give stages several devices, and what they answer: `pipedream`, `piper`, `graphpipe`,
-`capture`.
+"""Inputs and results of the planners that replicate stages: `pipedream`, `piper`, `graphpipe`, `capture`.
 
-The layers of a model are a graph, the devices are alike, and a stage of r replicas shares the microbatches of a step
-out among r devices. All stages keep what their forwards save.
+The layers of a model are a graph, the devices are alike, and a stage of r replicas divides the microbatches of a step
+among r devices. All stages keep their activations.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Amount = TypeVar("Amount", float, Floats)
 
 @dataclass(frozen=True)
 class ReplicatedStage:
-    """Layers in rising order on so many devices."""
+    """A stage: its layers in rising order, and the number of its replicas."""
 
     layers: tuple[int, ...]
     replicas: int = 1
@@ -35,15 +34,15 @@ class ReplicatedStage:
 
 @dataclass(frozen=True)
 class GraphCosts:
-    """A model of L layers, and the devices that it is planned for.
+    """Costs of a model of L layers, and the devices that it is planned for.
 
     seconds: [L] forward and backward of one microbatch.
-    static, saved, parameters: [L] bytes: parameters, gradients and moments; what a microbatch in flight holds; what is
-        exchanged between replicas. All 0 where nothing asks for them.
+    static: [L] bytes of parameters, gradients and moments. saved: [L] bytes that each microbatch in flight holds.
+        parameters: [L] bytes that replicas exchange. All 0 where they are not needed.
     cuts: [L + 1] bytes that cross the cut before each layer, in the forward direction; 0 at both ends.
     edges: (layer that writes, layer that reads, bytes), each pair once; the last layer stands for the loss.
     devices: how many. usable: bytes that each of them may hold; None: no limit.
-    isolated, added: [L] bytes, M_i and M_a of CAPSlog; empty where nothing asks for them.
+    isolated, added: [L] bytes, M_i and M_a of CAPSlog; empty where they are not needed.
     microbatches: of a step. blocks: accumulation blocks that the step must have; None: the plan chooses.
     """
 
@@ -72,8 +71,10 @@ class GraphCosts:
         link: Link | None = None,
         peaks: bool = False,
     ) -> GraphCosts:
-        """The numbers of a profile. Raises CapslogError naming the first layer that lacks what is needed: its seconds,
-        its bytes where devices have a limit or `peaks` are compared, those that travel where the link has a bandwidth.
+        """Return the costs of a profile.
+
+        Raises CapslogError naming the first layer that lacks a number: its seconds; its bytes, where devices have a
+        limit or `peaks` are compared; the bytes of its messages, where the link has a bandwidth.
         """
         link = link or Link()
         timed = link.seconds(1) != link.seconds(0)
@@ -112,39 +113,41 @@ class GraphCosts:
 
     @property
     def most_replicas(self) -> int:
-        """Replicas of a stage: a block is the least that one takes."""
+        """Most replicas of a stage: each takes at least one accumulation block."""
         return min(self.devices, self.blocks or self.microbatches)
 
     def share(self, replicas: int) -> float:
-        """The part of a step's microbatches that the busiest of so many replicas takes."""
+        """Return the fraction of a step's microbatches that the busiest of `replicas` replicas takes."""
         blocks = self.blocks or self.microbatches
         return -(-blocks // replicas) / blocks
 
     def exchange_seconds(self, parameter_bytes: Amount, replicas: int) -> Amount:
-        """What the exchange of gradients at the end of a step adds per microbatch: each replica sends its own to all
-        others, as `planning/simulation` counts it. One number for each of `parameter_bytes`.
+        """Return the seconds per microbatch that the gradient exchange at the end of a step adds.
+
+        Each replica sends its gradients to all others, as in `planning/simulation`. Elementwise for an array of
+        `parameter_bytes`.
         """
         wire = parameter_bytes / (self.link.bandwidth or float("inf")) + self.link.latency_seconds
         return (replicas - 1) * wire / self.microbatches
 
     def holds(self, static: float, saved: float, in_flight: int) -> bool:
-        """Whether a device can hold a stage with so many microbatches in flight."""
+        """Return True where a device can hold a stage with `in_flight` microbatches in flight."""
         return self.usable is None or static + in_flight * saved <= self.usable
 
     @cached_property
     def sums(self) -> dict[str, Floats]:
-        """name -> [L + 1] running sums of seconds, static, saved, parameters."""
+        """Running sums [L + 1] of seconds, static, saved and parameters, by name."""
         names = ("seconds", "static", "saved", "parameters")
         return {name: np.concatenate([[0.0], np.cumsum(np.asarray(getattr(self, name), float))]) for name in names}
 
     def total(self, name: str, layers: Iterable[int]) -> float:
-        """The sum of seconds, static, saved or parameters over some layers."""
+        """Return the sum of seconds, static, saved or parameters over `layers`."""
         column: Sequence[float] = getattr(self, name)
         return sum(column[layer] for layer in layers)
 
 
 def check_tensors(profile: Profile, planner: str) -> None:
-    """Raises CapslogError for a profile that does not know the graph of the layers."""
+    """Raise CapslogError for a profile without the graph of the layers."""
     if not profile.tensors:
         raise CapslogError(
             f"the profile has no tensors, by which planner {planner!r} knows which layers read from which; profile "

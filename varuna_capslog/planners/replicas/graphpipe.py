@@ -1,28 +1,28 @@
-"""GraphPipe's planner: stages of a series-parallel graph with replicas, so that the slowest is as fast as can be.
+"""GraphPipe's planner: stages of a series-parallel graph with replicas, to minimise the time of the slowest stage.
 
 Jeon et al., "GraphPipe: Improving Performance and Scalability of DNN Training with Graph Pipeline Parallelism", ASPLOS
 2025, Sec. 5 (Algorithm 2), 6 (Algorithm 3) and Table 3.2 of the thesis that prints it. For a limit t of the time per
 microbatch a dynamic program finds stages that keep it, and bisection finds the least t.
 
     state: a part of the tree, and the stages behind it (i microbatches in flight, calls of a at a time)
-    value: every (devices, i, a) of its first stages of which none is better in all three
-    transitions: the part as one stage; in series, what is behind and then what is before; in parallel, the branches,
+    value: the Pareto front of (devices, i, a) of its first stages
+    transitions: the part as one stage; in series, the later parts and then the earlier ones; in parallel, the branches,
     of which neighbours may share one stage
 
 A stage takes the fewest replicas with which it keeps t and fits. More of them would never help the stages before it,
 since i and a only grow with them.
 
-Where we deviate from the printed text:
+Deviations from the printed text:
 
-- Algorithm 2 keeps what a series split finds only inside its loop over parallel splits, so that it is lost; here both
-  are kept.
+- Algorithm 2 keeps the result of a series split only inside its loop over parallel splits, so that it is lost; here
+  both are kept.
 - Its two halves of a parallel split "share the same source and sink nodes", which some stage must hold. Here fork and
   join are layers in series with the branches, and a stage may also hold a join together with the end of one branch (as
-  the published plan of the case study does) or with the last few branches, or a fork with the begin of one.
-- A stage of r replicas works on r microbatches at once, and Table 3.2 takes r for the size of its calls: the paper
-  parts each microbatch among the replicas of its stage, the contract gives each of them whole ones.
-- The time per microbatch leaves out transfers, and how the pipeline fills. So several stage graphs come back, those of
-  larger limits t too, and `planning/placed/replicated` plays them.
+  the published plan of the case study does) or with the last few branches, or a fork with the beginning of one branch.
+- A stage of r replicas works on r microbatches at once, and r is the size of its calls in Table 3.2: the paper splits
+  each microbatch among the replicas of a stage, while here each replica takes whole ones.
+- The time per microbatch leaves out transfers and the filling of the pipeline. So several stage graphs are returned,
+  those of larger limits t too, and `planning/placed/replicated` simulates them.
 """
 
 from __future__ import annotations
@@ -50,26 +50,26 @@ from varuna_capslog.schedules.in_flight import table_3_2
 __all__ = ["LONGER", "CostedTree", "StageGraphs", "graphpipe_stages"]
 
 LONGER = (1.0, 1.15, 1.5)
-"""Limits of the time per microbatch, in parts of the least, whose stage graphs are played."""
+"""Limits of the time per microbatch, as multiples of the least, whose stage graphs are simulated."""
 
 _MOST_IN_SERIES = 32
-"""Parts of a series that are told apart; of longer ones, neighbouring layers are joined to groups, as the paper joins
-small operators.
+"""Most parts of a series. In longer ones neighbouring layers are merged to groups, as the paper merges small operators.
 """
 
 _PRECISION = 0.01
-"""Where the bisection of the limit ends, as a part of it."""
+"""Relative precision at which the bisection of the limit ends."""
 
 
 Sums = tuple[float, float, float, float]
-"""Seconds, static, saved and parameter bytes of some layers."""
+"""Seconds, static, saved and parameter bytes of a set of layers."""
 
 _NOTHING: Sums = (0.0, 0.0, 0.0, 0.0)
 
 
 class _State(NamedTuple):
-    """Stages behind a part: microbatches in flight in the first of them, and the largest call on the way to the loss;
-    0, 0 behind the last layer.
+    """State of the stages behind a part; 0, 0 behind the last layer.
+
+    in_flight: microbatches in flight in the first of them. at_once: the largest call between it and the loss.
     """
 
     in_flight: int
@@ -77,7 +77,7 @@ class _State(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """Some stages: their devices, what `_State` says of the first of them, and themselves as a linked list."""
+    """A partial stage graph: its devices, the `_State` of its first stages, and its stages as a linked list."""
 
     devices: int
     in_flight: int
@@ -93,29 +93,29 @@ _BEHIND_ALL = _State(0, 0)
 
 
 def graphpipe_stages(costs: GraphCosts) -> list[list[ReplicatedStage]]:
-    """Return stage graphs, the one of the least time per microbatch with the fewest in flight first; [] where none fit.
+    """Return stage graphs; [] where none fit. The first has the least time per microbatch and the fewest in flight.
 
-    Each is in an order in which a stage stands behind those that it reads from.
+    In each, a stage stands behind the stages from which it reads.
     """
-    whole = tree_of(costs.num_layers, ((writer, reader) for writer, reader, _ in costs.edges))
-    tree = CostedTree(costs, coarsened(whole, costs.seconds, _MOST_IN_SERIES))
+    full_tree = tree_of(costs.num_layers, ((writer, reader) for writer, reader, _ in costs.edges))
+    tree = CostedTree(costs, coarsened(full_tree, costs.seconds, _MOST_IN_SERIES))
     least = _least_limit(tree)
     if least is None:
         return []
-    found: dict[tuple[ReplicatedStage, ...], None] = {}
+    graphs: dict[tuple[ReplicatedStage, ...], None] = {}
     for longer in LONGER:
-        for one in StageGraphs(tree, least * longer).found():
-            found[tuple(one)] = None
-    return [list(one) for one in found]
+        for graph in StageGraphs(tree, least * longer).found():
+            graphs[tuple(graph)] = None
+    return [list(graph) for graph in graphs]
 
 
 def _least_limit(tree: CostedTree) -> float | None:
-    """Algorithm 2, lines 2 to 11: the least time per microbatch that some stages keep; None where none fit."""
+    """Return the least time per microbatch of all stage graphs (Algorithm 2, lines 2 to 11); None if none fits."""
     costs = tree.costs
-    whole = sum(costs.seconds)
-    below, enough = whole / costs.devices, whole / costs.devices
+    total_seconds = sum(costs.seconds)
+    below, enough = total_seconds / costs.devices, total_seconds / costs.devices
     while (reached := StageGraphs(tree, enough).least()) is None:
-        if enough > 2 * whole + costs.exchange_seconds(float(sum(costs.parameters)), costs.devices):
+        if enough > 2 * total_seconds + costs.exchange_seconds(float(sum(costs.parameters)), costs.devices):
             return None
         below, enough = enough, 1.5 * enough
     while reached > below * (1 + _PRECISION):
@@ -129,7 +129,7 @@ def _least_limit(tree: CostedTree) -> float | None:
 
 
 class CostedTree:
-    """A tree with what its parts cost, and which of them are alike."""
+    """A tree with the costs of its parts; it recognises parts of equal costs."""
 
     def __init__(self, costs: GraphCosts, tree: Tree) -> None:
         self.costs, self.root = costs, tree
@@ -139,14 +139,14 @@ class CostedTree:
         self._first: dict[object, Tree] = {}
 
     def alike(self, tree: Tree) -> Tree:
-        """The first part that was asked for of those that cost the same, layer by layer."""
+        """Return the first part passed to this method that costs the same as `tree`, layer by layer."""
         return self._first.setdefault(self.signature(tree), tree)
 
     def different(self, part: Parallel) -> list[tuple[int, tuple[Tree, ...]]]:
-        """The last of the branches that are alike, each with its number and the parts that are in series."""
-        last = {self.signature(one): number for number, one in enumerate(part.parts)}
+        """Return the last branch of each group of equal branches: its number and its parts in series."""
+        last = {self.signature(branch): number for number, branch in enumerate(part.parts)}
         branches = [(number, part.parts[number]) for number in last.values()]
-        return [(number, one.parts if isinstance(one, Series) else (one,)) for number, one in branches]
+        return [(number, branch.parts if isinstance(branch, Series) else (branch,)) for number, branch in branches]
 
     def _sums(self, tree: Tree) -> Sums:
         if isinstance(tree, int | Together):
@@ -156,17 +156,17 @@ class CostedTree:
         return functools.reduce(_sum, (self.sums(part) for part in tree.parts), _NOTHING)
 
     def _running(self, parts: tuple[Tree, ...]) -> tuple[float, ...]:
-        """Running sums of the seconds of parts, beginning with 0."""
+        """Return the running sums of the parts' seconds, beginning with 0."""
         return tuple(itertools.accumulate((self.sums(part)[0] for part in parts), initial=0.0))
 
     def _signature(self, tree: Tree) -> object:
         if isinstance(tree, int | Together):
             return self.sums(tree), len(layers_of(tree))
-        return type(tree).__name__, tuple(self.signature(one) for one in tree.parts)
+        return type(tree).__name__, tuple(self.signature(part) for part in tree.parts)
 
 
 class StageGraphs:
-    """The stage graphs in which no stage takes longer than `limit` seconds per microbatch."""
+    """Searches the stage graphs in which no stage takes longer than `limit` seconds per microbatch."""
 
     def __init__(self, tree: CostedTree, limit: float) -> None:
         self.tree, self.costs, self.limit = tree, tree.costs, limit
@@ -175,13 +175,13 @@ class StageGraphs:
         self._replicas = functools.cache(self._fewest_replicas)
 
     def found(self) -> list[list[ReplicatedStage]]:
-        """By rising microbatches in flight in the first stages (PICKBETTER), then devices."""
-        ranked = sorted(self._whole(), key=lambda one: (one.in_flight, one.at_once, one.devices))
-        return [list(_listed(one.stages)) for one in ranked]
+        """Return the stage graphs by rising microbatches in flight in their first stages (PICKBETTER), then devices."""
+        ranked = sorted(self._whole(), key=lambda graph: (graph.in_flight, graph.at_once, graph.devices))
+        return [list(_listed(graph.stages)) for graph in ranked]
 
     def least(self) -> float | None:
-        """The least time per microbatch of the slowest stage of a stage graph; None without any."""
-        return min((self._slowest(one.stages) for one in self._whole()), default=None)
+        """Return the least time per microbatch of a stage graph's slowest stage; None where there is no stage graph."""
+        return min((self._slowest(graph.stages) for graph in self._whole()), default=None)
 
     def _whole(self) -> list[_Found]:
         root = self.tree.root
@@ -196,18 +196,20 @@ class StageGraphs:
         return max(map(self._slowest, stages), default=0.0) if isinstance(stages, tuple) else 0.0
 
     def _seconds(self, sums: Sums, replicas: int) -> float:
-        """ESTIMATETPS: of the busiest replica, with its part of the exchange of gradients."""
+        """Return the seconds per microbatch of the busiest replica, with its part of the gradient exchange
+        (ESTIMATETPS).
+        """
         return sums[0] * self.costs.share(replicas) + self.costs.exchange_seconds(sums[3], replicas)
 
     # -- the three kinds of parts
 
     def _stage(self, parts: tuple[Tree, ...], sums: Sums, behind: _State) -> _Found | None:
-        """Lines 24 to 28: the parts as one stage; None where it is too slow or too large."""
-        found = self._replicas(sums, behind)
-        return None if found is None else _Found(*found, _TreeStage(parts, found[0]))
+        """Return the parts as one stage (lines 24 to 28); None where it is too slow or too large."""
+        fewest = self._replicas(sums, behind)
+        return None if fewest is None else _Found(*fewest, _TreeStage(parts, fewest[0]))
 
     def _fewest_replicas(self, sums: Sums, behind: _State) -> tuple[int, int, int] | None:
-        """The fewest replicas with which a stage keeps the limit and fits, and its state."""
+        """Return the fewest replicas with which a stage keeps the limit and fits, and its state; None if none do."""
         costs, (seconds, static, saved, _) = self.costs, sums
         for replicas in range(max(1, int(seconds / self.limit)), costs.most_replicas + 1):
             if self._seconds(sums, replicas) > self.limit * (1 + 1e-12):
@@ -222,11 +224,11 @@ class StageGraphs:
         return None
 
     def _least_devices(self, seconds: float) -> int:
-        """Devices without which so much work takes longer than the limit, however it is shared."""
+        """Return the fewest devices that do `seconds` of work within the limit, however it is divided."""
         return math.ceil(seconds / self.limit * (1 - 1e-9))
 
     def _series(self, tree: Series, first: int, end: int, behind: _State) -> list[_Found]:
-        """Parts first .. end-1 of a series."""
+        """Return the best partial stage graphs of parts first .. end-1 of a series."""
         if first == end:
             return [_Found(0, behind.in_flight, behind.at_once, None)]
         key = tree, first, end, behind
@@ -240,8 +242,8 @@ class StageGraphs:
             part = tree.parts[begin]
             if isinstance(part, Parallel):
                 if begin == end - 1:
-                    for one in self._parallel(part.parts, behind):
-                        yield from self._before(tree, first, begin, one)
+                    for partial in self._parallel(part.parts, behind):
+                        yield from self._before(tree, first, begin, partial)
                     yield from self._with_a_begin(tree, first, begin, behind)
                 else:
                     yield from self._with_an_end(tree, first, begin, end, behind)
@@ -252,32 +254,36 @@ class StageGraphs:
             elif sums[0] > self.limit * self.costs.devices:
                 return
 
-    def _before(self, tree: Series, first: int, end: int, found: _Found) -> Iterator[_Found]:
-        """Lines 31 to 37: all that stands before some stages, and they."""
+    def _before(self, tree: Series, first: int, end: int, later: _Found) -> Iterator[_Found]:
+        """Yield the stages `later` with all possible stages of the parts before them (lines 31 to 37)."""
         running = self.tree.running(tree.parts)
-        if found.devices + self._least_devices(running[end] - running[first]) > self.costs.devices:
+        if later.devices + self._least_devices(running[end] - running[first]) > self.costs.devices:
             return
-        for one in self._series(tree, first, end, found.state):
-            yield _Found(one.devices + found.devices, one.in_flight, one.at_once, (one.stages, found.stages))
+        for earlier in self._series(tree, first, end, later.state):
+            yield _Found(
+                earlier.devices + later.devices, earlier.in_flight, earlier.at_once, (earlier.stages, later.stages)
+            )
 
     def _with_an_end(self, tree: Series, first: int, place: int, end: int, behind: _State) -> Iterator[_Found]:
-        """What is in series behind parallel branches, and the end of one of these or the last few, as one stage."""
+        """Yield graphs in which one stage holds the parts behind parallel branches, and either the end of one branch or
+        the last few branches.
+        """
         part, after = tree.parts[place], tree.parts[place + 1 : end]
         assert isinstance(part, Parallel)
         tail = functools.reduce(_sum, map(self.tree.sums, after), _NOTHING)
-        for own, left in self._ends(part):
-            sums = functools.reduce(_sum, map(self.tree.sums, own), tail)
-            stage = self._stage((*own, *after), sums, behind)
+        for shared, remaining in self._ends(part):
+            sums = functools.reduce(_sum, map(self.tree.sums, shared), tail)
+            stage = self._stage((*shared, *after), sums, behind)
             if stage is None:
                 continue
-            if stage.devices + self._least_devices(self.tree.running(left)[-1]) > self.costs.devices:
+            if stage.devices + self._least_devices(self.tree.running(remaining)[-1]) > self.costs.devices:
                 continue
-            for beside in self._parallel(left, stage.state):
+            for beside in self._parallel(remaining, stage.state):
                 both = beside._replace(devices=beside.devices + stage.devices, stages=(beside.stages, stage.stages))
                 yield from self._before(tree, first, place, both)
 
     def _ends(self, part: Parallel) -> Iterator[tuple[tuple[Tree, ...], tuple[Tree, ...]]]:
-        """What may share a stage with a join, and the branches that are left then."""
+        """Yield each set of parts that may share a stage with a join, and the remaining branches."""
         for number, parts in self.tree.different(part):
             for begin in range(len(parts) - 1, -1, -1):
                 yield parts[begin:], _replaced(part, number, parts[:begin])
@@ -285,7 +291,7 @@ class StageGraphs:
             yield part.parts[begin:], part.parts[:begin]
 
     def _with_a_begin(self, tree: Series, first: int, place: int, behind: _State) -> Iterator[_Found]:
-        """What is in series before parallel branches, and the begin of one of these, as one stage."""
+        """Yield graphs in which one stage holds parts before parallel branches and the beginning of one branch."""
         part = tree.parts[place]
         if place == first or not isinstance(part, Parallel) or isinstance(tree.parts[place - 1], Parallel):
             return
@@ -308,7 +314,9 @@ class StageGraphs:
                         yield from self._before(tree, first, begin, both)
 
     def _parallel(self, branches: tuple[Tree, ...], behind: _State) -> list[_Found]:
-        """Lines 38 to 44: branches beside one another; those that are neighbours may share one stage."""
+        """Return the best partial stage graphs of parallel branches, of which neighbours may share one stage (lines 38
+        to 44).
+        """
         key = branches, behind
         if key not in self._beside:
             best, running = [[_Found(0, behind.in_flight, behind.at_once, None)]], self.tree.running(branches)
@@ -328,15 +336,15 @@ class StageGraphs:
             alone = self._series(first, 0, len(first.parts), behind)
             if first != last:
                 moved = dict(zip(_in_order(first), _in_order(last), strict=True))
-                alone = [one._replace(stages=_Moved(moved, one.stages)) for one in alone]
-            yield from (_joined(one, other) for one in best[end - 1] for other in alone)
+                alone = [partial._replace(stages=_Moved(moved, partial.stages)) for partial in alone]
+            yield from (_joined(earlier, branch) for earlier in best[end - 1] for branch in alone)
         sums = _NOTHING
         for begin in range(end - 1, -1, -1):
             sums = _sum(sums, self.tree.sums(branches[begin]))
             stage = self._stage(branches[begin:end], sums, behind)
             if stage is None:
                 return
-            yield from (_joined(one, stage) for one in best[begin])
+            yield from (_joined(earlier, stage) for earlier in best[begin])
 
 
 class _TreeStage(NamedTuple):
@@ -347,7 +355,7 @@ class _TreeStage(NamedTuple):
 
 
 class _Moved(NamedTuple):
-    """Stages of a branch, for the layers of another one that is alike."""
+    """Stages of a branch, applied to the layers of an equal branch."""
 
     layer_of: dict[int, int]
     stages: object
@@ -355,52 +363,52 @@ class _Moved(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _in_order(tree: Tree) -> tuple[int, ...]:
-    """All layers, part by part."""
+    """Return all layers, part by part."""
     if isinstance(tree, int | Together):
         return layers_of(tree)
     return tuple(layer for part in tree.parts for layer in _in_order(part))
 
 
-def _sum(one: Sums, other: Sums) -> Sums:
-    return one[0] + other[0], one[1] + other[1], one[2] + other[2], one[3] + other[3]
+def _sum(first: Sums, second: Sums) -> Sums:
+    return first[0] + second[0], first[1] + second[1], first[2] + second[2], first[3] + second[3]
 
 
-def _joined(one: _Found, other: _Found) -> _Found:
-    """Stages beside one another: what stands before them waits for the slower to answer."""
+def _joined(first: _Found, second: _Found) -> _Found:
+    """Combine parallel stages. The stages before them wait for the slower gradient, so each limit is the larger one."""
     return _Found(
-        one.devices + other.devices,
-        max(one.in_flight, other.in_flight),
-        max(one.at_once, other.at_once),
-        (one.stages, other.stages),
+        first.devices + second.devices,
+        max(first.in_flight, second.in_flight),
+        max(first.at_once, second.at_once),
+        (first.stages, second.stages),
     )
 
 
 def _best(rows: Iterable[_Found], devices: int) -> list[_Found]:
-    """Those that no other one is as good as in devices, microbatches in flight and calls."""
-    found: list[_Found] = []
-    for one in sorted(rows, key=operator.itemgetter(0, 1, 2)):
-        if one.devices > devices:
+    """Return the Pareto front in devices, microbatches in flight and calls, of at most `devices` devices."""
+    best: list[_Found] = []
+    for candidate in sorted(rows, key=operator.itemgetter(0, 1, 2)):
+        if candidate.devices > devices:
             break
-        if not any(other.in_flight <= one.in_flight and other.at_once <= one.at_once for other in found):
-            found.append(one)
-    return found
+        if not any(kept.in_flight <= candidate.in_flight and kept.at_once <= candidate.at_once for kept in best):
+            best.append(candidate)
+    return best
 
 
 def _replaced(part: Parallel, number: int, parts: tuple[Tree, ...]) -> tuple[Tree, ...]:
-    """The branches with other parts of one of them."""
+    """Return the branches with `parts` in place of branch `number`."""
     alone = parts[0] if len(parts) == 1 else Series(parts)
-    own = alone.parts if isinstance(alone, Parallel) else (alone,) if parts else ()
-    return (*part.parts[:number], *own, *part.parts[number + 1 :])
+    branches = alone.parts if isinstance(alone, Parallel) else (alone,) if parts else ()
+    return (*part.parts[:number], *branches, *part.parts[number + 1 :])
 
 
 def _listed(stages: object) -> Iterator[ReplicatedStage]:
-    """The stages of a linked list, in order."""
+    """Yield the stages of a linked list, in order."""
     if isinstance(stages, _TreeStage):
         layers = sorted(layer for part in stages.parts for layer in layers_of(part))
         yield ReplicatedStage(tuple(layers), stages.replicas)
     elif isinstance(stages, _Moved):
-        for one in _listed(stages.stages):
-            yield replace(one, layers=tuple(sorted(stages.layer_of[layer] for layer in one.layers)))
+        for stage in _listed(stages.stages):
+            yield replace(stage, layers=tuple(sorted(stages.layer_of[layer] for layer in stage.layers)))
     elif isinstance(stages, tuple):
-        for one in stages:
-            yield from _listed(one)
+        for node in stages:
+            yield from _listed(node)

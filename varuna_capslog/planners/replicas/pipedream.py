@@ -1,4 +1,4 @@
-"""PipeDream's planner: cuts and the replicas of every stage together, so that the slowest stage is as fast as can be.
+"""PipeDream's planner: chooses cuts and replicas of every stage together, to minimise the time of the slowest stage.
 
 Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019, Sec. 3.1, for one level of
 devices. The layers are a line: branches follow one another.
@@ -10,9 +10,9 @@ devices. The layers are a line: branches follow one another.
 A stage on m' devices with n devices from it to the loss has ceil(n / m') microbatches in flight on each (NOAM, Sec.
 3.2), all kept. As published, all devices are used.
 
-Where we deviate: PipeDream exchanges gradients after every minibatch that it pipelines. We train synchronously, as do
-the comparisons of GraphPipe (PipeDream-Flush), so that the exchange is made once per step, and each microbatch bears
-its part of it. The busiest replica's share stands for 1/m where m does not divide the microbatches.
+Deviations: PipeDream exchanges gradients after every minibatch that it pipelines. Here training is synchronous, as in
+GraphPipe's comparisons (PipeDream-Flush): the exchange is made once per step and divided over its microbatches. The
+busiest replica's share replaces 1/m where m does not divide the microbatches.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["pipedream_stages"]
 def pipedream_stages(costs: GraphCosts) -> list[ReplicatedStage] | None:
     """Return the stages in order; None where none fit.
 
-    State: layers 0 .. j-1 on m devices. Transition: the last stage (first, its devices). Cost: as above. O(L^2 N^2).
+    State: layers 0 .. j-1 on m devices. Transition: the last stage (first layer, devices). Cost: as above. O(L^2 N^2).
     """
     layers, devices = costs.num_layers, costs.devices
     sums, counts = costs.sums, np.arange(1, costs.most_replicas + 1)
@@ -37,21 +37,21 @@ def pipedream_stages(costs: GraphCosts) -> list[ReplicatedStage] | None:
     best[0, 0] = 0.0
     chosen = np.zeros((layers + 1, devices + 1, 2), dtype=np.int64)
     for end in range(1, layers + 1):
-        own = {name: part[end] - part[:end] for name, part in sums.items()}  # by the first layer of the stage
-        exchange = np.stack([costs.exchange_seconds(own["parameters"], int(m)) for m in counts], axis=1)
-        stage = np.maximum(own["seconds"][:, None] * shares, exchange)  # [first, replicas - 1]
-        stage = np.maximum(stage, transfer[:end, None])
+        stage_sums = {name: part[end] - part[:end] for name, part in sums.items()}  # by the first layer of the stage
+        exchange = np.stack([costs.exchange_seconds(stage_sums["parameters"], int(m)) for m in counts], axis=1)
+        stage_seconds = np.maximum(stage_sums["seconds"][:, None] * shares, exchange)  # [first, replicas - 1]
+        stage_seconds = np.maximum(stage_seconds, transfer[:end, None])
         for used in range(1, devices + 1):
             now = counts[counts <= used]
             behind = devices - used
-            found = np.maximum(best[:end, used - now], stage[:, : len(now)])
+            slowest = np.maximum(best[:end, used - now], stage_seconds[:, : len(now)])
             if costs.usable is not None:
                 in_flight = -(-(behind + now) // now)
-                held = own["static"][:, None] + in_flight * own["saved"][:, None]
-                found = np.where(held <= costs.usable, found, np.inf)
-            place = int(np.argmin(found))
+                held = stage_sums["static"][:, None] + in_flight * stage_sums["saved"][:, None]
+                slowest = np.where(held <= costs.usable, slowest, np.inf)
+            place = int(np.argmin(slowest))
             first, number = divmod(place, len(now))
-            best[end, used], chosen[end, used] = found[first, number], (first, now[number])
+            best[end, used], chosen[end, used] = slowest[first, number], (first, now[number])
     finite = np.flatnonzero(np.isfinite(best[layers]))
     if not len(finite):
         return None

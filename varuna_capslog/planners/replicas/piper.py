@@ -1,4 +1,4 @@
-"""Piper's planner: any convex stages of a graph and their data-parallel degrees, by the least time per microbatch.
+"""Piper's planner: convex stages of a graph and their data-parallel degrees, for the least time per microbatch.
 
 Tarnawski, Narayanan, Phanishayee, "Piper: Multidimensional Planner for DNN Parallelization", NeurIPS 2021, Sec. 4. A
 downset is a set of layers that holds, with a layer, all that read from it; a stage is the difference of two.
@@ -6,16 +6,16 @@ downset is a set of layers that holds, with a layer, all that read from it; a st
     dp[D][s] = min over D' inside D, degree d of max(dp[D'][s - d], TPS(D \\ D', d, s))
     TPS(S, d, s) = (seconds + transfers in and out) / d + exchange    if static + ceil(s / d) saved fits, else infinite
 
-s is the sum of the degrees from the stage to the loss, which says how many microbatches are in flight. As published, d
+s is the sum of the degrees from the stage to the loss, which determines the microbatches in flight. As published, d
 divides the microbatches, and devices may be left over. The published state also counts devices: without tensor
 parallelism these are s.
 
-Piper further chooses tensor parallelism, and which layers run again. No layer offers the first here today, and the
-second is what `budget` is for; both are left out. Gradients are exchanged as `GraphCosts.exchange_seconds` says, not by
-the published 4 (d - 1) w / d of a parameter server.
+Piper also chooses tensor parallelism, and the layers that recompute. Both are left out: no layer offers the first
+today, and `budget` does the second. The time of the gradient exchange is `GraphCosts.exchange_seconds`, not the
+published 4 (d - 1) w / d of a parameter server.
 
-The number of downsets is the product of the branches' lengths, and its square is the time: that is Piper's limit, and
-why GraphPipe's Table 3.1 has none of its plans for 7 branches.
+The number of downsets is the product of the branches' lengths, and the search time is its square. This limits Piper:
+GraphPipe's Table 3.1 has none of its plans for 7 branches.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from varuna_capslog.planners.replicas.costs import Floats, GraphCosts, Replicate
 __all__ = ["MOST_DOWNSETS", "downsets", "piper_stages"]
 
 MOST_DOWNSETS = 10_000
-"""Beyond, the search is not begun. (The published program stops at 40,000.)"""
+"""Most downsets of a graph that is searched. (The published program stops at 40,000.)"""
 
 
 def piper_stages(costs: GraphCosts, most: int = MOST_DOWNSETS) -> list[ReplicatedStage] | None:
-    """Return the stages in an order in which each stands behind those that it reads from; None where none fit.
+    """Return the stages, each behind the stages from which it reads; None where none fit.
 
-    State: downset, devices. Transition: the first stage of it, its degree. O(downsets^2 x devices x degrees).
+    State: downset, devices. Transition: its first stage and that stage's degree. O(downsets^2 x devices x degrees).
 
     Raises CapslogError for a graph of more than `most` downsets.
     """
@@ -45,36 +45,36 @@ def piper_stages(costs: GraphCosts, most: int = MOST_DOWNSETS) -> list[Replicate
 
 
 def downsets(num_layers: int, edges: tuple[tuple[int, int, int], ...], most: int) -> NDArray[np.bool_]:
-    """Return [n, L]: every downset as a row that says which layers it holds, by rising size.
+    """Return [n, L]: every downset as a row that is True for the layers that it holds, by rising size.
 
     Raises CapslogError where there are more than `most`.
     """
     readers: list[set[int]] = [set() for _ in range(num_layers)]
     for writer, reader, _ in edges:
         readers[writer].add(reader)
-    found: dict[frozenset[int], None] = {frozenset(): None}
-    edge = list(found)
-    while edge:
+    all_sets: dict[frozenset[int], None] = {frozenset(): None}
+    frontier = list(all_sets)
+    while frontier:
         grown: dict[frozenset[int], None] = {}
-        for one in edge:
+        for downset in frontier:
             for layer in range(num_layers):
-                if layer not in one and readers[layer] <= one:
-                    grown[one | {layer}] = None
-        found |= grown
-        if len(found) > most:
+                if layer not in downset and readers[layer] <= downset:
+                    grown[downset | {layer}] = None
+        all_sets |= grown
+        if len(all_sets) > most:
             raise CapslogError(
                 f"the graph of the layers has more than {most} downsets, whose pairs planner 'piper' weighs one by "
                 "one; choose graphpipe, or give the model as fewer layers"
             )
-        edge = list(grown)
-    rows = np.zeros((len(found), num_layers), dtype=np.bool_)
-    for number, one in enumerate(found):
-        rows[number, list(one)] = True
+        frontier = list(grown)
+    rows = np.zeros((len(all_sets), num_layers), dtype=np.bool_)
+    for number, downset in enumerate(all_sets):
+        rows[number, list(downset)] = True
     return rows
 
 
 class _Downsets:
-    """One search; `best[D, s]`, and the stage that begins it."""
+    """Dynamic program over the downsets; `best[D, s]`, and the stage that begins it."""
 
     def __init__(self, costs: GraphCosts, most: int) -> None:
         self.costs, self.sets = costs, downsets(costs.num_layers, costs.edges, most)
@@ -84,7 +84,7 @@ class _Downsets:
         self.best[0, 1:] = np.inf
         self.chosen = np.zeros((count, devices + 1, 2), dtype=np.int64)
         blocks = costs.blocks or costs.microbatches
-        self.degrees = [one for one in range(1, costs.most_replicas + 1) if blocks % one == 0]
+        self.degrees = [degree for degree in range(1, costs.most_replicas + 1) if blocks % degree == 0]
 
     def run(self) -> None:
         """Fill the table, by rising downsets."""
@@ -97,47 +97,49 @@ class _Downsets:
         for number in range(1, len(self.sets)):
             smaller = np.flatnonzero(sizes[:number] < sizes[number])
             inside = smaller[~(packed[smaller] & ~packed[number]).any(axis=1)]
-            own = {name: part[number] - part[inside] for name, part in sums.items()}
-            time = own["seconds"] + self._transfers(number, inside)
+            stage_sums = {name: part[number] - part[inside] for name, part in sums.items()}
+            time = stage_sums["seconds"] + self._transfers(number, inside)
             weights = parameters[number] - parameters[inside]
             for degree in self.degrees:
-                self._improve(number, inside, degree, time / degree + costs.exchange_seconds(weights, degree), own)
+                self._improve(
+                    number, inside, degree, time / degree + costs.exchange_seconds(weights, degree), stage_sums
+                )
 
     def _improve(
-        self, number: int, inside: NDArray[np.int64], degree: int, tps: Floats, own: dict[str, Floats]
+        self, number: int, inside: NDArray[np.int64], degree: int, tps: Floats, stage_sums: dict[str, Floats]
     ) -> None:
         for together in range(degree, self.costs.devices + 1):
-            found = np.maximum(self.best[inside, together - degree], tps)
+            times = np.maximum(self.best[inside, together - degree], tps)
             if self.costs.usable is not None:
-                held = own["static"] + -(-together // degree) * own["saved"]
-                found = np.where(held <= self.costs.usable, found, np.inf)
-            place = int(np.argmin(found))
-            if found[place] < self.best[number, together]:
-                self.best[number, together] = found[place]
+                held = stage_sums["static"] + -(-together // degree) * stage_sums["saved"]
+                times = np.where(held <= self.costs.usable, times, np.inf)
+            place = int(np.argmin(times))
+            if times[place] < self.best[number, together]:
+                self.best[number, together] = times[place]
                 self.chosen[number, together] = inside[place], degree
 
     def _transfers(self, number: int, inside: NDArray[np.int64]) -> Floats:
-        """Seconds of the tensors that a stage takes and hands on, forwards and back."""
+        """Return the seconds of the tensors that a stage receives and sends, forward and backward."""
         edges, link = self.costs.edges, self.costs.link
         if not edges or not link.seconds(1):
             return np.zeros(len(inside))
-        writers, readers = np.array([one[0] for one in edges]), np.array([one[1] for one in edges])
-        seconds = np.array([2 * link.seconds(one[2]) for one in edges])
+        writers, readers = np.array([edge[0] for edge in edges]), np.array([edge[1] for edge in edges])
+        seconds = np.array([2 * link.seconds(edge[2]) for edge in edges])
         above = ~self.sets[number][writers]  # written before the stage
         later = self.sets[inside][:, readers]  # read behind it
-        taken = (above & self.sets[number][readers]) @ seconds - later @ (above * seconds)
-        given = (later & ~self.sets[inside][:, writers] & ~above) @ seconds
-        return np.asarray(taken + given)
+        received = (above & self.sets[number][readers]) @ seconds - later @ (above * seconds)
+        sent = (later & ~self.sets[inside][:, writers] & ~above) @ seconds
+        return np.asarray(received + sent)
 
     def stages(self) -> list[ReplicatedStage] | None:
-        """The stages of the best answer with any number of the devices, of equal ones that with fewest."""
+        """Return the stages of the best plan on any number of the devices; of equal plans, the one with the fewest."""
         number, devices = len(self.sets) - 1, int(np.argmin(self.best[-1]))
         if not np.isfinite(self.best[number, devices]):
             return None
-        found = []
+        stages = []
         while number:
             smaller, degree = map(int, self.chosen[number, devices])
             layers = np.flatnonzero(self.sets[number] & ~self.sets[smaller])
-            found.append(ReplicatedStage(tuple(map(int, layers)), degree))
+            stages.append(ReplicatedStage(tuple(map(int, layers)), degree))
             number, devices = smaller, devices - degree
-        return found
+        return stages

@@ -1,9 +1,9 @@
 """A graph of layers as a tree of series and parallel parts (GraphPipe, Sec. 3.5).
 
-In series every layer of a part is needed, by some way, for every layer of the next; in parallel no layer of one part is
-needed for any of another. Layers that read past others change nothing, since only the ways count. A part that is
-neither (an N: a reads x, b reads x and y) lies between two layers that all ways pass; its layers are taken in the order
-of the chain, as one branch, which is the conversion that the paper speaks of.
+In a series every layer of a part depends, directly or not, on every layer of the part before it; parallel parts do not
+depend on one another. Skip connections over layers change nothing, since only reachability counts. A part that is
+neither (an N: a reads x, b reads x and y) lies between two layers that all paths pass; its layers are taken in the
+order of the chain, as one branch. This is the conversion that the paper mentions.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ __all__ = ["Parallel", "Series", "Together", "Tree", "coarsened", "downset_count
 
 @dataclass(frozen=True)
 class Together:
-    """Layers one behind the other that are not told apart."""
+    """Consecutive layers merged to one node."""
 
     layers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Series:
-    """Parts one behind the other, none of them in series itself."""
+    """Parts in series, none of them a series itself."""
 
     parts: tuple[Tree, ...]
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """Parts beside one another, by their first layer, none of them parallel itself."""
+    """Parallel parts, sorted by their first layer, none of them parallel itself."""
 
     parts: tuple[Tree, ...]
 
 
 Tree = int | Together | Series | Parallel
-"""A layer, several of them, or parts."""
+"""A layer, merged layers, or parts."""
 
 
 def layers_of(tree: Tree) -> tuple[int, ...]:
-    """All layers, rising."""
+    """Return all layers of a tree, rising."""
     if isinstance(tree, int | Together):
         return (tree,) if isinstance(tree, int) else tree.layers
     return tuple(sorted(layer for part in tree.parts for layer in layers_of(part)))
 
 
 def downset_count(tree: Tree) -> int:
-    """Sets of layers that hold, with a layer, all that need it, the empty one included."""
+    """Return the number of downsets: sets that hold, with a layer, all layers that need it, the empty set included."""
     if isinstance(tree, int | Together):
         return 2
     counts = [downset_count(part) for part in tree.parts]
@@ -56,23 +56,23 @@ def downset_count(tree: Tree) -> int:
 
 
 def tree_of(num_layers: int, edges: Iterable[tuple[int, int]]) -> Tree:
-    """The tree of all layers.
+    """Return the tree of all layers.
 
     edges: (layer that writes a tensor, layer that reads it), each from a lower to a higher layer.
     """
-    before = [0] * num_layers  # layer -> the set of all that it needs, as bits
+    before = [0] * num_layers  # layer -> all layers that it needs, as bits
     for writer, reader in sorted(edges, key=lambda edge: edge[1]):
         before[reader] |= before[writer] | 1 << writer
     related = list(before)
     for layer, needed in enumerate(before):
-        for other in _bits(needed):
-            related[other] |= 1 << layer
+        for source in _bits(needed):
+            related[source] |= 1 << layer
     return _decomposed((1 << num_layers) - 1, related)
 
 
 def coarsened(tree: Tree, seconds: Sequence[float], most: int) -> Tree:
-    """The tree with at most so many parts in a series, as far as neighbouring layers can be joined for that: those that
-    take least together first.
+    """Return the tree with at most `most` parts in a series, as far as merging neighbouring layers allows. Neighbours
+    that take the least time together are merged first.
 
     seconds: of each layer.
     """
@@ -102,19 +102,19 @@ def _decomposed(layers: int, related: Sequence[int]) -> Tree:
     beside = _components(layers, related)
     if len(beside) > 1:
         return Parallel(tuple(_decomposed(part, related) for part in beside))
-    behind = _components(layers, [~one for one in related])
+    behind = _components(layers, [~neighbours for neighbours in related])
     if len(behind) == 1:
         return Series(tuple(_bits(layers)))
-    found: list[Tree] = []
+    parts: list[Tree] = []
     for part in behind:
         tree = _decomposed(part, related)
-        found += tree.parts if isinstance(tree, Series) else (tree,)
-    return Series(tuple(found))
+        parts += tree.parts if isinstance(tree, Series) else (tree,)
+    return Series(tuple(parts))
 
 
 def _components(layers: int, neighbours: Sequence[int]) -> list[int]:
-    """The connected parts of some layers, by their first layer."""
-    found = []
+    """Return the connected components of a set of layers, sorted by their first layer."""
+    components = []
     while layers:
         part = edge = layers & -layers
         while edge:
@@ -123,15 +123,15 @@ def _components(layers: int, neighbours: Sequence[int]) -> list[int]:
                 reached |= neighbours[layer]
             edge = reached & layers & ~part
             part |= edge
-        found.append(part)
+        components.append(part)
         layers &= ~part
-    return found
+    return components
 
 
 def _bits(layers: int) -> list[int]:
-    found = []
+    indices = []
     while layers:
         lowest = layers & -layers
-        found.append(lowest.bit_length() - 1)
+        indices.append(lowest.bit_length() - 1)
         layers ^= lowest
-    return found
+    return indices

@@ -42,24 +42,26 @@ def device_map(plan: Plan, names: ModelNames) -> str:
                 f"the parameter {name!r} is used on ranks {ranks}, but accelerate wants tied parameters on one device; "
                 f"choose cuts and ranks that put layers {list(layers)} on one rank"
             )
-    tensors = {name: rank_of[layer] for layer, one in enumerate(held) for name in (*one.parameters, *one.buffers)}
-    found: dict[str, int] = {}
-    _name_modules("", tensors, found)
-    return json.dumps(found, indent=1) + "\n"
+    tensors = {
+        name: rank_of[layer] for layer, modules in enumerate(held) for name in (*modules.parameters, *modules.buffers)
+    }
+    rank_of_module: dict[str, int] = {}
+    _name_modules("", tensors, rank_of_module)
+    return json.dumps(rank_of_module, indent=1) + "\n"
 
 
-def _name_modules(module: str, tensors: dict[str, int], found: dict[str, int]) -> None:
-    """Put `module`, or those below it, into `found`; tensors: those of the module, by their names below it -> rank."""
+def _name_modules(module: str, tensors: dict[str, int], rank_of_module: dict[str, int]) -> None:
+    """Put `module`, or the modules below it, into `rank_of_module`; tensors: name below the module -> rank."""
     children: dict[str, dict[str, int]] = {}
-    own = [name for name in tensors if "." not in name]
+    own_tensors = [name for name in tensors if "." not in name]
     for name, rank in tensors.items():
         if "." in name:
-            child, _, rest = name.partition(".")
-            children.setdefault(child, {})[rest] = rank
+            child, _, suffix = name.partition(".")
+            children.setdefault(child, {})[suffix] = rank
     ranks = sorted(set(tensors.values()))
-    is_list = all(child.isdigit() for child in children) and not own
-    if len(ranks) == 1 and (own or (module and not is_list)):
-        found[module] = ranks[0]
+    is_list = all(child.isdigit() for child in children) and not own_tensors
+    if len(ranks) == 1 and (own_tensors or (module and not is_list)):
+        rank_of_module[module] = ranks[0]
         return
     is_block = module.rpartition(".")[2].isdigit()
     if (
@@ -71,11 +73,11 @@ def _name_modules(module: str, tensors: dict[str, int], found: dict[str, int]) -
             f"{module!r} lies on ranks {ranks}, but its own code needs all of it on one device; move the cut before or "
             "behind it"
         )
-    if own:
+    if own_tensors:
         where = f"the module {module!r}" if module else "the model itself"
         raise CapslogError(
-            f"the tensor {own[0]!r} belongs to {where}, which lies on ranks {ranks}, but a device map names modules "
-            "only; put the tensor into a module of its own"
+            f"the tensor {own_tensors[0]!r} belongs to {where}, which lies on ranks {ranks}, but a device map names "
+            "modules only; put the tensor into a module of its own"
         )
     for child, below in children.items():
-        _name_modules(f"{module}.{child}" if module else child, below, found)
+        _name_modules(f"{module}.{child}" if module else child, below, rank_of_module)

@@ -94,7 +94,7 @@ def deepspeed(plan: Plan, run: RunShape, names: ModelNames | None = None) -> str
 
 
 def _in_docstring(name: str) -> str:
-    """A name that cannot end the docstring that it stands in, as one with three quotation marks would."""
+    """Return a name without quotation marks that would end the docstring in which it stands."""
     return printable(json.dumps(name, ensure_ascii=False)[1:-1])
 
 
@@ -117,9 +117,9 @@ def _checkpoint_interval(plan: Plan, line: StageLine, run: RunShape) -> int:
         ]
         if memory == expected:
             return interval
-    stage = next(number for number, one in enumerate(memory) if one)
+    stage = next(number for number, row in enumerate(memory) if row)
     raise CapslogError(
-        f"stage {stage} has the memory intervals {[[one.first, one.end, one.kind] for one in memory[stage]]}, but "
+        f"stage {stage} has the memory intervals {[[part.first, part.end, part.kind] for part in memory[stage]]}, but "
         "DeepSpeed recomputes equal numbers of layers, in all stages, and offloads none; export a plan that keeps "
         "everything, or whose stages recompute as a whole"
     )

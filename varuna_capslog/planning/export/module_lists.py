@@ -26,7 +26,7 @@ _TORCHTITAN_NAMES: Mapping[str, str] = {
     "model.norm": "norm",
     "model.rotary_emb": "rotary_emb",
 }
-"""What torchtitan, in its own models and in its Hugging Face backend, calls the parts of a Hugging Face decoder."""
+"""Names of the parts of a Hugging Face decoder in torchtitan's own models and in its Hugging Face backend."""
 
 
 def torchtitan(plan: Plan, names: ModelNames) -> str:
@@ -45,7 +45,7 @@ def torchtitan(plan: Plan, names: ModelNames) -> str:
     line = stage_line(plan, system)
     held = held_modules(names, plan, system)
     refuse_shared(names, line, system)
-    decoder = any(path.startswith("model.layers.") for one in held for path in one.modules)
+    decoder = any(path.startswith("model.layers.") for layer in held for path in layer.modules)
     renamed = _TORCHTITAN_NAMES if decoder else {}
 
     lists = {renamed.get(path, path) for path in names.lists}
@@ -73,13 +73,13 @@ def automodel(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
     system = "NeMo AutoModel"
     line = stage_line(plan, system)
     held = held_modules(names, plan, system)
-    found = block_pattern(names.layers, pattern)
-    if not re.fullmatch(r"model\.(?:\w+\.)*layers\.\*", found):
+    blocks = block_pattern(names.layers, pattern)
+    if not re.fullmatch(r"model\.(?:\w+\.)*layers\.\*", blocks):
         raise CapslogError(
-            f"the model's blocks are {found!r}, but {system} splits Hugging Face decoders only, whose blocks are "
+            f"the model's blocks are {blocks!r}, but {system} splits Hugging Face decoders only, whose blocks are "
             "'model.layers.*'; name them with --block-names if they are"
         )
-    block_counts(names, line, system, found)
+    block_counts(names, line, system, blocks)
     refuse_shared(names, line, system)
 
     def unit(path: str) -> str | None:
@@ -104,17 +104,17 @@ def _parts(
         part: dict[str, None] = {}
         for layer in held[first:end]:
             for path in layer.modules:
-                if path and (one := unit(path)) is not None:
-                    (everywhere if path in names.copied else part)[one] = None
+                if path and (module := unit(path)) is not None:
+                    (everywhere if path in names.copied else part)[module] = None
         parts.append(part)
-    listed = [one for part in parts for one in part]
-    for part in parts:  # what only holds others of the list is kept with them
-        for one in [name for name in part if any(other.startswith(f"{name}.") for other in listed)]:
-            del part[one]
+    listed = [module for part in parts for module in part]
+    for part in parts:  # a module that only holds others of the list is kept with them
+        for module in [name for name in part if any(inner.startswith(f"{name}.") for inner in listed)]:
+            del part[module]
     for number, part in enumerate(parts):
-        for one in part:
-            if any(one in later for later in parts[number + 1 :]):
-                raise CapslogError(f"a cut lies inside {one!r}, but {rule}; move the cut before or behind it")
+        for module in part:
+            if any(module in later for later in parts[number + 1 :]):
+                raise CapslogError(f"a cut lies inside {module!r}, but {rule}; move the cut before or behind it")
     for (first, end), part in zip(line.stages, parts, strict=True):
         for name in (name for layer in held[first:end] for name in layer.parameters):
             if not _is_below(unit(name.rpartition(".")[0]), part):
@@ -122,11 +122,11 @@ def _parts(
                     f"the parameter {name!r} belongs to no module of its stage's list, so that every stage would have "
                     f"one of its own, since {rule}; put it into a module of its own"
                 )
-    return [[*part, *(one for one in everywhere if one not in part)] for part in parts]
+    return [[*part, *(module for module in everywhere if module not in part)] for part in parts]
 
 
 def _is_below(module: str | None, part: Iterable[str]) -> bool:
-    return bool(module) and any(module == one or str(module).startswith(f"{one}.") for one in part)
+    return bool(module) and any(module == listed or str(module).startswith(f"{listed}.") for listed in part)
 
 
 def _text(parts: Sequence[Sequence[str]]) -> str:

@@ -1,4 +1,4 @@
-"""How many of a model's repeated blocks each stage holds: what systems with counts of decoder layers want to know.
+"""Counts of a model's repeated blocks per stage, for systems that are told numbers of decoder layers.
 
 The names of the layers tell it. Repeated blocks are the modules of one list, `transformer.h.0`, `transformer.h.1` and
 so on. What stands before the first block is the embedding, and what stands behind the last one is the head (norms, the
@@ -50,38 +50,38 @@ def block_counts(names: ModelNames, line: StageLine, system: str, pattern: str |
     return counts
 
 
-def block_pattern(layers: Sequence[str], given: str | None = None) -> str:
-    """The whole pattern of the repeated blocks' names: of those given, or of the only list of modules among the names.
+def block_pattern(layers: Sequence[str], pattern: str | None = None) -> str:
+    """Return the whole pattern of the repeated blocks' names: completed from `pattern`, or of the only list of modules.
 
     A list's items are the first whole numbers in names (`encoder.layer.3`); only where there are none, numbers behind
     an underscore (`encoder_layer_3`).
 
-    Raises CapslogError where the given one names no layer, and where there is no list or are several.
+    Raises CapslogError where `pattern` names no layer, and where there is no list or are several.
     """
-    if given is not None:
-        if given.count("*") != 1:
-            raise CapslogError(f"the names of the blocks, {given!r}, must have one * in the place of the number")
-        whole = rf"((?:.*?\.)?){_expression(given)}"
-        found = dict.fromkeys(f"{one[1]}{given}" for name in layers if (one := re.fullmatch(whole, name)))
-        if not found:
-            raise CapslogError(f"no layer's name is of the form {given!r}; the layers are {_some(layers)}")
-        return _only(layers, found)
-    found = {}
+    if pattern is not None:
+        if pattern.count("*") != 1:
+            raise CapslogError(f"the names of the blocks, {pattern!r}, must have one * in the place of the number")
+        full = rf"((?:.*?\.)?){_expression(pattern)}"
+        patterns = dict.fromkeys(f"{hit[1]}{pattern}" for name in layers if (hit := re.fullmatch(full, name)))
+        if not patterns:
+            raise CapslogError(f"no layer's name is of the form {pattern!r}; the layers are {_some(layers)}")
+        return _only(layers, patterns)
+    patterns = {}
     for expression in (r"(?:(.*?)\.)?(\d+)(?:\..*)?", r"(.*?_)(\d+)(?:\..*)?"):
         for name in layers:
             if match := re.fullmatch(expression, name):
                 before = match[1] or ""
-                found[f"{before}*" if before.endswith("_") or not before else f"{before}.*"] = None
-        if found:
+                patterns[f"{before}*" if before.endswith("_") or not before else f"{before}.*"] = None
+        if patterns:
             break
-    return _only(layers, found)
+    return _only(layers, patterns)
 
 
-def _only(layers: Sequence[str], found: Collection[str]) -> str:
+def _only(layers: Sequence[str], patterns: Collection[str]) -> str:
     """The only pattern."""
-    if len(found) == 1:
-        return next(iter(found))
-    which = f"name {len(found)} lists of modules ({', '.join(found)})" if found else "name no list of modules"
+    if len(patterns) == 1:
+        return next(iter(patterns))
+    which = f"name {len(patterns)} lists of modules ({', '.join(patterns)})" if patterns else "name no list of modules"
     raise CapslogError(
         f"the names of the layers, {_some(layers)}, {which}, so that they do not tell the repeated blocks; say them "
         "with --block-names 'PREFIX.*'"
@@ -96,10 +96,10 @@ def _expression(pattern: str) -> str:
 
 def _blocks_of_layers(names: ModelNames, pattern: str) -> list[list[int]]:
     """layer -> the numbers of the blocks of which it holds a part."""
-    found, reached, last, expression = [], -1, "", _expression(pattern)
+    blocks, reached, last, expression = [], -1, "", _expression(pattern)
     for layer, name in enumerate(names.layers):
         modules = (name,) if names.held is None else names.held[layer].modules
-        numbers = list(dict.fromkeys(int(one[1]) for path in modules if (one := re.fullmatch(expression, path))))
+        numbers = list(dict.fromkeys(int(match[1]) for path in modules if (match := re.fullmatch(expression, path))))
         if numbers and numbers[0] > reached + 1 and names.held is None:
             raise CapslogError(
                 f"no layer is named after the block {pattern.replace('*', str(reached + 1))!r}, but {name!r} follows "
@@ -112,23 +112,23 @@ def _blocks_of_layers(names: ModelNames, pattern: str) -> list[list[int]]:
                     "that list; the blocks must stand in their own order"
                 )
             reached = number
-        found.append(numbers)
+        blocks.append(numbers)
         last = name
-    holding = [layer for layer, numbers in enumerate(found) if numbers]
+    holding = [layer for layer, numbers in enumerate(blocks) if numbers]
     if not holding:
         raise CapslogError(f"no layer holds a module of the form {pattern!r}; say what the blocks are called")
     for layer in range(holding[0], holding[-1]):
-        if not found[layer]:
+        if not blocks[layer]:
             raise CapslogError(
                 f"layer {names.layers[layer]!r} stands between blocks and belongs to none of {pattern!r}; name the "
                 "blocks with --block-names"
             )
-    return found
+    return blocks
 
 
-def _several_stages(what: str, layers: Sequence[str], where: str) -> CapslogError:
+def _several_stages(part: str, layers: Sequence[str], where: str) -> CapslogError:
     return CapslogError(
-        f"{what} (layers {', '.join(layers)}) lies in several stages, but all of it belongs to {where}; move the cut"
+        f"{part} (layers {', '.join(layers)}) lies in several stages, but all of it belongs to {where}; move the cut"
     )
 
 

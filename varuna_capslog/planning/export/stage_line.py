@@ -21,11 +21,11 @@ __all__ = ["StageLine", "check_names", "held_modules", "number_of", "refuse_shar
 
 @dataclass(frozen=True)
 class StageLine:
-    """One of the equal pipelines of a plan.
+    """Pipeline of a plan, and the number of its equal replicas.
 
     stages: (first layer, layer behind the last one) of each stage, which follow one another.
     ranks: of this pipeline in the plan; stage s runs on ranks[s % len(ranks)].
-    replicas: how many such pipelines the plan has.
+    replicas: number of such pipelines in the plan.
     """
 
     stages: tuple[tuple[int, int], ...]
@@ -51,27 +51,27 @@ def stage_line(plan: Plan, system: str, one_stage_per_rank: bool = False, interv
     paths = plan.paths()
     first, *others = [[plan.stages[number] for number in path] for path in paths]
     used = [rank for path in paths for rank in {plan.stages[number].rank for number in path}]
-    alike = [(one.layers, one.memory) for one in first]
+    alike = [(stage.layers, stage.memory) for stage in first]
     shares = {len(blocks) for blocks in paths.values()}
-    unequal = any([(one.layers, one.memory) for one in path] != alike for path in others)
+    unequal = any([(stage.layers, stage.memory) for stage in path] != alike for path in others)
     if unequal or len(shares) > 1 or len(set(used)) < len(used):
         raise CapslogError(
             f"the plan has {len(paths)} ways through its stages that are not equal pipelines on ranks of their own, "
             f"but {system} has equal replicas only; export a plan whose replicas have the same cuts, shares and memory"
         )
     pipelines = [_pipeline(path, len(paths), system) for path in (first, *others)]
-    found = pipelines[0]
-    if any(len(one.ranks) != len(found.ranks) for one in pipelines):
+    line = pipelines[0]
+    if any(len(pipeline.ranks) != len(line.ranks) for pipeline in pipelines):
         raise CapslogError(
-            f"the plan's pipelines have {sorted({len(one.ranks) for one in pipelines})} ranks, but {system} has equal "
-            "replicas only; give every pipeline as many ranks"
+            f"the plan's pipelines have {sorted({len(pipeline.ranks) for pipeline in pipelines})} ranks, but {system} "
+            "has equal replicas only; give every pipeline as many ranks"
         )
-    if one_stage_per_rank and found.stages_per_rank > 1:
+    if one_stage_per_rank and line.stages_per_rank > 1:
         raise CapslogError(
-            f"each rank runs {found.stages_per_rank} stages, but {system} has one stage per rank; plan with "
+            f"each rank runs {line.stages_per_rank} stages, but {system} has one stage per rank; plan with "
             "pipeline.stages_per_rank=1"
         )
-    return found
+    return line
 
 
 def run_of(plan: Plan, run: RunShape) -> RunShape:
@@ -85,7 +85,7 @@ def number_of(count: int, noun: str) -> str:
 
 
 def held_modules(names: ModelNames, plan: Plan, system: str) -> tuple[LayerModules, ...]:
-    """What each layer holds of the model. Raises CapslogError where only the layers' own names are known."""
+    """Return the modules that each layer holds. Raises CapslogError where only the layers' own names are known."""
     check_names(names, plan)
     if names.held is None:
         raise CapslogError(
@@ -107,7 +107,7 @@ def check_names(names: ModelNames, plan: Plan) -> None:
 def refuse_shared(names: ModelNames, line: StageLine, system: str) -> None:
     """Raise CapslogError for a parameter that layers of several stages use."""
     for name, layers in names.shared:
-        stages = sorted({stage for stage, (a, b) in enumerate(line.stages) if any(a <= x < b for x in layers)})
+        stages = sorted({stage for stage, (a, b) in enumerate(line.stages) if any(a <= layer < b for layer in layers)})
         if len(stages) > 1:
             raise CapslogError(
                 f"the parameter {name!r} is used by stages {stages}, but {system} has no parameters that several "
@@ -148,8 +148,8 @@ def _refuse_fields(plan: Plan, system: str, intervals: bool) -> None:
 
 
 def _shown(stage: PlanStage) -> str:
-    one = (stage.memory or ())[0]
-    return f"[{one.first}, {one.end}, {one.kind}]"
+    interval = (stage.memory or ())[0]
+    return f"[{interval.first}, {interval.end}, {interval.kind}]"
 
 
 def _pipeline(path: list[PlanStage], replicas: int, system: str) -> StageLine:
@@ -159,7 +159,7 @@ def _pipeline(path: list[PlanStage], replicas: int, system: str) -> StageLine:
     for number, stage in enumerate(path):
         if stage.rank != ranks[number % len(ranks)] or len(path) % len(ranks):
             raise CapslogError(
-                f"the stages run on the ranks {[one.rank for one in path]}, but {system} deals them out in turn, as "
-                "many to each rank; plan with pipeline.stages_per_rank, or one stage for each rank"
+                f"the stages run on the ranks {[stage.rank for stage in path]}, but {system} deals them out in turn, "
+                "as many to each rank; plan with pipeline.stages_per_rank, or one stage for each rank"
             )
     return StageLine(tuple((stage.first, stage.end) for stage in path), ranks, replicas)

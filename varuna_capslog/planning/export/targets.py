@@ -25,7 +25,7 @@ __all__ = ["TARGETS", "Request", "Target", "names_in", "notes", "written"]
 
 @dataclass(frozen=True)
 class Request:
-    """What is exported, and what is known beside the plan.
+    """Plan to export, and what is known beside it.
 
     run: what the plan leaves to the config.
     edges: (layer that writes a tensor, layer that reads it), where known.
@@ -52,7 +52,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Target:
-    """One form.
+    """Form in which a system reads a plan.
 
     system: the name of the system that reads it.
     write: the text, with a line feed at its end.
@@ -115,7 +115,7 @@ def written(target: str, request: Request) -> str:
     """The text for a target. Raises CapslogError as the target does, and where it trains and the plan does not."""
     form = TARGETS[target]
     if request.plan.purpose != "training" and form.order != "none":
-        serving = ", ".join(name for name, one in TARGETS.items() if one.order == "none")
+        serving = ", ".join(name for name, candidate in TARGETS.items() if candidate.order == "none")
         raise CapslogError(
             f"the plan is for {request.plan.purpose}, but the form for {form.system} says how a model is trained; plan "
             f"without --for, or export it to one of {serving}"
@@ -126,51 +126,52 @@ def written(target: str, request: Request) -> str:
 def names_in(profile: Profile) -> ModelNames:
     """The names that a profile knows."""
     return ModelNames(
-        tuple(layer.name for layer in profile.layers), tuple((one.name, one.layers) for one in profile.shared)
+        tuple(layer.name for layer in profile.layers),
+        tuple((parameter.name, parameter.layers) for parameter in profile.shared),
     )
 
 
 def notes(target: str, plan: Plan, run: RunShape) -> list[str]:
-    """What the text for a target leaves unsaid, in sentences; for a plan that the target could write."""
+    """Return what the text for a target leaves unsaid, in sentences; for a plan that the target could write."""
     form = TARGETS[target]
     if not form.order:
         return []
     line, recomputes = stage_line(plan, form.system, intervals=True), run_of(plan, run).recomputes
-    found = []
+    sentences = []
     if form.settings:
-        found.append(f"{form.system} also needs {form.settings.format(ranks=len(line.ranks))}")
+        sentences.append(f"{form.system} also needs {form.settings.format(ranks=len(line.ranks))}")
     if line.replicas > 1:
-        found.append(
+        sentences.append(
             f"the plan has {line.replicas} equal pipelines and the text describes one; set the data parallelism "
             f"of {form.system} to {line.replicas}"
         )
     if form.order == "none":
         if plan.purpose != "training":
-            return found
-        found.append(
+            return sentences
+        sentences.append(
             f"the plan was made for training steps; what {form.system} holds, such as weights and caches of keys and "
             "values, it does not predict"
         )
-        return found
+        return sentences
     if list(line.ranks) != list(range(len(line.ranks))):
-        found.append(f"pipeline rank r of {form.system} is the plan's rank {list(line.ranks)}[r]")
+        sentences.append(f"pipeline rank r of {form.system} is the plan's rank {list(line.ranks)}[r]")
     if order := _own_order(plan, line.stages_per_rank):
-        rest = (
+        consequence = (
             "export it with --to torch-csv, or the predicted bytes do not hold"
             if form.order == "csv" and not recomputes
             else f"{form.system} works in an order of its own, for which the predicted bytes do not hold"
         )
-        found.append(f"the plan's {order} is not a part of the text: {rest}")
+        sentences.append(f"the plan's {order} is not a part of the text: {consequence}")
     if target != "deepspeed" and recomputes and any(stage.memory is None for stage in plan.stages):
-        found.append(
+        sentences.append(
             "stages recompute by the config or the schedule, which is not a part of the text; set the recomputation of "
             f"{form.system} itself"
         )
-    return found
+    return sentences
 
 
 def _own_order(plan: Plan, stages_per_rank: int) -> str | None:
-    """What the plan says of the order of work, where that is not plain (or interleaved) 1F1B."""
+    """Name the plan's order of work where it is not plain (or interleaved) 1F1B; else None."""
     if plan.actions is not None:
         return "list of actions"
     limited = [number for number, stage in enumerate(plan.stages) if stage.in_flight is not None]

@@ -34,10 +34,10 @@ def torch_csv(plan: Plan, run: RunShape, edges: Iterable[tuple[int, int]] | None
     graph = plan.stage_graph(edges)
     others = [edge for edge in graph.edges if edge[1] != edge[0] + 1]
     if others:
-        one, other = others[0]
+        sender, receiver = others[0]
         raise CapslogError(
-            f"routes is {plan.routes!r} and stage {one} hands on to stage {other}, but in a schedule of torch each "
-            "stage hands on to the next one; export a plan whose stages are a line"
+            f"routes is {plan.routes!r} and stage {sender} hands on to stage {receiver}, but in a schedule of torch "
+            "each stage hands on to the next one; export a plan whose stages are a line"
         )
     if plan.actions is not None:
         rows = from_strings(plan.actions)

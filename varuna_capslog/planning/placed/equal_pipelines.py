@@ -51,7 +51,7 @@ def equal_pipelines_plan(problem: Problem) -> Plan:
 
 
 class _EqualPipelines:
-    """The search."""
+    """Search for one plan that all pipelines share."""
 
     def __init__(self, problem: Problem) -> None:
         replicas, run = problem.pipelines, problem.run
@@ -77,45 +77,45 @@ class _EqualPipelines:
         profile, share = problem.profile, problem.share
         beside = _waiting_bytes(profile, run, share)
         if shares:
-            own = moment_bytes(profile)
-            beside = [more - (own.get(at) or 0) * (replicas - 1) // replicas for at, more in enumerate(beside)]
+            moments = moment_bytes(profile)
+            beside = [more - (moments.get(at) or 0) * (replicas - 1) // replicas for at, more in enumerate(beside)]
         held = with_beside(profile, beside)
         limits = [size for size in self._smallest if size is not None]
         usable: list[int] | None = limits if len(limits) == self._width else None
         for _ in range(_ROUNDS):
-            left = None if self._until is None else max(0.0, self._until - time.perf_counter())
-            one = Problem.of(held, self._width, usable, share, problem.link, speeds=self._slowest)
-            one = dataclasses.replace(one, tier=problem.tier, search_seconds=left)
-            found = layerwise_plan(one, BUDGET)
-            if shares and any(stage.moments for stage in found.stages):  # which wait in the host tier
-                found = dataclasses.replace(found, step_seconds=None)
-            plan = self._together(found)
-            if shares and found.step_seconds is not None:
+            remaining = None if self._until is None else max(0.0, self._until - time.perf_counter())
+            single = Problem.of(held, self._width, usable, share, problem.link, speeds=self._slowest)
+            single = dataclasses.replace(single, tier=problem.tier, search_seconds=remaining)
+            single_plan = layerwise_plan(single, BUDGET)
+            if shares and any(stage.moments for stage in single_plan.stages):  # which wait in the host tier
+                single_plan = dataclasses.replace(single_plan, step_seconds=None)
+            plan = self._together(single_plan)
+            if shares and single_plan.step_seconds is not None:
                 plan = with_shared_moments(profile, plan) or plan
-            if replicas == 1 or usable is None or found.step_seconds is None:
+            if replicas == 1 or usable is None or single_plan.step_seconds is None:
                 break
             lack = lacking(judged(profile, plan, run, tier=problem.tier), self._smallest, Headroom.of(profile))
             if not any(lack):
                 break
             usable = [max(1, size - more) for size, more in zip(usable, lack, strict=True)]
-        if replicas > 1 and found.step_seconds is not None:  # which is its own where it was found to fit
-            plan = self._with_step(plan, found, shares)
+        if replicas > 1 and single_plan.step_seconds is not None:  # a single pipeline has its step already
+            plan = self._with_step(plan, single_plan, shares)
         return dataclasses.replace(plan, search_seconds=time.perf_counter() - begun)
 
-    def _with_step(self, plan: Plan, found: Plan, shares: bool) -> Plan:
+    def _with_step(self, plan: Plan, single_plan: Plan, shares: bool) -> Plan:
         """The plan with its own step, and with the bound of one pipeline, below which no other one is."""
         plan = with_step_seconds(self._problem.profile, plan, self._run, self._problem.link)
         if shares:
             note = "replicas share the optimizer's moments (stages[].moments), which do not fit otherwise"
             plan = dataclasses.replace(plan, notes=(*plan.notes, note))
-        if found.bound_seconds is None or plan.step_seconds is None:
+        if single_plan.bound_seconds is None or plan.step_seconds is None:
             return plan
-        space = f"{found.search_space}, in {self._replicas} equal pipelines"
-        proven = plan.step_seconds <= found.bound_seconds * (1 + SAME)
+        space = f"{single_plan.search_space}, in {self._replicas} equal pipelines"
+        proven = plan.step_seconds <= single_plan.bound_seconds * (1 + SAME)
         return dataclasses.replace(plan, proven=proven, search_space=space)
 
-    def _together(self, one: Plan) -> Plan:
-        """So many times the stages of a plan, each with its devices and its blocks."""
+    def _together(self, single_plan: Plan) -> Plan:
+        """Repeat the stages of a plan for every pipeline, each with its devices and its blocks."""
         replicas, run = self._replicas, self._run
         share = run.num_blocks // replicas
 
@@ -124,9 +124,9 @@ class _EqualPipelines:
             return dataclasses.replace(stage, ranks=(replica * self._width + stage.rank,), blocks=blocks)
 
         return dataclasses.replace(
-            one,
-            stages=tuple(at(stage, replica) for replica in range(replicas) for stage in one.stages),
-            units=Units(run.num_microbatches, run.microbatch_size, one.units.blocks and run.num_blocks),
+            single_plan,
+            stages=tuple(at(stage, replica) for replica in range(replicas) for stage in single_plan.stages),
+            units=Units(run.num_microbatches, run.microbatch_size, single_plan.units.blocks and run.num_blocks),
             ranks=self._problem.devices,
             profile_digest=self._problem.profile.digest,
         )
@@ -134,24 +134,24 @@ class _EqualPipelines:
 
 def _by_stage(devices: Sequence[PlanRank], width: int) -> list[int | None]:
     """The smallest capacity of each stage's devices."""
-    sizes = [one.capacity_bytes for one in devices]
+    sizes = [device.capacity_bytes for device in devices]
     rows = [[size for size in sizes[at::width] if size is not None] for at in range(width)]
     return [min(row) if row else None for row in rows]
 
 
 def _waiting_bytes(profile: Profile, run: RunShape, share: RunShape) -> list[int]:
-    """By layer, the gradients that one of several pipelines keeps and a single one of as many blocks does not."""
+    """Bytes of each layer's gradients that one of several pipelines keeps, beyond a single one of as many blocks."""
     many = waiting_blocks(profile, share.num_blocks, run.num_blocks)
     more = many - waiting_blocks(profile, share.num_blocks, share.num_blocks)
     return [more * (layer.parameter_bytes or 0) for layer in profile.layers]
 
 
 def lacking(plan: Plan, limits: Sequence[int | None], headroom: Headroom) -> list[int]:
-    """By stage, what the fullest of its devices lacks in a judged plan; 0 where it fits, or lacks something else.
+    """Bytes that the fullest device of each stage lacks in a judged plan; 0 where it fits, or lacks something else.
 
     limits: bytes of the devices of one pipeline.
     """
     if plan.fits is not False:
         return [0] * len(limits)
-    sizes = [max(one.bytes or 0 for one in plan.ranks[at :: len(limits)]) for at in range(len(limits))]
+    sizes = [max(rank.bytes or 0 for rank in plan.ranks[at :: len(limits)]) for at in range(len(limits))]
     return [max(0, headroom.device(size) - limit) if limit else 0 for size, limit in zip(sizes, limits, strict=True)]

@@ -86,17 +86,17 @@ def _asked_for_stages(profile: Profile, devices: int) -> str:
 
 
 def _answers(costs: GraphCosts, planner: str) -> Iterator[list[ReplicatedStage]]:
-    """The stages to weigh: those where all is kept, then those of layers that save less."""
-    find, found = REPLICATED[planner], list[list[ReplicatedStage]]()
+    """Yield the stages to weigh: those that keep everything, then those of layers that save less."""
+    find, seen = REPLICATED[planner], list[list[ReplicatedStage]]()
     for part in _SAVED if costs.usable is not None else _SAVED[:1]:
         try:
             answers = find(dataclasses.replace(costs, saved=tuple(round(part * size) for size in costs.saved)))
         except CapslogError:  # a graph that cannot be searched
             break
-        for one in answers:
-            if one not in found:
-                found.append(one)
-                yield one
+        for stages in answers:
+            if stages not in seen:
+                seen.append(stages)
+                yield stages
 
 
 def _longest_way(profile: Profile) -> float:
@@ -104,8 +104,8 @@ def _longest_way(profile: Profile) -> float:
     if not profile.timed or not profile.tensors:
         return 1.0
     pairs = zip(profile.column("forward_seconds"), profile.column("backward_seconds"), strict=True)
-    own = [float(forward + backward) for forward, backward in pairs]
-    way = list(own)  # the longest one that ends with each layer
+    seconds = [float(forward + backward) for forward, backward in pairs]
+    way = list(seconds)  # the longest one that ends with each layer
     for writer, reader in profile.edges:
-        way[reader] = max(way[reader], way[writer] + own[reader])
-    return max(way) / sum(own) if any(own) else 1.0
+        way[reader] = max(way[reader], way[writer] + seconds[reader])
+    return max(way) / sum(seconds) if any(seconds) else 1.0

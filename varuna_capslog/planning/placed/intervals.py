@@ -1,8 +1,8 @@
 """Memory intervals for stages that may have replicas, or hold pieces of several branches: the cheapest that fit.
 
-`planners/intervals` finds the cheapest intervals of one piece of a stage within a budget. What a rank takes beside its
-own calls only the fold of the plan tells: a stage gets so much less of its device in a further search, until the ranks
-of all stages fit. What a stage of several pieces has to save is shared out among them as is cheapest.
+`planners/intervals` finds the cheapest intervals of one piece of a stage within a budget. Only the fold of the plan
+tells the other bytes of a rank: a stage gets so much less of its device in a further search, until the ranks of all
+stages fit. The bytes that a stage of several pieces has to save are shared out among the pieces at the least cost.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from varuna_capslog.schedules import RunShape, Schedule, from_strings
 __all__ = ["PlacedIntervals"]
 
 _ROUNDS = 6
-"""Searches with more left free, at most."""
+"""Searches, at most, each with more bytes reserved."""
 _LABELS, _PLACES = 32, 48
 """Choices that are kept per cut of a piece of more than `EXACT_LAYERS` layers, and the places at which its intervals
 may begin and end."""
 _PARTS = 8
-"""What a stage of several pieces must save is shared out among these in so many parts."""
+"""The bytes that a stage of several pieces must save are shared out among the pieces in so many parts."""
 _KINDS = tuple(kind for kind in INTERVAL_KINDS if not MemoryInterval(0, 1, kind).offloads)
 
 Judge = Callable[[Plan], Plan]
@@ -60,23 +60,23 @@ class PlacedIntervals:
             redone: the plan with the lists of actions that stages with such intervals need.
         """
         first, calls = plan, self._calls(plan)
-        kept = [self._kept(plan, stage, *one) for stage, one in zip(plan.stages, calls, strict=True)]
-        left = [0] * len(plan.stages)
+        kept = [self._kept(plan, stage, *stage_calls) for stage, stage_calls in zip(plan.stages, calls, strict=True)]
+        reserved = [0] * len(plan.stages)
         for _ in range(_ROUNDS):
             lacks = self._lacks(verdict)
             if not any(lacks.values()):
-                return None  # what lacks is not the device's memory
+                return None  # not the device's memory is short
             spare = [lacks[stage.rank] for stage in plan.stages]
             for layers in {stage.layers for stage in plan.stages}:  # replicas are treated alike
-                own = [number for number, stage in enumerate(plan.stages) if stage.layers == layers]
-                more = max(spare[number] for number in own)
-                for number in own:
-                    left[number] += more
+                numbers = [number for number, stage in enumerate(plan.stages) if stage.layers == layers]
+                more = max(spare[number] for number in numbers)
+                for number in numbers:
+                    reserved[number] += more
             stages = [
                 self._with_less(first, stage, how, sizes, less)
-                for stage, how, sizes, less in zip(first.stages, calls, kept, left, strict=True)
+                for stage, how, sizes, less in zip(first.stages, calls, kept, reserved, strict=True)
             ]
-            if [one.memory for one in stages] == [one.memory for one in plan.stages]:
+            if [stage.memory for stage in stages] == [stage.memory for stage in plan.stages]:
                 return None
             plan = redone(dataclasses.replace(first, stages=tuple(stages), actions=None))
             verdict = judge(plan)
@@ -91,14 +91,14 @@ class PlacedIntervals:
         headroom = Headroom.of(self._profile)
         return Counter(
             {
-                rank: max(0, headroom.device(one.bytes or 0) - one.capacity_bytes)
-                for rank, one in enumerate(verdict.ranks)
-                if one.capacity_bytes is not None
+                rank: max(0, headroom.device(device.bytes or 0) - device.capacity_bytes)
+                for rank, device in enumerate(verdict.ranks)
+                if device.capacity_bytes is not None
             }
         )
 
     def _kept(self, plan: Plan, stage: PlanStage, in_flight: int, handling: Handling) -> list[int]:
-        """What each piece of a stage takes where it keeps everything."""
+        """Bytes of each piece of a stage that keeps everything."""
         ranges = self._ranges_of(plan, stage)
         return [stage_bytes(ranges, first, end, (), in_flight, handling) for first, end in stage.layers]
 
@@ -113,7 +113,7 @@ class PlacedIntervals:
         count, handling = calls
         pieces, parts = list(zip(stage.layers, kept, strict=True)), 1 if len(kept) == 1 else _PARTS
         # parts of `less` that the pieces so far save -> seconds that run again for it, and the intervals
-        found: dict[int, tuple[float, tuple[MemoryInterval, ...]]] = {0: (0.0, ())}
+        ways: dict[int, tuple[float, tuple[MemoryInterval, ...]]] = {0: (0.0, ())}
         for (first, end), size in pieces:
             fronts, behind = self._fronts_of(plan, stage, first, end, handling), dict[int, tuple[float, Any]]()
             least = fronts.least_bytes(first, end, count)[0]
@@ -121,16 +121,16 @@ class PlacedIntervals:
                 choice = fronts.cheapest(first, end, count, max(least, size - less * part / parts))
                 assert choice is not None, "the fewest bytes fit into themselves"
                 saved = int((size - choice.bytes) * parts / less)
-                for before, (seconds, intervals) in found.items():
-                    one = seconds + choice.again_seconds, (*intervals, *choice.intervals)
+                for before, (seconds, intervals) in ways.items():
+                    way = seconds + choice.again_seconds, (*intervals, *choice.intervals)
                     key = min(parts, before + saved)
-                    behind[key] = min(one, behind.get(key, one), key=lambda way: way[0])
-            found = behind
-        return dataclasses.replace(stage, memory=found[max(found)][1])
+                    behind[key] = min(way, behind.get(key, way), key=lambda way: way[0])
+            ways = behind
+        return dataclasses.replace(stage, memory=ways[max(ways)][1])
 
     def _calls(self, plan: Plan) -> list[tuple[int, Handling]]:
-        """By stage, the calls that it has in flight, and how its list handles them."""
-        units, blocks, found = plan.units, plan.units.blocks or 1, []
+        """Return the calls that each stage has in flight, and how its list handles them."""
+        units, blocks, stage_calls = plan.units, plan.units.blocks or 1, []
         alike, rows = Counter(stage.layers for stage in plan.stages), self._rows(plan)
         for stage in plan.stages:
             served, in_flight, most = len(stage.blocks or range(blocks)), 0, 0
@@ -140,8 +140,8 @@ class PlacedIntervals:
             waiting = min(1, blocks - 1) if alike[stage.layers] == 1 else served - 1
             alone, calls = most == 1, served * units.of_block
             handling = Handling(recomputed=not alone, calls=calls, waiting_blocks=waiting, at_once=alone)
-            found.append((most, handling))
-        return found
+            stage_calls.append((most, handling))
+        return stage_calls
 
     def _rows(self, plan: Plan) -> Schedule:
         """The lists of a plan whose stages keep everything."""

@@ -41,10 +41,10 @@ _SEARCH_SECONDS = 60.0
 """After so long no further schedule is searched; most take well under a second."""
 
 _ATTEMPTS = 7
-"""With other bytes to hold, for each counting."""
+"""Allocations that are tried for each counting, each for another number of bytes."""
 
 _MORE = 1.5
-"""As many times more may a rank hold by the chain's sums, while the fold finds that it fits."""
+"""Factor by which the bytes of the chain's sums may grow in the next attempt, while the fold finds that they fit."""
 
 
 def periodic_plan(problem: Problem, planner: str = MADPIPE) -> Plan:
@@ -78,8 +78,8 @@ def periodic_plan(problem: Problem, planner: str = MADPIPE) -> Plan:
 
 
 def two_versions_note(problem: Problem) -> str | None:
-    """What MadPipe promises as printed, for a reader who compares: the period without filling and draining, with two
-    versions of the weights (PipeDream-2BW). None where the profile does not know enough. No plan is made of it.
+    """Say what MadPipe promises as printed, to compare with: the period without filling and draining, with two versions
+    of the weights (PipeDream-2BW). None where the profile does not know enough. No plan is made of it.
     """
     least = None if problem.usable is None else min(problem.usable)
     try:
@@ -111,21 +111,21 @@ class _Periodic:
 
     @property
     def lacks(self) -> bool:
-        """Whether no plan was found that fits."""
+        """True while no plan is known that fits."""
         return self.best is None or self.best[0][0] > 0
 
-    def weigh(self, costs: ChainCosts, counting: str, found: Allocation | None) -> None:
+    def weigh(self, costs: ChainCosts, counting: str, allocation: Allocation | None) -> None:
         """Play the plan of an allocation, and of others that hold more or less: the chain's sums are not what the fold
         finds, so that the bytes up to which plans fit are bisected.
 
-        counting, found: by which it was found, for these costs.
+        allocation: found for these costs by `counting`; None: there is none.
         """
         low, high, less = 0.0, math.inf, 0.0
         for _ in range(_ATTEMPTS):
             if self.best is not None and time.perf_counter() > self.ends:
                 return
-            pattern = None if found is None else periodic_pattern(costs, found, self.run.microbatches)
-            if found is not None and pattern is not None and (lack := self._add(found, pattern)):
+            pattern = None if allocation is None else periodic_pattern(costs, allocation, self.run.microbatches)
+            if allocation is not None and pattern is not None and (lack := self._add(allocation, pattern)):
                 high, less = costs.usable or 0.0, max(2 * less, lack)
             elif costs.usable is None or (pattern is not None and pattern.period <= self.free * (1 + CLOSE)):
                 return
@@ -133,10 +133,10 @@ class _Periodic:
                 low = costs.usable
             between = (low + high) / 2 if low else max(high - less, high / 2)
             costs = dataclasses.replace(costs, usable=_MORE * low if math.isinf(high) else between)
-            found = best_allocation(costs, counting)
+            allocation = best_allocation(costs, counting)
 
     def _add(self, allocation: Allocation, pattern: Pattern) -> float:
-        """Keep the plan if it is the best; the bytes that it lacks."""
+        """Keep the plan if it is the best. Return the bytes that it lacks."""
         plan, lack = self._plan(allocation, pattern), 0.0
         if self.limited and self.profile.observations:  # without them the fold has no bytes
             verdict = judged(self.profile, plan, self.run)
@@ -152,8 +152,8 @@ class _Periodic:
         actions = tuple(tuple(row) for row in pattern.ranks(run.microbatches))
         most = _in_flight(actions, len(allocation.stages))
         stages = tuple(
-            PlanStage(((self.bounds[one.first], self.bounds[one.end]),), (one.rank,), in_flight=limit)
-            for one, limit in zip(allocation.stages, most, strict=True)
+            PlanStage(((self.bounds[stage.first], self.bounds[stage.end]),), (stage.rank,), in_flight=limit)
+            for stage, limit in zip(allocation.stages, most, strict=True)
         )
         return Plan(
             profile.num_layers,
@@ -169,10 +169,10 @@ class _Periodic:
 
 def _in_flight(actions: Sequence[Sequence[str]], stages: int) -> list[int]:
     """The most calls of each stage between the begin of a forward and the end of its backward."""
-    found, now = [0] * stages, [0] * stages
-    for text in (one for row in actions for one in row):
+    most, now = [0] * stages, [0] * stages
+    for text in (text for row in actions for text in row):
         kind = "F" if "F" in text else "B"
         stage = int(text.split(kind)[0])
         now[stage] += 1 if kind == "F" else -1
-        found[stage] = max(found[stage], now[stage])
-    return found
+        most[stage] = max(most[stage], now[stage])
+    return most

@@ -77,14 +77,14 @@ class PlayedPlan:
     plan: Plan
     peak: int = 0
 
-    def beats(self, other: PlayedPlan) -> bool:
-        """Whether it lacks less, or has a smaller peak, or is faster."""
-        own = (self.lack, self.peak, self.step * (1 + SAME))
-        return own < (other.lack, other.peak, other.step)
+    def beats(self, rival: PlayedPlan) -> bool:
+        """Return True if this plan lacks less, or has a smaller peak, or is faster."""
+        key = (self.lack, self.peak, self.step * (1 + SAME))
+        return key < (rival.lack, rival.peak, rival.step)
 
 
 def frame_of(problem: Problem, run: RunShape, planner: str, routes: str) -> Plan:
-    """A plan in whose place stages come."""
+    """Return a plan whose stages are replaced by those that are weighed."""
     profile = problem.profile
     return Plan(
         profile.num_layers,
@@ -122,37 +122,37 @@ class StagesPlayed:
         self.best: PlayedPlan | None = None
 
     def beat(self, plan: Plan) -> None:
-        """Only what is faster than this plan is taken, if it has a step."""
+        """Take only plans that are faster than this one, if it has a step."""
         if plan.step_seconds is not None:
             self.best = PlayedPlan(0, plan.step_seconds, plan)
 
     def bound(self, stages: Sequence[ReplicatedStage], routes: str = "direct") -> float:
-        """Seconds of a step below which no plan of these stages is: those of some device, and of one microbatch on its
+        """Lower bound in seconds of the step of a plan of these stages: the work of a device, and one microbatch on its
         way there and back.
         """
         costs = self.costs
-        stage_of = {layer: number for number, one in enumerate(stages) for layer in one.layers}
+        stage_of = {layer: number for number, stage in enumerate(stages) for layer in stage.layers}
         links = {(stage_of[writer], stage_of[reader]) for writer, reader in self.profile.edges}
         if routes == "relay":
             links = {(number, number + 1) for number in range(len(stages) - 1)}
-        own = [costs.total("seconds", one.layers) for one in stages]
-        before, found = [0.0] * len(stages), 0.0
-        for number, one in enumerate(stages):
-            before[number] = max((before[a] + own[a] for a, b in links if b == number != a), default=0.0)
-            found = max(found, before[number] + own[number] * costs.share(one.replicas) * costs.microbatches)
-        return found
+        seconds = [costs.total("seconds", stage.layers) for stage in stages]
+        before, longest = [0.0] * len(stages), 0.0
+        for number, stage in enumerate(stages):
+            before[number] = max((before[a] + seconds[a] for a, b in links if b == number != a), default=0.0)
+            longest = max(longest, before[number] + seconds[number] * costs.share(stage.replicas) * costs.microbatches)
+        return longest
 
     def weigh(self, stages: Sequence[ReplicatedStage]) -> None:
         """Play the stages with as many blocks as keep replicas busy and as few as they can have, and keep the best."""
         best = self.best
         if best is not None and not best.lack and not self.by_peak and self.bound(stages) >= best.step * (1 - SAME):
             return
-        most = max(one.replicas for one in stages)
-        every = self.run.microbatches
-        counts = [one for one in range(most, every + 1) if every % one == 0] if most > 1 else [1]
+        most = max(stage.replicas for stage in stages)
+        microbatches = self.run.microbatches
+        counts = [count for count in range(most, microbatches + 1) if microbatches % count == 0] if most > 1 else [1]
         counts = [self.costs.blocks] if self.costs.blocks else counts
         limited = self.costs.usable is not None or self.by_peak
-        rising = limited and self._intervals is not None  # what does not fit with few blocks does not with more
+        rising = limited and self._intervals is not None  # a plan that does not fit with few blocks does not with more
         first_tried = (counts[0], counts[-1]) if self.frame.planner == BUDGET else (counts[-1], counts[0])
         tried = counts[:: 1 if rising else -1] if limited else list(dict.fromkeys(first_tried))
         for blocks in tried:
@@ -161,12 +161,12 @@ class StagesPlayed:
                 if fits and self.best is not None and self.bound(stages, routes) >= self.best.step * (1 - SAME):
                     continue
                 frame = dataclasses.replace(self.frame, routes=routes)
-                one = self._weighed(plan_of_stages(frame, stages, blocks, self.profile.known_edges))
-                if one is None:
+                played = self._weighed(plan_of_stages(frame, stages, blocks, self.profile.known_edges))
+                if played is None:
                     continue
-                fits, lacks = fits or not one.lack, lacks or one.lack > 0
-                if self.best is None or one.beats(self.best):
-                    self.best = one
+                fits, lacks = fits or not played.lack, lacks or played.lack > 0
+                if self.best is None or played.beats(self.best):
+                    self.best = played
             if limited and (lacks and not fits if rising else fits and not self.by_peak):
                 return  # where they fall: fewer blocks fit as well, and are not faster
 
@@ -176,10 +176,10 @@ class StagesPlayed:
         return self.frame.planner in COMPARES_PEAKS
 
     def routes_of(self, stages: Sequence[ReplicatedStage]) -> tuple[str, ...]:
-        """Those to try: a line of ranges may also relay, which sends gradients of several readers together."""
-        own = self.frame.routes
-        line = [layer for one in stages for layer in one.layers] == list(range(self.costs.num_layers))
-        return (own, "relay") if own == "direct" and line and self.frame.planner != "piper" else (own,)
+        """Routes to try: a line of ranges may also relay, which sends gradients of several readers at once."""
+        routes = self.frame.routes
+        line = [layer for stage in stages for layer in stage.layers] == list(range(self.costs.num_layers))
+        return (routes, "relay") if routes == "direct" and line and self.frame.planner != "piper" else (routes,)
 
     def _weighed(self, plan: Plan) -> PlayedPlan | None:
         """The plan with what it lacks, played; None where it is no better than the best, whatever it holds."""
@@ -243,10 +243,10 @@ def plan_of_stages(
     """
     units, rows, rank = dataclasses.replace(frame.units, blocks=blocks), list[PlanStage](), 0
     limits = stage_limits(stages, units, frame.routes, edges)
-    for one, limit in zip(stages, limits, strict=True):
-        for number in range(one.replicas):
-            served = None if one.replicas == 1 else tuple(range(number, blocks, one.replicas))
-            pieces = tuple(ranges_of(one.layers))
+    for stage, limit in zip(stages, limits, strict=True):
+        for number in range(stage.replicas):
+            served = None if stage.replicas == 1 else tuple(range(number, blocks, stage.replicas))
+            pieces = tuple(ranges_of(stage.layers))
             rows.append(PlanStage(pieces, (rank,), served, in_flight=limit, memory=()))
             rank += 1
     ranks = frame.ranks or (PlanRank(),) * rank
@@ -257,7 +257,7 @@ def with_lists(plan: Plan) -> Plan:
     """The plan with the list of every stage where some have replicas; those of its schedule where none have."""
     if all(stage.blocks is None for stage in plan.stages):
         return dataclasses.replace(plan, actions=None)
-    rows = (_one_by_one(number, one, plan.units) for number, one in enumerate(plan.stages))
+    rows = (_one_by_one(number, stage, plan.units) for number, stage in enumerate(plan.stages))
     return dataclasses.replace(plan, actions=tuple(rows))
 
 
@@ -271,7 +271,7 @@ def _one_by_one(number: int, stage: PlanStage, units: Units) -> tuple[str, ...]:
     calls = (blocks or 1) * units.of_block
     ahead = min(stage.in_flight or calls, calls)
     names = [f"{number}F{call}" for call in range(ahead)]
-    again = ahead > 1 and any(one.recomputes for one in stage.memory or ())
+    again = ahead > 1 and any(interval.recomputes for interval in stage.memory or ())
     for call in range(calls):
         names += [f"{number}R{call}"] if again else []
         names.append(f"{number}B{call}")
@@ -287,22 +287,22 @@ def stage_limits(
 
     A stage of r replicas takes a block on each of them at a time; Table 3.2 takes that for one call of all.
     """
-    if all(one.replicas == 1 for one in stages):
+    if all(stage.replicas == 1 for stage in stages):
         return [None] * len(stages)
-    sizes = [1 if one.replicas == 1 else one.replicas * units.of_block for one in stages]
+    sizes = [1 if stage.replicas == 1 else stage.replicas * units.of_block for stage in stages]
     behind: list[set[int]] = [set() for _ in stages]
     if routes == "relay":
         for number in range(len(stages) - 1):
             behind[number].add(number + 1)
     else:
-        stage_of = {layer: number for number, one in enumerate(stages) for layer in one.layers}
+        stage_of = {layer: number for number, stage in enumerate(stages) for layer in stage.layers}
         for writer, reader in edges or ():
             if stage_of[writer] != stage_of[reader]:
                 behind[stage_of[writer]].add(stage_of[reader])
-    found, at_once = [0] * len(stages), list(sizes)
+    limits, at_once = [0] * len(stages), list(sizes)
     for number in reversed(range(len(stages))):
         size, others = sizes[number], behind[number]
-        needed = [table_3_2(1, size, 1, at_once[other], found[other]) for other in others]
-        found[number] = -(-max(needed, default=size) // size) * size
-        at_once[number] = max([size, *(at_once[other] for other in others)])
-    return [-(-in_flight // one.replicas) for in_flight, one in zip(found, stages, strict=True)]
+        needed = [table_3_2(1, size, 1, at_once[successor], limits[successor]) for successor in others]
+        limits[number] = -(-max(needed, default=size) // size) * size
+        at_once[number] = max([size, *(at_once[successor] for successor in others)])
+    return [-(-in_flight // stage.replicas) for in_flight, stage in zip(limits, stages, strict=True)]

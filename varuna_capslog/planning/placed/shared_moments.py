@@ -1,4 +1,4 @@
-"""Which replica keeps the optimizer's moments of which layer: about as many bytes on each.
+"""Distribution of the optimizer's moments of layers over replicas: about as many bytes on each.
 
 `replicated` asks it for plans that do not fit where every replica keeps all of them.
 """
@@ -22,7 +22,7 @@ def with_shared_moments(profile: Profile, plan: Plan) -> Plan | None:
 
     Layers that share parameters keep theirs everywhere, as the engine wants it.
     """
-    sizes, apart = moment_bytes(profile), {layer for one in profile.shared for layer in one.layers}
+    sizes, apart = moment_bytes(profile), {layer for parameter in profile.shared for layer in parameter.layers}
     holders = defaultdict[int, list[int]](list)
     for number, stage in enumerate(plan.stages):
         for layer in stage.numbers:
@@ -35,13 +35,13 @@ def with_shared_moments(profile: Profile, plan: Plan) -> Plan | None:
     for layer in holders.keys() - set(shared):
         for number in holders[layer]:
             kept[plan.stages[number].rank] += sizes.get(layer) or 0
-    left: dict[int, set[int]] = defaultdict(set)
+    elsewhere: dict[int, set[int]] = defaultdict(set)
     for layer in sorted(shared, key=lambda layer: (-(sizes[layer] or 0), layer)):
         keeper = min(holders[layer], key=lambda number: kept[plan.stages[number].rank])
         kept[plan.stages[keeper].rank] += sizes[layer] or 0
         for number in set(holders[layer]) - {keeper}:
-            left[number].add(layer)
-    stages = tuple(_leaving(stage, left[number]) for number, stage in enumerate(plan.stages))
+            elsewhere[number].add(layer)
+    stages = tuple(_leaving(stage, elsewhere[number]) for number, stage in enumerate(plan.stages))
     return dataclasses.replace(plan, stages=stages)
 
 

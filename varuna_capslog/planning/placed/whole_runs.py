@@ -54,8 +54,8 @@ def _smallest_peak(problem: Problem, fleet: NoFleet) -> Plan:
     profile, blocks = problem.profile, fleet.run.num_blocks
     used = sorted(fleet.devices, key=lambda device: device.capacity or NEVER, reverse=True)[: profile.num_layers]
     sizes = [device.capacity or NEVER - 1 for device in used]
-    one = Problem.of(profile, len(used), sizes, fleet.run, problem.link, memory=fleet.memory)
-    plan = cut_plan(one, "exact")
+    single = Problem.of(profile, len(used), sizes, fleet.run, problem.link, memory=fleet.memory)
+    plan = cut_plan(single, "exact")
     if plan.fits:
         # it lacks the gradients of a second block, which the planner of one pipeline does not know
         usable = [NEVER if device.capacity is None else Headroom.of(profile).usable(device.capacity) for device in used]

@@ -1,4 +1,4 @@
-"""What to run on any number of equal devices, planned when it is first asked, against the clock.
+"""Deployments on any number of equal devices: planned at the first request, and timed.
 
 The replay of a preemption trace calls a `Replanner` at every change. It chooses nothing itself: `joint` and the other
 planners do, and the step time is the simulator's.
@@ -66,8 +66,8 @@ class Replanner:
         """Plans, or looks up the plan of a number that was asked before; either is timed."""
         begun = time.perf_counter()
         if devices in self._known:
-            known = self._known[devices]
-            return None if known is None else replace(known, search_seconds=time.perf_counter() - begun)
+            cached = self._known[devices]
+            return None if cached is None else replace(cached, search_seconds=time.perf_counter() - begun)
         width = devices if self.planner == JOINT else min(devices, self.profile.num_layers)
         run = replace(
             self.run, num_microbatches=self.minibatch_size // self.microbatch_size, num_blocks=self.blocks or 1
@@ -78,7 +78,7 @@ class Replanner:
         return deployment
 
     def _deployment(self, plan: Plan) -> Deployment | None:
-        """None where the plan does not fit."""
+        """Return the deployment of a plan; None where the plan does not fit."""
         if plan.fits is False:
             return None
         if plan.step_seconds is None:

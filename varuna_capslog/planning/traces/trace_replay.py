@@ -44,7 +44,7 @@ class TraceEvent:
 
 @dataclass(frozen=True)
 class Deployment:
-    """What runs on some number of devices.
+    """Layout that runs on some number of devices.
 
     samples_per_second: of the simulated step.
     devices_used: those that hold a stage; the rest idle.
@@ -66,7 +66,7 @@ DeploymentOf = Callable[[int], Deployment | None]
 
 @dataclass(frozen=True)
 class Pauses:
-    """For how long training pauses when the membership changes: assumptions of a replay, in seconds.
+    """Pauses of the training when the membership changes: assumptions of a replay, in seconds.
 
     planned: a join, or a leave that was announced at least `planned` before: state moves behind the training step.
     crash: a leave without notice: detection, and the broken step again.
@@ -100,15 +100,15 @@ class Prices:
         _check_numbers(self, "price", "dollars per device and hour")
 
 
-def _check_numbers(record: Pauses | Prices, what: str, unit: str) -> None:
-    for name, value in vars(record).items():
-        if not 0.0 <= value < float("inf"):
-            raise CapslogError(f"{what} {name} is {value}; give {unit}, 0 or more")
+def _check_numbers(record: Pauses | Prices, noun: str, unit: str) -> None:
+    for name, number in vars(record).items():
+        if not 0.0 <= number < float("inf"):
+            raise CapslogError(f"{noun} {name} is {number}; give {unit}, 0 or more")
 
 
 @dataclass(frozen=True)
 class Change:
-    """What happened at one moment of the trace, all its events together.
+    """Change at one moment of the trace, all its events together.
 
     kind: "start", "join", "leave", "crash", "stop" (nothing fits any more) or "restart"; "none" for a join that changes
         nothing in the layout, and where nothing has fitted before either.
@@ -163,7 +163,7 @@ class Replay:
 
     @property
     def spot_dollars(self) -> float:
-        """What the rented devices cost."""
+        """Dollars for the rented devices."""
         return self.device_hours * self.prices.spot
 
     @property
@@ -184,8 +184,8 @@ class Replay:
         return max((change.search_seconds for change in self.changes), default=0.0)
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
-        value = dataclasses.asdict(self)
+        """Return the replay for programs."""
+        record = dataclasses.asdict(self)
         for name in (
             "goodput",
             "share_of_ideal",
@@ -194,8 +194,8 @@ class Replay:
             "on_demand_dollars_per_million",
             "slowest_search_seconds",
         ):
-            value[name] = getattr(self, name)
-        return value
+            record[name] = getattr(self, name)
+        return record
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[TraceEvent]:
@@ -283,16 +283,16 @@ def replay(
         now = moment - begin
         for event in group:
             (present.append if event.kind == "add" else present.remove)(event.node)
-        # those that train stay as long as they are there; free places go to who waits longest
+        # nodes that train stay as long as they are there; free places go to the node that waits longest
         stay = [node for node in rented if node in present]
         waiting = [node for node in present if node not in stay]
-        left, new = len(rented) - len(stay), waiting[: most - len(stay)]
+        departed, new = len(rented) - len(stay), waiting[: most - len(stay)]
         rented = stay + new
-        if not left and not new:
+        if not departed and not new:
             continue
         before, layout = layout, layout_of(len(rented)) if rented else None
-        known = layout or _NOTHING_FITS
-        kind, pause = _pause(before, layout, left, trained, pauses)
+        running = layout or _NOTHING_FITS
+        kind, pause = _pause(before, layout, departed, trained, pauses)
         trained = trained or layout is not None
         paused_until = max(paused_until, now + pause)
         changes.append(
@@ -300,17 +300,17 @@ def replay(
                 seconds=now,
                 kind=kind,
                 joined=len(new),
-                left=left,
+                left=departed,
                 devices=len(rented),
-                devices_used=known.devices_used,
-                samples_per_second=known.samples_per_second,
-                search_seconds=known.search_seconds,
+                devices_used=running.devices_used,
+                samples_per_second=running.samples_per_second,
+                search_seconds=running.search_seconds,
                 pause_seconds=pause,
-                description=known.description,
+                description=running.description,
             )
         )
     train(end)
-    whole = layout_of(most)
+    on_demand = layout_of(most)
     return Replay(
         duration_seconds=end,
         devices=most,
@@ -321,23 +321,23 @@ def replay(
         stopped_seconds=stopped,
         device_hours=device_seconds / _HOUR,
         idle_device_hours=idle_seconds / _HOUR,
-        on_demand_samples_per_second=None if whole is None else whole.samples_per_second,
+        on_demand_samples_per_second=None if on_demand is None else on_demand.samples_per_second,
         pauses=pauses,
         prices=prices,
     )
 
 
 def _pause(
-    before: Deployment | None, after: Deployment | None, left: int, trained: bool, pauses: Pauses
+    before: Deployment | None, after: Deployment | None, departed: int, trained: bool, pauses: Pauses
 ) -> tuple[str, float]:
     """The kind of a change and its pause in seconds."""
     if after is None:
         return ("none" if before is None else "stop"), 0.0
     if before is None:
         return ("restart", pauses.restart + after.search_seconds) if trained else ("start", 0.0)
-    if left and pauses.notice < max(pauses.planned, 1e-9):
+    if departed and pauses.notice < max(pauses.planned, 1e-9):
         return "crash", pauses.crash + after.search_seconds
-    if left:
+    if departed:
         return "leave", pauses.planned
     same = (before.devices_used, before.samples_per_second) == (after.devices_used, after.samples_per_second)
     return ("none", 0.0) if same else ("join", pauses.planned)

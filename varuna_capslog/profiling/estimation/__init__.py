@@ -1,1 +1,1 @@
-"""What the estimator knows of a device: allocator, workspaces of kernels, launch times; and the run on fake tensors."""
+"""The estimator's models of a device (allocator, workspaces of kernels, launch times) and its runs on fake tensors."""

@@ -1,4 +1,4 @@
-"""A model of torch's CUDA caching allocator: what a sequence of allocations makes it reserve.
+"""A model of torch's CUDA caching allocator: the bytes that it reserves for a sequence of allocations.
 
 `estimate` replays its traces here, and `headroom` whole sequences of them. Pure Python on numbers: no device, no torch.
 
@@ -9,16 +9,16 @@ rules of c10/cuda/CUDACachingAllocator.cpp), with default settings, one stream a
 - the smallest free block of the pool that is large enough is taken, of equal ones that of the lowest address;
 - where there is none the device gives a new segment: 2 MiB for the small pool; for the large one 20 MiB below 10 MiB,
   else the size rounded up to 2 MiB;
-- a block is split if more than 1 MiB (small pool: 512 bytes or more) would be left; otherwise it is given whole, and
-  what was not asked for counts as allocated;
-- a freed block joins free neighbours of its segment. Segments are never given back.
+- a block is split if more than 1 MiB (small pool: 512 bytes or more) would be left; otherwise it is used whole, and
+  its surplus counts as allocated;
+- a freed block joins free neighbours of its segment. Segments are never returned to the device.
 
 A full device would have idle segments returned before it refuses, so reserved bytes bound what a run needs from above.
 
 With `expandable_segments:True` (PYTORCH_ALLOC_CONF) each pool is one range of addresses that grows at its end, in pages
-of 2 MiB in the small pool and 20 MiB in the large one; a free block at the end counts towards what is asked for. All
-that is left of a block is split off, from 512 bytes on. The free block at the end is taken only where no other is large
-enough. Pages that are free again stay mapped, as no device here runs out.
+of 2 MiB in the small pool and 20 MiB in the large one; a free block at the end counts towards the request. The rest of
+a block is split off, from 512 bytes on. The free block at the end is taken only where no other is large enough. Pages
+that are free again stay mapped, as no device here runs out.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _SMALL_ADDRESSES = 1 << 50
 
 @dataclass(frozen=True)
 class AllocatorPeaks:
-    """The most that was allocated and the most that was reserved at once, in bytes; how many segments there were.
+    """Peaks of allocated and reserved bytes, and the number of segments.
 
-    `allocated_bytes` is what `torch.cuda.max_memory_allocated` shows: blocks as they were given, not as asked for.
-    `remainder_bytes` of them were not asked for: blocks larger than their request rounded up to 512 bytes.
+    `allocated_bytes` is the value of `torch.cuda.max_memory_allocated`: whole blocks, not requests. `remainder_bytes`
+    of them were not requested: the surplus of blocks beyond their requests rounded up to 512 bytes.
     """
 
     allocated_bytes: int
@@ -92,16 +92,16 @@ class CachingAllocator:
         self._order: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
         self._free_at: dict[int, _Block] = {}
         self._expandable = expandable
-        # of expandable segments: pool -> the block that ends at the end of what is mapped
+        # of expandable segments: pool -> the block at the end of the mapped range
         self._last: dict[bool, _Block] = {}
 
     @property
     def peaks(self) -> AllocatorPeaks:
-        """The peaks so far. Since nothing is given back, the most that was reserved is what is reserved now."""
+        """The peaks so far. Since segments are never returned, the peak of reserved bytes is the present value."""
         return AllocatorPeaks(self._peak_allocated, self.reserved_bytes, self.segments, self._peak_remainder)
 
     def allocate(self, key: int, num_bytes: int) -> None:
-        """Takes `num_bytes` (above 0) under a key that holds nothing at present.
+        """Allocate `num_bytes` (above 0) under a key that holds nothing at present.
 
         Raises:
             CapslogError: the key holds a block, or the size is not above 0.
@@ -120,15 +120,15 @@ class CachingAllocator:
             block = self._free_at.pop(order.pop(place)[1])
         else:
             block = (self._grown if self._expandable else self._new_segment)(size, small)
-        left = block.size - size
-        if left >= _SMALLEST_BLOCK if small or self._expandable else left > _SMALL_REQUEST:
-            rest = _Block(block.address + size, left, small, before=block, after=block.after)
+        remaining = block.size - size
+        if remaining >= _SMALLEST_BLOCK if small or self._expandable else remaining > _SMALL_REQUEST:
+            remainder = _Block(block.address + size, remaining, small, before=block, after=block.after)
             if block.after is not None:
-                block.after.before = rest
-            block.size, block.after = size, rest
+                block.after.before = remainder
+            block.size, block.after = size, remainder
             if self._last.get(small) is block:
-                self._last[small] = rest
-            self._offer(rest)
+                self._last[small] = remainder
+            self._offer(remainder)
         self._given[key] = block
         block.remainder = block.size - size
         self._remainder += block.remainder
@@ -137,7 +137,7 @@ class CachingAllocator:
             self._peak_allocated, self._peak_remainder = self.allocated_bytes, self._remainder
 
     def release(self, key: int) -> None:
-        """Gives a block back.
+        """Free a block.
 
         Raises:
             CapslogError: the key holds nothing.
@@ -170,7 +170,7 @@ class CachingAllocator:
         return block
 
     def _grown(self, size: int, small: bool) -> _Block:
-        """The block at the end of a pool's expandable segment, mapped until it is large enough."""
+        """Return the block at the end of a pool's expandable segment, mapped until it is large enough."""
         page, last = _SMALL_SEGMENT if small else _LARGE_SEGMENT, self._last.get(small)
         free = last is not None and last.address in self._free_at
         more = round_up(size - last.size if last is not None and free else size, page)
@@ -187,15 +187,15 @@ class CachingAllocator:
             last.after = block
         return block
 
-    def _joined(self, left: _Block, right: _Block) -> _Block:
-        """Two neighbours as one block."""
-        left.size += right.size
-        left.after = right.after
-        if left.after is not None:
-            left.after.before = left
-        if self._last.get(left.small) is right:
-            self._last[left.small] = left
-        return left
+    def _joined(self, before: _Block, after: _Block) -> _Block:
+        """Return two neighbours joined to one block."""
+        before.size += after.size
+        before.after = after.after
+        if before.after is not None:
+            before.after.before = before
+        if self._last.get(before.small) is after:
+            self._last[before.small] = before
+        return before
 
     def _offer(self, block: _Block) -> None:
         insort(self._order[block.small], (block.size, block.address))
@@ -208,7 +208,7 @@ class CachingAllocator:
 
 
 def replay(events: Iterable[Event], expandable: bool = False) -> AllocatorPeaks:
-    """The peaks of an allocator that begins empty and carries out `events` in order.
+    """Return the peaks of an allocator that begins empty and executes `events` in order.
 
     Args:
         expandable: by the rules of expandable segments.
@@ -229,10 +229,10 @@ def replay(events: Iterable[Event], expandable: bool = False) -> AllocatorPeaks:
 
 
 def rounded(num_bytes: int) -> int:
-    """The bytes of the block that a request is cut to: the next multiple of 512."""
+    """Return the bytes of the block for a request: the next multiple of 512."""
     return round_up(num_bytes, _SMALLEST_BLOCK)
 
 
 def round_up(value: int, step: int) -> int:
-    """The next multiple of `step`; the value itself where it is one."""
+    """Return the next multiple of `step`; the value itself where it is one."""
     return -(-value // step) * step

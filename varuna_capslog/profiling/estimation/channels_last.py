@@ -25,7 +25,8 @@ _THREADS = 256
 
 
 def forward_bytes(x: Tensor, w: Tensor, bias: Tensor | None) -> int:
-    """Weights as they lie and in blocks, a copy of the bias, and scratch; kernels of one element have blocks only."""
+    """Return bytes of weights, as they lie and in blocks, a copy of the bias, and scratch; blocks alone for kernels of
+    one element."""
     groups, features = x.shape[1] // w.shape[1], w.shape[0]
     held = 0 if bias is None else features * x.itemsize
     if _depthwise(w, groups):
@@ -33,17 +34,18 @@ def forward_bytes(x: Tensor, w: Tensor, bias: Tensor | None) -> int:
     if groups > 1:
         return 2 * _bytes(w) + held
     # small blocks of features are joined where there are many
-    whole = _BLOCK if features <= _BLOCK else round_up(features, 2 * _BLOCK)
-    blocks = _bytes(w) // features * whole
+    whole_features = _BLOCK if features <= _BLOCK else round_up(features, 2 * _BLOCK)
+    blocks = _bytes(w) // features * whole_features
     return blocks + held + _FORWARD_SCRATCH + (0 if _pointwise(w) else _bytes(w))
 
 
 def backward_bytes(gradient: Tensor, x: Tensor, w: Tensor, geometry: Sequence[Any], mask: Sequence[bool]) -> int:
-    """First the gradient of the input, from weights in blocks; then that of the weights, summed in blocks.
+    """Return bytes of a backward: first the gradient of the input, from weights in blocks; then that of the weights,
+    summed in blocks.
 
     Args:
         geometry: stride, padding and dilation.
-        mask: which gradients are made: of input, weights, bias.
+        mask: True for the gradients that are made: of input, weights, bias.
     """
     groups, features = x.shape[1] // w.shape[1], w.shape[0]
     plain, blocks = _bytes(w), _blocked(w, groups)
@@ -73,7 +75,7 @@ def backward_bytes(gradient: Tensor, x: Tensor, w: Tensor, geometry: Sequence[An
 
 
 def _fast(gradient: Tensor, x: Tensor, w: Tensor, geometry: Sequence[Any]) -> bool:
-    """Whether the depthwise kernel for gradients of weights takes it: small, and not padding all that it makes."""
+    """Return True where the fast depthwise kernel for weight gradients applies: small, with outputs not all padding."""
     stride, padding, dilation = geometry
     for size, made, kernel, step, before, apart in zip(
         x.shape[2:], gradient.shape[2:], w.shape[2:], stride, padding, dilation, strict=True
@@ -85,7 +87,7 @@ def _fast(gradient: Tensor, x: Tensor, w: Tensor, geometry: Sequence[Any]) -> bo
 
 
 def _blocked(w: Tensor, groups: int) -> int:
-    """Weights in whole blocks; fewer channels than a block stay as they are."""
+    """Return bytes of weights in whole blocks; fewer channels than a block stay as they are."""
     features, channels, *window = w.shape
     cells = math.prod(window) * w.itemsize
     if _depthwise(w, groups):

@@ -36,9 +36,9 @@ def _size(tensor: Tensor) -> int:
 # -- products and softmax
 
 
-def _unfit(left: Tensor, right: Tensor) -> Blocks:
-    """Copies of matrices that lie neither in rows nor in columns."""
-    return tuple(_size(side) for side in (left, right) if not _fits(side))
+def _unfit(first: Tensor, second: Tensor) -> Blocks:
+    """Return copies of matrices that are stored neither by rows nor by columns."""
+    return tuple(_size(side) for side in (first, second) if not _fits(side))
 
 
 def _fits(matrix: Tensor) -> bool:
@@ -59,7 +59,7 @@ _LEAST_VALUES, _MOST_VALUES = 16, 256
 
 @dataclass
 class _Reduction:
-    """How a kernel shares out the inputs of each output; both steps grow as they are split over threads and blocks."""
+    """Split of each output's inputs in a kernel; both steps grow as they are split over threads and blocks."""
 
     outputs: int
     inputs: int
@@ -72,12 +72,12 @@ class _Reduction:
 
 
 def reduction_blocks(x: Tensor, dims: Sequence[int], gpu: Gpu, accumulator: int = 4) -> Blocks:
-    """The staging buffer and semaphores, in bytes, of a sum over `dims` where several blocks share an output; else ().
+    """Return bytes of staging buffer and semaphores of a sum over `dims` if several blocks share an output; else ().
 
-    Where outputs lie along the fastest dimension, torch asks for a block's width times as much as it uses.
+    Where outputs lie along the fastest dimension, torch requests a block's width times as much as it uses.
 
     Args:
-        accumulator: bytes of what is summed in.
+        accumulator: bytes of the dtype of the sum.
     """
     reduced = {dim % x.dim() for dim in dims} if x.dim() else set()
     inputs = math.prod(x.shape[dim] for dim in reduced)
@@ -116,7 +116,7 @@ def reduction_blocks(x: Tensor, dims: Sequence[int], gpu: Gpu, accumulator: int 
 
 
 def _block(width: int, height: int, threads: int) -> tuple[int, int]:
-    """Threads of a block along both dimensions (ReduceConfig.set_block_dimension)."""
+    """Return threads of a block along both dimensions (ReduceConfig.set_block_dimension)."""
     wide, high = (min(threads, 1 << (size.bit_length() - 1)) for size in (width or 1, height or 1))
     across = min(wide, _WARP)
     down = min(high, threads // across)
@@ -151,7 +151,7 @@ _ROWS_OF_A_PART = 10
 
 
 def _embedding_backward(args: Sequence[Any], result: Tensor, gpu: Gpu) -> Blocks:
-    """Sorted indices, and sums of parts of equal ones (ATen/native/cuda/EmbeddingBackwardKernel.cu)."""
+    """Return sorted indices, and sums of parts of equal indices (ATen/native/cuda/EmbeddingBackwardKernel.cu)."""
     gradient, indices = args[0], args[1]
     count = indices.numel()
     if count <= _FEW_INDICES:
@@ -205,10 +205,10 @@ def _convolved_backward(args: Sequence[Any], result: Any, gpu: Gpu) -> Blocks:
 
 
 def _workspace(x: Tensor, w: Tensor, y: Tensor, options: Sequence[Any], of_weights: bool = False) -> int:
-    """What cuDNN takes to convolve images: copies with the channels last, and sums of weight gradients in parts.
+    """Return bytes for cuDNN's convolution of images: copies in channels last, and partial sums of weight gradients.
 
-    Images whose channels are last already need no copies but where a pixel's channels do not fill 16 bytes; neither do
-    kernels of one element without stride, which are products, and kernels for one channel, which are torch's own.
+    Images that are channels last already need no copies, except where a pixel's channels do not fill 16 bytes; neither
+    do kernels of one element without stride, which are products, and kernels for one channel, which are torch's own.
 
     Args:
         options: stride, padding, dilation, whether it is transposed, padding of the output, groups.
@@ -227,17 +227,17 @@ def _workspace(x: Tensor, w: Tensor, y: Tensor, options: Sequence[Any], of_weigh
     copies, filled = 0, _ALIGNED[x.itemsize]
     for tensor in (x, y, w):
         channels = tensor.shape[1]
-        whole = round_up(channels, filled)
-        if not last or whole != channels:
-            copies += _size(tensor) // channels * whole
+        whole_channels = round_up(channels, filled)
+        if not last or whole_channels != channels:
+            copies += _size(tensor) // channels * whole_channels
     return copies + parts
 
 
 def _of_product(x: Tensor, w: Tensor, y: Tensor, pixels: int, of_weights: bool, parts: int) -> int:
-    """Of kernels of one element on several images whose channels come first: images of few pixels take other products.
+    """Return bytes of one-element kernels on several images with the channels first; few pixels use other products.
 
     Gradients of small weights are summed image by image; those of large ones, and of images that do not fill 16 bytes,
-    take copies with the channels last. With 16 bits and odd pixels it is the forward that takes them.
+    need copies with the channels last. With 16 bits and odd pixels the forward needs these copies.
     """
     odd_halves = x.itemsize == 2 and pixels % 2 == 1
     if not of_weights:
@@ -250,11 +250,11 @@ def _of_product(x: Tensor, w: Tensor, y: Tensor, pixels: int, of_weights: bool, 
 
 
 def _parts_bytes(w: Tensor, itemsize: int) -> int:
-    """Sums of a weight gradient in parts: a dozen small ones, none where one is large."""
-    whole = 4 * w.numel()
+    """Return bytes of partial sums of a weight gradient: about a dozen small ones, none where a sum is large."""
+    sum_bytes = 4 * w.numel()
     if itemsize == 4:
-        return min(14 * whole, 8 << 20)
-    return min(13 * whole, 9 << 18) if whole <= 1 << 20 else 0
+        return min(14 * sum_bytes, 8 << 20)
+    return min(13 * sum_bytes, 9 << 18) if sum_bytes <= 1 << 20 else 0
 
 
 _ITEMS_OF_REDUCTIONS = dict.fromkeys(

@@ -31,13 +31,13 @@ __all__ = ["ForwardRun", "run_forward"]
 
 @dataclass(frozen=True)
 class ForwardRun(StepTrace):
-    """What one forward of some layers asks of the allocator; its peak is as the device's allocator counts.
+    """Allocations of one forward of some layers; the peak is as the device's allocator counts.
 
     Attributes:
         weight_bytes: parameters and buffers, in the peak too.
         seconds: by `rates`.
-        attends: whether the layers attend to other tokens.
-        limits: what it met of `quirks.LIMITS`, because of which its bytes are too low.
+        attends: True where the layers attend to other tokens.
+        limits: names of `quirks.LIMITS` that it met, because of which its bytes are too low.
     """
 
     weight_bytes: int
@@ -55,12 +55,12 @@ def run_forward(
     speed: Speed,
     recipes: Recipes,
 ) -> ForwardRun:
-    """One forward of layers [first, end) of one microbatch.
+    """Run one forward of layers [first, end) of one microbatch.
 
     Args:
         mode: allows inputs that are not fake; best the same one for all runs of a chain.
         chain: from `skeleton`.
-        inputs: what crosses the cut before the first of them.
+        inputs: specs of the tensors across the cut before the first of them.
         quirks, speed: of the device that the run is for.
         recipes: see `Lifetimes`.
 
@@ -72,7 +72,7 @@ def run_forward(
     with torch.random.fork_rng(devices=[]), mode, quirks.dispatch(), torch.no_grad():
         part = with_real_layers(chain, range(first, end))
         modules = [layer.module.eval() for layer in part.layers[first:end]]
-        held = [tensor.detach() for one in modules for tensor in (*one.parameters(), *one.buffers())]
+        held = [tensor.detach() for module in modules for tensor in (*module.parameters(), *module.buffers())]
         followed = Lifetimes(quirks.temporary, held, recipes, on_host=not quirks.has("host staging"))
         weight_bytes = storage_bytes(held)
         followed.observer = watch
@@ -94,7 +94,7 @@ def run_forward(
 
 
 class _Watch:
-    """Is shown every operator: adds its work, and notes attention."""
+    """Observer of operators: adds up their work, and detects attention."""
 
     def __init__(self, speed: Speed) -> None:
         self._speed = speed

@@ -1,4 +1,4 @@
-"""The two halves of a stage's backward on fake tensors: what each takes, and what is held between them.
+"""The two halves of a stage's backward on fake tensors: the bytes of each, and those held between them.
 
 `estimate` calls `run_halves` where the run that a profile is for splits its backwards. The program is that of
 `profiling.trim`; storages are followed as in `hollow`.
@@ -38,8 +38,8 @@ def run_halves(
     speed: Speed,
     recipes: Recipes,
 ) -> Halves:
-    """One step of a trimmed stage that splits its backwards, without recomputation; arguments and errors are those of
-    `hollow.run_hollow`.
+    """Run one step of a trimmed stage that splits its backwards, without recomputation; arguments and errors are those
+    of `hollow.run_hollow`.
 
     The seconds of each half are those of its own operators by `rates`.
     """
@@ -50,7 +50,7 @@ def run_halves(
 
 
 class _HalvesMeter(StepMeter):
-    """Weighs both halves of every backward, and times those of the first."""
+    """Measures the bytes of both halves of every backward, and the work of the first microbatch's halves."""
 
     def __init__(self, speed: Speed) -> None:
         self._speed = speed

@@ -1,4 +1,4 @@
-"""What a device must have beyond a stage's predicted peak, stated part by part: `conditions["headroom"]`.
+"""The bytes that a device needs beyond a stage's predicted peak, stated part by part: `conditions["headroom"]`.
 
 `estimate` asks for it when its stages are known; `memory.headroom` reads the two numbers that planners use:
 
@@ -60,11 +60,11 @@ _CUBLAS_THREADS = 2
 
 @dataclass(frozen=True)
 class StepTrace:
-    """One step of a stage at one input size.
+    """A step of a stage at one input size.
 
     Attributes:
-        peak_bytes: predicted, the most that is live at once.
-        events: what is there before the step first, then the step; see `allocator.replay`.
+        peak_bytes: predicted peak of live bytes.
+        events: first the allocations before the step, then the step; see `allocator.replay`.
     """
 
     peak_bytes: int
@@ -72,10 +72,11 @@ class StepTrace:
 
 
 def run_of_steps(traces: Sequence[Sequence[Event]], order: Sequence[int]) -> list[Event]:
-    """One run: what stays (allocated before all else in the first trace and never released), then steps by number.
+    """Return the events of a run: the lasting allocations (made first in the first trace and never released), then the
+    steps by number.
 
-    What a step leaves behind beyond that is released at its end. Every trace begins with the same number of
-    allocations that stay.
+    Other allocations that a step does not release are released at its end. Every trace begins with the same number of
+    lasting allocations.
     """
     stays = _staying(traces[order[0]])
     run = [(key, size) for key, (_, size) in enumerate(traces[order[0]][:stays])]
@@ -94,7 +95,7 @@ def run_of_steps(traces: Sequence[Sequence[Event]], order: Sequence[int]) -> lis
 
 
 def _staying(events: Sequence[Event]) -> int:
-    """How many allocations at the very beginning are never released."""
+    """Return the number of allocations at the very beginning that are never released."""
     released = {key for key, size in events if not size}
     for number, (key, size) in enumerate(events):
         if not size or key in released:
@@ -103,7 +104,7 @@ def _staying(events: Sequence[Event]) -> int:
 
 
 def fragmentation(traces: Sequence[StepTrace], expandable: bool = False, seed: int = 0) -> float:
-    """The worst ratio of reserved bytes after several steps to the largest predicted peak; at least 1.
+    """Return the worst ratio of reserved bytes after several steps to the largest predicted peak; at least 1.
 
     One trace: its step twice over. Several: steps in a few random orders, the largest size once in each, at the
     beginning, in the middle or at the end.
@@ -132,13 +133,13 @@ def _orders(count: int, largest: int, seed: int) -> Iterable[list[int]]:
 
 
 def context_bytes(gpu: str) -> int:
-    """What the context takes on a kind of GPU (`base.gpus`); "" for none in particular."""
+    """Return the bytes of the context on a kind of GPU (`base.gpus`); "" for none in particular."""
     return HOPPER_CONTEXT_BYTES if gpu and GPUS[gpu].hopper_or_later else CONTEXT_BYTES
 
 
 def cublas_bytes(gpu: str) -> int:
-    """What cuBLAS may take beyond what peaks count: on a GPU whose kind is not named, what Hopper's workspaces are
-    larger.
+    """Return the bytes of cuBLAS that peaks may not count: on a GPU of unknown kind, the difference to Hopper's
+    workspaces.
 
     By torch's source (ATen/cuda/CublasHandlePool.cpp), with CUBLAS_WORKSPACE_CONFIG not set.
 
@@ -155,7 +156,7 @@ def state_headroom(
     gpu: str = "",
     communicators: int = COMMUNICATORS,
 ) -> dict[str, Any]:
-    """The value of `conditions["headroom"]`.
+    """Return the value of `conditions["headroom"]`.
 
     Args:
         device: "cpu" or "cuda".
@@ -173,7 +174,9 @@ def state_headroom(
                 "basis": "capacities count the CPU allocator's bytes: no segments, no process beside tensors",
             },
         }
-    ratio, expandable = (max((fragmentation(one, rules) for one in stages), default=1.0) for rules in (False, True))
+    ratio, expandable = (
+        max((fragmentation(traces, rules) for traces in stages), default=1.0) for rules in (False, True)
+    )
     context, cublas = context_bytes(gpu), cublas_bytes(gpu)
     messages = communicators * COMMUNICATOR_BYTES if transport == "nccl" else 0
     replayed = (

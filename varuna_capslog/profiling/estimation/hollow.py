@@ -58,19 +58,19 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class HollowRun(StepTrace):
-    """What a step of a stage asked of the allocator; its peak is as the device's allocator counts.
+    """Allocations of a step of a stage; the peak is as the device's allocator counts.
 
     Attributes:
         static_bytes: parameters, gradients, moments and buffers when all gradients are there.
-        saved_bytes: what a forward leaves for its backward, the stage's inputs included; and what a caching allocator
-            gave beyond what was asked for when the peak was there, for one graph.
+        saved_bytes: saved by a forward for its backward, the stage's inputs included; and a caching allocator's surplus
+            beyond the requests at the peak, for one graph.
         forward_seconds, backward_seconds: of one microbatch, by `rates`; update_seconds: of norm, clipping and
         optimizer, whose
             launches are as many for one layer as for all.
         work: of forward ("F"), backward ("B") and update ("U"), by class.
-        actions: what each of its actions takes.
+        actions: bytes of each of its actions.
         attention: "eager" where the layers make matrices of softmax, "fused" where a fused kernel attends.
-        limits: what it met of `quirks.LIMITS`, because of which its bytes are too low.
+        limits: names of `quirks.LIMITS` that it met, because of which its bytes are too low.
     """
 
     static_bytes: int
@@ -94,7 +94,7 @@ def run_hollow(
     speed: Speed,
     recipes: Recipes,
 ) -> HollowRun:
-    """One step of a trimmed stage that has trained before: the optimizer's moments are there, gradients are not.
+    """Run one step of a trimmed stage that has trained before: with optimizer moments, but without gradients.
 
     Args:
         mode: allows inputs that are not fake; best the same one for all runs of a chain.
@@ -118,7 +118,7 @@ def run_hollow(
         work["F"] = max(work["F"], work.pop("R"), key=speed.seconds)
         saved_bytes = meter.saved_bytes
         if quirks.has("caching allocator"):
-            # such an allocator gives somewhat more than it is asked for, and most of it with what is saved
+            # such an allocator gives somewhat more than requested, mostly with saved tensors
             peaks = replay(events)
             graphs = 1 if conditions.recompute or not run.has_downstream else 2
             peak_bytes = peaks.allocated_bytes
@@ -147,32 +147,34 @@ def trimmed_step(
     recipes: Recipes,
     meter: StepMeter,
 ) -> tuple[int, list[tuple[int, int]]]:
-    """`fake_step` of the measured rank of a trimmed pipeline."""
+    """Run `fake_step` for the measured rank of a trimmed pipeline."""
     alone = not run.has_upstream and not run.has_downstream
     rank, world_size = (0, 1) if alone else (MEASURED_RANK, 2)
     communicator = SilentCommunicator(rank, world_size, quirks.has("host staging"))
     engine = pipeline.engine(loss, communicator, _CPU, hollow_ready(pipeline.table, conditions), meter)
-    own = pipeline.chain.layers[run.has_upstream : len(pipeline.chain) - run.has_downstream]
-    who = (f"layer {own[0].name!r}", "it") if len(own) == 1 else (f"layers {run.first} to {run.end - 1}", "them")
-    return fake_step(engine, quirks, pipeline.minibatch, who, recipes, meter)
+    layers = pipeline.chain.layers[run.has_upstream : len(pipeline.chain) - run.has_downstream]
+    names = (
+        (f"layer {layers[0].name!r}", "it") if len(layers) == 1 else (f"layers {run.first} to {run.end - 1}", "them")
+    )
+    return fake_step(engine, quirks, pipeline.minibatch, names, recipes, meter)
 
 
 def fake_step(
     engine: PipelineEngine,
     quirks: Quirks,
     minibatch: Minibatch,
-    who: tuple[str, str],
+    names: tuple[str, str],
     recipes: Recipes | None = None,
     meter: StepMeter | None = None,
 ) -> tuple[int, list[tuple[int, int]]]:
-    """One step of an engine that seems to have trained before, inside a `FakeTensorMode` and the quirks' dispatch.
+    """Run one step of an engine as if it had trained before, inside a `FakeTensorMode` and the quirks' dispatch.
 
     Args:
-        who: how an error names the layers, and then refers to them.
+        names: of the layers in an error, and the pronoun that refers to them.
         meter: the engine's observer.
 
     Returns:
-        The peak in whole blocks, and the step's events for `allocator.replay`: what is there before it comes first.
+        The peak in whole blocks, and the step's events for `allocator.replay`, those before the step first.
 
     Raises:
         CapslogError: a layer or the loss cannot run on fake tensors.
@@ -195,10 +197,10 @@ def fake_step(
         except CapslogError:
             raise
         except VALUE_ERRORS as error:
-            raise NeedsValues(who[0], error) from error
+            raise NeedsValues(names[0], error) from error
         except Exception as error:
             raise shortage(error) or CapslogError(
-                f"{who[0]} cannot run on fake tensors ({type(error).__name__}: {error}); let {who[1]} depend on "
+                f"{names[0]} cannot run on fake tensors ({type(error).__name__}: {error}); let {names[1]} depend on "
                 "shapes only, or set profile.source=measured"
             ) from error
         if meter is not None:
@@ -207,10 +209,10 @@ def fake_step(
 
 
 def enough_microbatches(conditions: RunConditions, quirks: Quirks) -> int:
-    """How many show the peak of any longer step.
+    """Return the number of microbatches that shows the peak of any longer step.
 
-    The second is the first to find all gradients. Where inputs or graphs of others wait on the device, it takes a third
-    to have one waiting then; and where messages do, a fourth, as in a measured run.
+    The second microbatch is the first to find all gradients. Where inputs or graphs of others wait on the device, a
+    third is needed to have one waiting then; and where messages do, a fourth, as in a measured run.
     """
     if not quirks.has("host staging"):
         return 4
@@ -218,7 +220,7 @@ def enough_microbatches(conditions: RunConditions, quirks: Quirks) -> int:
 
 
 def _begin_optimizer(engine: PipelineEngine, quirks: Quirks) -> None:
-    """Gives the optimizer its moments and the kernels of the device, as if the engine had trained before."""
+    """Give the optimizer its moments and the kernels of the device, as if the engine had trained before."""
     for address, value in engine.optimizer.values.items():
         engine.optimizer.take_moments(address, engine.options.recipe.fresh(value), copy=False)
     if quirks.has("foreach update"):
@@ -226,12 +228,12 @@ def _begin_optimizer(engine: PipelineEngine, quirks: Quirks) -> None:
 
 
 def hollow_ready(table: ShapeTable, conditions: RunConditions) -> Ready:
-    """What an engine on fake tensors is given: these shapes, and a host tier that is not there."""
+    """Return the `Ready` of an engine on fake tensors: these shapes, and a host tier without memory."""
     return Ready(table, tier=HollowTier(), device_type=conditions.device)
 
 
 class HollowTier(HostTier):
-    """A host tier that counts bytes and has none: it is not the device's memory."""
+    """A host tier that counts bytes and allocates none: it is not the device's memory."""
 
     def __init__(self) -> None:
         super().__init__(_CPU)
@@ -247,7 +249,7 @@ class HollowTier(HostTier):
 
 
 def _no_copy() -> None:
-    """There is nothing to wait for."""
+    """Wait for nothing."""
 
 
 class StepMeter(Observer):
@@ -255,11 +257,11 @@ class StepMeter(Observer):
 
     _followed: Lifetimes
 
-    def begin(self, engine: PipelineEngine, own: Collection[int], followed: Lifetimes) -> None:
-        """Before the step.
+    def begin(self, engine: PipelineEngine, resident: Collection[int], followed: Lifetimes) -> None:
+        """Prepare for the step.
 
         Args:
-            own: the storages that are there before, which no forward saves.
+            resident: the storages that exist before it, which no forward saves.
             followed: shows every operator.
         """
         self._followed = followed
@@ -268,14 +270,14 @@ class StepMeter(Observer):
         return self._followed.with_actual_tensors()
 
     def count_static(self) -> None:
-        """Between backward and update, when all gradients are there."""
+        """Called between backward and update, when all gradients are there."""
 
     def end(self) -> None:
-        """After the step."""
+        """Called after the step."""
 
 
 class _Meter(StepMeter):
-    """Counts what the first microbatch saves, its work and that of the update, and what is there before the update."""
+    """Counts the first microbatch's saved bytes and work, the update's work, and static bytes before the update."""
 
     def __init__(self, speed: Speed, quirks: Quirks) -> None:
         self._speed, self._quirks = speed, quirks
@@ -293,9 +295,9 @@ class _Meter(StepMeter):
     def saved_bytes(self) -> int:
         return self._stage.saved_bytes
 
-    def begin(self, engine: PipelineEngine, own: Collection[int], followed: Lifetimes) -> None:
-        super().begin(engine, own, followed)
-        self._engine, self._own = engine, own
+    def begin(self, engine: PipelineEngine, resident: Collection[int], followed: Lifetimes) -> None:
+        super().begin(engine, resident, followed)
+        self._engine, self._own = engine, resident
         self._weights = ActionWeights(engine, self._quirks.block_bytes)
 
     def count_static(self) -> None:
@@ -352,18 +354,18 @@ class _Meter(StepMeter):
 
     @contextlib.contextmanager
     def _saving(self, stage: Stage, context: MicrobatchContext) -> Iterator[None]:
-        here = context.index
-        found = lambda: stage.kept(here), lambda: stage.entries(here), lambda: stage.in_loss
-        with self._stage.saving(self._own, *found):
+        microbatch = context.index
+        sources = lambda: stage.kept(microbatch), lambda: stage.entries(microbatch), lambda: stage.in_loss
+        with self._stage.saving(self._own, *sources):
             yield
-        self.refused = self.refused or stage.refusals.get(here, "")
+        self.refused = self.refused or stage.refusals.get(microbatch, "")
 
 
 # -- messages that are not sent
 
 
 class SilentCommunicator(Communicator):
-    """One rank's end of a pipeline whose other ranks do not exist: buffers come and go, no message does.
+    """A communicator of one rank whose peers do not exist: it makes and frees buffers, and sends no messages.
 
     Args:
         staged: messages wait in host memory, as CUDA tensors' do; they reach the device when they are waited for.
@@ -386,7 +388,7 @@ class SilentCommunicator(Communicator):
         return slots
 
     def gather(self, value: Any) -> list[Any]:
-        # asked once, for the names of the loss parts, which the rank of the loss tells
+        # called once, for the names of the loss parts, which the last stage's rank sends
         return [["loss"] if value is None else value] * self.world_size
 
 

@@ -26,8 +26,8 @@ def _converted(args: Sequence[Any], result: Tensor) -> int:
     return 0 if x.dtype == result.dtype else int(x.numel() * result.itemsize)
 
 
-def _unfit(left: Tensor, right: Tensor) -> int:
-    return sum(side.numel() * side.itemsize for side in (left, right) if not _fits(side))
+def _unfit(first: Tensor, second: Tensor) -> int:
+    return sum(side.numel() * side.itemsize for side in (first, second) if not _fits(side))
 
 
 def _fits(matrix: Tensor) -> bool:
@@ -36,23 +36,23 @@ def _fits(matrix: Tensor) -> bool:
     return (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows))
 
 
-def _packed(left: Tensor, right: Tensor) -> int:
-    if left.dtype != torch.bfloat16:
+def _packed(first: Tensor, second: Tensor) -> int:
+    if first.dtype != torch.bfloat16:
         return 0
-    smaller = min(math.prod(side.shape[-2:]) * side.itemsize for side in (left, right))
-    return smaller + (_PANEL if left.is_contiguous() else _TRANSPOSED_PANEL)
+    smaller = min(math.prod(side.shape[-2:]) * side.itemsize for side in (first, second))
+    return smaller + (_PANEL if first.is_contiguous() else _TRANSPOSED_PANEL)
 
 
-def _packed_batch(left: Tensor, right: Tensor) -> int:
-    if left.dtype != torch.bfloat16:
+def _packed_batch(first: Tensor, second: Tensor) -> int:
+    if first.dtype != torch.bfloat16:
         return 0
-    # those that lie neither in rows nor in columns are copied whole
-    spread = (side for side in (left, right) if not (side.is_contiguous() or side.mT.is_contiguous()))
-    return _packed(left, right) + sum(side.numel() * side.itemsize for side in spread)
+    # matrices stored neither by rows nor by columns are copied whole
+    spread = (side for side in (first, second) if not (side.is_contiguous() or side.mT.is_contiguous()))
+    return _packed(first, second) + sum(side.numel() * side.itemsize for side in spread)
 
 
 _PANEL, _TRANSPOSED_PANEL = 5 << 10, 104 << 10
-"""Room for a few rows; for more of them where the left matrix lies on its side, as in gradients of weights."""
+"""Room for a few rows; for more of them where the first matrix is transposed, as in gradients of weights."""
 
 
 def _promoted(args: Sequence[Any], result: Tensor) -> int:
@@ -67,7 +67,7 @@ class _Convolution:
     """Sizes of one convolution in bytes: plain, as oneDNN takes them, and padded to whole blocks of channels."""
 
     def __init__(self, x: Tensor, w: Tensor, spatial: Sequence[int], options: Sequence[Any]) -> None:
-        """Takes the spatial shape of the output, and options as `_backend` has them."""
+        """Compute the sizes; spatial: shape of the output; options: as in `_backend`."""
         stride, padding, dilation, _, _, groups = options
         block, size = 16 if "512" in torch.backends.cpu.get_cpu_capability() else 8, x.itemsize
         batch, channels, features = x.shape[0], x.shape[1], w.shape[0]
@@ -93,7 +93,7 @@ class _Convolution:
             if groups == 1:
                 self.w_taken = channels * whole_features * window * size
         self.columns = 0 if self.pointwise and not self.strided else channels * window * cells_out * size
-        # where the stride divides the input, a kernel of one element first gathers what it will read
+        # where the stride divides the input, a kernel of one element first gathers the elements that it reads
         divides = all(a == b * c for a, b, c in zip(x.shape[2:], spatial, stride, strict=True))
         self.sampled = self.sampled_part = self.scratch = 0
         if self.pointwise and self.strided and divides:
@@ -110,7 +110,8 @@ and workers have one (use_mkldnn, ATen/native/Convolution.cpp)."""
 
 
 def _forward(args: Sequence[Any], result: Tensor) -> int:
-    """Copies of input and weights are there while the blocked output is made; it is there while the plain one is."""
+    """Return bytes of a forward: input and weights are copied while the blocked output is made, which is there until
+    the plain one is made."""
     x, w, _, *options = args[:9]
     backend = _backend(x, w, options)
     if backend is None:
@@ -126,8 +127,8 @@ def _forward(args: Sequence[Any], result: Tensor) -> int:
 
 
 def _backward(args: Sequence[Any], result: Sequence[Tensor | None]) -> int:
-    """First the gradient of the input, from copies of weights and gradient; then that of the weights, from copies of
-    input and gradient.
+    """Return bytes of a backward: first the gradient of the input, from copies of weights and gradient; then that of
+    the weights, from copies of input and gradient.
     """
     gradient, x, w, _, *options, mask = args[:11]
     backend = _backend(x, w, options)
@@ -160,7 +161,7 @@ def _backward(args: Sequence[Any], result: Sequence[Tensor | None]) -> int:
 
 
 def _backend(x: Tensor, w: Tensor, options: Sequence[Any]) -> str | None:
-    """Which of the two ways to convolve images torch takes here, if one of them.
+    """Return the backend, "blocked" or "columns", that torch uses for a convolution of images; None for another one.
 
     options: stride, padding, dilation, whether it is transposed, padding of the output, groups.
     """
@@ -175,18 +176,18 @@ def _backend(x: Tensor, w: Tensor, options: Sequence[Any]) -> str | None:
 
 
 def _normalised(args: Sequence[Any], result: Sequence[Tensor]) -> int:
-    """Layer norm copies an input that is not contiguous."""
+    """Return bytes of layer norm, which copies an input that is not contiguous."""
     return _spread(args[0])
 
 
 def _normalised_backward(args: Sequence[Any], result: Sequence[Tensor | None]) -> int:
-    """The same of both, and the sums for its two parameters."""
+    """Return bytes of such copies of input and gradient, and of the sums for the two parameters."""
     x = args[1]
     return _spread(args[0]) + _spread(x) + 2 * math.prod(args[2]) * x.itemsize
 
 
 def _batch_normalised_backward(args: Sequence[Any], result: Sequence[Tensor | None]) -> int:
-    """Batch norm makes the gradient of its input twice where input and gradient lie alike."""
+    """Return bytes of batch norm, which makes its input's gradient twice if input and gradient have equal layouts."""
     gradient, x, mask = args[0], args[1], args[9]
     alike = any(
         gradient.is_contiguous(memory_format=form) and x.is_contiguous(memory_format=form)
@@ -197,7 +198,8 @@ def _batch_normalised_backward(args: Sequence[Any], result: Sequence[Tensor | No
 
 
 def _upsampled_backward(args: Sequence[Any], result: Tensor) -> int:
-    """A gradient that is a part of another tensor is copied; where channels lie together, so is the result."""
+    """Return bytes of upsampling, which copies a gradient that is a part of another tensor, and with channels last the
+    result."""
     gradient = args[0]
     copied = 0 if gradient.is_contiguous(memory_format=torch.channels_last) else _spread(gradient)
     return copied + (result.numel() * result.itemsize if copied and gradient.stride(1) == 1 else 0)

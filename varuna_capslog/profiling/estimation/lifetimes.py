@@ -1,7 +1,7 @@
-"""Follows the lifetime of every storage while a program runs on fake tensors: what an allocator would be asked for.
+"""Follows the lifetime of every storage while a program runs on fake tensors: the requests that an allocator would get.
 
-`estimate` runs a stage's real program inside a `Lifetimes`. It knows nothing of stages or devices: what kernels take
-besides their results comes from a function that `quirks` provides. `Recipes` make the results of operators.
+`estimate` runs a stage's real program inside a `Lifetimes`. It knows no stages or devices: the memory of kernels beside
+their results comes from a function that `quirks` provides. `Recipes` make the results of operators.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ class Lifetimes(TorchDispatchMode):
     """Records every allocation and release of storages, beginning with those of `held`.
 
     Enter it inside a `FakeTensorMode`. A storage counts from the operator that makes it until nothing refers to it any
-    more (a weak reference says when).
+    more (a weak reference tells when).
 
     Reading a number out of a fake tensor gives `a_number`: programs that count, scale or log go on.
 
     Args:
-        temporary: what kernels take while they run; None: nothing.
+        temporary: temporary memory of kernels; None: nothing.
         held: tensors that are there at the beginning.
-        recipes: shared by runs that do alike; None: its own.
+        recipes: shared by similar runs; None: its own.
         on_host: the device that is followed is the host, which holds actual tensors too (`with_actual_tensors`).
-        block_bytes: what its allocator rounds each request up to.
+        block_bytes: granularity to which its allocator rounds requests up.
 
     Attributes:
         events: (key, bytes) of an allocation and (key, 0) of its release, in order; `allocator.replay` reads them.
-        live_bytes, peak_bytes: at present, and the most so far, in whole blocks.
-        lately_bytes: the most since it was last set to `live_bytes`.
+        live_bytes, peak_bytes: at present, and the peak so far, in whole blocks.
+        lately_bytes: the peak since it was last set to `live_bytes`.
         observer: is shown every operator with its arguments, keywords and result; or None.
     """
 
@@ -84,10 +84,11 @@ class Lifetimes(TorchDispatchMode):
 
     @contextlib.contextmanager
     def with_actual_tensors(self) -> Iterator[None]:
-        """Around some work: follows from its end on what it made in memory and not on fake tensors, and still holds.
+        """Follow, from the end of the block on, actual (not fake) tensors that it made and that are still alive.
 
-        `torch.utils.checkpoint` does so with the state of the random numbers. No operator shows it, so it is looked for
-        among the youngest of Python's objects, which are those of this work: nothing is collected meanwhile.
+        `torch.utils.checkpoint` makes such tensors of the random number state. No operator shows them, so they are
+        searched among the youngest of Python's objects, which are those of the block, since the garbage collector is
+        off in it.
         """
         collects = gc.isenabled()
         gc.disable()
@@ -98,10 +99,10 @@ class Lifetimes(TorchDispatchMode):
             if collects:
                 gc.enable()
         if self._on_host:
-            for one in gc.get_objects(0):
+            for tensor in gc.get_objects(0):
                 # fake tensors keep actual ones of single numbers, which stand for themselves
-                if type(one) is Tensor and one.numel() > 1:
-                    self._follow(one, -1)
+                if type(tensor) is Tensor and tensor.numel() > 1:
+                    self._follow(tensor, -1)
 
     def _allocated(self, num_bytes: int) -> int | None:
         if num_bytes <= 0:
@@ -120,8 +121,8 @@ class Lifetimes(TorchDispatchMode):
     def _follow(self, tensor: Tensor, node: int) -> None:
         storage = tensor.untyped_storage()
         address = storage._cdata
-        known = self._followed.get(address)
-        if known is not None and known() is not None:
+        reference_before = self._followed.get(address)
+        if reference_before is not None and reference_before() is not None:
             return
         size = storage.nbytes()
         key = self._allocated(size)
@@ -172,11 +173,11 @@ class Lifetimes(TorchDispatchMode):
         return self._made_by.get(tensor.untyped_storage()._cdata) == node
 
     def _adds_in_place(self, args: Sequence[Any], kwargs: Mapping[str, Any], node: int) -> bool:
-        """Whether autograd, meeting ordinary tensors, would add this second gradient to the first one in its place.
+        """Return True where autograd, with ordinary tensors, would add this second gradient in place to the first one.
 
-        For tensors of a subclass, as fake ones are, it makes a new one instead. It adds in place where nothing else
+        For tensors of a subclass, such as fake tensors, it makes a new one instead. It adds in place where nothing else
         holds the first gradient (torch/csrc/autograd/input_buffer.cpp). The sum is autograd's own, not part of a
-        formula, if the second gradient is fresh from the node that has just run and the first one is not.
+        formula, if the node that has just run made the second gradient and not the first one.
         """
         first, second = args[0], args[1]
         if kwargs or not isinstance(second, Tensor) or torch.is_grad_enabled():
@@ -195,9 +196,9 @@ class Lifetimes(TorchDispatchMode):
 
 @functools.cache
 def _changes_first_only(func: Any) -> bool:
-    """Whether an operator writes into its first argument (a tensor or a list of them) and does nothing else.
+    """Return True for an operator that writes into its first argument (a tensor or a list of them) and does no more.
 
-    Such a one need not run where there are no values. Those that change a shape or a storage do more.
+    Without values such an operator need not run. Operators that change a shape or a storage do more.
     """
     schema = func._schema
     if not schema.name.endswith("_") or torch.Tag.inplace_view in func.tags or schema.name in _MORE:
@@ -226,17 +227,17 @@ class _Unknown(Exception):
 
 
 class Recipes:
-    """For each operator and the shapes of its arguments: what it returns, anew or as views of which argument.
+    """The results of each operator for the shapes of its arguments: new tensors, or views of one argument.
 
-    Asking torch what an operator returns takes a tenth of a millisecond, and an estimate asks a hundred thousand times,
-    mostly the same. Results made again from shapes that were seen before are the same tensors, several times faster.
+    Computing an operator's results in torch takes a tenth of a millisecond, and an estimate does it a hundred thousand
+    times, mostly for the same shapes. Making equal results for shapes that were seen before is several times faster.
     """
 
     def __init__(self) -> None:
         self._known: dict[object, _Recipe | None] = {}
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What `func(*args, **kwargs)` returns in the `FakeTensorMode` that is active."""
+        """Return the result of `func(*args, **kwargs)` in the active `FakeTensorMode`."""
         tensors: list[FakeTensor] = []
         try:
             key = (func, _described(args, tensors), _described(tuple(kwargs.items()), tensors))
@@ -267,17 +268,20 @@ _NORMS = {
 
 
 def _as_kernels_do(func: Any, args: Sequence[Any], result: Any) -> Any:
-    """A result with the types of the kernels: the statistics of a normalisation have the type of its parameters, which
-    fake tensors give that of the activations (torch 2.14).
+    """Return the result with the dtypes of the kernels: the statistics of a normalisation have the dtype of its
+    parameters, while fake tensors give them that of the activations (torch 2.14).
     """
     weight = args[_NORMS[func]] if func in _NORMS else None
     if weight is None or weight.dtype == result[1].dtype:
         return result
-    return (result[0], *(torch.empty_like(one, dtype=weight.dtype) for one in result[1:]))
+    return (result[0], *(torch.empty_like(statistic, dtype=weight.dtype) for statistic in result[1:]))
 
 
 def _described(values: Sequence[Any], tensors: list[FakeTensor]) -> tuple[object, ...]:
-    """Hashable and equal for what an operator cannot tell apart; collects the tensors. Raises _Unknown."""
+    """Return a key that is equal for arguments that an operator cannot distinguish; collects the tensors.
+
+    Raises _Unknown for arguments that no recipe can describe.
+    """
     parts: list[object] = []
     for value in values:
         if type(value) is FakeTensor:

@@ -1,7 +1,7 @@
-"""What an operator asks of a device: amounts of work by class, from its arguments and its result alone.
+"""The work of an operator on a device: amounts by class, from its arguments and its result alone.
 
-`rates` turns the amounts into seconds. A class is what kernels with equal limits have in common: FLOPs of matrix
-units by type, bytes that memory moves, elements that processors handle one by one. Amounts are counted as kernels work:
+`rates` turns the amounts into seconds. A class stands for kernels with the same limit: FLOPs of matrix units by dtype,
+bytes that memory moves, elements that processors handle one by one. Amounts are counted as kernels work:
 matrices in whole tiles, a grouped convolution in groups as wide as a tile. torch's own registry of FLOPs counts the
 weight gradient of a grouped convolution `groups` times, so convolutions are counted here.
 """
@@ -28,7 +28,7 @@ _HALF: Halves = (torch.float16, torch.bfloat16)
 
 _FREE = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "as_strided_", "resize_"})
 _SHIFTED = frozenset({"slice_backward", "select_backward", "constant_pad_nd", "roll", "flip"})
-"""Copies whose every element computes where it comes from."""
+"""Copies that compute the source index of every element."""
 _COPIES = _SHIFTED | {
     "_to_copy", "clone", "copy_", "cat", "stack", "im2col", "col2im", "upsample_nearest2d", "upsample_bilinear2d",
     "upsample_nearest2d_backward", "upsample_bilinear2d_backward", "reflection_pad2d", "reflection_pad2d_backward",
@@ -52,11 +52,11 @@ _TILE, _DEPTH = 32, 16
 _BLOCK = 128
 """Queries and keys that a fused attention handles at once."""
 _CHANNELS_IN, _CHANNELS_OUT = 16, 64
-"""What a dense convolution's channels are filled up to."""
+"""Multiples to which the channels of a dense convolution are padded."""
 
 
 def work_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, halves: Halves = _HALF) -> Work:
-    """The work of one operator by class; empty where it moves nothing.
+    """Return the work of one operator by class; empty where it moves nothing.
 
     Args:
         halves: the 16-bit types that the device's matrix units take, which work on whole tiles; (): it has none.
@@ -74,8 +74,8 @@ _Count = Callable[[str, Sequence[Any], list[Tensor], list[Tensor], Any, Halves],
 
 @functools.cache
 def _known_of(func: Any) -> tuple[str, tuple[int, ...], _Count | None]:
-    """An operator's name, the places of the arguments that it writes into, and what counts its work: None where it
-    moves nothing.
+    """Return an operator's name, the places of the arguments that it writes into, and the function that counts its
+    work: None where it moves nothing.
     """
     name = func.overloadpacket.__name__
     returns = [part.alias_info for part in func._schema.returns]
@@ -122,19 +122,19 @@ def _product(
     name: str, args: Sequence[Any], inputs: list[Tensor], outputs: list[Tensor], result: Any, halves: Halves
 ) -> Work:
     if name == "_grouped_mm":
-        left, right = inputs[0], inputs[1]
-        rows, inner, columns, batch = left.shape[-2], left.shape[-1], right.shape[-1], 1
+        first, second = inputs[0], inputs[1]
+        rows, inner, columns, batch = first.shape[-2], first.shape[-1], second.shape[-1], 1
     else:
-        left, right = [tensor for tensor in inputs if tensor.dim() >= 2][-2:]
-        rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
-        batch = left.shape[0] if left.dim() == 3 else 1
-    kind, tiled = _type_of(left, halves), bool(halves)
+        first, second = [tensor for tensor in inputs if tensor.dim() >= 2][-2:]
+        rows, inner, columns = first.shape[-2], first.shape[-1], second.shape[-1]
+        batch = first.shape[0] if first.dim() == 3 else 1
+    kind, tiled = _type_of(first, halves), bool(halves)
     if tiled:
         tile, depth = (_TILE, _DEPTH) if kind != "float32" else (_TILE // 2, _DEPTH // 2)
         rows, inner, columns = round_up(rows, tile), round_up(inner, depth), round_up(columns, tile)
     if tiled and kind == "half":
-        kind += _alignment([left, right, outputs[0]])
-    elif kind == "tf32" and left.stride(-2) == 1 < left.stride(-1) and right.stride(-1) == 1:
+        kind += _alignment([first, second, outputs[0]])
+    elif kind == "tf32" and first.stride(-2) == 1 < first.stride(-1) and second.stride(-1) == 1:
         kind += " columns"
     return {
         f"product {kind}": 2.0 * batch * rows * inner * columns,
@@ -144,7 +144,7 @@ def _product(
 
 
 def _type_of(tensor: Tensor, halves: Halves, convolution: bool = False) -> str:
-    """half, tf32 or float32: the rate that products of this tensor run at."""
+    """Return "half", "tf32" or "float32", the rate of products of this tensor."""
     if tensor.dtype in halves or (tensor.itemsize == 1 and halves):
         return "half"
     if tensor.dtype != torch.float32 or not halves:
@@ -154,7 +154,7 @@ def _type_of(tensor: Tensor, halves: Halves, convolution: bool = False) -> str:
 
 
 def _alignment(matrices: Sequence[Tensor]) -> str:
-    """Empty where every row of 16-bit matrices begins at a multiple of 16 bytes; " even" at one of 4; else " odd"."""
+    """Return "" where every row of 16-bit matrices begins at a multiple of 16 bytes; " even" for 4; else " odd"."""
     steps = {max(matrix.stride()[-2:]) for matrix in matrices if min(matrix.shape[-2:]) > 1}
     if all(step % 8 == 0 for step in steps):
         return ""
@@ -206,10 +206,10 @@ def _is_channels_last(tensor: Tensor) -> bool:
 def _depthwise(
     x: Tensor, w: Tensor, y: Tensor, window: int, stride: Sequence[int], makes: Sequence[bool], last: bool
 ) -> Work:
-    """FLOPs of kernels for one channel at a time.
+    """Return FLOPs of kernels for one channel at a time.
 
-    torch's own walks over all of the input for its gradient, whatever the stride, and takes about twice as long for
-    that of the weights. cuDNN's are for float16 windows of 1, 3 and 5 without stride, and for channels last
+    torch's own kernel reads the whole input for its gradient, whatever the stride, and takes about twice as long for
+    that of the weights. cuDNN's kernels are for float16 windows of 1, 3 and 5 without stride, and for channels last
     (use_cudnn_depthwise, ATen/native/Convolution.cpp).
     """
     square = w.dim() == 4 and w.shape[-1] == w.shape[-2] and w.shape[-1] in (1, 3, 5)
@@ -251,7 +251,7 @@ def _place_of_causal(name: str) -> int:
 def _recurrence(
     name: str, args: Sequence[Any], inputs: list[Tensor], outputs: list[Tensor], result: Any, halves: Halves
 ) -> Work:
-    """A layer of LSTM or GRU: its weights meet every step of every sequence, one step after the other."""
+    """Return the work of an LSTM or GRU layer: its weights meet every step of every sequence, step after step."""
     x, weights = inputs[0], [tensor for tensor in inputs[1:] if tensor.dim() == 2][:2]
     steps = x.shape[0] * x.shape[1]
     flops = 2.0 * steps * sum(weight.numel() for weight in weights) * (2 if "backward" in name else 1)
@@ -287,8 +287,8 @@ _ROW = 384
 
 
 def _rows_of(name: str, args: Sequence[Any], outputs: list[Tensor]) -> int:
-    """How many rows a norm over the last dimensions, or over groups of channels, has; a weight norm one for each size
-    that it takes.
+    """Return the number of rows of a norm over the last dimensions, or over groups of channels; a weight norm has one
+    for each norm that it computes.
     """
     if "group" in name:
         return int(args[0].shape[0] * args[6 if "backward" not in name else 8])
@@ -302,7 +302,8 @@ def _rows_of(name: str, args: Sequence[Any], outputs: list[Tensor]) -> int:
 def _indexed(
     name: str, args: Sequence[Any], inputs: list[Tensor], outputs: list[Tensor], result: Any, halves: Halves
 ) -> Work:
-    """Gathers read what they write; scatters read a source and change as much, and all of it where they make a copy."""
+    """Return the work of gathers, which read as much as they write, and of scatters, which read a source, change as
+    much, and write the whole result where they make a copy."""
     if name in _GATHERS:
         return {"bytes": 2.0 * _bytes(outputs), "indexed": sum(tensor.numel() for tensor in outputs), "launch": 1}
     source = inputs[0] if name == "embedding_dense_backward" else inputs[-1]
@@ -313,7 +314,7 @@ def _indexed(
 def _chosen(
     name: str, args: Sequence[Any], inputs: list[Tensor], outputs: list[Tensor], result: Any, halves: Halves
 ) -> Work:
-    """A negative log likelihood: one number of each row, and zeros for the others in the backward."""
+    """Return the work of a negative log likelihood: one number of each row; the backward writes zeros elsewhere."""
     logits, target = (inputs[1], inputs[2]) if "backward" in name else (inputs[0], inputs[1])
     return {"bytes": _bytes([*outputs, target]) + target.numel() * logits.itemsize, "launch": 1}
 
@@ -334,8 +335,8 @@ def _streamed(
         return work | {"softmax": elements}
     if name in _REDUCTIONS:
         return work | {"reduced": elements}
-    whole = [tensor for tensor in both if tensor.numel() == elements]
-    alike = all(_lie_alike(tensor, whole[0]) for tensor in whole[1:]) and _is_dense(whole[0])
+    largest = [tensor for tensor in both if tensor.numel() == elements]
+    alike = all(_lie_alike(tensor, largest[0]) for tensor in largest[1:]) and _is_dense(largest[0])
     if name in _COPIES:
         moved = sum(tensor.numel() for tensor in outputs)
         return work if alike and name not in _SHIFTED else work | {"strided": moved}
@@ -344,18 +345,18 @@ def _streamed(
     return work | {"broadcast": elements}
 
 
-def _lie_alike(one: Tensor, other: Tensor) -> bool:
-    """Whether equal places of both tensors are equal steps from their beginnings."""
-    if one.shape != other.shape:
+def _lie_alike(first: Tensor, second: Tensor) -> bool:
+    """Return True where both tensors have the same shape and memory layout."""
+    if first.shape != second.shape:
         return False
-    if one.stride() == other.stride():
+    if first.stride() == second.stride():
         return True
-    both = zip(one.shape, one.stride(), other.stride(), strict=True)
+    both = zip(first.shape, first.stride(), second.stride(), strict=True)
     return all(size == 1 or step == step_of_other for size, step, step_of_other in both)
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements lie without gaps, in whatever order of dimensions."""
+    """Return True where the elements are stored without gaps, in any order of dimensions."""
     if tensor.is_contiguous():
         return True
     expected = 1

@@ -1,8 +1,8 @@
-"""What devices do that no dispatcher shows: a table of named quirks, each with its source.
+"""Behaviour of devices that no dispatcher shows: a table of named quirks, each with its source.
 
-Estimates run on fake CPU tensors (`hollow`). Here stands how the device that they are for differs from that: other
-operators, memory that kernels take for themselves, where messages and inputs wait. Each entry of `QUIRKS` is tested by
-its name; those of the CPU against its own allocator. Byte counts are functions of shapes alone.
+Estimates run on fake CPU tensors (`hollow`). This table lists the differences of the real device: other operators,
+temporary memory of kernels, places where messages and inputs wait. Each entry of `QUIRKS` is tested by its name; those
+of the CPU against its own allocator. Byte counts are functions of shapes alone.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ CUBLAS_WORKSPACE_HOPPER = 32 << 20
 CUBLASLT_WORKSPACE = 1 << 20
 """Of the thread that adds a bias to products."""
 USUAL_GPU = "a4000"
-"""What `cuda` without a kind is taken for: the GPU of the CAPSlog paper."""
+"""The kind assumed for `cuda` without a kind: the GPU of the CAPSlog paper."""
 _CONVOLUTIONS = frozenset({_aten.convolution.default, _aten.convolution_backward.default})
 _GEMMS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default})
 
 
 @dataclass(frozen=True)
 class Quirk:
-    """One difference between a device and what the dispatcher of a CPU shows.
+    """A difference between a device and the operators that the dispatcher of a CPU shows.
 
     Attributes:
         devices: "cpu", "cuda" or both.
-        about: what happens, and how we know.
+        about: the behaviour, and its source.
     """
 
     devices: tuple[str, ...]
@@ -190,19 +190,19 @@ LIMITS = {
     _HALF_PRODUCTS: "What oneDNN copies where the CPU has float16 instructions was never measured. Without these "
     "torch's own kernels multiply, and copy nothing.",
 }
-"""By name, what estimates are known to be too low for. A profile that met one says so in its conditions (`limits`), and
-planners then promise no bytes."""
+"""By name, the cases in which estimates are known to be too low. A profile that met one has it in its conditions
+(`limits`), and planners then promise no bytes."""
 
 
 @dataclass
 class Quirks:
-    """The quirks of one kind of device at work; one object per run.
+    """The quirks of one kind of device during a run; one object per run.
 
     Attributes:
         device: "cpu" or "cuda"; CapslogError for others.
         gpu: kind of GPU (`base.gpus`); "" for none in particular.
-        amx: whether the CPU multiplies bfloat16 matrices in AMX tiles.
-        half: whether oneDNN multiplies float16 matrices on the CPU.
+        amx: True where the CPU multiplies bfloat16 matrices in AMX tiles.
+        half: True where oneDNN multiplies float16 matrices on the CPU.
         lasting: bytes of each workspace that has been taken and stays.
         limits: names of `LIMITS` that were met.
     """
@@ -229,20 +229,20 @@ class Quirks:
         return GPUS[self.gpu or USUAL_GPU]
 
     def taken_before(self) -> list[Event]:
-        """The workspaces that were met, as events that come before those of a step (`allocator.replay`)."""
+        """Return the workspaces taken so far, as events that come before those of a step (`allocator.replay`)."""
         return [(-place, size) for place, size in enumerate(self.lasting)]
 
     @property
     def block_bytes(self) -> int:
-        """What the allocator rounds each request up to."""
+        """Granularity to which the allocator rounds requests up."""
         return rounded(1) if self.has("caching allocator") else 1
 
     def has(self, name: str) -> bool:
-        """Whether an entry of `QUIRKS` is one of this device."""
+        """Return True where an entry of `QUIRKS` is one of this device."""
         return self.device in QUIRKS[name].devices
 
     def temporary(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Sequence[int]:
-        """The blocks that an operator's kernel takes beside its results and gives back; see `lifetimes.Temporary`."""
+        """Return the temporary blocks of an operator's kernel beside its results; see `lifetimes.Temporary`."""
         if self.device == "cuda":
             on_cuda = CUDA_KERNELS.get(func)
             if on_cuda is None:
@@ -260,7 +260,7 @@ class Quirks:
         return () if on_cpu is None else (on_cpu(args, result),)
 
     def _count_cublas(self, func: Any, args: Sequence[Any]) -> None:
-        """Adds the workspaces that the first products of a thread take and that stay."""
+        """Add the lasting workspaces that the first products of a thread take."""
         backward = torch._C._current_autograd_node() is not None
         if backward not in self._threads:
             self._threads.add(backward)
@@ -272,7 +272,7 @@ class Quirks:
 
     @contextmanager
     def dispatch(self) -> Iterator[None]:
-        """While it is open, operators on CPU tensors take the path that they take on the device."""
+        """Make operators on CPU tensors inside the block take the path that they take on the device."""
         if self.device == "cpu":
             yield
             return
@@ -301,7 +301,7 @@ def _fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = Non
 
 
 def _fused_attention(prefers_cudnn: bool) -> Callable[..., Tensor]:
-    """`scaled_dot_product_attention` by the fused kernel that the device takes."""
+    """Return `scaled_dot_product_attention` with the fused kernel that the device uses."""
 
     def attention(
         query: Tensor,
@@ -345,7 +345,8 @@ def _fused_attention(prefers_cudnn: bool) -> Callable[..., Tensor]:
 
 
 def _cudnn_attends(query: Tensor, key: Tensor) -> bool:
-    """Heads of at most 128 numbers in whole eights, and more than one query and key (check_cudnn_tensor_shapes)."""
+    """Return True for heads of at most 128 numbers, a multiple of 8, and more than one query and key
+    (check_cudnn_tensor_shapes)."""
     return query.shape[-1] <= 128 and query.shape[-1] % 8 == 0 and min(query.shape[-2], key.shape[-2]) > 1
 
 

@@ -1,4 +1,4 @@
-"""Seconds without a device: what each class of operators takes of what the data sheet promises.
+"""Seconds without a device: data sheet rates, corrected by a factor for each class of operators.
 
 `operators` counts the work of an operator by class; a `Speed` turns it into seconds. The seconds of an operator are a
 sum over its classes, not a maximum: measured kernels overlap arithmetic and memory less than they could. Factors belong
@@ -42,14 +42,14 @@ show. A stage whose operators are shorter takes this long for each of them."""
 
 @dataclass(frozen=True)
 class Class:
-    """Operators that have one limit in common.
+    """Operators that have the same limit.
 
     Attributes:
-        unit: what the work is counted in and limited by: "half", "tf32" or "float32" FLOPs at the sheet's rate,
-            "bytes" at that of memory, "elements" of one a clock and processor, "launches" of a second.
-        factor: seconds of a kernel in parts of those by the sheet.
-        by_architecture: of those architectures that were seen to differ.
-        group: which factors a measured profile corrects together; see `GROUPS`.
+        unit: unit and limit of the work: "half", "tf32" or "float32" FLOPs at the sheet's rate, "bytes" at that of
+            memory, "elements" at one per clock and processor, "launches" of a second.
+        factor: measured seconds of a kernel divided by those from the sheet.
+        by_architecture: factors of architectures that were found to differ.
+        group: of factors that a measured profile corrects together; see `GROUPS`.
     """
 
     unit: str
@@ -113,13 +113,13 @@ CLASSES = {
 
 @dataclass(frozen=True)
 class Speed:
-    """What a device takes for work.
+    """The speed of a device.
 
     Attributes:
-        seconds_of: a FLOP, byte, element or launch of each class.
-        halves: the 16-bit types that its matrix units take; (): it has none.
+        seconds_of: of a FLOP, byte, element or launch of each class.
+        halves: the 16-bit dtypes that its matrix units take; (): it has none.
         host_seconds: of the host for each operator; 0: the device is the host.
-        source: where the seconds come from, for people.
+        source: origin of the seconds, for people.
     """
 
     name: str
@@ -133,7 +133,7 @@ class Speed:
 
     @classmethod
     def of_gpu(cls, name: str, gpu: Gpu, factors: Mapping[str, float] | None = None) -> Speed:
-        """The speed of a kind of GPU by its sheet.
+        """Return the speed of a kind of GPU by its sheet.
 
         Args:
             factors: corrections of each of `GROUPS`, of a measured profile; None: none.
@@ -156,18 +156,18 @@ class Speed:
         return cls(name, seconds, halves, HOST_SECONDS, "data sheet" if factors is None else "measured profile")
 
     def count(self, total: Work, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Adds the work of one operator, as this device does it, to `total`."""
+        """Add the work of one operator on this device to `total`."""
         for kind, amount in work_of(func, args, kwargs, result, self.halves).items():
             total[kind] = total.get(kind, 0.0) + amount
 
     def seconds(self, work: Work) -> float:
-        """What this work takes, one operator after the other; at least as long as the host takes to launch them."""
+        """Return the seconds of this work, one operator after the other; at least the host's time to launch them."""
         device = sum(amount * self.seconds_of[kind] for kind, amount in work.items())
         return max(device, self.host_seconds * work.get("launch", 0.0))
 
 
 def speed_of(device: str, gpu: str = "", threads: int | None = None) -> Speed:
-    """What estimates for a device reckon with: cpu is this machine's, cuda a kind of GPU, by default that of the
+    """Return the speed for estimates of a device: cpu is this machine's, cuda a kind of GPU, by default that of the
     CAPSlog paper.
 
     Args:
@@ -181,8 +181,8 @@ def speed_of(device: str, gpu: str = "", threads: int | None = None) -> Speed:
 
 @functools.cache
 def calibrated_cpu(threads: int) -> Speed:
-    """This machine's CPU with so many threads, from a quarter of a second of work: 384 x 384 matrices, 64 channels of
-    3 x 3, 16 MiB scaled. A process works so once for each number of threads, and its estimates agree.
+    """Measure this machine's CPU with `threads` threads in a quarter of a second: 384 x 384 matrices, 64 channels of
+    3 x 3, 16 MiB scaled. A process measures once for each number of threads, so that its estimates agree.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -199,8 +199,8 @@ def _calibrated(threads: int) -> Speed:
     matrix = 2 * 384**3 / _shortest(lambda: a @ b)
     convolution = 2 * 64 * 64 * 9 * 56 * 56 / _shortest(lambda: torch.conv2d(x, w, padding=1))
     moved = 2 * big.nbytes / _shortest(lambda: big * 2.0)
-    one = torch.full((1,), 0.5)
-    launch = _shortest(lambda: one + 1.0)
+    scalar = torch.full((1,), 0.5)
+    launch = _shortest(lambda: scalar + 1.0)
     rates = [float(f"{value:.2g}") for value in (convolution, matrix, moved, launch)]
     return cpu_speed(f"this cpu, {threads} thread(s)", *rates)
 
@@ -208,7 +208,8 @@ def _calibrated(threads: int) -> Speed:
 def cpu_speed(
     name: str, convolution_flops: float, matrix_flops: float, bytes_per_second: float, launch: float
 ) -> Speed:
-    """A CPU of these rates per second, and the seconds of the shortest operator; no operator converts layouts."""
+    """Return the speed of a CPU from its rates per second and the seconds of the shortest operator; no operator
+    converts layouts."""
     seconds = {}
     for kind, entry in CLASSES.items():
         flops = convolution_flops if entry.group == "convolutions" else matrix_flops

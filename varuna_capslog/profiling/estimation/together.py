@@ -1,4 +1,4 @@
-"""The loss of a call of several microbatches, as the engine makes it: of each by itself, from its part of the outputs.
+"""The loss of a call of several microbatches, as the engine computes it: separately for each, from its outputs.
 
 An estimate of such calls runs a stage on one microbatch that is as large as all of them.
 """
@@ -16,16 +16,16 @@ from varuna_capslog.model.chain import TensorSpec
 __all__ = ["loss_of_each"]
 
 
-def loss_of_each(loss: LossFunction, one: Mapping[str, TensorSpec], all_: Mapping[str, TensorSpec]) -> LossFunction:
-    """The sum of the losses; it is given the targets of each microbatch in a list.
+def loss_of_each(loss: LossFunction, single: Mapping[str, TensorSpec], all_: Mapping[str, TensorSpec]) -> LossFunction:
+    """Return a loss function that sums the losses; its targets are a list with those of each microbatch.
 
     Args:
-        one, all_: the outputs of one microbatch, and of all in one call. What grows in several dimensions is parted in
-            all of them: no stage that makes it takes several microbatches (`engine.grains.sample_dimensions`), but a
-            profile has runs of all layers.
+        single, all_: the outputs of one microbatch, and of all in one call. Tensors that grow in several dimensions are
+            split in all of them: no stage that makes them takes several microbatches
+            (`engine.grains.sample_dimensions`), but a profile has runs of all layers.
     """
     grown = {
-        name: [place for place, size in enumerate(spec.shape) if size != one[name].shape[place]]
+        name: [place for place, size in enumerate(spec.shape) if size != single[name].shape[place]]
         for name, spec in all_.items()
     }
 
@@ -40,8 +40,8 @@ def loss_of_each(loss: LossFunction, one: Mapping[str, TensorSpec], all_: Mappin
         total: Tensor | None = None
         for place, target in enumerate(targets):
             part = {name: part_of(name, tensor, place, len(targets)) for name, tensor in outputs.items()}
-            found = loss(part, target, normalisers)["loss"]
-            total = found if total is None else total + found
+            part_loss = loss(part, target, normalisers)["loss"]
+            total = part_loss if total is None else total + part_loss
         assert total is not None
         return {"loss": total}
 

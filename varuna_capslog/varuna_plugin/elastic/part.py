@@ -1,8 +1,8 @@
 """One rank's part of one generation of an elastic run on Varuna: a new Varuna over a fresh model.
 
-It is filled with the states of this rank's pieces. The forward's buffers are kept aside until a step is voted, so that
-a step can be taken back. All that the process has of `torch.distributed` belongs to one part at a time: its default
-group, which Varuna needs, and what Varuna makes beside it.
+It is filled with the states of this rank's pieces. A copy of the buffers is kept until a step is voted, so that the
+step can be discarded. All `torch.distributed` groups of the process belong to one part at a time: the default group,
+which Varuna needs, and the groups that Varuna makes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class VarunaPart:
         self.own: tuple[int, ...] = ()
 
     def join(self, store: dist.Store, prefix: str, seconds: float) -> None:
-        """Opens the default group.
+        """Open the default group.
 
         Args:
             store: a client that nothing else uses.
@@ -70,7 +70,7 @@ class VarunaPart:
             PeerLost: not all ranks came in time.
         """
         rank, world_size = self._rank, len(self._cuts)
-        self._store = store  # of which torch keeps the half that is written in C++ alone
+        self._store = store  # torch keeps only the C++ half of it alive
         try:
             dist.init_process_group(
                 "gloo",
@@ -85,13 +85,13 @@ class VarunaPart:
         self._joined = True
 
     def abort(self) -> None:
-        """Ends everything that is under way, here and at the peers; from any thread, also when it is over."""
+        """Abort all communication under way, here and at the peers; from any thread, also after the end."""
         with self._ending:
             if self._joined:
                 _abort(_all_groups())
 
     def build(self, model: nn.Module, seconds: float) -> None:
-        """Varuna's trainer over this rank's pieces of `model`.
+        """Build Varuna's trainer over this rank's pieces of `model`.
 
         Args:
             seconds: longest wait for the others while it is built.
@@ -123,9 +123,9 @@ class VarunaPart:
         configure(cuts=self._cuts, loss=self._job.loss, timeout_seconds=seconds, trace=self._pieces.trace)
 
     def install(self, states: Mapping[int, LayerState], base: int) -> None:
-        """The states of this rank's pieces after step `base`."""
+        """Load the states of this rank's pieces after step `base`."""
         self.own = tuple(sorted(states))
-        for piece in reversed(self.own):  # what several pieces share is in all of them: the first one's counts
+        for piece in reversed(self.own):  # state that several pieces share is in all of them: the first one's counts
             install(states[piece], *self._part(piece), self.trainer.optimizer)
         self._settle()
         self.trainer.iteration = base
@@ -136,7 +136,7 @@ class VarunaPart:
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def compute(self, step: int) -> tuple[float, float]:
-        """Varuna's forwards and backwards; returns the loss and the norm of the gradients."""
+        """Run Varuna's forwards and backwards; return the loss and the norm of the gradients."""
         everything = self._job.microbatches(step)
         moved = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self._device), list(everything.values()))
         ready = Microbatches(moved, everything.sizes)
@@ -145,7 +145,7 @@ class VarunaPart:
         return float(loss), float(self.trainer.capslog_grad_norm)
 
     def apply(self, step: int) -> None:
-        """The update of a step that was voted."""
+        """Apply the optimizer update of a step that was voted."""
         optimizer = self.trainer.optimizer
         self._job.set_rates(optimizer, step)
         optimizer.step()
@@ -154,7 +154,7 @@ class VarunaPart:
         self._settle()
 
     def discard(self) -> None:
-        """Takes a step back that was computed."""
+        """Discard a step that was computed."""
         for name, buffer in self._buffers.items():
             buffer.copy_(self._settled[name])
         self.trainer.zero_grad()
@@ -166,20 +166,20 @@ class VarunaPart:
         return {name: self._parameters[name] for name in parameters}, {name: self._buffers[name] for name in buffers}
 
     def state(self, piece: int, copy: bool) -> LayerState:
-        """A piece at the present boundary; without `copy` the live tensors."""
+        """Return a piece's state at the present boundary; without `copy` the live tensors."""
         parameters, buffers = self._part(piece)
         settled = {name: self._settled[name] for name in buffers}
         state = capture(parameters, settled, self.trainer.optimizer)
         return cloned(state) if copy else state
 
     def update(self, piece: int) -> Mapping[str, Tensor]:
-        """What a `Follower` of this piece needs for the step that was computed."""
+        """Return the gradients and buffers that a `Follower` of this piece needs for the computed step."""
         parameters, buffers = self._part(piece)
-        found = {f"gradients/{name}": p.grad for name, p in parameters.items() if p.grad is not None}
-        return found | {f"buffers/{name}": buffer for name, buffer in buffers.items()}
+        gradients = {f"gradients/{name}": p.grad for name, p in parameters.items() if p.grad is not None}
+        return gradients | {f"buffers/{name}": buffer for name, buffer in buffers.items()}
 
     def close(self) -> None:
-        """Ends everything of the generation, also of one that could not be built; the next one may begin at once."""
+        """End the generation, also one that could not be built; the next one may begin at once."""
         self._leave()
         if self.trainer is not None:
             _join_threads(self.trainer)
@@ -189,7 +189,7 @@ class VarunaPart:
                 module._buffers.clear()
 
     def _leave(self) -> None:
-        """Aborts all groups and forgets them; without the abort gloo may wait for peers."""
+        """Abort all groups and release them; without the abort gloo may wait for peers."""
         with self._ending:
             if not self._joined:
                 return
@@ -211,8 +211,8 @@ def _abort(groups: list[Any]) -> None:
 
 
 def _join_threads(trainer: Any) -> None:
-    """Varuna's message threads of a broken-off step have ended when this returns: they ask for the default group, which
-    will be the next generation's.
+    """Join Varuna's message threads of a broken-off step, since they use the default group, which will be the next
+    generation's.
     """
     pipeline = getattr(trainer, "pipeline", None)
     for name in _THREADS:

@@ -1,8 +1,8 @@
-"""What an elastic run on Varuna trains: the user's factories and numbers, and the pieces of the user's model.
+"""The training of an elastic run on Varuna: the user's factories and numbers, and the pieces of the user's model.
 
-A piece is what lies between two CutPoints. Its state has the form of `training.layer_state`, with the names of the
-whole model. What several pieces share is in the state of each of them, so that a stage can be built from its own pieces
-alone.
+A piece is the part of the model between two CutPoints. Its state has the form of `training.layer_state`, with the names
+of the whole model. State that several pieces share is in the state of each of them, so that a stage can be built from
+its own pieces alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _STATE_FACTOR = 3
 
 @dataclass(frozen=True)
 class ElasticTraining:
-    """What a user wants trained; the same on every worker.
+    """The training that a user wants; the same on every worker.
 
     Attributes:
         build_model: the whole model with its CutPoints, on the CPU; called with the generator seeded, once for every
@@ -41,9 +41,9 @@ class ElasticTraining:
         get_batch: the inputs of step 1, 2, ..., the whole minibatch, the same on every worker; or `Microbatches`.
         steps: to be made over the whole run.
         batch_size, chunk_size: samples of a step, and of a microbatch.
-        clip_grad_max_norm, loss: as Varuna and `configure` have them.
+        clip_grad_max_norm, loss: as in Varuna and `configure`.
         schedule: called with (optimizer, step) before each step; sets learning rates by the step alone.
-        profile, planner, memory, capacity: what cuts are searched from; without a profile pieces are cut by bytes.
+        profile, planner, memory, capacity: for the search of cuts; without a profile pieces are cut by bytes.
         checkpoint_every: steps; None: only the last.
         on_step: called with (step, loss, gradient norm) on one worker.
         seed: of weights and random numbers, which belong to (step, microbatch, piece).
@@ -73,13 +73,13 @@ class ElasticTraining:
 
     @property
     def num_microbatches(self) -> int:
-        """Of one step."""
+        """Number of microbatches of a step."""
         return math.ceil(self.batch_size / self.chunk_size)
 
     def microbatches(self, step: int) -> Microbatches:
-        """All microbatches of a step."""
-        given = self.get_batch(step)
-        return given if isinstance(given, Microbatches) else scatter(given, self.batch_size, self.chunk_size)
+        """Return all microbatches of a step."""
+        batch = self.get_batch(step)
+        return batch if isinstance(batch, Microbatches) else scatter(batch, self.batch_size, self.chunk_size)
 
     def set_rates(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Calls the user's schedule, if there is one; before each step."""
@@ -94,7 +94,7 @@ class ModelPieces:
         cut_point: Varuna's class of that name.
 
     Attributes:
-        trace: the pieces, and what crosses between them.
+        trace: the pieces, and the tensors that cross between them.
         recipe: the user's optimizer for any of the parameters.
         frozen: names of the parameters that are not trained.
         names: of parameters and of buffers, by piece.
@@ -127,24 +127,24 @@ class ModelPieces:
             )
 
     def _build(self) -> nn.Module:
-        """A model of the user's factory, with the random numbers of the run's seed."""
+        """Build a model with the user's factory and the run's seed."""
         with torch.random.fork_rng(), torch.enable_grad():
             torch.manual_seed(self._job.seed)
             return self._job.build_model()
 
     def take(self) -> nn.Module:
-        """A fresh model, for the caller to change."""
+        """Return a fresh model, which the caller may change."""
         model, self._spare = self.prepare(), None
         return model
 
     def prepare(self) -> nn.Module:
-        """Builds a model now, for a later `take`, which then need not wait for it."""
+        """Build a model now, so that a later `take` need not wait for it."""
         if self._spare is None:
             self._spare = self._build()
         return self._spare
 
     def initial(self, piece: int) -> LayerState:
-        """A piece before step 1."""
+        """Return the state of a piece before step 1."""
         model = self.prepare()
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         names = self.names[piece]
@@ -152,13 +152,13 @@ class ModelPieces:
         return cloned(capture(*part, None))
 
 
-# -- the state of a piece, and what follows it
+# -- the state of a piece, and its followers
 
 
 class OptimizerRecipe:
-    """How the user's optimizer treats each parameter, so that one can be made for any part of the model.
+    """The user's optimizer settings for each parameter, from which an optimizer for any part of the model can be made.
 
-    An optimizer that treats every parameter by itself, as torch's do, makes the same step on a part as on the whole.
+    An optimizer that updates every parameter by itself, as torch's do, makes the same step on a part as on the whole.
 
     Args:
         optimizer: the user's, over the whole model.
@@ -183,7 +183,7 @@ class OptimizerRecipe:
                 self.group_of[names[id(parameter)]] = number
 
     def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-        """An optimizer for these parameters; those that the user's leaves out are left out."""
+        """Build an optimizer for these parameters, without those that the user's optimizer leaves out."""
         groups = []
         for number, options in enumerate(self._options):
             chosen = [parameter for name, parameter in parameters.items() if self.group_of.get(name) == number]
@@ -196,7 +196,7 @@ class OptimizerRecipe:
 
 
 def names_of(trace: Trace, piece: int) -> tuple[list[str], list[str]]:
-    """Parameters and buffers that a piece uses."""
+    """Return names of the parameters and of the buffers that a piece uses."""
     return (
         [name for name, pieces in trace.parameters.items() if piece in pieces],
         [name for name, pieces in trace.buffers.items() if piece in pieces],
@@ -206,7 +206,7 @@ def names_of(trace: Trace, piece: int) -> tuple[list[str], list[str]]:
 def capture(
     parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], optimizer: torch.optim.Optimizer | None
 ) -> LayerState:
-    """A piece's state as it is: the live tensors, which the next step changes.
+    """Return a piece's present state: the live tensors, which the next step changes.
 
     Args:
         optimizer: None before the first step of all.
@@ -232,7 +232,7 @@ def install(
     buffers: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Copies a piece's state into a model and its optimizer; `state` stays as it is.
+    """Copy a piece's state into a model and its optimizer; `state` does not change.
 
     Raises:
         CapslogError: a parameter or buffer is missing or has another shape.

@@ -1,7 +1,7 @@
 """`plugin.run_elastic`: a script's training on Varuna whose workers may leave, be lost and come while it runs.
 
-The script is run twice over: once as the user started it, where `run_elastic` becomes the host that starts and watches
-the workers; and once in each worker, where it takes part. `main` is what a worker runs.
+The script is run once as the user started it, where `run_elastic` becomes the host that starts and watches the workers;
+and once in each worker, where it takes part. A worker runs `main`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _MODULES = (
 
 @dataclasses.dataclass(frozen=True)
 class ElasticEnd:
-    """How it ended, as seen by the script.
+    """End of an elastic run, as seen by the script.
 
     Attributes:
         worker: whether this is a worker's process; False: the host's.
@@ -70,7 +70,7 @@ def run_elastic(
     capacity: int | str | None = None,
     **options: Any,
 ) -> ElasticEnd:
-    """Trains on Varuna with this machine's workers until all steps are made; a later call goes on from `run_dir`.
+    """Train on Varuna with this machine's workers until all steps are made; a later call continues from `run_dir`.
 
     Changes: SIGUSR1 to a worker's process, `capslog notice` and notice files make workers leave; `capslog morph`
     changes their number; a worker that is killed, fails, stands still or hangs is left behind. At the next step
@@ -84,7 +84,7 @@ def run_elastic(
     must be given. `get_batch` counts steps from 1.
 
     Raises:
-        CapslogError: no fitting Varuna, or an impossible value; on a host also what `Host.run` raises.
+        CapslogError: no fitting Varuna, or an impossible value; on a host also as `Host.run`.
         StepRefused: in a worker, when a step was not finite.
     """
     options["elastic"] = options.get("elastic") or Elastic()
@@ -135,7 +135,7 @@ def _host(run_dir: Path, workers: int, settings: Elastic) -> ElasticEnd:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the script in a worker; returns the exit status.
+    """Run the script in a worker; return the exit status.
 
     Args:
         arguments: the run's folder, the script, and its own arguments.
@@ -165,7 +165,7 @@ def main(arguments: Sequence[str]) -> int:
 def _take_part(
     job: ElasticTraining, profile: Profile | str | os.PathLike[str] | None, capacity: int | str | None
 ) -> ElasticEnd:
-    """This worker's part of the run. SIGUSR1, Varuna's signal of a preemption, makes the worker leave it."""
+    """Run this worker's part. SIGUSR1, Varuna's signal of a preemption, makes the worker leave the run."""
     from varuna_capslog.elastic.member.runtime import take_part
     from varuna_capslog.elastic.member.start_up import RuntimeOptions, enter, local_rank
     from varuna_capslog.elastic.member.timeouts import Timeouts

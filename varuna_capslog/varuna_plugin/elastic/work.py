@@ -1,4 +1,4 @@
-"""A training on Varuna as the `Work` of an elastic run: cut anew for every generation, in the same processes.
+"""A training on Varuna as the `Work` of an elastic run: with new cuts for every generation, in the same processes.
 
 The units that move are the model's pieces. A generation is a `VarunaPart`, a new Varuna over a fresh model from the
 user's factory. Copies follow by the owners' final gradients and the same optimizer.
@@ -37,11 +37,11 @@ from varuna_capslog.varuna_plugin.elastic.pieces import ElasticTraining, ModelPi
 __all__ = ["VarunaWork"]
 
 _CONNECT_SECONDS = 3.0
-"""Of the first attempt; each that fails doubles it."""
+"""Longest wait of the first attempt; each failure doubles it."""
 
 
 class VarunaWork(Work):
-    """One member's part.
+    """A member's part of an elastic run on Varuna.
 
     Args:
         rendezvous: makes a store client that nothing else uses.
@@ -113,7 +113,7 @@ class VarunaWork(Work):
 
     @contextlib.contextmanager
     def _breakable(self, communicator: Communicator) -> Any:
-        """An error after this generation was ended here is the consequence of that end: it becomes PeerLost."""
+        """Turn an error after the end of this generation, which is its consequence, into PeerLost."""
         try:
             yield
         except PeerLost:
@@ -130,7 +130,7 @@ class VarunaWork(Work):
         return states
 
     def _end(self) -> None:
-        """Ends the generation, also one that could not be opened."""
+        """End the generation, also one that could not be opened."""
         if self._part is not None:
             self._part.close()
         self._part = self._communicator = None
@@ -208,16 +208,16 @@ class VarunaWork(Work):
     # -- boundaries ---------------------------------------------------------------------------------------------------
 
     def between(self, stamp: Stamp, save: bool = False) -> Stamp | None:
-        every, step = self.job.checkpoint_every, stamp.step
+        interval, step = self.job.checkpoint_every, stamp.step
         if step > self._base:
             self.pieces.prepare()  # for the next change, which then need not wait for it
-        due = every is not None and step % every == 0
+        due = interval is not None and step % interval == 0
         if step == 0 or not (due or save):
             return None
         return stamp if self._save(step) else None
 
     def _save(self, step: int) -> bool:
-        """Writes a checkpoint together with all members; False where it has been written already."""
+        """Write a checkpoint together with all members; return False where it has been written already."""
         assert self._communicator is not None
         self._saved = max(self._communicator.gather(self._saved))
         if self._saved >= step:
@@ -255,5 +255,5 @@ class VarunaWork(Work):
         files.append_jsonl(self.job.run_dir / "events.jsonl", content)
 
     def close(self) -> None:
-        """Ends what is open."""
+        """End an open generation."""
         self._end()

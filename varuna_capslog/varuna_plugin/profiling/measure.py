@@ -1,7 +1,7 @@
-"""`plugin.profile`: what each piece of a CutPoint model costs on Varuna, by trimming, as a `Profile`.
+"""`plugin.profile`: measures each piece of a CutPoint model on Varuna, by trimming, and returns a `Profile`.
 
 Every run is a Varuna job of up to three stages of which only the middle one computes: one piece, or two neighbours
-(CAPSlog, Sec. III-A). Workers and their runs are `profiling.launches`' business, what they play is in `worker`.
+(CAPSlog, Sec. III-A). `profiling.launches` starts the workers and their runs; `worker` has the stages that they play.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def profile(
     progress: Progress | None = None,
     **options: Any,
 ) -> Profile:
-    """Profiles a model with CutPoints on the installed Varuna; not inside a job, it starts processes of its own.
+    """Profile a model with CutPoints on the installed Varuna; not inside a job, as it starts its own processes.
 
     The model runs once, whole, in this process (as when a Varuna is built) for the shapes at its cuts. After that no
-    process makes more than two neighbouring pieces real. Rows mean what `capslog profile`'s mean; bytes are the
-    device's, so that what Varuna keeps in host memory counts nowhere.
+    process makes more than two neighbouring pieces real. Rows have the same meaning as those of `capslog profile`;
+    bytes are the device's, so tensors that Varuna keeps in host memory do not count.
 
     Args:
         model: the model, or a function that builds it; a function defined at the top level of a module is cheapest.
@@ -69,13 +69,13 @@ def profile(
     if workers < 1 or chunk_size < 1:
         raise CapslogError(f"workers={workers}, chunk_size={chunk_size}: both must be at least 1")
     build: Callable[[], nn.Module] = Given(model) if isinstance(model, nn.Module) else model
-    commit, subject, whole = _traced(build, get_batch_fn, chunk_size, chosen)
+    commit, subject, whole_model = _traced(build, get_batch_fn, chunk_size, chosen)
     trace = subject.trace
-    names, sizes = _names(trace), {name: tensor.nbytes for name, tensor in whole.named_parameters()}
+    names, sizes = _names(trace), {name: tensor.nbytes for name, tensor in whole_model.named_parameters()}
     conditions = RunConditions(device, chunk_size, _described(subject.batch))
     clock = LaunchTimes()
-    rows = _measured(subject, conditions, names, (whole, sizes), clock, progress)
-    del whole
+    rows = _measured(subject, conditions, names, (whole_model, sizes), clock, progress)
+    del whole_model
     by_piece = [
         sum(sizes[name] for name, pieces in trace.parameters.items() if i in pieces) for i in range(trace.num_pieces)
     ]
@@ -114,10 +114,10 @@ def _traced(
     chunk_size: int,
     chosen: ProfileOptions,
 ) -> tuple[str, Subject, nn.Module]:
-    """Varuna's commit, the subject and a whole model; Varuna is left as it was found."""
+    """Return Varuna's commit, the subject and a whole model; Varuna is left as it was found."""
     installed = bool(installed_patches())
     with silent():
-        found = install()
+        varuna_found = install()
         try:
             from varuna import CutPoint
 
@@ -129,7 +129,7 @@ def _traced(
                 uninstall()
     if not trace.cuts:
         raise CapslogError("the model's forward passes no CutPoint; place some between its layers")
-    return found.commit, Subject(build, batch, trace, chunk_size, chosen), model
+    return varuna_found.commit, Subject(build, batch, trace, chunk_size, chosen), model
 
 
 def _measured(
@@ -140,7 +140,7 @@ def _measured(
     clock: LaunchTimes,
     progress: Progress | None,
 ) -> list[Observation]:
-    """One row for each piece and each two neighbours."""
+    """Return a row for each piece and each two neighbours."""
     options = subject.options
     runs = stage_runs(subject.trace.num_pieces)
     specs = _cut_specs(subject)
@@ -156,26 +156,26 @@ def _measured(
         source, devices, options.threads, modules, conditions, admission.free_bytes, names, varuna_roles
     )
     with failures_named(names), described.group(len(devices)) as group:
-        found = in_one_launch(tasks, group, described, clock, progress or (lambda *_: None))
-    return [found[(*run, None)] for run in runs]
+        rows = in_one_launch(tasks, group, described, clock, progress or (lambda *_: None))
+    return [rows[(*run, None)] for run in runs]
 
 
 def _cut_specs(subject: Subject) -> list[dict[str, TensorSpec]]:
-    """What crosses the cuts 0 .. K + 1, by position; nothing behind the loss."""
-    given = {
+    """Return the specs of the tensors that cross the cuts 0 .. K + 1, by position; nothing behind the loss."""
+    input_specs = {
         str(index): TensorSpec.of(leaf)
         for index, leaf in enumerate(pytree.tree_leaves(dict(subject.batch)))
         if isinstance(leaf, Tensor)
     }
     cuts = [{str(index): spec for index, spec in enumerate(cut.tensors)} for cut in subject.trace.cuts]
-    return [given, *cuts, {}]
+    return [input_specs, *cuts, {}]
 
 
 def _bound_bytes(
     trace: Trace, sizes: Mapping[str, int], specs: Sequence[Mapping[str, TensorSpec]], run: StageRun, device: str
 ) -> int:
-    """The most that a run takes: all that its operations make, gradients of as much, the parameters as `admission` has
-    them, and copies of what crosses its cuts in three processes.
+    """Return the most bytes that a run takes: all results of its operations, gradients of the same size, the parameters
+    as in `admission`, and copies of the tensors that cross its cuts in three processes.
     """
     pieces = set(range(*run))
     held = [sizes[name] for name, used in trace.parameters.items() if pieces & set(used)]
@@ -186,7 +186,7 @@ def _bound_bytes(
 
 
 def _names(trace: Trace) -> list[str]:
-    """A piece is named after the first module that runs wholly inside it."""
+    """Return the names of the pieces, each after the first module that runs wholly inside it."""
     names: list[str] = []
     for piece in range(trace.num_pieces):
         inside = next((call.module for call in trace.calls if call.first == call.last == piece), None)
@@ -197,14 +197,14 @@ def _names(trace: Trace) -> list[str]:
 
 
 def _described(value: Any, name: str = "") -> dict[str, list[int]]:
-    """Shapes of the tensors among the inputs, by dotted names."""
+    """Return the shapes of the tensors among the inputs, by dotted names."""
     if isinstance(value, Tensor):
         return {name: list(value.shape)}
     if isinstance(value, Mapping):
         entries = list(value.items())
     else:
         entries = list(enumerate(value)) if isinstance(value, (list, tuple)) else []
-    found: dict[str, list[int]] = {}
+    shapes: dict[str, list[int]] = {}
     for key, item in entries:
-        found |= _described(item, f"{name}.{key}" if name else str(key))
-    return found
+        shapes |= _described(item, f"{name}.{key}" if name else str(key))
+    return shapes

@@ -1,8 +1,8 @@
 """Model trimming on Varuna: stages that are not to be measured pass on dummy tensors of the right shapes.
 
-CAPSlog, Sec. III-A. A trimmed stage takes in and sends out what the whole stage would, forwards and backwards, but
-holds and computes nothing: its rank can be any small device. What is computed is without meaning; what it costs on the
-stages of interest is not.
+CAPSlog, Sec. III-A. A trimmed stage receives and sends tensors of the same shapes as the whole stage, forwards and
+backwards, but holds and computes nothing: its rank can be any small device. The computed values have no meaning; the
+memory and time of the stages of interest do.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ __all__ = ["CutShapes", "kept_names", "play_stage"]
 
 
 def kept_names(partition: Partition, ties: Sequence[TieGroup], stage: int) -> set[str]:
-    """What a trimmed stage holds all the same: its copies of what stages of interest share with it, so that their sums
-    of gradients are of full size and have every partner.
+    """Return the parameters that a trimmed stage still holds: its copies of those that stages of interest share with
+    it, so that their sums of gradients have full size and every partner.
     """
     return {name for tie in ties for name in tie.names if stage in partition.stages_of[name]}
 
 
 class CutShapes:
-    """What crosses every cut of a model for some inputs, without computing it: a fake forward, once per their sizes.
+    """Finds the shapes of the tensors that cross every cut for some inputs: by a fake forward, once per input sizes.
 
     Args:
         model: whole; it is copied without its parameters' memory, and may be reduced afterwards.
@@ -56,7 +56,7 @@ class CutShapes:
             points[name].cp_func = functools.partial(self._report, name)
 
     def __call__(self, inputs: Mapping[str, Any]) -> list[tuple[TensorSpec, ...]]:
-        """The specs of each cut's tensors; the microbatch's values are never looked at.
+        """Return the specs of each cut's tensors; the microbatch's values are never read.
 
         Raises CapslogError where a shape depends on values.
         """
@@ -67,7 +67,7 @@ class CutShapes:
 
     def _run(self, fakes: dict[str, Any]) -> list[tuple[TensorSpec, ...]]:
         self._found = []
-        # running statistics are copies' business: a fake forward may change them as it likes
+        # running statistics are copies: a fake forward may change them
         try:
             with self._mode, torch.enable_grad():
                 self._model(**fakes)
@@ -85,12 +85,12 @@ class CutShapes:
         tensors, _, _ = flatten_cut(arguments, name)
         self._found.append(tuple(TensorSpec.of(tensor) for tensor in tensors))
         if len(self._found) == self._count:
-            raise StageDone  # what follows crosses no cut
+            raise StageDone  # later code crosses no cut
         return arguments[0] if len(arguments) == 1 else arguments
 
 
 class _Between(torch.autograd.Function):
-    """Tensors made from nothing that are part of a graph; zeros go back to those received."""
+    """Puts dummy tensors into the autograd graph; its backward gives zeros to the received tensors."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, made: tuple[Tensor, ...], *received: Tensor) -> tuple[Tensor, ...]:
@@ -107,10 +107,10 @@ class _Between(torch.autograd.Function):
 
 
 def play_stage(model: nn.Module, run: StageRun, shapes: CutShapes | None, device: torch.device) -> None:
-    """Makes the model's forward that of a trimmed stage; the model must have been reduced before.
+    """Replace the model's forward by that of a trimmed stage; the model must have been reduced before.
 
     Args:
-        shapes: of what crosses the cuts; None: as it was traced.
+        shapes: of the tensors that cross the cuts; None: as traced.
     """
 
     def forward(**inputs: Any) -> Any:
@@ -125,7 +125,7 @@ def play_stage(model: nn.Module, run: StageRun, shapes: CutShapes | None, device
         specs = {str(index): spec for index, spec in enumerate(leaves)}
         made = tuple(value.to(device) for value in dummy_inputs(specs).values())
         tensors = _Between.apply(anchor, made, *received)
-        # what needs no gradient in the model must need none here
+        # tensors that need no gradient in the model must need none here
         wanted = zip(tensors, run.exit.spec.tensors, strict=True)
         leaving = [tensor if spec.requires_grad else tensor.detach() for tensor, spec in wanted]
         return run.exit.point(*run.exit.spec.arguments(leaving))

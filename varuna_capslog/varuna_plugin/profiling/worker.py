@@ -1,8 +1,8 @@
-"""What the processes of a profile on Varuna play: the measured stage, and the stages before and behind it.
+"""The processes of a profile on Varuna: the measured stage, and the stages before and behind it.
 
 A worker builds the model's skeleton once. Every run is a Varuna job of its own, built anew, since Varuna cuts a model
-up for good. In each of them `observe` trains three steps by Varuna's own executor and reads what the measured stage
-costs. The meanings are those of `profiling.trim.observe`, so that rows from both engines stand in one profile format.
+up for good. In each of them `observe` trains three steps by Varuna's own executor and reads memory and seconds of the
+measured stage. The meanings are those of `profiling.trim.observe`, so rows from both engines have one profile format.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """How a model is profiled.
+    """Options of a profile.
 
     Attributes:
         optimizer: makes one from parameters; default torch's AdamW.
@@ -66,7 +66,7 @@ class ProfileOptions:
 
 @dataclass(frozen=True)
 class Subject:
-    """What every worker is given: the model and all that is known of it.
+    """The subject of a profile, given to every worker: the model and its trace.
 
     Attributes:
         build: gives the model.
@@ -87,7 +87,7 @@ _BEFORE, _MEASURED, _BEHIND = range(3)
 def varuna_roles(
     source: Callable[[], Subject], number: int, port: int, device: torch.device
 ) -> tuple[Role, list[Role]]:
-    """The measured stage on Varuna, and one neighbour before it and one behind it."""
+    """Return the measured stage's role on Varuna, and the roles of one neighbour before it and one behind it."""
     subject = source()
     with silent():
         torch.manual_seed(0)
@@ -112,10 +112,10 @@ def _play(
     role: tuple[int, torch.device],
     meeting: tuple[int, str],
 ) -> Observation | None:
-    """One rank of a run: None on neighbours, and where the run has no stage for this role.
+    """Play one rank of a run. Return None on neighbours, and where the run has no stage for this role.
 
     Args:
-        role: which stage, and the device that it is on.
+        role: the stage's place, and its device.
         meeting: port and name under which the ranks of this run find each other.
     """
     cuts = [0] if run.first == 0 else [0, run.first]
@@ -151,7 +151,7 @@ def _play(
 
 
 def _built(subject: Subject, model: nn.Module, stage: int, interest: int, stages: int, device: torch.device) -> Any:
-    """This rank's Varuna around a copy of the model, of which what the stage holds has memory."""
+    """Build this rank's Varuna around a copy of the model in which only the stage's own parameters have memory."""
     import varuna
 
     partition = Partition(subject.trace, tuple(current().cuts or ()))
@@ -164,10 +164,12 @@ def _built(subject: Subject, model: nn.Module, stage: int, interest: int, stages
         hollow = nn.Parameter(torch.empty_like(parameter), requires_grad=parameter.requires_grad)
         memo[id(parameter)] = real_parameter(parameter) if held else hollow
     torch.manual_seed(0)
-    own = copy.deepcopy(model, memo)
+    stage_model = copy.deepcopy(model, memo)
     size = MICROBATCHES * subject.chunk_size
     mapping = "".join(f"{rank};" for rank in range(stages))
-    trainer = varuna.Varuna(own, mapping, lambda *_, **__: subject.batch, size, subject.chunk_size, device=device)
+    trainer = varuna.Varuna(
+        stage_model, mapping, lambda *_, **__: subject.batch, size, subject.chunk_size, device=device
+    )
     trainer.set_optimizer(subject.options.optimizer(list(trainer.parameters())))
     return trainer
 
@@ -176,14 +178,14 @@ def _built(subject: Subject, model: nn.Module, stage: int, interest: int, stages
 
 
 STEPS = 3
-"""One that creates the optimizer's state, one under the probe, one against the clock."""
+"""Steps of a run: the first creates the optimizer state, the second measures memory, the third measures time."""
 
 
 def observe(trainer: Any, inputs: Microbatches, layers: tuple[int, int], conditions: RunConditions) -> Observation:
-    """Trains `STEPS` steps and reads this rank's stage; the other ranks train as many.
+    """Train `STEPS` steps and measure this rank's stage; the other ranks train as many.
 
-    Bytes are those of the device: what Varuna keeps or sends in host memory counts nowhere, also where the device is
-    the CPU. Of the first stage one microbatch of inputs counts.
+    Bytes are those of the device: tensors that Varuna keeps or sends in host memory do not count, also where the device
+    is the CPU. For the first stage one microbatch of inputs counts.
 
     Args:
         trainer: a `varuna.Varuna` with its optimizer, which does not train again afterwards.
@@ -193,9 +195,9 @@ def observe(trainer: Any, inputs: Microbatches, layers: tuple[int, int], conditi
     stage = trainer.partitioned_model.capslog
     stage.bundle_type = _OffDevice
     measured = _MeasuredStage(trainer)
-    meter, own = measured.meter, storages_of(measured.resident())
-    # what every forward leaves behind for its backward
-    measured.around_forward = lambda: meter.saving(own, measured.received)
+    meter, resident_storages = measured.meter, storages_of(measured.resident())
+    # bytes that every forward saves for its backward
+    measured.around_forward = lambda: meter.saving(resident_storages, measured.received)
     measured.step(inputs)
     measured.around_forward = contextlib.nullcontext
     with meter.peak(measured.given if stage.stage == 0 else ()):
@@ -213,7 +215,9 @@ def observe(trainer: Any, inputs: Microbatches, layers: tuple[int, int], conditi
 
 
 class _OffDevice(Bundle):
-    """What leaves the stage, copied to memory that no allocator of torch counts: on a CPU "the host" is the device."""
+    """Tensors that leave the stage, copied to memory that no torch allocator counts: on a CPU, host memory is the
+    device's.
+    """
 
     def to_host(self, tensor: Tensor) -> Tensor:
         if tensor.device.type != "cpu":
@@ -224,7 +228,7 @@ class _OffDevice(Bundle):
 
 
 class _MeasuredStage:
-    """One rank's Varuna and the meter that reads it.
+    """A rank's Varuna and the meter that measures it.
 
     Attributes:
         given: the tensors of one microbatch's inputs, as the model was called.
@@ -248,14 +252,14 @@ class _MeasuredStage:
         self._module.forward = forward
 
     def step(self, inputs: Microbatches) -> None:
-        """A training step as a Varuna script has it."""
+        """Run a training step as in a Varuna script."""
         self._trainer.step(inputs)
         self.meter.count_static()
         self._trainer.optimizer.step()
         self._trainer.zero_grad()
 
     def resident(self) -> list[Tensor]:
-        """Parameters, gradients, buffers and what the optimizer keeps."""
+        """Return parameters, gradients, buffers and optimizer state."""
         parameters = list(self._module.parameters())
         state = pytree.tree_leaves([dict(entry) for entry in self._trainer.optimizer.state.values()])
         tensors = [p.detach() for p in parameters] + [p.grad for p in parameters if p.grad is not None]
@@ -264,7 +268,7 @@ class _MeasuredStage:
         return [tensor for tensor in tensors if tensor.device == self._trainer.device]
 
     def received(self) -> list[Tensor] | None:
-        """What the stage works on and keeps for its backward; None in a forward that has none."""
+        """Return the inputs that the stage keeps for its backward; None in a forward without a backward."""
         if not torch.is_grad_enabled():
             return None
         if self._stage.entry is None:
@@ -272,7 +276,7 @@ class _MeasuredStage:
         return [tensor for tensor in self._stage.entry.point.recv_fn().tensors if tensor is not None]
 
     def time_backward(self, moment: str) -> None:
-        """For `StageRun.watch_backward`."""
+        """Time each backward; a callback for `StageRun.watch_backward`."""
         now = self.meter.now()
         if moment == "ended":
             self.meter.seconds["backward"].append(now - self._began)

@@ -1,1 +1,1 @@
-"""How a model with Varuna's cut points is split at any list of cuts."""
+"""Splits a model with Varuna's cut points at any list of cuts."""

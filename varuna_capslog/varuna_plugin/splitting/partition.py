@@ -1,7 +1,7 @@
-"""Which stage holds what: a trace cut into stages. Pure data and pure functions; the same on every rank.
+"""A trace cut into stages: the parameters and pieces of each stage. Pure data and functions; the same on every rank.
 
-Stages are runs of pieces (what lies between CutPoints). A parameter or buffer belongs to every stage that uses it; the
-first of them is its owner, which counts it once in the gradient norm and whose file holds it in a checkpoint.
+Stages are runs of pieces (the parts between CutPoints). A parameter or buffer belongs to every stage that uses it; the
+first of these is its owner, which counts it once in the gradient norm and whose file holds it in a checkpoint.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Partition", "TieGroup", "tie_groups", "uniform_cuts"]
 
 
 def uniform_cuts(num_pieces: int, num_stages: int) -> tuple[int, ...]:
-    """Varuna's own split: equally many pieces per stage, rounded down; the last stage takes the rest.
+    """Return Varuna's own split: equally many pieces per stage, rounded down; the last stage takes the rest.
 
     Raises CapslogError where there are fewer pieces than stages.
     """
@@ -63,21 +63,21 @@ class Partition:
 
     @property
     def num_stages(self) -> int:
-        """Stages of one pipeline."""
+        """Number of stages of a pipeline."""
         return len(self.cuts)
 
     def pieces(self, stage: int) -> range:
-        """The pieces of a stage."""
+        """Return the pieces of a stage."""
         end = self.cuts[stage + 1] if stage + 1 < len(self.cuts) else self.trace.num_pieces
         return range(self.cuts[stage], end)
 
     def stage_of(self, piece: int) -> int:
-        """The stage that holds a piece."""
+        """Return the stage that holds a piece."""
         return sum(cut <= piece for cut in self.cuts) - 1
 
     @cached_property
     def stages_of(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter and buffer: the stages that use it, ascending."""
+        """Stages that use each parameter and buffer, ascending."""
         return {
             name: tuple(sorted({self.stage_of(piece) for piece in pieces}))
             for name, pieces in (*self.trace.parameters.items(), *self.trace.buffers.items())
@@ -85,20 +85,20 @@ class Partition:
 
     @cached_property
     def home(self) -> dict[str, int]:
-        """Every parameter and buffer: the piece whose checkpoint file holds it, the first that uses it."""
+        """Piece whose checkpoint file holds each parameter and buffer: the first that uses it."""
         return {name: pieces[0] for name, pieces in (*self.trace.parameters.items(), *self.trace.buffers.items())}
 
     def entry(self, stage: int) -> CutSpec | None:
-        """The cut before a stage; None for the first."""
+        """Return the cut before a stage; None for the first."""
         return self.trace.cuts[self.cuts[stage] - 1] if stage > 0 else None
 
     def exit(self, stage: int) -> CutSpec | None:
-        """The cut behind a stage; None for the last."""
+        """Return the cut behind a stage; None for the last."""
         return self.entry(stage + 1) if stage + 1 < self.num_stages else None
 
 
 def tie_groups(partition: Partition, declared: Iterable[Sequence[str]] = ()) -> tuple[TieGroup, ...]:
-    """All ties, by first name.
+    """Return all ties, sorted by first name.
 
     Args:
         declared: Varuna's `shared_weights`: names of parameters with equal values whose gradients belong together.
@@ -115,7 +115,7 @@ def tie_groups(partition: Partition, declared: Iterable[Sequence[str]] = ()) -> 
                     "that is already the same tensor: leave it out)"
                 )
             old, new = leader[name], leader[names[0]]
-            leader = {other: new if found == old else found for other, found in leader.items()}
+            leader = {parameter: new if first == old else first for parameter, first in leader.items()}
     classes: dict[str, list[str]] = {}
     for name in partition.trace.parameters:
         classes.setdefault(leader[name], []).append(name)

@@ -1,8 +1,8 @@
-"""What a stage sees instead of values that other stages compute.
+"""Placeholders for values that other stages compute.
 
-Varuna runs the whole `forward` of a model on every stage; what lies before the stage's first cut works on these. A
-phantom takes part in any tensor code and gives phantoms; code that asks it for a number or a decision gets an error
-which says that another stage has the value.
+Varuna runs the whole `forward` of a model on every stage; code before the stage's first cut works on phantoms. A
+phantom can be used in any tensor code, which returns phantoms; code that needs a number or a decision from it gets an
+error that says that another stage has the value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Phantom", "describe_structure", "find_phantom", "make_phantoms", "re
 
 
 class Phantom:
-    """A value of another stage.
+    """Stands for a value of another stage.
 
     Args:
         source: where it comes from, for messages.
@@ -34,8 +34,8 @@ class Phantom:
     def __torch_function__(
         cls, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
     ) -> Any:
-        found = find_phantom((arguments, keywords or {}))
-        return Phantom(found._source if found is not None else "another stage")
+        phantom = find_phantom((arguments, keywords or {}))
+        return Phantom(phantom._source if phantom is not None else "another stage")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -47,10 +47,10 @@ class Phantom:
         return Phantom(self._source)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Ignored: whatever is set here is set on the stage that has the value."""
+        """Do nothing: the attribute is set on the stage that has the value."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Ignored, like `__setattr__`."""
+        """Do nothing, like `__setattr__`."""
 
     def __iter__(self) -> Iterator[Any]:
         if self._length is None:
@@ -95,8 +95,8 @@ for _name, _wanted in {"bool": "a decision", "int": "a number", "float": "a numb
 
 
 def describe_structure(value: Any) -> Any:
-    """A plain description of a module's result: ("tensor", dims), ("tuple", [...]), ("list", [...]), ("dict", {...}),
-    ("none",) or ("value",).
+    """Return a plain description of a module's result: ("tensor", dims), ("tuple", [...]), ("list", [...]),
+    ("dict", {...}), ("none",) or ("value",).
     """
     if isinstance(value, Tensor):
         return ("tensor", value.dim())
@@ -110,7 +110,7 @@ def describe_structure(value: Any) -> Any:
 
 
 def make_phantoms(structure: Any, source: str) -> Any:
-    """Phantoms in the described structure."""
+    """Return phantoms in the described structure."""
     kind = structure[0]
     if kind == "tensor":
         return Phantom(source, dims=structure[1])
@@ -125,7 +125,7 @@ def make_phantoms(structure: Any, source: str) -> Any:
 
 
 def refuse_phantom(value: Any, where: str) -> None:
-    """Raises CapslogError, whose sentence begins with `where`, for a phantom inside tuples, lists and dictionaries."""
+    """Raise CapslogError, whose sentence begins with `where`, for a phantom inside tuples, lists and dictionaries."""
     phantom = find_phantom(value)
     if phantom is not None:
         raise CapslogError(
@@ -135,5 +135,5 @@ def refuse_phantom(value: Any, where: str) -> None:
 
 
 def find_phantom(value: Any) -> Phantom | None:
-    """The first phantom inside tuples, lists and dictionaries, or None."""
+    """Return the first phantom inside tuples, lists and dictionaries, or None."""
     return next((leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Phantom)), None)

@@ -1,6 +1,6 @@
-"""One rank's stage while it trains: where its forward stands, and what its two CutPoints do.
+"""A rank's stage while it trains: the position of its forward, and the actions of its two CutPoints.
 
-A CutPoint does nothing, receives what the stage needs, or sends what the stage made and ends its forward. That replaces
+A CutPoint does nothing, receives the stage's inputs, or sends the stage's outputs and ends its forward. That replaces
 `CutPoint.forward` and its one-tensor autograd function. Varuna's executor calls a CutPoint as it called the original:
 `recv_fn`, `send_fn` and `set_ret_val_func`, with a `Bundle` in place of the tensor. `stages` builds all this, the
 executor uses it.
@@ -31,7 +31,7 @@ class StageDone(Exception):
 
 
 def cut_forward(self: Any, *inputs: Any) -> Any:
-    """Replaces `CutPoint.forward`: hands its arguments on unless the plugin gave it something to do."""
+    """Replace `CutPoint.forward`: return the arguments unless the plugin has set a function for this CutPoint."""
     if self.barrier_event is not None:
         self.barrier_event.record()
     if self.boundary_func is not None:
@@ -80,7 +80,7 @@ class _Send(torch.autograd.Function):
 
 
 def anchor_on(device: torch.device) -> Tensor:
-    """Makes a function part of the graph although none of its tensors may need a gradient."""
+    """Return a tensor that makes a function part of the graph although none of its tensors may need a gradient."""
     return torch.empty(0, device=device, requires_grad=True)
 
 
@@ -95,7 +95,7 @@ class EntryCut:
         self._differentiable = any(tensor.requires_grad for tensor in spec.tensors)
 
     def __call__(self, *_: Any) -> Any:
-        """The received tensors in the structure that the CutPoint has when nothing is cut."""
+        """Return the received tensors in the structure that the CutPoint has when nothing is cut."""
         tensors = self.point.recv_fn().tensors
         self.run.active = True
         if self._differentiable and torch.is_grad_enabled():
@@ -104,7 +104,7 @@ class EntryCut:
         return arguments[0] if len(arguments) == 1 else arguments
 
     def send_gradients(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """Sends what the stage before must add up; one message per microbatch, also where nothing needs a gradient."""
+        """Send gradients to the stage before; one message per microbatch, also where no tensor needs a gradient."""
         wanted = zip(gradients, self.spec.tensors, strict=True)
         self.point.send_fn(self.run.bundle_type(tuple(g for g, spec in wanted if spec.requires_grad)), grads=True)
         self.run.gradients_sent = True
@@ -119,7 +119,7 @@ class ExitCut:
         self._one = spec.present == (True,) and spec.structure == _ONE_TENSOR
 
     def __call__(self, *inputs: Any) -> Any:
-        """Sends, and ends the forward: what follows belongs to other stages."""
+        """Send the tensors and end the forward: later code belongs to other stages."""
         plain = self._one and len(inputs) == 1 and isinstance(inputs[0], Tensor)
         tensors = list(inputs) if plain else self._checked(inputs)
         device = self.point.device
@@ -134,7 +134,7 @@ class ExitCut:
         raise StageDone
 
     def _checked(self, inputs: tuple[Any, ...]) -> list[Tensor]:
-        """The tensors among the arguments, which must be such as were traced."""
+        """Return the tensors among the arguments, which must have the traced structure."""
         refuse_phantom(inputs, f"CutPoint {self.spec.name!r} is given")
         tensors, present, structure = flatten_cut(inputs, self.spec.name)
         if (present, structure) != (self.spec.present, self.spec.structure):
@@ -145,17 +145,17 @@ class ExitCut:
         return tensors
 
     def receive_gradients(self) -> tuple[Tensor | None, ...]:
-        """One gradient or None per tensor of the cut."""
-        found = iter(self.point.recv_fn(grads=True).tensors)
+        """Return a gradient or None for each tensor of the cut."""
+        gradients = iter(self.point.recv_fn(grads=True).tensors)
         self.run.watch_backward("gradients arrived")
-        return tuple(next(found) if spec.requires_grad else None for spec in self.spec.tensors)
+        return tuple(next(gradients) if spec.requires_grad else None for spec in self.spec.tensors)
 
 
 class Draws:
     """Random numbers that depend on the step, the microbatch and the piece, never on cuts, ranks or order.
 
-    Varuna's own stream belongs to a rank, so that other cuts draw other numbers. Here the device's generator is seeded
-    whenever a forward enters a piece, as our engine seeds a layer. Used where cuts change under a run.
+    Varuna's own random stream belongs to a rank, so other cuts draw other numbers. Here the device's generator is
+    seeded whenever a forward enters a piece, as our engine seeds a layer. Used where cuts change during a run.
 
     Args:
         points: the model's CutPoints in the order of the forward; their `boundary_func`, which Varuna leaves unused
@@ -171,7 +171,7 @@ class Draws:
             point.boundary_func = lambda piece=index + 1: self._enter(piece)
 
     def begin_step(self, step: int, batches: Mapping[int, dict[str, Any]]) -> None:
-        """A step begins.
+        """Note that a step begins.
 
         Args:
             batches: its microbatches by number, as the same objects that the model is called with.
@@ -180,7 +180,7 @@ class Draws:
         self._numbers = {id(batch): index for index, batch in batches.items()}
 
     def begin_forward(self, inputs: dict[str, Any]) -> None:
-        """A forward or recomputation of this microbatch begins."""
+        """Note that a forward or recomputation of this microbatch begins."""
         self._microbatch = self._numbers.get(id(inputs), 0)
         self._enter(0)
 
@@ -189,19 +189,19 @@ class Draws:
 
 
 class StageRun:
-    """One rank's stage, and where its forward stands.
+    """A rank's stage, and the position of its forward.
 
     Attributes:
-        partition, stage: which pieces these are.
+        partition, stage: give the pieces of the stage.
         ties: all ties of the model; each rank acts on those of its stage.
         norms: the modules of the stage that keep running statistics.
         entry, exit: the stage's CutPoints, None at the pipeline's ends.
-        bundle_type: of what leaves the stage.
+        bundle_type: class of the bundles that leave the stage.
         rooms: of the messages in each direction, by (task, "in" or "out").
         active: whether the forward has reached the stage's own code.
         left: whether it has reached the cut behind.
         gradients_sent: whether the backward under way has sent gradients to the stage before.
-        draws: where random numbers must not depend on the cuts.
+        draws: set where random numbers must not depend on the cuts.
         watch_backward: called with "begun", "gradients arrived" (from the stage behind) and "ended" in each backward.
     """
 
@@ -217,5 +217,5 @@ class StageRun:
         self.norms: list[nn.Module] = []
 
     def begin(self) -> None:
-        """A forward begins."""
+        """Note that a forward begins."""
         self.active, self.left = self.stage == 0, False

@@ -1,4 +1,4 @@
-"""A model reduced to one stage: foreign parameters freed, foreign modules skipped, its two CutPoints brought to life.
+"""Reduces a model to one stage: frees foreign parameters, skips foreign modules, activates its two CutPoints.
 
 Replaces `PartitionedModel.initialize` and all that it calls. The trace is taken on one rank and given to the others, so
 nothing is written into the current folder and every rank has the same partition.
@@ -34,7 +34,7 @@ _TRACED_SAMPLES = 2
 
 
 def initialize(self: Any, get_batch_fn: Callable[..., Any], from_cache: bool = False) -> None:
-    """Replaces `PartitionedModel.initialize`; `from_cache` has no meaning here, since nothing is cached in files.
+    """Replace `PartitionedModel.initialize`; `from_cache` has no meaning here, since nothing is cached in files.
 
     Raises CapslogError on every rank: the trace failed, the ranks have different models or cut lists, or the cuts do
     not fit the model.
@@ -57,7 +57,7 @@ def initialize(self: Any, get_batch_fn: Callable[..., Any], from_cache: bool = F
     points = {name: module for name, module in self.module.named_modules() if isinstance(module, CutPoint)}
     self.pre_cp, run.entry = _wake(self, points, partition.entry(self.stage), self.stage, EntryCut)
     self.post_cp, run.exit = _wake(self, points, partition.exit(self.stage), self.stage + 1, ExitCut)
-    # what the rest of Varuna reads
+    # attributes that the rest of Varuna reads
     self.num_cutpoints = len(trace.cuts)
     self.cuts_per_stage = len(partition.pieces(self.stage))
     self.ordered_modules = {name: points[name] for name in (cut.name for cut in trace.cuts)}
@@ -67,7 +67,7 @@ def initialize(self: Any, get_batch_fn: Callable[..., Any], from_cache: bool = F
 
 
 def _reduce(model: nn.Module, run: StageRun, device: torch.device) -> None:
-    """Leaves of the model what the stage needs; a stage that is not of interest passes on dummy tensors instead."""
+    """Reduce the model to the stage's part; a stage that is not of interest passes on dummy tensors instead."""
     options = current()
     interest = options.stages_of_interest
     if interest is not None:
@@ -87,7 +87,7 @@ def _reduce(model: nn.Module, run: StageRun, device: torch.device) -> None:
 
 
 def _agreed_partition(trace: Trace, model: nn.Module, num_stages: int) -> Partition:
-    """The partition that every rank has configured; a rank that fails says so to all, so that none waits for it."""
+    """Return the partition that every rank has configured; a rank that fails tells all, so that none waits for it."""
     partition = problem = None
     try:
         partition = Partition(trace, current().cuts_for(trace.num_pieces, num_stages))
@@ -110,7 +110,7 @@ def _agreed_partition(trace: Trace, model: nn.Module, num_stages: int) -> Partit
 
 
 def _shared_trace(model: nn.Module, get_batch: Callable[..., Any], cut_type: type[nn.Module]) -> Trace:
-    """Taken by rank 0 and sent to all; a failure there is an error on every rank, so that none waits."""
+    """Trace on rank 0 and send the trace to all; a failure there is an error on every rank, so that none waits."""
     message: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
@@ -129,7 +129,7 @@ def _shared_trace(model: nn.Module, get_batch: Callable[..., Any], cut_type: typ
 def _wake(
     partitioned: Any, points: dict[str, Any], spec: Any, index: int, kind: type[EntryCut] | type[ExitCut]
 ) -> tuple[Any, Any]:
-    """The stage's CutPoint with the attributes that Varuna sets, and what it does; (None, None) without one."""
+    """Return the stage's CutPoint with the attributes that Varuna sets, and its function; (None, None) without one."""
     if spec is None:
         return None, None
     point = points[spec.name]
@@ -140,12 +140,12 @@ def _wake(
 
 
 def reduce_to_stage(model: nn.Module, run: StageRun, kept: set[str] | None = None) -> None:
-    """Frees every parameter and buffer that the stage does not use, and skips modules before its first cut.
+    """Free every parameter and buffer that the stage does not use, and skip modules before its first cut.
 
-    The names of what is left do not change, so that checkpoints are the same for any cut list.
+    The names of the remaining tensors do not change, so that checkpoints are the same for any cut list.
 
     Args:
-        kept: what stays instead of what the stage uses.
+        kept: names that stay instead of those that the stage uses.
     """
     foreign = {
         name
@@ -168,21 +168,21 @@ def reduce_to_stage(model: nn.Module, run: StageRun, kept: set[str] | None = Non
 
 
 def _skipped_modules(partition: Partition, stage: int) -> dict[str, Any]:
-    """Outermost modules that some call runs wholly before the stage's first cut, with what they return."""
+    """Return the outermost modules with a call wholly before the stage's first cut, and their results' structure."""
     first = partition.cuts[stage]
     calls = partition.trace.calls
-    found: dict[str, Any] = {}
+    skipped: dict[str, Any] = {}
     for call in calls:
         parent = None if call.parent is None else calls[call.parent]
         if call.last < first and (parent is None or parent.last >= first):
-            if call.module in found and found[call.module] != call.structure:
-                found[call.module] = ("value",)
-            found.setdefault(call.module, call.structure)
-    return found
+            if call.module in skipped and skipped[call.module] != call.structure:
+                skipped[call.module] = ("value",)
+            skipped.setdefault(call.module, call.structure)
+    return skipped
 
 
 def _guard(module: nn.Module, name: str, structure: Any, run: StageRun) -> None:
-    """Makes the module give phantoms as long as the forward has not reached the stage's own code."""
+    """Make the module return phantoms as long as the forward has not reached the stage's own code."""
     real = module.forward
 
     def forward(*arguments: Any, **keywords: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Which pieces of a model use which parameters and buffers, and what crosses each CutPoint, from one real forward.
+"""Finds the pieces that use each parameter and buffer, and the tensors at each CutPoint, from one real forward.
 
 The model runs once, whole, on a small batch; every operation is watched below the level of modules, so that it does not
-matter by what name or through what view a parameter is used. Nothing of the model changes: gradients are not kept,
-buffers are copies, random numbers are put back. A *piece* is what lies between two CutPoints, counted from 0.
+matter by which name or through which view a parameter is used. Nothing of the model changes: gradients are not kept,
+buffers are copies, random numbers are restored. A *piece* is the part between two CutPoints, counted from 0.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Call", "CutSpec", "Trace", "copied_buffers", "flatten_cut", "trace_m
 
 @dataclass(frozen=True)
 class CutSpec:
-    """What crosses one cut.
+    """The tensors that cross a cut.
 
     Attributes:
         structure: of the CutPoint's arguments.
@@ -43,14 +43,14 @@ class CutSpec:
     tensors: tuple[TensorSpec, ...]
 
     def arguments(self, tensors: Iterable[Tensor]) -> Any:
-        """The CutPoint's arguments with these tensors in them."""
-        found = iter(tensors)
-        return pytree.tree_unflatten([next(found) if present else None for present in self.present], self.structure)
+        """Return the CutPoint's arguments with these tensors in them."""
+        remaining = iter(tensors)
+        return pytree.tree_unflatten([next(remaining) if present else None for present in self.present], self.structure)
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a module: pieces at its begin and end, the call that made it (an index), its result's structure."""
+    """A call of a module: pieces at its begin and end, the call that made it (an index), its result's structure."""
 
     module: str
     parent: int | None
@@ -68,7 +68,7 @@ class Trace:
         parameters, buffers: name -> pieces that use it, ascending; one name per tensor, its first.
         calls: in order of their begin.
         moving: buffers that a forward changes, other than running statistics.
-        made_bytes: by piece, of all that its operations made: no forward can leave more behind.
+        made_bytes: bytes of all results of a piece's operations: no forward can save more.
     """
 
     cuts: tuple[CutSpec, ...]
@@ -80,12 +80,12 @@ class Trace:
 
     @property
     def num_pieces(self) -> int:
-        """One more than there are cuts."""
+        """Number of pieces: one more than there are cuts."""
         return len(self.cuts) + 1
 
 
 def flatten_cut(arguments: tuple[Any, ...], name: str) -> tuple[list[Tensor], tuple[bool, ...], Any]:
-    """The tensors among a CutPoint's arguments, which leaves are tensors, and the structure around them.
+    """Return the tensors among a CutPoint's arguments, a flag per leaf (True: a tensor), and the structure around them.
 
     Raises CapslogError for a leaf that is neither a tensor nor None.
     """
@@ -100,7 +100,7 @@ def flatten_cut(arguments: tuple[Any, ...], name: str) -> tuple[list[Tensor], tu
 
 
 class _Uses(TorchDispatchMode):
-    """Notes in which piece a known storage is an operation's argument, and how much each piece makes."""
+    """Records the pieces in which a known storage is an operation's argument, and the bytes that each piece makes."""
 
     def __init__(self, names: Mapping[int, Sequence[str]]) -> None:
         super().__init__()
@@ -109,15 +109,19 @@ class _Uses(TorchDispatchMode):
         self.made: dict[int, int] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = set()
+        input_storages = set()
         for leaf in pytree.tree_leaves((args, kwargs or {})):
             if isinstance(leaf, Tensor):
-                given.add(_storage(leaf))
+                input_storages.add(_storage(leaf))
                 for name in self.names.get(_storage(leaf), ()):
                     self.seen.setdefault(name, set()).add(self.piece)
         result = function(*args, **(kwargs or {}))
         new = {_storage(leaf): leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)}
-        made = sum(leaf.untyped_storage().nbytes() for storage, leaf in new.items() if storage and storage not in given)
+        made = sum(
+            leaf.untyped_storage().nbytes()
+            for storage, leaf in new.items()
+            if storage and storage not in input_storages
+        )
         self.made[self.piece] = self.made.get(self.piece, 0) + made
         return result
 
@@ -130,13 +134,13 @@ def _storage(tensor: Tensor) -> int:
 
 
 def trace_model(model: nn.Module, inputs: Mapping[str, Any], cut_type: type[nn.Module]) -> Trace:
-    """Runs `model(**inputs)` once and reports what it saw.
+    """Run `model(**inputs)` once and return its trace.
 
     Args:
         cut_type: Varuna's CutPoint, whose `forward` calls `cp_func` where that is set.
 
     Raises:
-        CapslogError: a CutPoint is reached twice, or is given something that cannot travel.
+        CapslogError: a CutPoint is reached twice, or its arguments cannot be sent.
     """
     before = dict(model.named_buffers())
     with copied_buffers(model.modules()):
@@ -168,7 +172,9 @@ def _never(packed: Any) -> Tensor:
 
 
 def _owned(names: Sequence[str], seen: Mapping[str, set[int]]) -> dict[str, tuple[int, ...]]:
-    """Pieces of each name. What no piece used belongs where the name before it does, so that some stage keeps it."""
+    """Return the pieces of each name. A tensor that no piece used gets the piece of the name before it, so that some
+    stage keeps it.
+    """
     result: dict[str, tuple[int, ...]] = {}
     before = next((min(seen[name]) for name in names if name in seen), 0)
     for name in names:
@@ -179,7 +185,7 @@ def _owned(names: Sequence[str], seen: Mapping[str, set[int]]) -> dict[str, tupl
 
 @contextlib.contextmanager
 def copied_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Buffers are copies inside the block. Exchanged, not written back: a graph may have kept the real ones."""
+    """Replace buffers by copies inside the block. Originals are put back, not overwritten: a graph may hold them."""
     kept = [(module, dict(module._buffers)) for module in modules]
     copies = {id(buffer): buffer.clone() for _, buffers in kept for buffer in buffers.values() if buffer is not None}
     for module, buffers in kept:
@@ -207,7 +213,7 @@ def _moving(model: nn.Module, before: Mapping[str, Tensor]) -> list[str]:
 
 @contextlib.contextmanager
 def _watched_cuts(model: nn.Module, cut_type: type[nn.Module], uses: _Uses, cuts: list[CutSpec]) -> Iterator[None]:
-    """Every CutPoint reports what it is given and moves on to the next piece."""
+    """Make every CutPoint record its arguments and move on to the next piece."""
     points: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, cut_type)}
     reached: set[str] = set()
 
@@ -231,7 +237,7 @@ def _watched_cuts(model: nn.Module, cut_type: type[nn.Module], uses: _Uses, cuts
 
 @contextlib.contextmanager
 def _watched_calls(model: nn.Module, uses: _Uses) -> Iterator[list[Call]]:
-    """Notes every call of a submodule."""
+    """Record every call of a submodule."""
     calls: list[Call] = []
     stack: list[int] = []
     handles = []
