@@ -1,4 +1,4 @@
-"""Two tiny modules with all that could go wrong when layers run again: dropout, batch norm, skips, in-place work."""
+"""Two tiny modules with the features that make recomputation hard: dropout, batch norm, skips, in-place operations."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def skips() -> tuple[nn.Module, Tensor]:
     return Skips(), torch.randint(0, 20, (256,))
 
 
-def skips_loss(found: dict[str, Tensor]) -> Tensor:
-    return found["logits"].square().mean()
+def skips_loss(outputs: dict[str, Tensor]) -> Tensor:
+    return outputs["logits"].square().mean()
 
 
 def images() -> tuple[nn.Module, Tensor]:
@@ -55,5 +55,5 @@ def images() -> tuple[nn.Module, Tensor]:
     return nn.Sequential(*parts, nn.Flatten(), nn.Linear(16 * 256, 4)), torch.randn(4, 3, 16, 16)
 
 
-def images_loss(found: Tensor) -> Tensor:
-    return found.logsumexp(1).sum()
+def images_loss(outputs: Tensor) -> Tensor:
+    return outputs.logsumexp(1).sum()

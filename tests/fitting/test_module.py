@@ -16,15 +16,15 @@ from varuna_capslog.fitting.module import fit
 
 
 def train(module: nn.Module, x: Tensor, loss: Any, optimizer: torch.optim.Optimizer) -> tuple[Tensor, int]:
-    """The loss of a step, and the most bytes until its update."""
-    moments = [one for state in optimizer.state.values() for one in state.values() if one.dim()]
+    """Return the loss of a step and the peak bytes before its update."""
+    moments = [tensor for state in optimizer.state.values() for tensor in state.values() if tensor.dim()]
     optimizer.zero_grad(set_to_none=True)
     with PeakProbe(torch.device("cpu"), [*module.parameters(), *module.buffers(), *moments, x]) as probe:
         outputs = module(x)
-        found = loss(outputs)
-        found.backward()
+        step_loss = loss(outputs)
+        step_loss.backward()
     optimizer.step()
-    return found.detach(), probe.peak_bytes
+    return step_loss.detach(), probe.peak_bytes
 
 
 @pytest.mark.parametrize("name", ["skips", "images"])
@@ -42,14 +42,14 @@ def test_a_loop_within_its_budget_has_the_bits_of_the_plain_loop(name: str) -> N
     assert chosen.intervals
     assert chosen.peak_bytes <= least
     torch.manual_seed(9)
-    optimizers = [torch.optim.AdamW(one.parameters(), fused=True) for one in (plain, fitted)]
+    optimizers = [torch.optim.AdamW(model.parameters(), fused=True) for model in (plain, fitted)]
     generator = torch.get_rng_state()
     peaks = []
     for number in range(3):
-        for one, optimizer in zip((plain, fitted), optimizers, strict=True):
+        for model, optimizer in zip((plain, fitted), optimizers, strict=True):
             torch.set_rng_state(generator)
-            found, peak = train(one, x, loss, optimizer)
-            peaks.append((found, peak))
+            step_loss, peak = train(model, x, loss, optimizer)
+            peaks.append((step_loss, peak))
         generator = torch.get_rng_state()
         assert torch.equal(peaks[-2][0], peaks[-1][0]), number
     for ours, theirs in zip(fitted.state_dict().items(), plain.state_dict().items(), strict=True):
@@ -57,7 +57,7 @@ def test_a_loop_within_its_budget_has_the_bits_of_the_plain_loop(name: str) -> N
         assert torch.equal(ours[1], theirs[1])
     assert [peak for _, peak in peaks[3::2]] == pytest.approx([chosen.peak_bytes] * 2, rel=0.005)
     assert chosen.peak_bytes < 0.95 * peaks[2][1]
-    # what does not train runs the module itself, at any size
+    # in eval mode the module itself runs, at any batch size
     plain.eval()
     fitted.eval()
     assert not module.training
@@ -68,7 +68,7 @@ def test_a_loop_within_its_budget_has_the_bits_of_the_plain_loop(name: str) -> N
 
 
 def least_budget(module: nn.Module, x: Any) -> int:
-    """The smallest budget that does."""
+    """Return the smallest sufficient budget, as the refusal names it."""
     with pytest.raises(DoesNotFit) as refused:
         fit(copy.deepcopy(module), x, 10)
     return int(str(refused.value).partition("smallest budget that does is ")[2].partition(" ")[0])
@@ -77,28 +77,28 @@ def least_budget(module: nn.Module, x: Any) -> int:
 def gradients(module: nn.Module, outputs: Any, loss: Any) -> dict[str, Tensor | None]:
     module.zero_grad()
     loss(outputs).backward()
-    return {name: one.grad for name, one in module.named_parameters()}
+    return {name: parameter.grad for name, parameter in module.named_parameters()}
 
 
 def assert_equal(ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None]) -> None:
-    for name, one in theirs.items():
-        assert (ours[name] is None) == (one is None), name
-        assert one is None or torch.equal(ours[name], one), name
+    for name, gradient in theirs.items():
+        assert (ours[name] is None) == (gradient is None), name
+        assert gradient is None or torch.equal(ours[name], gradient), name
 
 
 def test_a_submodule_that_is_put_into_eval_mode_is_captured_again() -> None:
-    """It was refused where its code had been cut open."""
+    """This was once refused for a submodule whose code had been cut into layers."""
     module, x = models.skips()
     plain = copy.deepcopy(module)
     fitted = fit(module, x, least_budget(module, x), loss=models.skips_loss)
     for path in ("", "blocks.1.norm", "blocks"):
-        found = []
-        for one, run in ((plain, plain), (module, fitted)):
+        grads = []
+        for model, run in ((plain, plain), (module, fitted)):
             if path:
-                one.get_submodule(path).eval()
+                model.get_submodule(path).eval()
             torch.manual_seed(2)
-            found.append(gradients(one, run(x), models.skips_loss))
-        assert_equal(*found)
+            grads.append(gradients(model, run(x), models.skips_loss))
+        assert_equal(*grads)
 
 
 def test_a_batch_of_another_shape_is_fitted_when_it_comes() -> None:
@@ -109,11 +109,11 @@ def test_a_batch_of_another_shape_is_fitted_when_it_comes() -> None:
     for batch in (x, x[:2], x[:2]):
         outputs = fitted(batch)
     assert outputs.shape == (2, 4)
-    assert [one.intervals for one in fitted.fits] == [(), ()]
+    assert [shape_fit.intervals for shape_fit in fitted.fits] == [(), ()]
     assert fitted.fits[1].peak_bytes < fitted.fits[0].peak_bytes
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     _, peak = train(module, x, models.images_loss, optimizer)
-    moments = 2 * sum(one.nbytes for one in module.parameters())  # which SGD has not, and fit counts by default
+    moments = 2 * sum(parameter.nbytes for parameter in module.parameters())  # fit counts two by default, SGD has none
     assert peak + moments == pytest.approx(fitted.fits[0].peak_bytes, rel=0.005)
 
 
@@ -140,18 +140,18 @@ def test_a_loop_in_float16_with_a_scaler_has_the_bits_of_the_plain_loop() -> Non
     least = int(str(refused.value).partition("smallest budget that does is ")[2].partition(" ")[0])
     fitted = fit(module, x, least, loss=models.images_loss, precision="float16")
     assert fitted.fits[0].intervals
-    for one in (plain, fitted):
+    for model in (plain, fitted):
         torch.manual_seed(9)
-        scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=2.0**17), torch.optim.AdamW(one.parameters())
+        scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=2.0**17), torch.optim.AdamW(model.parameters())
         for _ in range(6):
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.float16):
-                outputs = one(x)
-            found = models.images_loss(outputs)
-            scaler.scale(found).backward()
+                outputs = model(x)
+            loss = models.images_loss(outputs)
+            scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
-            losses.append((float(found.detach()), scaler.get_scale()))
+            losses.append((float(loss.detach()), scaler.get_scale()))
     assert losses[:6] == losses[6:]
     assert losses[5][1] < 2.0**17, "no step was skipped"
     assert all(map(torch.equal, fitted.state_dict().values(), plain.state_dict().values()))

@@ -20,15 +20,15 @@ from varuna_capslog.plans.parts import INTERVAL_KINDS, MemoryInterval
 
 
 def step(run: Any, module: nn.Module, x: Tensor, loss: Any) -> list[Tensor]:
-    """Loss, gradients and buffers of two steps' accumulation."""
+    """Accumulate two steps; return their losses, the gradients, the buffers and the RNG state."""
     torch.manual_seed(3)
-    found = []
+    losses = []
     for _ in range(2):
-        part = loss(run(x))
-        part.backward()
-        found.append(part.detach())
-    gradients = [one.grad for one in module.parameters() if one.grad is not None]
-    return [*found, *gradients, *module.buffers(), torch.get_rng_state()]
+        step_loss = loss(run(x))
+        step_loss.backward()
+        losses.append(step_loss.detach())
+    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    return [*losses, *gradients, *module.buffers(), torch.get_rng_state()]
 
 
 @pytest.mark.parametrize("name", ["skips", "images"])
@@ -42,7 +42,7 @@ def test_any_intervals_give_the_bits_of_the_module(name: str) -> None:
     for _ in range(8):
         places = sorted({0, size, *(draw.randrange(size + 1) for _ in range(3))})
         intervals = [MemoryInterval(*part, draw.choice(INTERVAL_KINDS)) for part in pairwise(places)]
-        chosen = SegmentedChain(chain, [one for one in intervals if draw.random() < 0.8], size)
+        chosen = SegmentedChain(chain, [interval for interval in intervals if draw.random() < 0.8], size)
 
         def run(x: Tensor, chosen: SegmentedChain = chosen) -> Any:
             return captured_result(chain.layers, chosen.run({chain.inputs[0]: x}))
@@ -55,21 +55,21 @@ def test_any_intervals_give_the_bits_of_the_module(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["offload", "recompute+offload"])
 def test_what_is_offloaded_leaves_the_device(kind: str) -> None:
-    """On a CPU the host is the same memory, so that copies are made of what is saved; the saved tensors themselves are
-    let go, but for parameters.
+    """On a CPU the host tier is the same memory: saved tensors are copied, and the tensors themselves are freed, except
+    parameters.
     """
     module, x = models.images()
     chain = Chain.from_module(module, None, (x,), evaluates=False)
     made: list[weakref.ref[torch.UntypedStorage]] = []
 
-    def note(module: nn.Module, args: Any, found: Tensor) -> None:
-        made.append(weakref.ref(found.untyped_storage()))
+    def note(module: nn.Module, args: Any, output: Tensor) -> None:
+        made.append(weakref.ref(output.untyped_storage()))
 
     for part in (module[0], module[4], module[6]):
         part.register_forward_hook(note)
     kept = SegmentedChain(chain, [], len(chain)).run({"x": x})
-    assert [one() is not None for one in made] == [True] * 3
+    assert [reference() is not None for reference in made] == [True] * 3
     made.clear()
     away = SegmentedChain(chain, [MemoryInterval(0, len(chain), kind)], len(chain)).run({"x": x})
-    assert [one() is None for one in made] == [True] * 3
+    assert [reference() is None for reference in made] == [True] * 3
     assert torch.equal(kept["x"] * 0, away["x"] * 0)
