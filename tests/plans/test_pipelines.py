@@ -1,4 +1,4 @@
-"""Equal pipelines as a plan and back; what says anything more is not read as equal pipelines."""
+"""Equal pipelines written as a plan and read back; a plan that says more is not read as equal pipelines."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def test_pipelines_come_back_as_they_were_also_from_a_file() -> None:
         assert pipelines_of(plan) == (cuts, replicas)
         assert pipelines_of(Plan.from_json(plan.to_json())) == (cuts, replicas)
         layout = Layout.pipelines(cuts, layers, None, replicas, 4)
-        placed = [(one.layers, one.ranks, one.blocks) for one in plan.stages]
-        assert placed == [(((one.first, one.end),), (one.rank,), one.blocks) for one in layout.stages]
+        placed = [(stage.layers, stage.ranks, stage.blocks) for stage in plan.stages]
+        assert placed == [(((stage.first, stage.end),), (stage.rank,), stage.blocks) for stage in layout.stages]
 
 
 def test_the_short_form_is_one_pipeline() -> None:
@@ -40,7 +40,7 @@ TWO = plan_of_pipelines(6, (0, 2), 2, UNITS, "varuna")
 
 def changed(*changes: dict[str, Any], plan: Plan = TWO) -> Plan:
     """The plan with changes of its first stages."""
-    stages = [dataclasses.replace(one, **more) for one, more in zip_longest(plan.stages, changes, fillvalue={})]
+    stages = [dataclasses.replace(stage, **more) for stage, more in zip_longest(plan.stages, changes, fillvalue={})]
     return dataclasses.replace(plan, stages=tuple(stages))
 
 
@@ -80,5 +80,5 @@ def test_any_plan_can_be_asked() -> None:
         plan = draw_plan(dice, dice.randint(1, 8), UNITS, dice.randint(1, 5), "varuna")
         if (alike := pipelines_of(plan)) is not None:
             layout = Layout.pipelines(alike[0], plan.num_layers, None, alike[1], 4)
-            placed = [(one.layers, one.ranks, one.blocks) for one in plan.stages]
-            assert placed == [(((one.first, one.end),), (one.rank,), one.blocks) for one in layout.stages]
+            placed = [(stage.layers, stage.ranks, stage.blocks) for stage in plan.stages]
+            assert placed == [(((stage.first, stage.end),), (stage.rank,), stage.blocks) for stage in layout.stages]

@@ -332,7 +332,7 @@ OLD_UNITS = {name: value for name, value in OLD.items() if name != "microbatches
         (changed(FULL, "stages", 0, "ranks", to=[10**9]), "stages[0]: ranks is 1000000000; it must be at most 99999"),
         (
             FULL
-            | {"num_layers": 10**5, "stages": [stage([[0, 10**5]], [one], blocks=[one]) for one in range(101)]}
+            | {"num_layers": 10**5, "stages": [stage([[0, 10**5]], [number], blocks=[number]) for number in range(101)]}
             | {"units": {"per_step": 101, "blocks": 101}, "ranks": []},
             "the 101 stages hold 10100000 layers together; at most 10000000 can be planned",
         ),
@@ -358,7 +358,7 @@ def test_a_long_list_of_pieces_and_intervals_is_checked_in_one_pass() -> None:
 
 @pytest.mark.parametrize("form", [SHORT, FULL, OLD], ids=["short", "full", "plan/1"])
 def test_a_value_of_a_wrong_type_anywhere_is_refused_in_words(form: dict[str, Any]) -> None:
-    """Any other exception than CapslogError fails the test; what is read in spite of it can be written again."""
+    """Any exception but CapslogError fails the test; a plan that is read nevertheless can be written again."""
     refused = 0
     for path in each_place(form):
         for wrong in OF_ANY_TYPE:
@@ -403,13 +403,13 @@ def test_records_made_in_code_pass_the_same_checks() -> None:
         ({"ranks": [rank(capacity_bytes=11), rank()], "fits": False}, False),
         ({"ranks": [rank(capacity_bytes=11), rank()], "fits": None}, False),
         ({"ranks": [rank(), rank()], "fits": True}, False),
-        # What the rank is said to hold counts, not the sum of its stages: they need not peak together.
+        # The bytes of the rank count, not the sum over its stages: their peaks need not coincide.
         ({"ranks": [rank(capacity_bytes=11, bytes=10), rank(capacity_bytes=6)], "fits": True}, False),
         ({"ranks": [rank(capacity_bytes=20, bytes=21), rank()], "fits": True}, True),
     ],
 )
 def test_a_plan_that_says_fits_over_its_own_capacity_is_refused(more: dict[str, Any], refused: bool) -> None:
-    """Such a plan was once accepted: stages were compared with nothing, least of all those that share a rank."""
+    """Such a plan was once accepted: no stage was compared with a capacity, nor were stages of one rank added up."""
     stages = [stage([[number, number + 1]], [number % 2], bytes=6) for number in range(3)]
     value = one_pipeline(num_layers=3, stages=stages, **more)
     if not refused:

@@ -1,4 +1,4 @@
-"""Plans of the older format: what they say in other words is read, and what cannot be told from them is refused."""
+"""Plans of the older format: renamed fields are read, and plans that leave something undetermined are refused."""
 
 from __future__ import annotations
 
@@ -57,23 +57,23 @@ def test_the_short_form_is_that_of_today() -> None:
 def test_pipelines_become_blocks() -> None:
     plan = Plan.from_json(FULL)
     assert plan.units == Units(4, 2, 4)
-    assert [one.blocks for one in plan.stages] == [(0, 2, 3), (0, 2, 3), (1,), (1,)]
-    assert [one.memory for one in plan.stages] == [None] * 4
+    assert [plan_stage.blocks for plan_stage in plan.stages] == [(0, 2, 3), (0, 2, 3), (1,), (1,)]
+    assert [plan_stage.memory for plan_stage in plan.stages] == [None] * 4
     assert plan.placement() == [2, 0, 1, 3]
     assert plan.ranks == (PlanRank(capacity_bytes=8), PlanRank(capacity_bytes=9), PlanRank(), PlanRank())
     assert Plan.from_json(plan.to_json()) == plan
 
 
 def test_what_the_plan_says_of_pipeline_0_is_said_of_its_stages() -> None:
-    """Of a stage that says nothing itself. The stages of pipeline 0 are not the first ones of the list here."""
+    """Only stages without values of their own take them. The stages of pipeline 0 are not first in this list."""
     later = changed(FULL, "stages", to=[*FULL["stages"][2:], *FULL["stages"][:2]])
     plan = Plan.from_json(
         later
         | {"stage_bytes": [4, 9], "stage_seconds": [1, 2], "peak_bytes": 9, "fits": False}
         | {"shortfall": {"stage": 1, "bytes": 1, "devices_that_fit": None}}
     )
-    assert [one.bytes for one in plan.stages] == [None, None, 5, 9]
-    assert [one.seconds for one in plan.stages] == [None, None, 0.5, 2.0]
+    assert [plan_stage.bytes for plan_stage in plan.stages] == [None, None, 5, 9]
+    assert [plan_stage.seconds for plan_stage in plan.stages] == [None, None, 0.5, 2.0]
     assert plan.shortfall is not None
     assert plan.shortfall.stage == 3
 

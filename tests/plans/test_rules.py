@@ -16,7 +16,7 @@ FORK = [(0, 1), (1, 2), (0, 3), (3, 4), (2, 5), (4, 5)]
 
 
 def stages_of(*pieces: list[list[int]]) -> list[PlanStage]:
-    return [PlanStage(tuple(tuple(piece) for piece in one), (rank,)) for rank, one in enumerate(pieces)]  # type: ignore[misc]
+    return [PlanStage(tuple(tuple(piece) for piece in ranges), (rank,)) for rank, ranges in enumerate(pieces)]  # type: ignore[misc]
 
 
 def test_branches_may_be_stages_of_their_own_and_share_one_with_the_join() -> None:
@@ -38,7 +38,7 @@ def test_stages_that_wait_for_each_other_are_refused() -> None:
 
 
 def test_against_every_order_of_the_stages() -> None:
-    """A partition into stages is right when some order of the stages keeps every edge forward: convexity follows."""
+    """A partition into stages is valid if some order of the stages keeps every edge forward: convexity follows."""
     generator = random.Random(1)
     seen = {True: 0, False: 0}
     for _ in range(400):
@@ -46,7 +46,9 @@ def test_against_every_order_of_the_stages() -> None:
         edges = [(a, b) for b in range(1, layers) for a in range(b) if generator.random() < 0.4]
         count = generator.randint(1, 4)
         owner = [generator.randrange(count) for _ in range(layers)]
-        pieces = [[[layer, layer + 1] for layer in range(layers) if owner[layer] == one] for one in sorted(set(owner))]
+        pieces = [
+            [[layer, layer + 1] for layer in range(layers) if owner[layer] == stage] for stage in sorted(set(owner))
+        ]
         names = sorted(set(owner))
         right = any(
             all(order.index(owner[a]) <= order.index(owner[b]) for a, b in edges) for order in permutations(names)
