@@ -73,10 +73,10 @@ def runs() -> list[tuple[str, str, RunShape]]:
     mcap-bo reads the same stage costs as mcap-bf, and takes a second for each.
     """
     one_graph, several = RunShape(4), RunShape(4, "1f1b", recompute=False)
-    found = [(planner, AUTO, several) for planner in PLANNER_NAMES if planner != "mcap-bo"]
+    cases = [(planner, AUTO, several) for planner in PLANNER_NAMES if planner != "mcap-bo"]
     for memory in MEMORY_MODELS:
-        found.append(("exact", memory, RunShape(4, memory, recompute=False) if memory in SCHEDULES else one_graph))
-    return found
+        cases.append(("exact", memory, RunShape(4, memory, recompute=False) if memory in SCHEDULES else one_graph))
+    return cases
 
 
 @pytest.mark.parametrize("part", [name for name in FED if name != "format"])

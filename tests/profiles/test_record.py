@@ -123,7 +123,7 @@ def test_tensors_make_the_chain_one_order_of_a_graph() -> None:
 
 
 def test_a_profile_without_news_is_written_in_the_older_format() -> None:
-    """So its digest, which plans name, stays what it was."""
+    """Plans name the digest of a profile, so it must not change."""
     plain = {name: value for name, value in BRANCHES.items() if name not in ("tensors", "observations")}
     plain["layers"] = SHORTEST["layers"]
     assert Profile.from_json(plain).to_json()["format"] == "varuna-capslog/profile/1"

@@ -44,15 +44,15 @@ def test_criteria_hold_for_every_layer(gpus: int) -> None:
         runs = [run for launch in trimmed for run in launch.runs]
         assert sorted(runs) == sorted(set(runs)), "no run twice"
         assert set(runs) == set(stage_runs(num_layers))
-        whole = mcap_partitionings(num_layers, gpus)
-        measured = {run for launch in whole for run in launch.runs}
+        mcap = mcap_partitionings(num_layers, gpus)
+        measured = {run for launch in mcap for run in launch.runs}
         for layer in range(num_layers):
             assert (layer, layer + 1) in measured  # C1
             # C2 and C3: the layers before it, without and with it.
             assert layer == 0 or any(
                 (first, layer) in measured and (first, layer + 1) in measured for first in range(layer)
             )
-        for launch in trimmed + whole:
+        for launch in trimmed + mcap:
             assert sum(launch.layers_per_gpu) == num_layers
             assert min(launch.layers_per_gpu) >= 1
             assert len(launch.layers_per_gpu) <= gpus
