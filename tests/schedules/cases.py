@@ -11,7 +11,7 @@ from varuna_capslog.schedules import SCHEDULES, Action, Schedule, from_strings, 
 
 
 def format_csv(schedule: Iterable[Iterable[Action]]) -> str:
-    """One line per rank, actions separated by commas; a rank without work is an empty line."""
+    """Return a line per rank, actions separated by commas; a rank without work is an empty line."""
     return "".join(",".join(row) + "\n" for row in to_strings(schedule))
 
 
@@ -25,10 +25,10 @@ def shapes(draw: st.DrawFn, max_stages: int = 8, max_microbatches: int = 12) -> 
     """(stages, microbatches, placement), every rank with at least one stage, in any order."""
     num_stages = draw(st.integers(1, max_stages))
     num_ranks = draw(st.integers(1, num_stages))
-    rest = draw(
+    extra_ranks = draw(
         st.lists(st.integers(0, num_ranks - 1), min_size=num_stages - num_ranks, max_size=num_stages - num_ranks)
     )
-    placement = draw(st.permutations([*range(num_ranks), *rest]))
+    placement = draw(st.permutations([*range(num_ranks), *extra_ranks]))
     return num_stages, draw(st.integers(1, max_microbatches)), list(placement)
 
 
@@ -36,8 +36,8 @@ names = st.sampled_from(SCHEDULES)
 
 
 def halves(seconds: list[float]) -> dict[str, list[float]]:
-    """Seconds of both halves of a backward of these."""
-    return {"I": [0.5 * one for one in seconds], "W": [0.5 * one for one in seconds]}
+    """Split these backward seconds evenly into input and weight halves."""
+    return {"I": [0.5 * duration for duration in seconds], "W": [0.5 * duration for duration in seconds]}
 
 
 def scrambled(num_stages: int, num_microbatches: int, placement: list[int], seed: int) -> Schedule:
@@ -65,7 +65,7 @@ def scrambled(num_stages: int, num_microbatches: int, placement: list[int], seed
 
 
 def has_cycle(edges: dict[Hashable, set[Hashable]]) -> bool:
-    """Does "waits for" (node -> what it waits for) run in a circle? Takes away, round by round, who waits for none."""
+    """True if the graph (node -> nodes it waits for) has a cycle. Removes, in rounds, nodes that wait for none."""
     waiting = {node: set(targets) for node, targets in edges.items()}
     while True:
         done = [node for node, targets in waiting.items() if not targets & waiting.keys()]
@@ -76,7 +76,7 @@ def has_cycle(edges: dict[Hashable, set[Hashable]]) -> bool:
 
 
 def compute_edges(schedule: Schedule, num_stages: int) -> dict[Hashable, set[Hashable]]:
-    """What each action waits for: the action before it on its rank, and the neighbour stage that makes its input."""
+    """Map each action to those it waits for: the previous one on its rank, and the neighbour's that makes its input."""
     edges: dict[Hashable, set[Hashable]] = {}
     for actions in schedule:
         before: Action | None = None

@@ -1,4 +1,4 @@
-"""The lists that the generators make: hand-written ones for S=4 M=6, and what must hold for all."""
+"""The lists that the generators make: hand-written ones for S=4 M=6, and rules that hold for all."""
 
 from __future__ import annotations
 
@@ -92,15 +92,15 @@ def test_hand_written_interleaved_stages() -> None:
     assert format_csv(make_schedule("interleaved", 4, 4, placement)) == INTERLEAVED_2_2_4
     graph = StageGraph.line(4, 4, placement)
     assert schedule_of("interleaved", graph, in_flight=[2]) == schedule_of("1f1b", graph, in_flight=[2])
-    other = [0, 1, 1, 0]  # they do not go round
-    assert make_schedule("interleaved", 4, 4, other) == make_schedule("1f1b", 4, 4, other)
+    zigzag = [0, 1, 1, 0]  # they do not go round
+    assert make_schedule("interleaved", 4, 4, zigzag) == make_schedule("1f1b", 4, 4, zigzag)
 
 
 def test_two_pipelines_interleave_each_for_itself() -> None:
     graph = StageGraph((0, 1, 0, 1, 2, 3, 2, 3), ((0, 1, 2, 3),) * 4 + ((4, 5, 6, 7),) * 3)
     rows = schedule_of("interleaved", graph)
     assert format_csv(rows[:2]) == INTERLEAVED_2_2_4
-    second = [[Action(one.stage - 4, one.kind, one.microbatch) for one in row] for row in rows[2:]]
+    second = [[Action(action.stage - 4, action.kind, action.microbatch) for action in row] for row in rows[2:]]
     assert second == make_schedule("interleaved", 4, 3, [0, 1, 0, 1])
 
 
@@ -133,11 +133,11 @@ def test_zb_h1_has_the_papers_bubble_at_1f1bs_memory() -> None:
             [forward] * stages, [inputs + weights] * stages, other={"I": [inputs] * stages, "W": [weights] * stages}
         )
         halves = simulate(make_schedule("zb-h1", stages, count), seconds)
-        whole = simulate(make_schedule("1f1b", stages, count), seconds)
+        unsplit = simulate(make_schedule("1f1b", stages, count), seconds)
         work, back = count * (forward + inputs + weights), inputs + weights
-        assert whole.step_seconds == work + (stages - 1) * (forward + back)
+        assert unsplit.step_seconds == work + (stages - 1) * (forward + back)
         assert halves.step_seconds == work + (stages - 1) * (forward + back - 2 * weights)
-        assert max(halves.max_in_flight) == max(whole.max_in_flight) == stages
+        assert max(halves.max_in_flight) == max(unsplit.max_in_flight) == stages
 
 
 def test_a_limit_below_a_group_is_refused() -> None:
@@ -221,9 +221,9 @@ def _count_graphs(schedule: Schedule, num_stages: int) -> list[int]:
 def test_any_placement_is_valid_and_does_not_deadlock(name: str, shape: tuple[int, int, list[int]]) -> None:
     num_stages, num_microbatches, placement = shape
     limits = in_flight_limits(name, num_stages, num_microbatches)
-    for asked in (False, True):
-        recompute = asked or name in ALWAYS_RECOMPUTE
-        schedule = make_schedule(name, num_stages, num_microbatches, placement, asked)
+    for requested in (False, True):
+        recompute = requested or name in ALWAYS_RECOMPUTE
+        schedule = make_schedule(name, num_stages, num_microbatches, placement, requested)
         validate(schedule, StageGraph.line(num_stages, num_microbatches, placement), recompute)
         assert placement_of(schedule) == placement
         assert find_deadlock(lower(schedule)) is None
@@ -256,7 +256,7 @@ def test_varuna_does_nothing_else_on_a_stage_between_recompute_and_backward(shap
 def test_varuna_recomputes_before_the_gradient_arrives() -> None:
     """With the costs of the played step the first R of every stage ends no later than its gradient comes."""
     timeline = simulate(make_schedule("varuna", 4, 6), StageSeconds([1.0] * 4, [2.0] * 4))
-    end_of = {str(one.action): one.end_seconds for row in timeline.actions for one in row}
+    end_of = {str(span.action): span.end_seconds for row in timeline.actions for span in row}
     early = [end_of[f"{stage}R0"] <= end_of[f"{stage + 1}B0"] for stage in range(3)]
     assert early == [True, True, True]
 
@@ -319,7 +319,9 @@ def test_what_makes_no_schedule_is_refused(arguments: tuple[object, ...], messag
 
 
 def test_copies_run_beside_computations() -> None:
-    """By hand: each L one computation before what needs it, unless its O stands there; no copy where B follows F."""
+    """Hand-written lists: each L stands one computation before the action that needs it, unless its O stands there. No
+    copies where B follows F.
+    """
     graph = StageGraph.line(2, 4)
     kept = to_strings(schedule_of("1f1b", graph, offload=[True, True]))
     assert " ".join(kept[0]) == "0F0 0O0 0F1 0O1 0L0 0B0 0L1 0F2 0O2 0B1 0L2 0F3 0O3 0B2 0L3 0B3"
@@ -342,6 +344,6 @@ def test_stages_may_recompute_and_offload_each_for_itself(
     assert find_deadlock(lower(rows, graph=graph)) is None
     for row in rows:
         at_once = backwards_at_once(row)
-        moved = {(one.stage, one.microbatch) for one in row if one.kind == "O"}
-        calls = {(one.stage, one.microbatch) for one in row if one.kind == "F" and offload[one.stage]}
+        moved = {(action.stage, action.microbatch) for action in row if action.kind == "O"}
+        calls = {(action.stage, action.microbatch) for action in row if action.kind == "F" and offload[action.stage]}
         assert moved == calls - at_once

@@ -1,4 +1,4 @@
-"""What must cross a cut is sent once, in one order per pair of ranks, and deadlocks are found before the run."""
+"""Each tensor that crosses a cut is sent once, in one order per pair of ranks; deadlocks are found before the run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from varuna_capslog.schedules import (
 
 def test_hand_written_programs() -> None:
     lowered = lower(make_schedule("1f1b", 2, 2))
-    assert [[str(one) for one in program] for program in lowered.programs] == [
+    assert [[str(instruction) for instruction in program] for program in lowered.programs] == [
         ["0F0", "0SEND_F0", "0F1", "0SEND_F1", "0RECV_B0", "0B0", "0RECV_B1", "0B1"],
         ["1RECV_F0", "1F0", "1B0", "1SEND_B0", "1RECV_F1", "1F1", "1B1", "1SEND_B1"],
     ]
@@ -37,8 +37,8 @@ def test_hand_written_programs() -> None:
 
 def test_the_input_half_of_a_split_backward_sends_the_gradient() -> None:
     lowered = lower(parse_csv("0F0,0I0,0W0\n1F0,1I0,1W0"))
-    assert [str(one) for one in lowered.programs[1]] == ["1RECV_F0", "1F0", "1I0", "1SEND_B0", "1W0"]
-    assert [str(one) for one in lowered.programs[0]] == ["0F0", "0SEND_F0", "0RECV_B0", "0I0", "0W0"]
+    assert [str(instruction) for instruction in lowered.programs[1]] == ["1RECV_F0", "1F0", "1I0", "1SEND_B0", "1W0"]
+    assert [str(instruction) for instruction in lowered.programs[0]] == ["0F0", "0SEND_F0", "0RECV_B0", "0I0", "0W0"]
 
 
 def test_a_receive_is_drawn_forward_to_the_senders_order() -> None:
@@ -53,7 +53,7 @@ def test_a_receive_is_drawn_forward_to_the_senders_order() -> None:
         Message("gradient", (1, 0), (2, 0)),
         Message("gradient", (1, 1), (2, 1)),
     ]
-    assert [str(one) for one in lowered.programs[1]][:7] == [
+    assert [str(instruction) for instruction in lowered.programs[1]][:7] == [
         "1RECV_F0", "1F0", "1SEND_F0", "3RECV_F0", "1RECV_F1", "1F1", "1SEND_F1",
     ]  # fmt: skip
 
@@ -83,18 +83,18 @@ def test_what_is_sent_is_what_must_cross(name: str, shape: tuple[int, int, list[
     assert set(messages) == expected
     for (source, destination), channel in lowered.channels.items():
         assert all(_endpoints(message, placement) == (source, destination) for message in channel)
-        assert [one.message for one in _of(lowered, source, SendInstruction, destination)] == channel
-        assert [one.message for one in _of(lowered, destination, Recv, source)] == channel
+        assert [instruction.message for instruction in _of(lowered, source, SendInstruction, destination)] == channel
+        assert [instruction.message for instruction in _of(lowered, destination, Recv, source)] == channel
     for rank, program in enumerate(lowered.programs):
-        assert [one for one in program if isinstance(one, Action)] == schedule[rank]
-        for index, one in enumerate(program):
-            if isinstance(one, SendInstruction):  # directly after the action that made it
-                m = one.message
+        assert [instruction for instruction in program if isinstance(instruction, Action)] == schedule[rank]
+        for index, instruction in enumerate(program):
+            if isinstance(instruction, SendInstruction):  # directly after the action that made it
+                m = instruction.message
                 kind = "F" if m.kind == "activation" else "I" if name == "zb-h1" else "B"
                 stage, call = m.end(sends=True)
                 assert program[index - 1] == Action(stage, kind, call)
-            if isinstance(one, Recv):  # before the action that needs it
-                m = one.message
+            if isinstance(instruction, Recv):  # before the action that needs it
+                m = instruction.message
                 kind = "F" if m.kind == "activation" else "I" if name == "zb-h1" else "B"
                 stage, call = m.end(sends=False)
                 assert Action(stage, kind, call) in program[index:]
@@ -104,8 +104,10 @@ def test_what_is_sent_is_what_must_cross(name: str, shape: tuple[int, int, list[
 def _of(
     lowered: Lowered, rank: int, kind: type[SendInstruction] | type[Recv], peer: int
 ) -> list[SendInstruction | Recv]:
-    messages = [one for one in lowered.programs[rank] if isinstance(one, SendInstruction | Recv)]
-    return [one for one in messages if isinstance(one, kind) and one.peer == peer]
+    messages = [
+        instruction for instruction in lowered.programs[rank] if isinstance(instruction, SendInstruction | Recv)
+    ]
+    return [instruction for instruction in messages if isinstance(instruction, kind) and instruction.peer == peer]
 
 
 @settings(max_examples=150, deadline=None)
@@ -119,8 +121,8 @@ def test_deadlocks_are_the_circles_of_the_dependency_graph(shape: tuple[int, int
 
 def test_the_description_says_who_waits_for_what() -> None:
     # Rank 0 wants gradient 0 before it makes microbatch 1; rank 1 wants both microbatches before the first backward.
-    found = find_deadlock(lower(parse_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1")))
-    assert found == (
+    deadlock = find_deadlock(lower(parse_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1")))
+    assert deadlock == (
         "rank 0 at 0RECV_B0 (position 2) waits for the gradient of microbatch 0 from stage 1 to stage 0; "
         "rank 1 is at 1RECV_F1 (position 2); "
         "rank 1 at 1RECV_F1 (position 2) waits for the activation of microbatch 1 from stage 0 to stage 1; "
@@ -136,10 +138,10 @@ def test_a_receiver_in_another_order_than_the_sender_is_found() -> None:
         {(0, 1): [first, second]},
         StageGraph.line(2, 2),
     )
-    found = find_deadlock(lowered)
-    assert found is not None
-    assert "expects the activation of microbatch 1" in found
-    assert "next message is the activation of microbatch 0" in found
+    deadlock = find_deadlock(lowered)
+    assert deadlock is not None
+    assert "expects the activation of microbatch 1" in deadlock
+    assert "next message is the activation of microbatch 0" in deadlock
 
 
 def test_a_message_that_nobody_sends() -> None:

@@ -1,4 +1,4 @@
-"""The one run shape: what memory models, planners, the simulator and the engine read of a run."""
+"""The run shape: the description of a run that memory models, planners, the simulator and the engine share."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ def test_memory_over_time() -> None:
 
 def test_what_is_offloaded_is_no_live_graph() -> None:
     schedule = parse_csv("0F0,0O0,0F1,0B0,0B1".replace("0B0", "0L0,0B0"))
-    other = {"O": [1.0], "L": [1.0]}
-    assert simulate(schedule, StageSeconds([1.0], [1.0], other=other)).live_graphs[0] == [
+    copy_seconds = {"O": [1.0], "L": [1.0]}
+    assert simulate(schedule, StageSeconds([1.0], [1.0], other=copy_seconds)).live_graphs[0] == [
         (0, 1), (2, 0), (2, 1), (3, 2), (5, 1), (6, 0),
     ]  # fmt: skip
 
@@ -62,7 +62,7 @@ def test_transfers_delay_and_take_turns_on_a_link() -> None:
     timeline = simulate(schedule, StageSeconds([1.0, 1.0], [2.0, 2.0], transfer=[0.0, 3.0]))
     # 0F0 0-1, its message 1-4; 0F1 1-2, its message waits for the link: 4-7; 1F1 7-8; 1B0 8-10, message 10-13;
     # 1B1 10-12, message 13-16; 0B1 16-18.
-    assert [(one.message, one.start_seconds, one.end_seconds) for one in timeline.messages] == [
+    assert [(message.message, message.start_seconds, message.end_seconds) for message in timeline.messages] == [
         (Message("activation", (0, 0), (1, 0)), 1.0, 4.0),
         (Message("activation", (0, 1), (1, 1)), 4.0, 7.0),
         (Message("gradient", (0, 0), (1, 0)), 10.0, 13.0),
@@ -80,7 +80,7 @@ def _recursive_ends(schedule: Schedule, num_stages: int, seconds: dict[str, list
 
     @cache
     def end(action: Action) -> float:
-        begin = max((end(other) for other in edges[action] if isinstance(other, Action)), default=0.0)
+        begin = max((end(needed) for needed in edges[action] if isinstance(needed, Action)), default=0.0)
         return begin + seconds[action.kind][action.stage]
 
     return {action: end(action) for actions in schedule for action in actions}
@@ -91,14 +91,14 @@ def _recursive_ends(schedule: Schedule, num_stages: int, seconds: dict[str, list
 def test_times_are_the_longest_paths(name: str, shape: tuple[int, int, list[int]], data: st.DataObject) -> None:
     num_stages, num_microbatches, placement = shape
     schedule = make_schedule(name, num_stages, num_microbatches, placement, data.draw(st.booleans()))
-    whole = st.lists(st.integers(0, 9).map(float), min_size=num_stages, max_size=num_stages)
-    seconds = {kind: data.draw(whole) for kind in "FBRIW"}
+    durations = st.lists(st.integers(0, 9).map(float), min_size=num_stages, max_size=num_stages)
+    seconds = {kind: data.draw(durations) for kind in "FBRIW"}
     split = {kind: seconds[kind] for kind in "IW"}
     timeline = simulate(schedule, StageSeconds(seconds["F"], seconds["B"], seconds["R"], other=split))
     expected = _recursive_ends(schedule, num_stages, seconds)
-    assert {one.action: one.end_seconds for row in timeline.actions for one in row} == expected
+    assert {span.action: span.end_seconds for row in timeline.actions for span in row} == expected
     assert timeline.step_seconds == max(expected.values())
-    assert [[one.action for one in row] for row in timeline.actions] == schedule
+    assert [[span.action for span in row] for row in timeline.actions] == schedule
 
 
 def test_what_cannot_be_timed_is_refused() -> None:
@@ -126,7 +126,7 @@ def test_two_ranks_on_one_core_take_turns() -> None:
     schedule = make_schedule("gpipe", 2, 2)
     timeline = simulate(schedule, StageSeconds([1.0, 1.0], [1.0, 1.0]), speeds=[1.0])
     # 0F0 0-1 alone. 0F1 and 1F0 at half speed 1-3. 1F1 3-4 alone. 1B0 4-5, then 0B0 and 1B1 at half speed 5-7, 0B1 7-8.
-    times = {str(one.action): (one.start_seconds, one.end_seconds) for row in timeline.actions for one in row}
+    times = {str(span.action): (span.start_seconds, span.end_seconds) for row in timeline.actions for span in row}
     assert times == {
         "0F0": (0, 1), "0F1": (1, 3), "1F0": (1, 3), "1F1": (3, 4),
         "1B0": (4, 5), "0B0": (5, 7), "1B1": (5, 7), "0B1": (7, 8),
@@ -149,10 +149,10 @@ def test_handing_over_costs_the_sender_and_delays_the_message() -> None:
         )
         # 0F0 0-1, handed over 1-1.5 (the link alone would need 1.25), 1F0 1.5-2.5, 1B0 2.5-3.5, over at 4, 0B0 4-5.
         assert timeline.step_seconds == pytest.approx(5.0)
-        assert [one.end_seconds for one in timeline.messages] == pytest.approx([1.5, 4.0])
+        assert [message.end_seconds for message in timeline.messages] == pytest.approx([1.5, 4.0])
     twice = simulate(make_schedule("gpipe", 2, 2), StageSeconds([1.0] * 2, [1.0] * 2, handover=[0.0, 0.5]))
     # The second forward of stage 0 begins after the first was handed over.
-    assert [one.start_seconds for one in twice.actions[0][:2]] == [0.0, 1.5]
+    assert [span.start_seconds for span in twice.actions[0][:2]] == [0.0, 1.5]
 
 
 @settings(max_examples=60, deadline=None)
@@ -160,20 +160,20 @@ def test_handing_over_costs_the_sender_and_delays_the_message() -> None:
 def test_a_core_for_every_rank_is_the_plain_simulation(name: str, shape: tuple, data: st.DataObject) -> None:  # type: ignore[type-arg]
     num_stages, num_microbatches, placement = shape
     schedule = make_schedule(name, num_stages, num_microbatches, placement, data.draw(st.booleans()))
-    whole = st.lists(st.integers(0, 9).map(float), min_size=num_stages, max_size=num_stages)
-    forward, backward = data.draw(whole), data.draw(whole)
+    durations = st.lists(st.integers(0, 9).map(float), min_size=num_stages, max_size=num_stages)
+    forward, backward = data.draw(durations), data.draw(durations)
     cuts = st.lists(st.integers(0, 3).map(float), min_size=num_stages, max_size=num_stages)
     transfer, handover = data.draw(cuts), data.draw(cuts)
     plain = simulate(
         schedule, StageSeconds(forward, backward, transfer=transfer, handover=handover, other=halves(backward))
     )
-    cost = {one.action: one.end_seconds - one.start_seconds for row in plain.actions for one in row}
+    cost = {span.action: span.end_seconds - span.start_seconds for row in plain.actions for span in row}
     links = [(stage - 1, stage) for stage in range(1, num_stages)]
     times = [{way: row[link[1]] for link in links for way in (link, link[::-1])} for row in (transfer, handover)]
     played, messages = play_contended(lower(schedule), cost, *times, [1.0] * len(schedule))
     assert played == plain.actions
-    arrivals = {one.message: one.end_seconds for one in plain.messages}
-    assert {one.message: one.end_seconds for one in messages} == arrivals
+    arrivals = {message.message: message.end_seconds for message in plain.messages}
+    assert {message.message: message.end_seconds for message in messages} == arrivals
 
 
 @settings(max_examples=40, deadline=None)
@@ -182,33 +182,35 @@ def test_fewer_cores_never_help_and_work_is_conserved(name: str, shape: tuple, c
     num_stages, num_microbatches, placement = shape
     schedule = make_schedule(name, num_stages, num_microbatches, placement)
     seconds = [float(1 + stage % 3) for stage in range(num_stages)]
-    whole = StageSeconds(seconds, seconds, other=halves(seconds))
-    plain = simulate(schedule, whole)
-    shared = simulate(schedule, whole, speeds=[1.0] * cores)
+    stage_seconds = StageSeconds(seconds, seconds, other=halves(seconds))
+    plain = simulate(schedule, stage_seconds)
+    shared = simulate(schedule, stage_seconds, speeds=[1.0] * cores)
     assert shared.step_seconds >= plain.step_seconds - 1e-9
     assert shared.step_seconds >= sum(plain.busy_seconds) / cores - 1e-9
-    assert [[one.action for one in row] for row in shared.actions] == schedule
+    assert [[span.action for span in row] for row in shared.actions] == schedule
 
 
 def test_both_directions_may_share_one_link() -> None:
-    """By hand: activations cross at 1-4 and 4-7; the first gradient, ready at 6, waits for the second of them."""
+    """Activations cross at 1-4 and 4-7; the first gradient, ready at 6, waits for the second of them."""
     seconds = StageSeconds([1.0, 1.0], [1.0, 1.0], transfer=[0.0, 3.0])
     schedule = make_schedule("1f1b", 2, 2)
     apart, shared = (simulate(schedule, seconds, shared_links=both) for both in (False, True))
-    assert [one.start_seconds for one in apart.messages] == [1.0, 4.0, 6.0, 9.0]
-    assert [one.start_seconds for one in shared.messages] == [1.0, 4.0, 7.0, 10.0]
+    assert [message.start_seconds for message in apart.messages] == [1.0, 4.0, 6.0, 9.0]
+    assert [message.start_seconds for message in shared.messages] == [1.0, 4.0, 7.0, 10.0]
     assert (apart.step_seconds, shared.step_seconds) == (13.0, 14.0)
 
 
 def test_messages_may_take_different_times_in_both_directions() -> None:
-    """By hand: 0F 0-1, its message 1-3, 1F 3-4, 1B 4-5, its message 5-10, 0B 10-11."""
+    """Worked out by hand: 0F 0-1, its message 1-3, 1F 3-4, 1B 4-5, its message 5-10, 0B 10-11."""
     schedule = make_schedule("1f1b", 2, 1)
     both = {(0, 1): 2.0, (1, 0): 5.0}
-    found = simulate(schedule, StageSeconds([1.0] * 2, [1.0] * 2, transfer=both, handover={(1, 0): 1.0, (0, 1): 0.0}))
-    assert [(one.start_seconds, one.end_seconds) for one in found.messages] == [(1.0, 3.0), (5.0, 10.0)]
-    assert found.step_seconds == 11.0
-    one = simulate(schedule, StageSeconds([1.0] * 2, [1.0] * 2, transfer={(0, 1): 2.0}))
-    assert one.step_seconds == 8.0, "the other direction takes as long"
+    timeline = simulate(
+        schedule, StageSeconds([1.0] * 2, [1.0] * 2, transfer=both, handover={(1, 0): 1.0, (0, 1): 0.0})
+    )
+    assert [(message.start_seconds, message.end_seconds) for message in timeline.messages] == [(1.0, 3.0), (5.0, 10.0)]
+    assert timeline.step_seconds == 11.0
+    same_both_ways = simulate(schedule, StageSeconds([1.0] * 2, [1.0] * 2, transfer={(0, 1): 2.0}))
+    assert same_both_ways.step_seconds == 8.0, "the other direction takes as long"
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -219,10 +221,10 @@ def test_copies_beside_the_computation_by_hand(shared: bool) -> None:
     blocking = simulate(schedule, seconds, shared_links=shared)
     assert (blocking.step_seconds, blocking.busy_seconds, blocking.copies) == (11.0, [11.0], [])
     beside = simulate(schedule, seconds, shared_links=shared, copies_beside=True)
-    assert [(str(one.action), one.start_seconds, one.end_seconds) for one in beside.actions[0]] == [
+    assert [(str(span.action), span.start_seconds, span.end_seconds) for span in beside.actions[0]] == [
         ("0F0", 0, 1), ("0O0", 1, 1), ("0F1", 1, 2), ("0L0", 4, 4), ("0B0", 6, 8), ("0B1", 8, 10),
     ]  # fmt: skip
-    assert [(one.start_seconds, one.end_seconds) for one in beside.copies] == [(1, 4), (4, 6)]
+    assert [(copy.start_seconds, copy.end_seconds) for copy in beside.copies] == [(1, 4), (4, 6)]
     assert beside.busy_seconds == [6.0]
 
 
@@ -233,26 +235,28 @@ def test_copies_beside_are_played_alike_with_and_without_shared_cores(
 ) -> None:
     num_stages, num_microbatches, placement = shape
     schedule = insert_offload(make_schedule(name, num_stages, num_microbatches, placement), [True] * num_stages)
-    whole = st.lists(st.integers(0, 9).map(float), min_size=num_stages, max_size=num_stages)
-    backward = data.draw(whole)
-    other = {**halves(backward), "O": data.draw(whole), "L": data.draw(whole)}
-    seconds = StageSeconds(data.draw(whole), backward, other=other)
+    durations = st.lists(st.integers(0, 9).map(float), min_size=num_stages, max_size=num_stages)
+    backward = data.draw(durations)
+    other_seconds = {**halves(backward), "O": data.draw(durations), "L": data.draw(durations)}
+    seconds = StageSeconds(data.draw(durations), backward, other=other_seconds)
     alone = simulate(schedule, seconds, copies_beside=True)
     shared = simulate(schedule, seconds, copies_beside=True, shared_links=True)
     # links that take no time may be shared without any difference
     assert (shared.actions, shared.copies) == (alone.actions, alone.copies)
     back = {
-        (one.action.stage, one.action.microbatch): one.end_seconds for one in alone.copies if one.action.kind == "L"
+        (copy.action.stage, copy.action.microbatch): copy.end_seconds
+        for copy in alone.copies
+        if copy.action.kind == "L"
     }
-    for one in (one for row in alone.actions for one in row):
-        if one.action.kind in "BI":
-            assert one.start_seconds >= back.get((one.action.stage, one.action.microbatch), 0.0)
+    for span in (span for row in alone.actions for span in row):
+        if span.action.kind in "BI":
+            assert span.start_seconds >= back.get((span.action.stage, span.action.microbatch), 0.0)
 
 
 def test_a_recomputation_inside_a_split_backward_is_a_part_of_its_input_half() -> None:
     seconds = StageSeconds([1.0], [4.0], backward_again=[5.5], other={"I": [3.0], "W": [1.0]})
     timeline = simulate(parse_csv("0F0,0F1,0R0,0I0,0W0,0R1,0I1,0W1"), seconds)
-    took = {str(one.action): one.end_seconds - one.start_seconds for one in timeline.actions[0]}
+    took = {str(span.action): span.end_seconds - span.start_seconds for span in timeline.actions[0]}
     assert (took["0I0"], took["0W0"], took["0R0"]) == (4.5, 1.0, 1.0)
 
 

@@ -1,4 +1,4 @@
-"""Routes of microbatches through stages: who hands on to whom, and schedules over pipelines that are not equal."""
+"""Routes of microbatches through stages: which stages send to which, and schedules of unequal pipelines."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def test_a_route_passes_known_stages_once(route: tuple[int, ...]) -> None:
 
 
 def test_pipelines_of_unequal_length_run_each_for_itself() -> None:
-    found = to_strings(schedule_of("1f1b", THREE_AND_TWO))
-    assert found[:3] == to_strings(make_schedule("1f1b", 3, 3))
+    rows = to_strings(schedule_of("1f1b", THREE_AND_TWO))
+    assert rows[:3] == to_strings(make_schedule("1f1b", 3, 3))
     renamed = [[text.replace("1", "4", 1) if text[0] == "1" else "3" + text[1:] for text in row] for row in
                to_strings(make_schedule("1f1b", 2, 2))]  # fmt: skip
-    assert found[3:] == renamed
+    assert rows[3:] == renamed
 
 
 def test_replicas_of_one_stage_take_turns_in_the_order_of_microbatches() -> None:
@@ -120,7 +120,7 @@ def test_a_link_that_leads_backwards_is_refused() -> None:
 
 
 def test_a_stage_of_a_larger_grain_waits_for_all_its_microbatches() -> None:
-    """By hand: stage 1 takes two microbatches at once, stages 0 and 2 one."""
+    """Stage 1 takes two microbatches per call, stages 0 and 2 one; the lists are worked out by hand."""
     graph = StageGraph((0, 1, 2), ((0, 1, 2),) * 4, grains=(1, 2, 1))
     assert graph.calls == [[(0,), (1,), (2,), (3,)], [(0, 1), (2, 3)], [(0,), (1,), (2,), (3,)]]
     assert graph.upstream[1] == [((0, 0), (0, 1)), ((0, 2), (0, 3))]
@@ -169,7 +169,7 @@ def graphs(draw: st.DrawFn) -> StageGraph:
 
 
 def _edges(schedule: Schedule, graph: StageGraph) -> dict[object, set[object]]:
-    """What each action waits for, from the routes alone: the action before it on its rank, and who makes its input."""
+    """Map each action to those it waits for, by the routes alone: the previous one on its rank, and its inputs'."""
     taken = {stage: [m for m, route in enumerate(graph.routes) if stage in route] for stage in range(len(graph.ranks))}
     edges: dict[object, set[object]] = {}
     for row in schedule:
@@ -183,9 +183,9 @@ def _edges(schedule: Schedule, graph: StageGraph) -> dict[object, set[object]]:
                 pairs = list(pairwise(route)) if graph.pairs is None else graph.pairs & set(permutations(route, 2))
                 wanted = {"F": [a for a, b in pairs if b == action.stage]}
                 wanted |= {kind: [b for a, b in pairs if a == action.stage] for kind in "BI"}
-                for other in wanted.get(action.kind, []):
-                    call = taken[other].index(microbatch) // graph.grains[other]
-                    edges[action].add(Action(other, action.kind, call))
+                for producer in wanted.get(action.kind, []):
+                    call = taken[producer].index(microbatch) // graph.grains[producer]
+                    edges[action].add(Action(producer, action.kind, call))
             before = action
     return edges
 
@@ -204,17 +204,17 @@ def test_every_graph_has_a_schedule_that_ends(name: str, graph: StageGraph, aske
         schedule, StageSeconds([1.0] * stages, [2.0] * stages, other=halves([2.0] * stages)), graph=graph
     )
     assert not recompute or name == "zb-h1" or max(timeline.max_live_graphs) <= 1
-    done = {one.action for row in timeline.actions for one in row if one.action.kind != "R"}
+    done = {span.action for row in timeline.actions for span in row if span.action.kind != "R"}
     assert done == {
         Action(stage, kind, call)
         for stage, row in enumerate(graph.microbatches)
         for call in range(len(row) // graph.grains[stage])
         for kind in ("FIW" if name == "zb-h1" else "FB")
     }
-    ends = {one.action: one.end_seconds for row in timeline.actions for one in row}
-    begins = {one.action: one.start_seconds for row in timeline.actions for one in row}
+    ends = {span.action: span.end_seconds for row in timeline.actions for span in row}
+    begins = {span.action: span.start_seconds for row in timeline.actions for span in row}
     for action, needed in _edges(schedule, graph).items():
-        assert all(ends[one] <= begins[action] for one in needed)  # type: ignore[index]
+        assert all(ends[needed_action] <= begins[action] for needed_action in needed)  # type: ignore[index]
 
 
 @settings(max_examples=60, deadline=None)
@@ -225,8 +225,8 @@ def test_any_limits_in_flight_are_kept(name: str, graph: StageGraph, data: st.Da
         limits = [None if limit is None else limit + 7 for limit in limits]
     schedule = schedule_of(name, graph, in_flight=limits)
     most = [limits[n] if n < len(limits) else None for n in range(len(graph.ranks))]
-    known = [max(1, len(row)) if limit is None else limit for limit, row in zip(most, graph.calls, strict=True)]
-    validate(schedule, graph, name in ALWAYS_RECOMPUTE, max_in_flight=known)
+    in_flight = [max(1, len(row)) if limit is None else limit for limit, row in zip(most, graph.calls, strict=True)]
+    validate(schedule, graph, name in ALWAYS_RECOMPUTE, max_in_flight=in_flight)
 
 
 def test_groups_of_calls_of_any_sizes_keep_their_limits() -> None:

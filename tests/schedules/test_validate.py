@@ -1,4 +1,4 @@
-"""A right schedule passes, and every small wrong is refused by name."""
+"""A valid schedule passes, and every small error is refused by name."""
 
 from __future__ import annotations
 
@@ -109,11 +109,11 @@ def _mutants(schedule: Schedule, rank: int, position: int) -> list[Schedule]:
         with_rank([*actions, action]),
         [*dropped, [action]],
     ]
-    for other in range(position + 1, len(actions)):
-        same_stage = actions[other].stage == action.stage
-        if same_stage and (actions[other].kind == action.kind or actions[other].microbatch == action.microbatch):
+    for later in range(position + 1, len(actions)):
+        same_stage = actions[later].stage == action.stage
+        if same_stage and (actions[later].kind == action.kind or actions[later].microbatch == action.microbatch):
             row = list(actions)
-            row[position], row[other] = row[other], row[position]
+            row[position], row[later] = row[later], row[position]
             mutants.append(with_rank(row))
     return mutants
 
