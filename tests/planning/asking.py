@@ -1,4 +1,4 @@
-"""Questions to `solve` and to single searches, as tests ask them: one pipeline, by position."""
+"""Calls of `solve` and of single searches for tests: one pipeline, positional arguments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def plan(
     link: Link | None = None,
     cuts: Sequence[int] | None = None,
 ) -> Plan:
-    """The plan of a planner itself, without those of others that `budget` weighs beside it."""
+    """Return the planner's own plan; `budget` does not weigh the plans of other planners."""
     problem = Problem.of(profile, devices, capacity, run, link, memory=memory, cuts=cuts)
     return solve(problem, planner, weighs_others=False)
 
@@ -47,7 +47,7 @@ def layerwise_plan(
     tier: HostMemory | None = None,
     limit_seconds: float | None = None,
 ) -> Plan:
-    """devices: how many, or the speed of each."""
+    """devices: their number, or the speed of each."""
     speeds = None if isinstance(devices, int) else devices
     count = devices if isinstance(devices, int) else len(devices)
     problem = Problem.of(profile, count, capacity, run, link, speeds=speeds)
@@ -63,7 +63,7 @@ def equal_pipelines_plan(
     link: Link | None = None,
     may_share: bool = False,
 ) -> Plan:
-    """Not judged. may_share: the members do not change, so that moments may be shared."""
+    """Return a plan that is not judged. may_share: the members do not change, so moments may be shared."""
     problem = Problem(
         profile, tuple(devices), run, pipelines=pipelines, link=link or Link(), members_change=not may_share
     )
@@ -80,7 +80,7 @@ def judged_layerwise_plan(
     link: Link | None = None,
     limit_seconds: float | None = None,
 ) -> Plan:
-    """One line of stages with intervals, judged and played."""
+    """Return one line of stages with memory intervals, judged and simulated."""
     problem = Problem.of(profile, devices, capacity, run, link, memory=memory)
     problem = replace(problem, blocks_open=False, search_seconds=limit_seconds)
     return solve(problem, planner, weighs_others=False)

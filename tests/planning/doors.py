@@ -1,4 +1,4 @@
-"""The doors through which one question is asked: for `test_doors`, and for more of them `benchmarks/doors`."""
+"""Entry points (doors) that answer the same planning question; `benchmarks/doors` asks more than `test_doors`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def timed(dice: random.Random, layers: int) -> Profile:
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """What is asked; keys: of a config."""
+    """A planning question; keys: config keys and their values."""
 
     profile: Profile
     devices: int
@@ -65,7 +65,7 @@ class Question:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The keys that no argument stands for."""
+        """The config keys that the API has no argument for."""
         return {key: value for key, value in self.keys.items() if key != "pipeline.planner"}
 
     @property
@@ -75,7 +75,7 @@ class Question:
         return config_of_profile(self.profile, pipeline, self.minibatch, dict(self.keys))
 
     def words(self, folder: Path) -> list[str]:
-        """The question as a command takes it, its profile written into the folder."""
+        """Return the question as command-line arguments; writes its profile into the folder."""
         write_profile(folder / "profile.json", self.profile)
         words = ["--profile", str(folder / "profile.json"), "--devices", str(self.devices), "--json"]
         words += ["--planner", self.planner, "--minibatch", str(self.minibatch)]
@@ -84,7 +84,7 @@ class Question:
 
 
 def drawn(seed: int) -> Question:
-    """A question small enough that every search ends by itself."""
+    """Draw a question so small that every search ends without a time limit."""
     dice = random.Random(seed)
     profile, devices = timed(dice, dice.randint(3, 5)), dice.randint(1, 3)
     keys: dict[str, Any] = {"pipeline.planner": PLANNERS[seed % len(PLANNERS)]}
@@ -100,22 +100,22 @@ def drawn(seed: int) -> Question:
 
 
 def said(plan: Plan) -> dict[str, Any]:
-    """Cuts, actions, bytes, seconds, whether it fits and what it says; but for what its search took."""
+    """Return the plan as JSON (cuts, actions, bytes, seconds, fits, notes) without its search time."""
     return plan.to_json() | {"search_seconds": None}
 
 
 def of_command(*words: str) -> tuple[int, str, str]:
-    """Exit status, standard output and standard error of `capslog` in this process."""
+    """Run `capslog` in this process; return its exit status, standard output and standard error."""
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         status = cli._run(list(words))
     return status, out.getvalue(), err.getvalue()
 
 
 def answers_about(question: Question, folder: Path) -> Answers:
-    """What each door says of a profile that can state the question; the first is the start of a run."""
+    """Return the answer of each door that plans a profile; the first door starts a run."""
     config, profile, planner = question.config, question.profile, question.planner
     started = plan_run(config, profile)
-    found = {"train": said(started), "solve": said(solve(Problem.of_config(config, profile), planner))}
+    answers = {"train": said(started), "solve": said(solve(Problem.of_config(config, profile), planner))}
     by_name = capslog.plan(
         profile,
         devices=question.devices,
@@ -124,34 +124,34 @@ def answers_about(question: Question, folder: Path) -> Answers:
         minibatch_size=question.minibatch,
         settings=question.settings,
     )
-    found["capslog.plan"] = said(by_name)
+    answers["capslog.plan"] = said(by_name)
     status, out, err = of_command("plan", *question.words(folder))
     shown = Plan.from_json(json.loads(out))
     assert status == (3 if shown.fits is False else 0)
     assert shown.fits is not False or "; ".join(shown.notes) in err
-    found["plan --profile"] = said(shown)
+    answers["plan --profile"] = said(shown)
     (row,) = compare(Problem.of_config(config, profile), [planner])
     assert row.plan is not None
     assert (row.step_seconds, row.peak_bytes) == (row.plan.step_seconds, row.plan.peak_bytes)
-    found["compare"] = said(row.plan)
-    return found
+    answers["compare"] = said(row.plan)
+    return answers
 
 
 def step_of(answer: Mapping[str, Any]) -> float | None:
-    """The step of a door's plan; None where it does not fit."""
+    """Return the step time of a door's plan; None if it does not fit."""
     step: float | None = answer["step_seconds"]
     return None if answer["fits"] is False else step
 
 
-def equal_steps(step: float | None, other: float | None) -> bool:
-    """Whether two steps are as long, but for the order of sums; or neither is there."""
-    if step is None or other is None:
-        return step is other
-    return math.isclose(step, other, rel_tol=1e-12)
+def equal_steps(first: float | None, second: float | None) -> bool:
+    """Return True if both steps are equal up to the order of summation, or both are None."""
+    if first is None or second is None:
+        return first is second
+    return math.isclose(first, second, rel_tol=1e-12)
 
 
 def step_of_replanning(question: Question) -> float | None:
-    """The step of a run whose members are what they were; None where nothing fits."""
+    """Return the step time of a run replanned with unchanged members; None if nothing fits."""
     config = question.config
     blocks = None if config.train.blocks_are_open else config.num_blocks
     link, run = Problem.of_config(config, question.profile).link, RunShape.of_config(config)
@@ -161,7 +161,7 @@ def step_of_replanning(question: Question) -> float | None:
 
 
 def step_of_front(question: Question, folder: Path) -> float | None:
-    """The least step of the front up to the question's capacity; None where nothing fits."""
+    """Return the shortest step on the front up to the question's capacity; None if nothing fits."""
     status, out, _ = of_command("front", *question.words(folder))
     points = json.loads(out)["front"] if status == 0 else []
     for before, after in itertools.pairwise(points):
@@ -170,7 +170,7 @@ def step_of_front(question: Question, folder: Path) -> float | None:
 
 
 def answers_about_model(number: int, folder: Path) -> Answers:
-    """What each door says of a drawn model, its estimate and the file of that."""
+    """Return the answer of each door for a drawn model, its estimate, and the estimate's file."""
     model, sample = (transformer, convolutions)[number % 2](random.Random(number))
     dice = random.Random(number)
     devices, minibatch = dice.choice([1, 2, 3]), len(sample) * dice.choice([2, 4])
@@ -179,7 +179,7 @@ def answers_about_model(number: int, folder: Path) -> Answers:
     memo = estimate_memo(config)
     profile = profile_run(config, show=False, memo=memo)
     started = plan_run(config, profile, memo)
-    asked: dict[str, Any] = {"devices": devices, "capacity": "8GiB", "minibatch_size": minibatch}
+    arguments: dict[str, Any] = {"devices": devices, "capacity": "8GiB", "minibatch_size": minibatch}
     estimate = capslog.estimate(model, sample, device=kind)
     write_profile(folder / "profile.json", estimate)
     words = ["--profile", str(folder / "profile.json"), "--devices", str(devices), "--capacity", "8GiB"]
@@ -189,12 +189,12 @@ def answers_about_model(number: int, folder: Path) -> Answers:
     assert (again.stages, again.actions, again.fits) == (started.stages, started.actions, started.fits)
     return {
         "train": said(started),
-        "capslog.plan, model": said(capslog.plan(model, sample, device=kind, **asked)),
-        "capslog.plan, estimate": said(capslog.plan(estimate, **asked)),
+        "capslog.plan, model": said(capslog.plan(model, sample, device=kind, **arguments)),
+        "capslog.plan, estimate": said(capslog.plan(estimate, **arguments)),
         "plan --profile": said(read_plan(folder / "plan.json")),
     }
 
 
 def elastic(question: Question) -> bool:
-    """Whether members that change may ask it."""
+    """Return True if an elastic run may ask this question."""
     return REGISTRY[question.planner].elastic and question.config.train.accumulation_blocks != 2

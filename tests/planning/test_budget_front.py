@@ -25,18 +25,18 @@ def needed(plan: Plan) -> int:
 
 
 def points(capacity: int | None, count: int) -> list[tuple[int, float]]:
-    return [(one.budget_bytes, one.step_seconds) for one in budget_front(find, needed, capacity, count)]
+    return [(point.budget_bytes, point.step_seconds) for point in budget_front(find, needed, capacity, count)]
 
 
 def test_with_enough_points_it_is_the_whole_front_and_with_few_a_part_of_it() -> None:
-    whole = [(100, 5.0), (140, 4.0), (300, 3.0), (310, 2.0), (400, 1.0)]
-    assert points(None, 100) == whole
+    front = [(100, 5.0), (140, 4.0), (300, 3.0), (310, 2.0), (400, 1.0)]
+    assert points(None, 100) == front
     few = points(None, 3)
-    assert set(few) <= set(whole)
-    assert (few[0], few[-1]) == (whole[0], whole[-1])
-    assert points(305, 100) == whole[:3]
+    assert set(few) <= set(front)
+    assert (few[0], few[-1]) == (front[0], front[-1])
+    assert points(305, 100) == front[:3]
     assert points(99, 5) == []
-    assert points(100, 5) == whole[:1]
+    assert points(100, 5) == front[:1]
 
 
 def test_a_search_that_stumbles_leaves_no_point_that_a_smaller_budget_beats() -> None:
@@ -49,4 +49,4 @@ def test_a_search_that_stumbles_leaves_no_point_that_a_smaller_budget_beats() ->
 
     for search in (stumbling, slower):
         front = budget_front(search, needed, None, 100)
-        assert [one.budget_bytes for one in front] == [100, 140, 310, 400]
+        assert [point.budget_bytes for point in front] == [100, 140, 310, 400]

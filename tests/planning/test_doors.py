@@ -1,4 +1,4 @@
-"""One question has one answer, through whichever door it is asked."""
+"""All entry points give the same answer to the same planning question."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from varuna_capslog.schedules import RunShape
 @pytest.mark.parametrize("seed", range(20))
 def test_a_profile_is_planned_alike_through_every_door(seed: int, tmp_path: Path) -> None:
     question = drawn(seed)
-    found = answers_about(question, tmp_path)
-    expected = found.pop("train")
-    for answer in found.values():
+    answers = answers_about(question, tmp_path)
+    expected = answers.pop("train")
+    for answer in answers.values():
         assert answer == expected
     if elastic(question):
         assert equal_steps(step_of_replanning(question), step_of(expected))
@@ -46,15 +46,15 @@ def test_the_front_ends_with_the_plan_of_its_capacity(seed: int, tmp_path: Path)
 
 @pytest.mark.parametrize("number", range(6))
 def test_a_model_its_estimate_and_the_start_of_its_run_are_planned_alike(number: int, tmp_path: Path) -> None:
-    found = answers_about_model(number, tmp_path)
-    expected = found.pop("train")
-    for answer in found.values():
+    answers = answers_about_model(number, tmp_path)
+    expected = answers.pop("train")
+    for answer in answers.values():
         assert answer == expected
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_default_is_never_slower_than_another_planner(seed: int) -> None:
-    """Of answers that fit and run under the same problem, by the one judge and the one player."""
+    """Compares plans that fit and run under the same problem, judged and simulated alike."""
     dice = random.Random(1000 + seed)
     profile, devices = timed(dice, dice.randint(3, 5)), dice.randint(2, 3)
     run = RunShape(4, dice.choice(["auto", "1f1b", "varuna"]))
@@ -75,9 +75,9 @@ def test_the_default_is_never_slower_than_another_planner(seed: int) -> None:
 
 def test_two_plans_of_different_speed_name_the_spaces_that_they_are_proven_in() -> None:
     profile = timed(random.Random(5), 5)
-    one = dataclasses.replace(Problem.of(profile, 2, None, RunShape(4, "auto")), blocks_open=False)
-    free = dataclasses.replace(one, blocks_open=True)
-    plans = [solve(problem, "budget") for problem in (one, free)]
+    closed = dataclasses.replace(Problem.of(profile, 2, None, RunShape(4, "auto")), blocks_open=False)
+    free = dataclasses.replace(closed, blocks_open=True)
+    plans = [solve(problem, "budget") for problem in (closed, free)]
     assert all(plan.search_space for plan in plans)
     steps = [plan.step_seconds for plan in plans]
     if steps[0] != steps[1] and all(plan.proven for plan in plans):

@@ -31,21 +31,21 @@ def every_plan(
     link: Link | None = None,
     speeds: Sequence[float] = (),
 ) -> list[tuple[float, int]]:
-    """The step and the peak of every cut list with every choice of intervals of these kinds.
+    """Return step and peak of every cut list with every choice of intervals of these kinds.
 
-    speeds: of the devices; each layer then has the seconds that it takes where it lies.
+    speeds: of the devices; each layer then has the seconds that it takes on its device.
     """
-    found, size = [], profile.num_layers
+    outcomes, size = [], profile.num_layers
     for cuts in all_cuts(size, devices):
         bounds = list(itertools.pairwise((*cuts, size)))
         memory: tuple[Intervals, ...]
         for memory in itertools.product(*(choices(first, end, kinds) for first, end in bounds)):
-            stages = [PlanStage((own,), (rank,), memory=memory[rank]) for rank, own in enumerate(bounds)]
-            one = Plan(size, tuple(stages), Units(run.num_microbatches, 1, run.num_blocks), run.schedule)
-            peak = max(rank.peak_bytes for rank in fold_plan(profile, one, run))
-            own = on_devices(profile, bounds, speeds) if speeds else profile
-            found.append((simulate_plan(own, one, run=run, link=link).step_seconds, peak))
-    return found
+            stages = [PlanStage((layers,), (rank,), memory=memory[rank]) for rank, layers in enumerate(bounds)]
+            candidate = Plan(size, tuple(stages), Units(run.num_microbatches, 1, run.num_blocks), run.schedule)
+            peak = max(rank.peak_bytes for rank in fold_plan(profile, candidate, run))
+            device_profile = on_devices(profile, bounds, speeds) if speeds else profile
+            outcomes.append((simulate_plan(device_profile, candidate, run=run, link=link).step_seconds, peak))
+    return outcomes
 
 
 def on_devices(profile: Profile, bounds: Sequence[tuple[int, int]], speeds: Sequence[float]) -> Profile:
@@ -71,25 +71,25 @@ def test_no_plan_is_below_the_bound_and_none_is_faster_where_that_is_proven(seed
     everything = every_plan(profile, devices, run)
     most = max(peak for _, peak in everything)
     for capacity in (most // 2, most * 3 // 4, most):
-        found = judged_layerwise_plan(profile, devices, "budget", "auto", capacity, run)
+        budget_plan = judged_layerwise_plan(profile, devices, "budget", "auto", capacity, run)
         fitting = [step for step, peak in everything if peak <= capacity]
-        assert found.fits is bool(fitting)
+        assert budget_plan.fits is bool(fitting)
         if not fitting:
             continue
-        assert found.step_seconds is not None
-        assert found.bound_seconds is not None
-        assert simulate_plan(profile, found, run=run).step_seconds == found.step_seconds
-        assert found.bound_seconds <= min(fitting) * (1 + 1e-9) <= found.step_seconds * (1 + 1e-8)
-        if found.proven:
-            assert found.step_seconds == pytest.approx(min(fitting), rel=1e-9)
+        assert budget_plan.step_seconds is not None
+        assert budget_plan.bound_seconds is not None
+        assert simulate_plan(profile, budget_plan, run=run).step_seconds == budget_plan.step_seconds
+        assert budget_plan.bound_seconds <= min(fitting) * (1 + 1e-9) <= budget_plan.step_seconds * (1 + 1e-8)
+        if budget_plan.proven:
+            assert budget_plan.step_seconds == pytest.approx(min(fitting), rel=1e-9)
         chain = Layerwise.of_profile(profile, run, devices, [capacity] * devices)
         assert BudgetSearch(chain).bound_seconds(chain) <= min(fitting) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("seed", "schedule"), list(enumerate(["1f1b", "varuna", "gpipe"], 12)))
 def test_the_bound_does_not_count_a_block_of_gradients_that_may_not_be_there(seed: int, schedule: str) -> None:
-    """The story: with several accumulation blocks it took the sum of earlier blocks to be there at every forward, so
-    that bounds were above the fastest plan, or said that none fits.
+    """Regression: with several accumulation blocks, the bound counted the gradients of earlier blocks at every forward.
+    It was above the fastest plan, or said that none fits.
     """
     draw = random.Random(seed)
     profile, run = timed(draw, 3), RunShape(4, schedule, microbatch_size=1, num_blocks=draw.choice([2, 4]))
@@ -98,13 +98,13 @@ def test_the_bound_does_not_count_a_block_of_gradients_that_may_not_be_there(see
         best = min(step for step, peak in everything if peak <= capacity)
         chain = Layerwise.of_profile(profile, run, 2, [capacity] * 2)
         assert BudgetSearch(chain).bound_seconds(chain) <= best * (1 + 1e-9)
-        found = layerwise_plan(profile, 2, "budget", capacity, run)
-        assert found.step_seconds == pytest.approx(best, rel=1e-9)
+        budget_plan = layerwise_plan(profile, 2, "budget", capacity, run)
+        assert budget_plan.step_seconds == pytest.approx(best, rel=1e-9)
 
 
 @pytest.mark.parametrize(("seed", "schedule"), list(enumerate(["1f1b", "varuna", "gpipe", "1f1b"], 40)))
 def test_no_plan_that_offloads_is_below_the_bound(seed: int, schedule: str) -> None:
-    """Copies beside the computation or in its way, and messages that take time; the bound counts the memory too."""
+    """Copies overlap the computation or block it, and messages take time; the bound counts the memory too."""
     draw = random.Random(seed)
     profile, devices = timed(draw, 3), draw.choice([2, 2, 3])
     run = RunShape(draw.choice([2, 3, 5]), schedule, microbatch_size=1, num_blocks=1)
@@ -114,30 +114,32 @@ def test_no_plan_that_offloads_is_below_the_bound(seed: int, schedule: str) -> N
     peaks = sorted({peak for _, peak in everything})
     for capacity in (peaks[0], *draw.sample(peaks, 3), peaks[-1]):
         best = min(step for step, peak in everything if peak <= capacity)
-        # not that of the answer, which is never above the answer's step
+        # the bound of the search; the plan's own is never above the plan's step
         chain = Layerwise.of_profile(profile, run, devices, [capacity] * devices, link)
         assert BudgetSearch(chain).bound_seconds(chain) <= best * (1 + 1e-9)
-        found = judged_layerwise_plan(profile, devices, "budget", "auto", capacity, run, link)
-        assert found.step_seconds == pytest.approx(best, rel=1e-9)
+        budget_plan = judged_layerwise_plan(profile, devices, "budget", "auto", capacity, run, link)
+        assert budget_plan.step_seconds == pytest.approx(best, rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", [2, 15, 18])
 def test_plans_near_the_best_are_left_out_only_where_a_bound_rules_them_out(seed: int) -> None:
-    """Here the fastest plan is near what the search finds, and not the same."""
+    """The fastest plan is near the plan that the search finds first, but another one."""
     draw = random.Random(seed)
     size, devices = draw.choice([(3, 2), (4, 2), (3, 3)])
     profile, schedule = timed(draw, size), draw.choice(["varuna", "gpipe"])
     run = RunShape(draw.choice([2, 3, 4]), schedule, microbatch_size=1, num_blocks=1)
     everything = every_plan(profile, devices, run)
     for capacity in sorted({peak for _, peak in everything}):
-        found = judged_layerwise_plan(profile, devices, "budget", "auto", capacity, run)
-        assert found.step_seconds == pytest.approx(min(step for step, peak in everything if peak <= capacity), rel=1e-9)
+        budget_plan = judged_layerwise_plan(profile, devices, "budget", "auto", capacity, run)
+        assert budget_plan.step_seconds == pytest.approx(
+            min(step for step, peak in everything if peak <= capacity), rel=1e-9
+        )
 
 
 def test_where_something_may_be_offloaded_the_bound_counts_what_the_memory_costs() -> None:
-    """The story: it counted nothing, and was up to 38 % below plans that were 5 % above what is possible."""
+    """Regression: the bound ignored the memory cost and was up to 38 % below plans that were 5 % above the optimum."""
     profile, run = timed(random.Random(2), 6), RunShape(6, "1f1b", microbatch_size=1, num_blocks=1)
-    most = max(one.bytes or 0 for one in judged_layerwise_plan(profile, 2, "budget", "auto", None, run).ranks)
+    most = max(rank.bytes or 0 for rank in judged_layerwise_plan(profile, 2, "budget", "auto", None, run).ranks)
     slow, alone = (
         judged_layerwise_plan(profile, 2, "budget", "auto", int(0.6 * most), run, link)
         for link in (Link(host_bandwidth=1e3), None)
@@ -157,68 +159,72 @@ def test_no_plan_for_devices_of_unlike_speeds_is_faster(seed: int, schedule: str
     everything = every_plan(profile, devices, run, speeds=speeds)
     most = max(peak for _, peak in everything)
     for capacity in (most * 3 // 4, most):
-        found = layerwise_plan(profile, speeds, "budget", capacity, run)
+        budget_plan = layerwise_plan(profile, speeds, "budget", capacity, run)
         fitting = [step for step, peak in everything if peak <= capacity]
-        assert (found.step_seconds is not None) is bool(fitting)
-        if found.step_seconds is None or found.bound_seconds is None:
+        assert (budget_plan.step_seconds is not None) is bool(fitting)
+        if budget_plan.step_seconds is None or budget_plan.bound_seconds is None:
             continue
-        assert [rank.speed for rank in found.ranks] == speeds
-        assert found.step_seconds == pytest.approx(min(fitting), rel=1e-9)
-        assert found.bound_seconds <= found.step_seconds
+        assert [rank.speed for rank in budget_plan.ranks] == speeds
+        assert budget_plan.step_seconds == pytest.approx(min(fitting), rel=1e-9)
+        assert budget_plan.bound_seconds <= budget_plan.step_seconds
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_longer_chain_is_cut_for_the_speeds_of_its_devices(seed: int) -> None:
-    """Of so many layers not every plan is weighed."""
+    """With 14 layers the search does not weigh every plan."""
     draw = random.Random(seed)
     profile, run = timed(draw, 14), RunShape(8, "1f1b", microbatch_size=1, num_blocks=1)
     speeds = draw.choice([[1.0, 0.3, 1.0], [0.2, 1.0, 1.0], [1.0, 1.0, 0.5]])
-    found = layerwise_plan(profile, speeds, "budget", None, run)
-    assert found.step_seconds is not None
+    budget_plan = layerwise_plan(profile, speeds, "budget", None, run)
+    assert budget_plan.step_seconds is not None
     steps = []
     for cuts in all_cuts(14, 3):
         bounds = list(itertools.pairwise((*cuts, 14)))
-        stages = [PlanStage((own,), (rank,), memory=()) for rank, own in enumerate(bounds)]
-        one = Plan(14, tuple(stages), Units(8, 1, 1), "1f1b")
-        steps.append(simulate_plan(on_devices(profile, bounds, speeds), one, run=run).step_seconds)
-    assert found.step_seconds == pytest.approx(min(steps), rel=1e-9)
+        stages = [PlanStage((layers,), (rank,), memory=()) for rank, layers in enumerate(bounds)]
+        candidate = Plan(14, tuple(stages), Units(8, 1, 1), "1f1b")
+        steps.append(simulate_plan(on_devices(profile, bounds, speeds), candidate, run=run).step_seconds)
+    assert budget_plan.step_seconds == pytest.approx(min(steps), rel=1e-9)
 
 
 def test_a_model_that_does_not_fit_one_device_gets_intervals_there() -> None:
-    """Each backward follows its forward at once on the only stage, which kept everything whatever its intervals."""
+    """Regression: on a single stage each backward follows its forward at once, and intervals were ignored."""
     profile, run = timed(random.Random(5), 4), RunShape(3, "1f1b", microbatch_size=1, num_blocks=1)
     everything = every_plan(profile, 1, run)
     most, least = max(peak for _, peak in everything), min(peak for _, peak in everything)
     assert least < most
     for capacity in (least, (least + most) // 2, most - 1):
-        found = judged_layerwise_plan(profile, 1, "budget", "auto", capacity, run)
-        assert found.fits
-        assert found.stages[0].memory
-        assert found.proven
-        assert found.step_seconds == pytest.approx(min(step for step, peak in everything if peak <= capacity), rel=1e-9)
+        budget_plan = judged_layerwise_plan(profile, 1, "budget", "auto", capacity, run)
+        assert budget_plan.fits
+        assert budget_plan.stages[0].memory
+        assert budget_plan.proven
+        assert budget_plan.step_seconds == pytest.approx(
+            min(step for step, peak in everything if peak <= capacity), rel=1e-9
+        )
     assert judged_layerwise_plan(profile, 1, "budget", "auto", least - 1, run).fits is False
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_never_slower_than_cuts_for_time_alone_that_recompute_whole_stages(seed: int) -> None:
-    """An R may run while its rank waits. The search for intervals takes it for a part of the backward, and so preferred
-    intervals that make the step longer than whole stages that run again.
+    """An R may run while its rank waits. The search for intervals counts it as a part of the backward, and so preferred
+    intervals with a longer step than recomputing whole stages.
     """
     draw = random.Random(100 + seed)
     profile, link = timed(draw, 9), Link(latency_seconds=draw.random() * 4)
     for schedule in ("1f1b", "varuna", "gpipe"):
         run = RunShape(6, schedule, microbatch_size=1, num_blocks=1)
-        most = max(one.bytes or 0 for one in plan(profile, 3, "budget", run=replace(run, recompute=False)).ranks)
+        most = max(rank.bytes or 0 for rank in plan(profile, 3, "budget", run=replace(run, recompute=False)).ranks)
         for part in range(4, 9):
             capacity = most * part // 8
             time_alone = plan(profile, 3, "throughput", capacity=capacity, run=replace(run, stage_inputs="device"))
-            folded = max(one.peak_bytes for one in fold_plan(profile, time_alone, replace(run, stage_inputs="device")))
+            folded = max(
+                fold.peak_bytes for fold in fold_plan(profile, time_alone, replace(run, stage_inputs="device"))
+            )
             if time_alone.fits and folded <= capacity:
-                own = plan(profile, 3, "budget", capacity=capacity, run=replace(run, stage_inputs="device"))
-                assert own.fits
-                assert own.step_seconds is not None
+                budget_plan = plan(profile, 3, "budget", capacity=capacity, run=replace(run, stage_inputs="device"))
+                assert budget_plan.fits
+                assert budget_plan.step_seconds is not None
                 step = simulate_plan(profile, time_alone, run=run, link=None).step_seconds
-                assert own.step_seconds <= step * (1 + 1e-9), (schedule, capacity, link)
+                assert budget_plan.step_seconds <= step * (1 + 1e-9), (schedule, capacity, link)
 
 
 def test_a_schedule_that_is_left_open_is_the_one_with_the_shortest_step() -> None:
@@ -226,24 +232,24 @@ def test_a_schedule_that_is_left_open_is_the_one_with_the_shortest_step() -> Non
     profile = timed(draw, 6)
     for part in (2, 3, 4):
         run = RunShape(4, "auto", microbatch_size=1, num_blocks=1)
-        most = max(one.bytes or 0 for one in plan(profile, 3, "budget", run=replace(run, schedule="gpipe")).ranks)
+        most = max(rank.bytes or 0 for rank in plan(profile, 3, "budget", run=replace(run, schedule="gpipe")).ranks)
         capacity = most * part // 4
-        found = plan(profile, 3, "budget", capacity=capacity, run=run)
-        assert found.step_seconds is not None
+        budget_plan = plan(profile, 3, "budget", capacity=capacity, run=run)
+        assert budget_plan.step_seconds is not None
         steps = {}
         for name in SCHEDULES_TRIED:
-            one = plan(profile, 3, "budget", capacity=capacity, run=replace(run, schedule=name))
-            steps[name] = one.step_seconds or 0.0 if one.fits else float("inf")
-        assert found.schedule in steps
-        assert found.step_seconds <= min(steps.values()) * (1 + 1e-9)
-        assert found.search_space is not None
-        assert all(name in found.search_space for name in steps)
+            candidate = plan(profile, 3, "budget", capacity=capacity, run=replace(run, schedule=name))
+            steps[name] = candidate.step_seconds or 0.0 if candidate.fits else float("inf")
+        assert budget_plan.schedule in steps
+        assert budget_plan.step_seconds <= min(steps.values()) * (1 + 1e-9)
+        assert budget_plan.search_space is not None
+        assert all(name in budget_plan.search_space for name in steps)
 
 
 def test_a_search_that_is_out_of_time_gives_what_it_has_with_its_gap() -> None:
     profile, run = timed(random.Random(8), 6), RunShape(6, "1f1b", microbatch_size=1, num_blocks=1)
-    whole = judged_layerwise_plan(profile, 3, "budget", "auto", None, run)
-    peak = max(one.bytes or 0 for one in whole.ranks)
+    unlimited = judged_layerwise_plan(profile, 3, "budget", "auto", None, run)
+    peak = max(rank.bytes or 0 for rank in unlimited.ranks)
     short = judged_layerwise_plan(profile, 3, "budget", "auto", peak * 3 // 4, run, None, 1e-9)
     long = judged_layerwise_plan(profile, 3, "budget", "auto", peak * 3 // 4, run)
     assert None not in (short.step_seconds, short.bound_seconds, long.step_seconds)

@@ -1,4 +1,4 @@
-"""The search for the largest value that fits, against trying every value; the values that come into question."""
+"""The search for the largest value that fits, against trying every value; the candidate values."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ def test_the_search_finds_what_trying_every_value_finds(seed):
     draw = random.Random(seed)
     for _ in range(50):
         values = sorted(draw.sample(range(1, 2000), draw.randint(1, 60)))
-        limit, asked = draw.randint(0, 2100), []
-        found = largest(values, lambda value, asked=asked, limit=limit: asked.append(value) or value <= limit)
-        assert found == max((value for value in values if value <= limit), default=None)
-        assert len(asked) == len(set(asked))
-        assert set(asked) <= set(values)
-        # the answer and what stands next above it were both tried: neither is taken from the assumption
-        assert found is None or found in asked
-        assert not (above := [value for value in values if value > limit]) or above[0] in asked
-        assert asked[0] == values[0]
+        limit, tried = draw.randint(0, 2100), []
+        answer = largest(values, lambda value, tried=tried, limit=limit: tried.append(value) or value <= limit)
+        assert answer == max((value for value in values if value <= limit), default=None)
+        assert len(tried) == len(set(tried))
+        assert set(tried) <= set(values)
+        # the answer and the next larger value were both tried; neither is assumed
+        assert answer is None or answer in tried
+        assert not (above := [value for value in values if value > limit]) or above[0] in tried
+        assert tried[0] == values[0]
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 3, 511, 512, 513, 65535, 65536])
 def test_the_search_asks_rarely_and_doubles_first(limit):
-    asked: list[int] = []
-    assert largest(range(1, 65537), lambda value: asked.append(value) or value <= limit) == (limit or None)
-    assert len(asked) <= 2 * math.log2(max(2, limit)) + 2
-    doubled = asked[: max(1, limit).bit_length() + 1]
+    tried: list[int] = []
+    assert largest(range(1, 65537), lambda value: tried.append(value) or value <= limit) == (limit or None)
+    assert len(tried) <= 2 * math.log2(max(2, limit)) + 2
+    doubled = tried[: max(1, limit).bit_length() + 1]
     assert doubled == [2**power for power in range(len(doubled))]
 
 

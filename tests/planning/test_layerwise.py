@@ -1,4 +1,4 @@
-"""Plans of planners that treat layers: what they say they hold is what the fold of their ranks finds."""
+"""Plans of planners with memory intervals: the bytes that they report are those that the fold of their ranks finds."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def profile_on(device: str, size: int = 10, seed: int = 5) -> Profile:
     return dataclasses.replace(profile, layers=tuple(rows), conditions={**profile.conditions, "device": device})
 
 
-def kinds(found: Plan) -> set[str]:
-    return {one.kind for stage in found.stages for one in stage.memory or ()}
+def kinds(answer: Plan) -> set[str]:
+    return {interval.kind for stage in answer.stages for interval in stage.memory or ()}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -55,12 +55,12 @@ def test_a_plan_holds_what_the_fold_of_its_ranks_finds_and_treats_layers_only_un
     profile, link = profile_on(device), Link(host_bandwidth=1e5)
     free = plan(profile, 3, name, run=RUN, link=link)
     assert (free.fits, free.memory_model, kinds(free), free.short) == (True, "ranks", set(), False)
-    peaks = [one.peak_bytes for one in fold_plan(profile, free, RUN)]
-    assert [stage.bytes for stage in free.stages] == [one.bytes for one in free.ranks] == peaks
+    peaks = [fold.peak_bytes for fold in fold_plan(profile, free, RUN)]
+    assert [stage.bytes for stage in free.stages] == [rank.bytes for rank in free.ranks] == peaks
     tight = plan(profile, 3, name, capacity=max(peaks) * 3 // 4, run=RUN, link=link)
     assert (tight.fits, tight.capacity_bytes) == (True, max(peaks) * 3 // 4)
-    assert [one.bytes for one in tight.ranks] == [one.peak_bytes for one in fold_plan(profile, tight, RUN)]
-    # the memory of the host is a CPU's own: to put something there spares nothing
+    assert [rank.bytes for rank in tight.ranks] == [fold.peak_bytes for fold in fold_plan(profile, tight, RUN)]
+    # on a CPU the host tier is the same memory, so offloading saves nothing
     assert kinds(tight) <= ({"recompute"} if device == "cpu" else {"recompute", "offload"})
     assert kinds(tight)
     again = Plan.from_json(json.loads(json.dumps(tight.to_json())))
@@ -72,13 +72,13 @@ def test_on_a_cpu_layers_are_offloaded_where_the_tier_is_a_folder() -> None:
     most = plan(profile, 2, "dawnpiper", run=RUN).peak_bytes
     assert most is not None
     for in_files, expected in ((False, {"recompute"}), (True, {"offload"})):
-        found = layerwise_plan(profile, 2, "dawnpiper", most * 9 // 10, RUN, tier=HostMemory(in_files=in_files))
-        assert kinds(found) == expected
+        answer = layerwise_plan(profile, 2, "dawnpiper", most * 9 // 10, RUN, tier=HostMemory(in_files=in_files))
+        assert kinds(answer) == expected
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_stage_of_the_search_has_the_bytes_of_its_rank(name: str) -> None:
-    """The search asks for one rank, beside others that keep everything; with whole lists it finds the same."""
+    """The search asks about one rank while others keep everything; the fold of a whole plan finds the same bytes."""
     profile, dice = profile_on("cuda"), random.Random(name)
     for schedule in ("gpipe", "1f1b", "kfkb"):
         run = RunShape(6, schedule, False)
@@ -92,15 +92,15 @@ def test_a_stage_of_the_search_has_the_bytes_of_its_rank(name: str) -> None:
             )
             for first, end in stages
         ]
-        whole = layerwise_plan(profile, 3, name, None, run)
-        whole = dataclasses.replace(
-            whole,
+        treated = layerwise_plan(profile, 3, name, None, run)
+        treated = dataclasses.replace(
+            treated,
             stages=tuple(
                 dataclasses.replace(stage, layers=(layers,), memory=kept)
-                for stage, layers, kept in zip(whole.stages, stages, memory, strict=True)
+                for stage, layers, kept in zip(treated.stages, stages, memory, strict=True)
             ),
         )
-        expected = [one.peak_bytes for one in fold_plan(profile, whole, run)]
+        expected = [fold.peak_bytes for fold in fold_plan(profile, treated, run)]
         assert [chain.peak(n, *stages[n], memory[n]) for n in range(3)] == expected
 
 
@@ -111,24 +111,24 @@ def test_a_headroom_and_capacities_of_their_own_count() -> None:
     assert not kinds(plan(profile, 2, "dawnpiper", capacity=limits, run=RUN))
     headroom = {"headroom": {"fixed_bytes": 1000, "fragmentation": 1.0}}
     tight = dataclasses.replace(profile, conditions=profile.conditions | headroom)
-    found = plan(tight, 2, "dawnpiper", capacity=limits, run=RUN)
-    assert found.fits
-    assert (found.ranks[0].bytes or 0) + 1000 <= limits[0]
+    answer = plan(tight, 2, "dawnpiper", capacity=limits, run=RUN)
+    assert answer.fits
+    assert (answer.ranks[0].bytes or 0) + 1000 <= limits[0]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_does_not_fit_names_the_rank_and_what_it_lacks(name: str) -> None:
-    found = plan(profile_on("cuda"), 3, name, capacity=1000, run=RUN)
-    assert found.fits is False
-    assert found.shortfall is not None
-    assert found.shortfall.bytes == (found.peak_bytes or 0) - 1000
-    assert len(found.notes) == 1
-    assert found.notes[0].startswith("does not fit: rank")
-    # two ways to count bytes, each with its name: it said that nothing fits, and beside it with what this plan does
+    answer = plan(profile_on("cuda"), 3, name, capacity=1000, run=RUN)
+    assert answer.fits is False
+    assert answer.shortfall is not None
+    assert answer.shortfall.bytes == (answer.peak_bytes or 0) - 1000
+    assert len(answer.notes) == 1
+    assert answer.notes[0].startswith("does not fit: rank")
+    # bytes are counted in two ways, so the note names each: one says that nothing fits, the other when this plan would
     way, why = "with planner exact under schedule varuna", "since layer 6 (layer6) alone needs 69.38 KiB there"
-    assert f"; {way} no number of devices would do, {why}; with " in found.notes[0]
-    size = found.notes[0].split("; with ")[-1].split(" on every device")[0]
-    assert size == format_bytes(found.peak_bytes or 0)
+    assert f"; {way} no number of devices would do, {why}; with " in answer.notes[0]
+    size = answer.notes[0].split("; with ")[-1].split(" on every device")[0]
+    assert size == format_bytes(answer.peak_bytes or 0)
     again = plan(profile_on("cuda"), 3, name, capacity=80_000, run=RUN)
     if again.fits is False and again.shortfall is not None:
         enough = again.shortfall.devices_that_fit
@@ -157,15 +157,15 @@ def test_what_is_missing_is_said_in_one_sentence(name: str) -> None:
 
 
 def test_given_cuts_are_predicted_without_asking_the_planner() -> None:
-    found = plan(profile_on("cuda"), 2, "dawnpiper", run=RUN, cuts=[0, 4])
-    assert (found.cuts, found.planner, found.short) == ((0, 4), None, True)
+    answer = plan(profile_on("cuda"), 2, "dawnpiper", run=RUN, cuts=[0, 4])
+    assert (answer.cuts, answer.planner, answer.short) == ((0, 4), None, True)
 
 
 def test_one_device_and_an_unknown_number_of_microbatches() -> None:
     profile = profile_on("cuda")
-    found = plan(profile, 1, "vpipe", run=RunShape(None, "gpipe", False))
-    assert (found.cuts, found.num_microbatches, found.fits) == ((0,), 4, True), "four for each device"
-    assert found.peak_bytes == plan(profile, 1, "vpipe", run=RunShape(4, "gpipe", False)).peak_bytes
+    answer = plan(profile, 1, "vpipe", run=RunShape(None, "gpipe", False))
+    assert (answer.cuts, answer.num_microbatches, answer.fits) == ((0,), 4, True), "four for each device"
+    assert answer.peak_bytes == plan(profile, 1, "vpipe", run=RunShape(4, "gpipe", False)).peak_bytes
 
 
 def test_compare_has_a_row_with_bytes_margin_and_seconds_for_each() -> None:
@@ -195,14 +195,16 @@ def test_the_command_writes_a_plan_that_is_read_again(
     words += ["--capacity", f"{most // 2}B", "pipeline.host_bandwidth=100kB/s", "--minibatch", "8"]
     words += ["pipeline.schedule=gpipe", "train.accumulation_blocks=1"] if name == "budget" else []
     assert cli._run([*words, "-o", str(tmp_path / "plan.json")]) == 0
-    said, written = capsys.readouterr().out, read_plan(tmp_path / "plan.json")
-    table = said[said.index("what becomes of the layers") :].splitlines()
+    printed, written = capsys.readouterr().out, read_plan(tmp_path / "plan.json")
+    table = printed[printed.index("what becomes of the layers") :].splitlines()
     headings = next([cell.strip() for cell in line.split("┃")] for line in table if line.startswith("┃"))
     rows = [[cell.strip() for cell in line.split("│")] for line in table if line.startswith("│")]
     for stage, cells in zip(written.stages, rows, strict=True):
         by_heading = dict(zip(headings, cells, strict=True))  # empty columns are left out
         row = [by_heading.get(heading, "") for heading in ("kept", "recomputed", "offloaded")]
-        kinds_of = {layer: one.kind for one in stage.memory or () for layer in range(one.first, one.end)}
+        kinds_of = {
+            layer: interval.kind for interval in stage.memory or () for layer in range(interval.first, interval.end)
+        }
         for wanted, cell in zip(([None], ["recompute", "recompute+offload"], ["offload"]), row, strict=True):
             told = [span.split("-") for span in cell.split(" ")[0].split(",") if span]
             layers = [layer for span in told for layer in range(int(span[0]), int(span[-1]) + 1)]
@@ -223,8 +225,8 @@ def test_no_plan_of_budget_has_fewer_seconds_than_the_least(schedule: str) -> No
     for link in (None, Link(bandwidth=1e6)):
         profile, run = timed(draw, 6), RunShape(8, schedule, microbatch_size=1, num_blocks=1)
         least = least_seconds(Problem.of(profile, 3, None, run, link))
-        found = layerwise_plan(profile, 3, "budget", None, run, link)
-        assert found.step_seconds is not None
-        assert least <= found.step_seconds * (1 + 1e-9)
-        near += least > 0.8 * found.step_seconds
+        answer = layerwise_plan(profile, 3, "budget", None, run, link)
+        assert answer.step_seconds is not None
+        assert least <= answer.step_seconds * (1 + 1e-9)
+        near += least > 0.8 * answer.step_seconds
     assert near

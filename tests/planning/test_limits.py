@@ -23,7 +23,7 @@ def _played_period(seconds: StageSeconds, limits: list[int]) -> float:
     """Seconds of one microbatch in the steady state, where all ends repeat."""
     graph = StageGraph.line(len(limits), _COUNT)
     timeline = simulate(schedule_of("1f1b-star", graph, in_flight=limits), seconds, graph=graph)
-    ends = [one.end_seconds for one in timeline.actions[0] if one.action.kind == "B"]
+    ends = [span.end_seconds for span in timeline.actions[0] if span.action.kind == "B"]
     return (ends[_FROM + 12] - ends[_FROM]) / 12
 
 
@@ -34,13 +34,13 @@ def test_they_are_the_smallest_of_all_vectors_that_keep_the_period(seed: int) ->
     forward, backward = ([draw.randint(1, high) for _ in range(stages)] for high in (5, 8))
     transfer = [0, *(draw.choice([0, 0, 1, 2, 3, 6]) for _ in range(stages - 1))]
     period = max([*(f + b for f, b in zip(forward, backward, strict=True)), *transfer]) + draw.choice([0, 0, 1, 2.5])
-    found = in_flight_of_period(forward, backward, transfer, period)
+    limits = in_flight_of_period(forward, backward, transfer, period)
     seconds = StageSeconds(forward, backward, transfer=transfer)
-    assert _played_period(seconds, found) <= period + 1e-9
+    assert _played_period(seconds, limits) <= period + 1e-9
     # a stage behind another never needs more in flight than that one
-    for vector in product(*(range(1, limit + 2) for limit in found)):
+    for vector in product(*(range(1, limit + 2) for limit in limits)):
         falls = list(vector) == sorted(vector, reverse=True)
-        if falls and any(one < limit for one, limit in zip(vector, found, strict=True)):
+        if falls and any(smaller < limit for smaller, limit in zip(vector, limits, strict=True)):
             assert _played_period(seconds, list(vector)) > period + 1e-9, vector
 
 
@@ -60,7 +60,7 @@ def test_slow_links_are_played_shorter_than_with_1f1b() -> None:
         forward = [1 + 0.2 * draw.random() for _ in range(8)]
         slowest = 3 * max(forward)
         transfer = [0.0, *(0.4 * slowest * draw.random() for _ in range(7))]  # up to 0.8 of it in both directions
-        seconds = StageSeconds(forward, [2 * one for one in forward], transfer=transfer)
+        seconds = StageSeconds(forward, [2 * duration for duration in forward], transfer=transfer)
         limits = in_flight_of_period(forward, seconds.backward, transfer)
         star = simulate(schedule_of("1f1b-star", graph, in_flight=limits), seconds, graph=graph).step_seconds
         ratios.append(star / simulate(schedule_of("1f1b", graph), seconds, graph=graph).step_seconds)
@@ -80,10 +80,10 @@ def test_lines_of_a_graph_have_one_period() -> None:
     plan = Plan(4, stages, Units(8, 1, 1), "1f1b-star", routes="direct")
     assert [stage.in_flight for stage in with_limits(profile, plan, run).stages] == [3, 2, 2, 1]
     slow = Link(bandwidth=100 / 2.0)  # two seconds for a message
-    line, other = ([1.0] * 3, [2.0] * 3, [0.0, 2.0, 2.0]), ([2.0, 1.0], [2.0] * 2, [0.0, 2.0])
-    found, of_other = in_flight_of_period(*line, 4.0), in_flight_of_period(*other, 4.0)
+    line, other_line = ([1.0] * 3, [2.0] * 3, [0.0, 2.0, 2.0]), ([2.0, 1.0], [2.0] * 2, [0.0, 2.0])
+    line_limits, other_limits = in_flight_of_period(*line, 4.0), in_flight_of_period(*other_line, 4.0)
     limits = [stage.in_flight for stage in with_limits(profile, plan, run, slow).stages]
-    assert limits == [*found[:2], of_other[0], max(found[2], of_other[1])]
+    assert limits == [*line_limits[:2], other_limits[0], max(line_limits[2], other_limits[1])]
     grained = dataclasses.replace(plan, stages=(dataclasses.replace(stages[0], grain=2), *stages[1:]))
     with pytest.raises(CapslogError, match="known for one microbatch per call"):
         with_limits(profile, grained, run)

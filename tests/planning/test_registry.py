@@ -50,8 +50,8 @@ def test_a_help_text_needs_neither_numpy_nor_torch() -> None:
     ],
 )
 def test_what_a_planner_cannot_plan_is_refused_by_the_key_that_says_so(keys: dict[str, Any], sentence: str) -> None:
-    whole = {name: keys.pop(name) for name in ("engine", "elastic") if name in keys}
-    config = section(Config, {"workload": "a:b", "pipeline": keys, "train": {"accumulation_blocks": 2}, **whole}, "")
+    sections = {name: keys.pop(name) for name in ("engine", "elastic") if name in keys}
+    config = section(Config, {"workload": "a:b", "pipeline": keys, "train": {"accumulation_blocks": 2}, **sections}, "")
     with pytest.raises(CapslogError, match=sentence):
         planner_named(config.pipeline.planner).check(config)
 

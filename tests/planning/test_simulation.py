@@ -49,26 +49,26 @@ def make_plan(**parts: Any) -> Plan:
 def test_a_step_by_hand() -> None:
     profile = make_profile(**{UPDATE_RATE: 0.05})
     # Stage 0: F 3, B 4; stage 1: F 7, B 4; a message 1 s + 100 bytes at 100 bytes/s; update 20 bytes * 0.05 = 1 s.
-    found = simulate_plan(profile, make_plan(), recompute=False, link=Link(100.0, 1.0))
+    step = simulate_plan(profile, make_plan(), recompute=False, link=Link(100.0, 1.0))
     # 0F0 0-3, 0F1 3-6; 1F0 5-12, 1F1 12-19; 1B0 19-23, 1B1 23-27; 0B0 25-29, 0B1 29-33; U 33-34 on both.
-    assert found.step_seconds == 34.0
-    assert found.pipelines[0].timeline.busy_seconds == [3 + 3 + 4 + 4 + 1, 7 + 7 + 4 + 4 + 1]
-    assert found.bubble_fraction == pytest.approx(1 - (15 + 23) / 68)
-    assert (found.samples, found.update_seconds, found.exchange_seconds) == (4, 1.0, 0.0)
-    assert found.samples_per_second == pytest.approx(4 / 34)
-    assert found.notes == []
+    assert step.step_seconds == 34.0
+    assert step.pipelines[0].timeline.busy_seconds == [3 + 3 + 4 + 4 + 1, 7 + 7 + 4 + 4 + 1]
+    assert step.bubble_fraction == pytest.approx(1 - (15 + 23) / 68)
+    assert (step.samples, step.update_seconds, step.exchange_seconds) == (4, 1.0, 0.0)
+    assert step.samples_per_second == pytest.approx(4 / 34)
+    assert step.notes == []
     # M_i + M_a of two layers = 1500 with one graph, and a graph of 200 beside it.
-    assert found.pipelines[0].peaks == [1700, 1700]
-    # What copying costs the sender comes on top: 1 s + 100 bytes / 50 bytes/s after each F of stage 0 and B of stage 1.
+    assert step.pipelines[0].peaks == [1700, 1700]
+    # The sender's copy time is added: 1 s + 100 bytes / 50 bytes/s after each F of stage 0 and B of stage 1.
     copying = simulate_plan(profile, make_plan(), recompute=False, link=Link(100.0, 1.0, copy_bandwidth=50.0))
     # 0F0 0-3 -6, 0F1 6-9 -12; 1F0 6-13, 1F1 13-20; 1B0 20-24 -27, 1B1 27-31 -34; 0B0 27-31, 0B1 34-38; U 38-39.
     assert copying.step_seconds == 39.0
 
 
 def test_recomputation_leaves_out_what_the_last_stage_makes_twice() -> None:
-    found = simulate_plan(make_profile(), make_plan(cuts=(0,)), recompute=True)
+    step = simulate_plan(make_profile(), make_plan(cuts=(0,)), recompute=True)
     # 4 layers on one rank: F0 makes nothing, F1 neither, R0 10, B0 8, R1 10, B1 8.
-    assert found.step_seconds == 36.0
+    assert step.step_seconds == 36.0
     stages, keeps = make_plan().stages, RunShape(schedule="gpipe", recompute=False)
     assert stage_seconds(make_profile(), stages).bare_forward == [3.0, 0.0]
     assert stage_seconds(make_profile(), stages, keeps).bare_forward == [3.0, 7.0]
@@ -90,7 +90,7 @@ def test_what_runs_again_follows_the_memory_intervals_of_the_plan() -> None:
     # An interval at the end of the chain is left out of F and made in R: F 3, F 3, R 7, B 8; the copies take no time.
     moved = step((MemoryInterval(0, 2, "offload"), MemoryInterval(2, 4, "recompute+offload")))
     assert moved.step_seconds == 2 * 3 + 2 * (7 + 8)
-    assert [str(one.action) for one in moved.pipelines[0].timeline.actions[0]][:6] == [
+    assert [str(span.action) for span in moved.pipelines[0].timeline.actions[0]][:6] == [
         "0F0", "0O0", "0F1", "0O1", "0L0", "0R0",
     ]  # fmt: skip
     assert "memory over time is unknown: stages are kept, recomputed or offloaded in parts" in moved.notes
@@ -101,10 +101,10 @@ def test_what_runs_again_follows_the_memory_intervals_of_the_plan() -> None:
 def test_equal_stages_have_the_known_bubble(name: str, stages: int) -> None:
     rows = [replace(layer, forward_seconds=1.0, backward_seconds=2.0) for layer in make_profile().layers]
     plan = make_plan(cuts=tuple(range(0, 4, 4 // stages)))
-    found = simulate_plan(Profile(tuple(rows)), plan, schedule=name, num_microbatches=6, recompute=False)
-    assert found.bubble_fraction == pytest.approx((stages - 1) / (6 + stages - 1))
-    assert found.step_seconds == pytest.approx((6 + stages - 1) * 3 * 4 / stages)
-    assert found.samples_per_second is None
+    step = simulate_plan(Profile(tuple(rows)), plan, schedule=name, num_microbatches=6, recompute=False)
+    assert step.bubble_fraction == pytest.approx((stages - 1) / (6 + stages - 1))
+    assert step.step_seconds == pytest.approx((6 + stages - 1) * 3 * 4 / stages)
+    assert step.samples_per_second is None
 
 
 def test_pipelines_of_different_length_end_together() -> None:
@@ -114,21 +114,21 @@ def test_pipelines_of_different_length_end_together() -> None:
         PlanStage(((0, 4),), (2,), (2,)),
     )
     plan = Plan(4, stages, Units(3, 2, 3), "gpipe")
-    found = simulate_plan(make_profile(**{UPDATE_RATE: 0.05}), plan, recompute=False, link=Link(100.0, 0.0))
+    step = simulate_plan(make_profile(**{UPDATE_RATE: 0.05}), plan, recompute=False, link=Link(100.0, 0.0))
     # Pipeline 0: 0F0 0-3, 1F0 4-11, 1F1 11-18, 1B0 18-22, 1B1 22-26, 0B1 27-31. Pipeline 1: 10 + 8. The largest stage
     # has 40 bytes of gradients for one other pipeline: 0.4 s. Then the slowest update: 40 * 0.05 = 2 s.
-    assert found.exchange_seconds == pytest.approx(0.4)
-    assert found.step_seconds == pytest.approx(31 + 0.4 + 2.0)
-    assert [one.ranks for one in found.pipelines] == [[0, 1], [2]]
-    assert found.num_microbatches == 3
-    assert found.pipelines[1].timeline.actions[0][-1].start_seconds == pytest.approx(31.4)
+    assert step.exchange_seconds == pytest.approx(0.4)
+    assert step.step_seconds == pytest.approx(31 + 0.4 + 2.0)
+    assert [pipeline.ranks for pipeline in step.pipelines] == [[0, 1], [2]]
+    assert step.num_microbatches == 3
+    assert step.pipelines[1].timeline.actions[0][-1].start_seconds == pytest.approx(31.4)
 
 
 def test_what_is_assumed_or_missing_is_said() -> None:
-    found = simulate_plan(make_profile(), Plan.of_cuts(4, (0, 2), profile_digest="sha256:0", microbatch_size=1))
-    assert found.num_microbatches == 8
-    assert found.schedule == "varuna"
-    text = " ".join(found.notes)
+    step = simulate_plan(make_profile(), Plan.of_cuts(4, (0, 2), profile_digest="sha256:0", microbatch_size=1))
+    assert step.num_microbatches == 8
+    assert step.schedule == "varuna"
+    text = " ".join(step.notes)
     for expected in ("for another profile", "microbatches of 2 samples, the plan has 1", "8 per pipeline", UPDATE_RATE):
         assert expected in text
     bare = [LayerProfile(f"l{n}", 9, 1 if n else None, forward_seconds=1.0, backward_seconds=1.0) for n in range(4)]
@@ -152,28 +152,28 @@ def test_mistakes_are_named() -> None:
 
 def test_pieces_of_one_stage_must_follow_each_other_in_the_graph_that_the_profile_knows() -> None:
     """Layer 0 feeds 1 and 2, and both feed 3. One stage may hold 0 and 3 only together with 1 and 2."""
-    known = ((0, (1, 2)), (1, (3,)), (2, (3,)), (3, (4,)))
-    tensors = tuple(TensorRecord(f"t{writer}", 100, True, writer, readers) for writer, readers in known)
-    whole = replace(make_profile(), tensors=tensors)
+    edges = ((0, (1, 2)), (1, (3,)), (2, (3,)), (3, (4,)))
+    tensors = tuple(TensorRecord(f"t{writer}", 100, True, writer, readers) for writer, readers in edges)
+    profile = replace(make_profile(), tensors=tensors)
     around = (PlanStage(((0, 1), (3, 4)), (0,)), PlanStage(((1, 3),), (1,)))
     plan = Plan(4, around, Units(2, 2, 1), "gpipe", routes="direct")
     with pytest.raises(CapslogError, match=r"stage 0 \(rank 0, layers 0 and 3\) reaches its layer 3 only through"):
-        simulate_plan(whole, plan)
+        simulate_plan(profile, plan)
     with pytest.raises(CapslogError, match="it is not known which layers read from which; give a profile with tensors"):
         simulate_plan(make_profile(), plan)  # which does not know the graph
     sides = (PlanStage(((0, 2),), (0,)), PlanStage(((2, 4),), (1,)))
-    assert simulate_plan(whole, Plan(4, sides, Units(2, 2, 1), "gpipe")).notes
+    assert simulate_plan(profile, Plan(4, sides, Units(2, 2, 1), "gpipe")).notes
 
 
 def towers_profile() -> Profile:
-    """Layers 0 and 1 are a tower, 2 and 3 another one, and 4 reads both; so does 3 what the first tower makes.
+    """Layers 0 and 1 are a tower, 2 and 3 another one, and 4 reads both; layer 3 also reads the first tower's output.
 
     Forwards take 2, 3, 1, 1 and 1 s, backwards 2 s each. Tensors have 100 bytes; layer 2 also hands on 50 bytes without
     a gradient.
     """
-    known = ((None, (0, 2)), (0, (1,)), (1, (3, 4)), (2, (3,)), (3, (4,)), (4, (5,)))
+    edges = ((None, (0, 2)), (0, (1,)), (1, (3, 4)), (2, (3,)), (3, (4,)), (4, (5,)))
     tensors = [
-        TensorRecord(f"t{n}", 100, writer is not None, writer, readers) for n, (writer, readers) in enumerate(known)
+        TensorRecord(f"t{n}", 100, writer is not None, writer, readers) for n, (writer, readers) in enumerate(edges)
     ]
     tensors.append(TensorRecord("mask", 50, False, 2, (3,)))
     rows = zip(make_profile(5).layers, (2.0, 3.0, 1.0, 1.0, 1.0), strict=True)
@@ -191,14 +191,14 @@ def towers_plan(**parts: Any) -> Plan:
 def test_two_towers_by_hand() -> None:
     """Stage 1 and stage 2 hand on to stage 3, and stage 2 waits for nobody. Links carry 100 bytes/s.
 
-    What stage 1 makes travels once, 1 s, and two gradients come back, 2 s. Stage 2 sends 150 bytes, and 100 come back.
+    The output of stage 1 travels once, 1 s, and two gradients return, 2 s. Stage 2 sends 150 bytes and gets 100 back.
     """
     profile = replace(towers_profile(), conditions={"microbatch_size": 2})
-    found = simulate_plan(profile, towers_plan(routes="direct"), link=Link(100.0))
+    step = simulate_plan(profile, towers_plan(routes="direct"), link=Link(100.0))
     spans = {
-        str(one.action): (one.start_seconds, one.end_seconds)
-        for row in found.pipelines[0].timeline.actions
-        for one in row
+        str(span.action): (span.start_seconds, span.end_seconds)
+        for row in step.pipelines[0].timeline.actions
+        for span in row
     }
     assert spans == {
         "0F0": (0, 2), "0F1": (2, 4), "1F0": (3, 6), "1F1": (6, 9),
@@ -206,13 +206,16 @@ def test_two_towers_by_hand() -> None:
         "3B0": (12, 16), "3B1": (16, 20), "1B0": (18, 20), "1B1": (22, 24),
         "2B0": (17, 19), "2B1": (21, 23), "0B0": (21, 23), "0B1": (25, 27),
     }  # fmt: skip
-    arrivals = {(one.message.kind, one.message.way): one.end_seconds for one in found.pipelines[0].timeline.messages}
+    arrivals = {
+        (message.message.kind, message.message.way): message.end_seconds
+        for message in step.pipelines[0].timeline.messages
+    }
     assert arrivals["activation", (2, 3)] == 4.0, "the second message waits for the first"
     assert (arrivals["gradient", (3, 1)], arrivals["gradient", (3, 2)]) == (22.0, 21.0)
-    assert found.step_seconds == 27.0
-    assert found.pipelines[0].memory is None
-    assert any("the ranks' bytes are unknown" in note and "needs observations" in note for note in found.notes)
-    # Microbatches that the plan does not say, and a profile without the graph.
+    assert step.step_seconds == 27.0
+    assert step.pipelines[0].memory is None
+    assert any("the ranks' bytes are unknown" in note and "needs observations" in note for note in step.notes)
+    # The number of microbatches as an argument, and a profile without the graph.
     again = simulate_plan(profile, towers_plan(routes="direct"), num_microbatches=2, link=Link(100.0))
     assert again.step_seconds == 27.0
     with pytest.raises(CapslogError, match="give a profile with tensors"):
@@ -226,22 +229,22 @@ def test_two_towers_by_hand() -> None:
 def test_parallel_stages_hold_no_more_than_their_own_way_to_the_loss_asks_for() -> None:
     """Equal layers: three stages instead of four on the longest way, so a step of M takes M + 2 periods, not M + 3."""
     layers = tuple(
-        replace(one, forward_seconds=float(n < 4), backward_seconds=2.0 * (n < 4))
-        for n, one in enumerate(towers_profile().layers)
+        replace(layer, forward_seconds=float(n < 4), backward_seconds=2.0 * (n < 4))
+        for n, layer in enumerate(towers_profile().layers)
     )
     profile = Profile(layers, tensors=towers_profile().tensors)
     for routes, in_flight, periods in (("direct", [3, 2, 2, 1], 8 + 2), ("relay", [4, 3, 2, 1], 8 + 3)):
-        found = simulate_plan(profile, towers_plan(routes=routes, schedule="1f1b", units=Units(8, 2, 1)))
-        assert found.pipelines[0].timeline.max_in_flight == in_flight
-        assert found.step_seconds == 3 * periods
+        step = simulate_plan(profile, towers_plan(routes=routes, schedule="1f1b", units=Units(8, 2, 1)))
+        assert step.pipelines[0].timeline.max_in_flight == in_flight
+        assert step.step_seconds == 3 * periods
 
 
 def test_where_no_gradient_travels_nobody_waits_for_one() -> None:
     profile = towers_profile()
-    frozen = tuple(replace(one, gradient=one.gradient and one.writer != 2) for one in profile.tensors)
-    found = simulate_plan(replace(profile, tensors=frozen), towers_plan(routes="direct"))
-    messages = found.pipelines[0].timeline.messages
-    assert {one.message.way for one in messages if one.message.kind == "gradient"} == {(1, 0), (3, 1)}
+    frozen = tuple(replace(tensor, gradient=tensor.gradient and tensor.writer != 2) for tensor in profile.tensors)
+    step = simulate_plan(replace(profile, tensors=frozen), towers_plan(routes="direct"))
+    messages = step.pipelines[0].timeline.messages
+    assert {message.message.way for message in messages if message.message.kind == "gradient"} == {(1, 0), (3, 1)}
 
 
 def test_a_stage_of_several_pieces_takes_the_sums_of_its_own_layers() -> None:
@@ -262,7 +265,9 @@ def test_a_stage_of_several_pieces_takes_the_sums_of_its_own_layers() -> None:
 
 def test_own_actions_are_checked_against_the_graph_that_the_profile_knows() -> None:
     """The reader of the file alone cannot know that stage 3 waits for stage 2."""
-    stages = tuple(replace(one, ranks=(rank,)) for one, rank in zip(towers_plan().stages, (0, 1, 2, 2), strict=True))
+    stages = tuple(
+        replace(stage, ranks=(rank,)) for stage, rank in zip(towers_plan().stages, (0, 1, 2, 2), strict=True)
+    )
 
     def step(last: tuple[str, ...]) -> Simulation:
         rows = (("0F0", "0F1", "0B0", "0B1"), ("1F0", "1F1", "1B0", "1B1"), last)
@@ -278,12 +283,12 @@ def test_copies_run_beside_the_computation_or_take_its_time() -> None:
     plan = Plan(4, (PlanStage(((0, 4),), (0,), memory=(MemoryInterval(0, 4, "offload"),)),), Units(2, 2, 1), "gpipe")
     link = Link(host_bandwidth=100.0)
     blocked = simulate_plan(make_profile(), plan, link=link)
-    names = [str(one.action) for one in blocked.pipelines[0].timeline.actions[0]]
+    names = [str(span.action) for span in blocked.pipelines[0].timeline.actions[0]]
     copies = [name for name in names if name[1] in "OL"]
     assert blocked.step_seconds == 2 * (10 + 8) + 4 * len(copies)
     beside = simulate_plan(make_profile(device="cuda:0"), plan, link=link)
     timeline = beside.pipelines[0].timeline
-    assert [str(one.action) for one in timeline.copies] == copies
+    assert [str(span.action) for span in timeline.copies] == copies
     assert timeline.busy_seconds == [2 * (10 + 8)]
     assert 2 * (10 + 8) <= beside.step_seconds < blocked.step_seconds
     forced = simulate_plan(make_profile(), plan, link=replace(link, copies_beside=True))
@@ -312,9 +317,9 @@ def test_what_an_interval_moves_is_what_it_begins_with() -> None:
 
 def test_a_plan_is_given_the_seconds_of_its_step() -> None:
     plan, run = make_plan(), RunShape(2, "gpipe", recompute=False)
-    found = with_step_seconds(make_profile(), plan, run)
-    assert found == replace(plan, step_seconds=simulate_plan(make_profile(), plan, recompute=False).step_seconds)
-    assert found.step_seconds is not None
+    timed_plan = with_step_seconds(make_profile(), plan, run)
+    assert timed_plan == replace(plan, step_seconds=simulate_plan(make_profile(), plan, recompute=False).step_seconds)
+    assert timed_plan.step_seconds is not None
     assert with_step_seconds(make_profile(), make_plan(num_microbatches=None), run).step_seconds is None
     bare = Profile(tuple(LayerProfile(f"l{n}", 9, 1 if n else None) for n in range(4)))
     assert with_step_seconds(bare, plan, run) is plan
@@ -326,11 +331,11 @@ def test_a_plan_is_given_the_seconds_of_its_step() -> None:
 def test_a_plans_own_actions_are_played() -> None:
     rows = (("0F0", "0F1", "0B0", "0B1", "0U"), ("1F0", "1B0", "1F1", "1B1"))
     plan = Plan(4, (PlanStage(((0, 2),), (0,)), PlanStage(((2, 4),), (1,))), Units(2, 2, 1), actions=rows)
-    own = simulate_plan(make_profile(), plan)
-    assert not own.recompute, "what no memory interval names is kept"
-    assert [str(one.action) for one in own.pipelines[0].timeline.actions[1]] == list(rows[1])
-    other = simulate_plan(make_profile(), plan, schedule="gpipe", recompute=False)
-    assert [str(one.action) for one in other.pipelines[0].timeline.actions[1]] == ["1F0", "1F1", "1B0", "1B1"]
+    step = simulate_plan(make_profile(), plan)
+    assert not step.recompute, "what no memory interval names is kept"
+    assert [str(span.action) for span in step.pipelines[0].timeline.actions[1]] == list(rows[1])
+    gpipe_step = simulate_plan(make_profile(), plan, schedule="gpipe", recompute=False)
+    assert [str(span.action) for span in gpipe_step.pipelines[0].timeline.actions[1]] == ["1F0", "1F1", "1B0", "1B1"]
 
 
 # -- the trace
@@ -387,10 +392,10 @@ def test_the_trace_is_one_that_perfetto_opens(simulation: Simulation, tmp_path: 
     for (pid, tid), spans in slices.items():
         assert ("thread_name", pid, tid) in named
         assert ("process_name", pid, 0) in named
-        for one, after in zip(sorted(spans), sorted(spans)[1:], strict=False):
-            assert one[1] <= after[0] + 1e-6, (pid, tid, one, after)
+        for before, after in zip(sorted(spans), sorted(spans)[1:], strict=False):
+            assert before[1] <= after[0] + 1e-6, (pid, tid, before, after)
     # Every message is an arrow that begins and ends inside a slice of the thread it names, forward in time.
-    messages = [one for pipeline in simulation.pipelines for one in pipeline.timeline.messages]
+    messages = [message for pipeline in simulation.pipelines for message in pipeline.timeline.messages]
     assert len(flows) == len(messages) > 0
     for flow in flows.values():
         assert flow["s"]["ts"] <= flow["f"]["ts"]
@@ -398,7 +403,7 @@ def test_the_trace_is_one_that_perfetto_opens(simulation: Simulation, tmp_path: 
         for event in flow.values():
             spans = slices[event["pid"], event["tid"]]
             assert any(begin <= event["ts"] < end for begin, end, _ in spans), event
-    # Counters are the courses of memory.
+    # Counters are memory over time.
     peaks = [peak for pipeline in simulation.pipelines for peak in pipeline.peaks or []]
     assert sorted(max(size for _, size in course) for course in counters.values()) == sorted(peaks)
     for course in counters.values():
@@ -408,8 +413,8 @@ def test_the_trace_is_one_that_perfetto_opens(simulation: Simulation, tmp_path: 
 
 
 def test_an_arrow_goes_from_the_action_that_made_the_message() -> None:
-    found = simulate_plan(make_profile(), make_plan(), recompute=False, link=Link(100.0, 1.0))
-    events = trace_events(found)["traceEvents"]
+    step = simulate_plan(make_profile(), make_plan(), recompute=False, link=Link(100.0, 1.0))
+    events = trace_events(step)["traceEvents"]
     arrow = [event for event in events if event.get("cat") == "message"][:2]
     # The activation of microbatch 0: made by 0F0 (0-3 s), waited for by 1F0 (from 5 s on).
     assert [(event["ph"], event["pid"]) for event in arrow] == [("s", 0), ("f", 1)]

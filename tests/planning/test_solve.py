@@ -1,4 +1,4 @@
-"""`solve`: planner `budget` weighs the others beside its own, and says whose plan it took, or what lacks."""
+"""`solve`: planner `budget` weighs other planners' plans beside its own; notes name the planner or missing bytes."""
 
 from __future__ import annotations
 
@@ -39,31 +39,31 @@ def test_towers_that_budget_cannot_search_are_planned_by_another_and_the_note_sa
 
 
 def test_nobody_else_is_asked_for_a_plan_that_takes_the_work_shared_out_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, answered = list[str](), solving._answered
+    planners, answered = list[str](), solving._answered
 
-    def record(problem, entry, *rest):
-        asked.append(entry.name)
-        return answered(problem, entry, *rest)
+    def record(problem, planner, *arguments):
+        planners.append(planner.name)
+        return answered(problem, planner, *arguments)
 
     monkeypatch.setattr(solving, "_answered", record)
     problem = Problem.of(timed(random.Random(3), 4), 2, None, RUN)
     assert solve(problem, "budget").proven
-    assert asked == ["budget"]
-    asked.clear()
+    assert planners == ["budget"]
+    planners.clear()
     one_block = dataclasses.replace(problem, blocks_open=False)
     plan = solve(one_block, "budget")
-    assert asked[0] == "budget"
-    assert plan.proven or set(asked) == {name for name, entry in REGISTRY.items() if entry.weighed_up_to >= 8} | {
-        "budget"
-    }
-    asked.clear()
+    assert planners[0] == "budget"
+    assert plan.proven or set(planners) == {
+        name for name, planner in REGISTRY.items() if planner.weighed_up_to >= 8
+    } | {"budget"}
+    planners.clear()
     solve(dataclasses.replace(one_block, search_seconds=1e-9), "budget")
-    assert asked == ["budget"], "the time is over"
-    asked.clear()
+    assert planners == ["budget"], "the time is over"
+    planners.clear()
     solve(one_block, "budget", weighs_others=False)
     solve(dataclasses.replace(one_block, members_change=True), "budget")
     solve(one_block, "exact")
-    assert asked == ["budget", "budget", "exact"]
+    assert planners == ["budget", "budget", "exact"]
 
 
 def test_where_nothing_fits_the_plan_that_lacks_least_says_so() -> None:
@@ -71,7 +71,7 @@ def test_where_nothing_fits_the_plan_that_lacks_least_says_so() -> None:
     plan = solve(problem, "budget")
     assert plan.fits is False
     assert plan.shortfall is not None
-    names = [name for name, entry in REGISTRY.items() if not entry.long_search]
+    names = [name for name, planner in REGISTRY.items() if not planner.long_search]
     rows = [row.plan for row in compare(problem, names) if row.plan is not None]
     assert plan.shortfall.bytes <= min(row.shortfall.bytes for row in rows if row.shortfall is not None)
 
@@ -110,7 +110,7 @@ def test_cuts_that_fit_by_sums_alone_give_way_to_the_fastest_that_fit_by_what_ra
     """Against every cut list. The plan was said not to fit where the fastest by the memory model of its stages did not,
     although other cuts did: those with smaller stages, and those with a smaller stage at the rank that lacked memory.
 
-    capacity: None: what the stages of the fastest take by the memory model.
+    capacity: None: the bytes of the fastest plan's stages by the memory model.
     """
     profile, run = timed(random.Random(seed), layers), RunShape(6, "varuna")
     capacity = capacity or solve(Problem.of(profile, 3, None, run), "throughput").peak_bytes
@@ -118,7 +118,7 @@ def test_cuts_that_fit_by_sums_alone_give_way_to_the_fastest_that_fit_by_what_ra
     lists = [(0, *inner) for inner in itertools.combinations(range(1, layers), 2)]
     plans = [solve(dataclasses.replace(problem, cuts=cuts), "exact") for cuts in lists]
     plan = solve(problem, "throughput")
-    fitting = [one.step_seconds for one in plans if one.fits]
+    fitting = [candidate.step_seconds for candidate in plans if candidate.fits]
     assert plan.fits == bool(fitting)
     assert plan.step_seconds == min(fitting, default=plan.step_seconds)
     assert plan.capacity_bytes == capacity

@@ -1,4 +1,4 @@
-"""The verdict: one record says what fits, what is missing and what would do, for every command that asks."""
+"""The verdict: one record tells every command whether a plan fits, the missing bytes, and what would suffice."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ TENTH = Headroom(3, 1.1)
 
 
 def test_what_is_needed_is_the_peak_and_its_headroom() -> None:
-    found = judge([10, 20, 30], [20, 25, 30], TENTH)
-    assert found == MemoryVerdict((10, 20, 30), (14, 25, 36), (20, 25, 30))
-    assert (found.margins, found.fits, found.worst, found.lacking) == ([6, 0, -6], False, 2, 6)
-    assert found.need == "stage 2 needs 36 B of 30 B"
-    assert found.shortfall(5) == Shortfall(2, 6, 5)
-    assert found.sentence(5) == (
+    verdict = judge([10, 20, 30], [20, 25, 30], TENTH)
+    assert verdict == MemoryVerdict((10, 20, 30), (14, 25, 36), (20, 25, 30))
+    assert (verdict.margins, verdict.fits, verdict.worst, verdict.lacking) == ([6, 0, -6], False, 2, 6)
+    assert verdict.need == "stage 2 needs 36 B of 30 B"
+    assert verdict.shortfall(5) == Shortfall(2, 6, 5)
+    assert verdict.sentence(5) == (
         "does not fit: stage 2 needs 36 B of 30 B, 6 B too much (30 B and its headroom); "
         "5 device(s) of 20 B would do with planner exact"
     )
-    assert found.sentence(None).startswith("nothing fits: stage 2 needs 36 B of 30 B, 6 B too much (30 B and")
-    assert "and no number of devices of 20 B, the smallest here, would do, since" in found.sentence(None)
-    assert "; with planner p no number of devices of 20 B, the smallest here, would" in found.sentence(
+    assert verdict.sentence(None).startswith("nothing fits: stage 2 needs 36 B of 30 B, 6 B too much (30 B and")
+    assert "and no number of devices of 20 B, the smallest here, would do, since" in verdict.sentence(None)
+    assert "; with planner p no number of devices of 20 B, the smallest here, would" in verdict.sentence(
         None, way="planner p"
     )
     alike = judge([1, 40], [30, 30], TENTH)
@@ -42,9 +42,9 @@ def test_what_is_needed_is_the_peak_and_its_headroom() -> None:
 
 
 def test_a_device_that_is_used_up_to_the_last_byte_fits() -> None:
-    found = judge([10, 20], [14, 25], TENTH)
-    assert found is not None
-    assert (found.fits, found.lacking, min(found.margins)) == (True, 0, 0)
+    verdict = judge([10, 20], [14, 25], TENTH)
+    assert verdict is not None
+    assert (verdict.fits, verdict.lacking, min(verdict.margins)) == (True, 0, 0)
 
 
 @pytest.mark.parametrize(("peaks", "capacities"), [(None, [1]), ([1], None), (None, None)])
@@ -71,18 +71,18 @@ def test_every_answer_about_one_plan_is_the_same_verdict(capsys: pytest.CaptureF
 
     profile = profile_with_headroom()
     for capacity in (25, 24):
-        found = plan(profile, 2, capacity=capacity)
-        verdict = judge_plan(found, profile)
+        answer = plan(profile, 2, capacity=capacity)
+        verdict = judge_plan(answer, profile)
         assert verdict is not None
         assert verdict.margins == [capacity - 25, capacity - 25]
-        assert found.fits is verdict.fits is (capacity == 25)
+        assert answer.fits is verdict.fits is (capacity == 25)
         (row,) = compare(Problem.of(profile, 2, capacity), ["exact"])
         assert row.margin_bytes == min(verdict.margins)
-        print_plan(found, profile)
+        print_plan(answer, profile)
         assert f" {capacity - 25:.2f} " in capsys.readouterr().out
-        if not found.fits:
-            assert found.shortfall == verdict.shortfall(4)
-            assert verdict.need in found.notes[0]
+        if not answer.fits:
+            assert answer.shortfall == verdict.shortfall(4)
+            assert verdict.need in answer.notes[0]
 
 
 def test_the_table_of_a_plan_says_what_is_not_kept(capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,25 +103,25 @@ def test_the_table_of_a_plan_says_what_is_not_kept(capsys: pytest.CaptureFixture
 
 def test_a_plan_that_its_rehearsal_exceeds_does_not_fit() -> None:
     profile = profile_with_headroom()
-    asked: list[int] = []
+    capacities: list[int] = []
 
     def find(capacity: int) -> Plan:
-        asked.append(capacity)
+        capacities.append(capacity)
         return plan(profile, 2, capacity=capacity)
 
-    found = plan(profile, 2, capacity=30)
-    assert found.fits
-    smaller = rehearsed(found, [19, 21], [1, 0], Headroom.of(profile), find)
-    assert (smaller.fits, smaller.stage_bytes, smaller.peak_bytes, asked) == (True, (19, 21), 21, [])
-    larger = rehearsed(found, [19, 21], [1, 5], Headroom.of(profile), find)
+    answer = plan(profile, 2, capacity=30)
+    assert answer.fits
+    smaller = rehearsed(answer, [19, 21], [1, 0], Headroom.of(profile), find)
+    assert (smaller.fits, smaller.stage_bytes, smaller.peak_bytes, capacities) == (True, (19, 21), 21, [])
+    larger = rehearsed(answer, [19, 21], [1, 5], Headroom.of(profile), find)
     assert (larger.fits, larger.peak_bytes) == (False, 21)
-    assert (larger.shortfall, asked) == (Shortfall(1, 2, None), [28])
+    assert (larger.shortfall, capacities) == (Shortfall(1, 2, None), [28])
     assert larger.notes[-1] == "does not fit: stage 1 needs 32 B of 30 B when its own program is rehearsed"
 
 
 def test_a_plan_of_a_profile_with_seconds_says_what_each_stage_takes(tmp_path: Path) -> None:
-    found = plan(profile_with_headroom(), 2)
-    assert found.stage_seconds == (6.0, 6.0)
-    assert json.loads(json.dumps(found.to_json()))["stage_seconds"] == [6.0, 6.0]
+    answer = plan(profile_with_headroom(), 2)
+    assert answer.stage_seconds == (6.0, 6.0)
+    assert json.loads(json.dumps(answer.to_json()))["stage_seconds"] == [6.0, 6.0]
     bare = Profile(tuple(LayerProfile(f"l{i}", 10, 10 if i else None) for i in range(4)))
     assert plan(bare, 2).stage_seconds is None

@@ -1,4 +1,4 @@
-"""Moments in the host tier: for devices that are too small otherwise, and no more of them than must."""
+"""Moments in the host tier: only for devices that are too small otherwise, and as few as possible."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ LINK = Link(host_bandwidth=1e9)
 
 @pytest.fixture(scope="module")
 def profile() -> Profile:
-    """Without what a GPU needs beside the stages, which is much more than these."""
-    found = estimate_workload(Wide(), RunConditions(microbatch_size=2, device="cuda"))
-    kept = {name: value for name, value in found.conditions.items() if name != "headroom"}
-    actions = (dataclasses.replace(row.action_bytes, lasting_bytes=None) for row in found.observations)
-    rows = (dataclasses.replace(row, action_bytes=one) for row, one in zip(found.observations, actions, strict=True))
-    return dataclasses.replace(found, conditions=kept, observations=tuple(rows))
+    """Return an estimate without headroom and lasting bytes, which on a GPU exceed the stages by far."""
+    estimate = estimate_workload(Wide(), RunConditions(microbatch_size=2, device="cuda"))
+    kept = {name: value for name, value in estimate.conditions.items() if name != "headroom"}
+    actions = (dataclasses.replace(row.action_bytes, lasting_bytes=None) for row in estimate.observations)
+    rows = (
+        dataclasses.replace(row, action_bytes=action_bytes)
+        for row, action_bytes in zip(estimate.observations, actions, strict=True)
+    )
+    return dataclasses.replace(estimate, conditions=kept, observations=tuple(rows))
 
 
 def planned(profile: Profile, devices: int, capacity: int, tier: HostMemory | None = None) -> Plan:
@@ -45,12 +48,12 @@ def fits(profile: Profile, plan: Plan) -> bool:
 
 
 def smallest(profile: Profile, devices: int, all_moments_away: bool) -> int:
-    """The smallest capacity of those tried for which a plan of whole stages that run again fits."""
-    found = planned(profile, devices, 1)
+    """Return the smallest capacity for which a plan that recomputes whole stages fits."""
+    plan = planned(profile, devices, 1)
     if not all_moments_away:
-        found = dataclasses.replace(found, stages=tuple(dataclasses.replace(one, moments=()) for one in found.stages))
-    run = dataclasses.replace(RUN, schedule=found.schedule or "1f1b")
-    return max(one.peak_bytes for one in fold_plan(profile, found, run))
+        plan = dataclasses.replace(plan, stages=tuple(dataclasses.replace(stage, moments=()) for stage in plan.stages))
+    run = dataclasses.replace(RUN, schedule=plan.schedule or "1f1b")
+    return max(fold.peak_bytes for fold in fold_plan(profile, plan, run))
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -66,8 +69,11 @@ def test_a_device_that_is_too_small_keeps_as_much_as_it_has_room_for(profile: Pr
         seen.add(len(waiting))
         for number, layer in waiting:
             stage = plan.stages[number]
-            others = [one for one in sorted(stage.moments_away) if one != layer]
-            less = dataclasses.replace(stage, moments=tuple(MemoryInterval(one, one + 1, "host") for one in others))
+            other_layers = [other_layer for other_layer in sorted(stage.moments_away) if other_layer != layer]
+            less = dataclasses.replace(
+                stage,
+                moments=tuple(MemoryInterval(other_layer, other_layer + 1, "host") for other_layer in other_layers),
+            )
             stages = (*plan.stages[:number], less, *plan.stages[number + 1 :])
             assert not fits(profile, dataclasses.replace(plan, stages=stages)), "there is room for one more"
     assert len(seen) > 2
@@ -80,10 +86,12 @@ def test_the_copies_count_in_the_step(profile: Profile) -> None:
     run = dataclasses.replace(RUN, schedule="1f1b")
     away = all_away(plan)
     (fold,) = fold_plan(profile, away, run)
-    here, there = (with_step_seconds(profile, one, run, LINK).step_seconds for one in (plan, away))
-    assert here is not None
-    assert there is not None
-    assert there - here == pytest.approx(2 * fold.moved_bytes / 1e9)
+    device_seconds, host_seconds = (
+        with_step_seconds(profile, candidate, run, LINK).step_seconds for candidate in (plan, away)
+    )
+    assert device_seconds is not None
+    assert host_seconds is not None
+    assert host_seconds - device_seconds == pytest.approx(2 * fold.moved_bytes / 1e9)
     assert fold.host_bytes == fold.moved_bytes > 1e6
 
 

@@ -27,28 +27,28 @@ def planned(profile: Profile, devices: int, capacity: int | None, schedule: str,
 
 
 def most_of(profile: Profile, devices: int) -> int:
-    return max(one.bytes or 0 for one in planned(profile, devices, None, "gpipe").ranks)
+    return max(rank.bytes or 0 for rank in planned(profile, devices, None, "gpipe").ranks)
 
 
-def check(found: Plan, profile: Profile, capacity: int | None, link: Link | None) -> None:
-    """It is what it says: its step by the play, its bytes by the fold, its bound below it."""
-    run = replace(RUN, schedule=found.schedule or "")
-    assert found.fits
-    assert simulate_plan(profile, found, run=run, link=link).step_seconds == found.step_seconds
-    peaks = [one.peak_bytes for one in fold_plan(profile, found, run)]
-    assert [one.bytes for one in found.ranks] == peaks
+def check(plan: Plan, profile: Profile, capacity: int | None, link: Link | None) -> None:
+    """Check the plan's step by simulation, its bytes by the fold, and its bound against its step."""
+    run = replace(RUN, schedule=plan.schedule or "")
+    assert plan.fits
+    assert simulate_plan(profile, plan, run=run, link=link).step_seconds == plan.step_seconds
+    peaks = [fold.peak_bytes for fold in fold_plan(profile, plan, run)]
+    assert [rank.bytes for rank in plan.ranks] == peaks
     assert capacity is None or max(peaks) <= capacity
-    assert (found.bound_seconds or 0) <= (found.step_seconds or 0)
+    assert (plan.bound_seconds or 0) <= (plan.step_seconds or 0)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_slow_links_get_more_in_flight_and_a_shorter_step(seed: int) -> None:
     profile, link = timed(random.Random(seed), 6), Link(latency_seconds=8.0)
-    plain, found = (planned(profile, 3, None, name, link) for name in ("1f1b", "1f1b-star"))
-    check(found, profile, None, link)
-    assert (found.step_seconds or 0) < (plain.step_seconds or 0)
-    assert [stage.in_flight or 0 for stage in found.stages] >= [3, 2, 1]
-    assert max(stage.in_flight or 0 for stage in found.stages) > 3
+    plain, star = (planned(profile, 3, None, name, link) for name in ("1f1b", "1f1b-star"))
+    check(star, profile, None, link)
+    assert (star.step_seconds or 0) < (plain.step_seconds or 0)
+    assert [stage.in_flight or 0 for stage in star.stages] >= [3, 2, 1]
+    assert max(stage.in_flight or 0 for stage in star.stages) > 3
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -58,32 +58,32 @@ def test_limits_of_their_own_never_make_a_plan_slower_or_too_large(seed: int) ->
     for part in (2, 3, 4):
         capacity = most_of(profile, 3) * part // 4
         plain = planned(profile, 3, capacity, "1f1b", link)
-        found = planned(profile, 3, capacity, "1f1b-star", link)
+        star = planned(profile, 3, capacity, "1f1b-star", link)
         if plain.fits:
-            check(found, profile, capacity, link)
-            assert (found.step_seconds or 0) <= (plain.step_seconds or 0) * (1 + 1e-9)
+            check(star, profile, capacity, link)
+            assert (star.step_seconds or 0) <= (plain.step_seconds or 0) * (1 + 1e-9)
             both = planned(profile, 3, capacity, "auto", link)
             check(both, profile, capacity, link)
-            assert (both.step_seconds or 0) <= (found.step_seconds or 0) * (1 + 1e-9)
+            assert (both.step_seconds or 0) <= (star.step_seconds or 0) * (1 + 1e-9)
 
 
 def test_equal_stages_go_round_the_devices_where_that_fits() -> None:
     profile = timed(random.Random(3), 8)
     equal = replace(
         profile,
-        layers=tuple(replace(one, forward_seconds=1.0, backward_seconds=2.0) for one in profile.layers),
+        layers=tuple(replace(layer, forward_seconds=1.0, backward_seconds=2.0) for layer in profile.layers),
     )
-    plain, found = planned(equal, 4, None, "1f1b"), planned(equal, 4, None, "interleaved")
-    check(found, equal, None, None)
+    plain, interleaved = planned(equal, 4, None, "1f1b"), planned(equal, 4, None, "interleaved")
+    check(interleaved, equal, None, None)
     best, link = planned(equal, 4, None, "auto", Link(latency_seconds=1e-6)), Link(latency_seconds=1e-6)
     assert (best.step_seconds or 0) <= (planned(equal, 4, None, "interleaved", link).step_seconds or 0)
     assert planned(equal, 4, None, "auto").schedule != "interleaved", "nobody says what messages cost"
-    assert [stage.rank for stage in found.stages] == [0, 1, 2, 3, 0, 1, 2, 3]
-    assert found.step_seconds == pytest.approx(8 * 6 + 3 * 3)  # half of 1F1B's bubble
+    assert [stage.rank for stage in interleaved.stages] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert interleaved.step_seconds == pytest.approx(8 * 6 + 3 * 3)  # half of 1F1B's bubble
     assert plain.step_seconds == pytest.approx(8 * 6 + 3 * 6)
-    assert found.bound_seconds == pytest.approx(8 * 6)
-    assert not found.proven
-    peak = max(one.bytes or 0 for one in found.ranks)
+    assert interleaved.bound_seconds == pytest.approx(8 * 6)
+    assert not interleaved.proven
+    peak = max(rank.bytes or 0 for rank in interleaved.ranks)
     tight = planned(equal, 4, peak - 1, "interleaved")
     check(tight, equal, peak - 1, None)
     assert any(stage.memory for stage in tight.stages), "some stages run again"

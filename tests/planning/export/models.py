@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Every part may be missing, as in a stage."""
+    """Decoder whose parts may all be missing, as in a stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,12 +46,12 @@ class Decoder(nn.Module):
         x = x if self.embed_tokens is None else self.embed_tokens(x)
         rotary = self.rotary_emb(x)
         for layer in self.layers.children():
-            x = layer(x, rotary.abs())  # what the decoder does itself
+            x = layer(x, rotary.abs())  # an operation of the decoder itself
         return x if self.norm is None else self.norm(x)
 
 
 class CausalLM(nn.Module):
-    """With the names of a Hugging Face decoder."""
+    """Language model with the module names of a Hugging Face decoder."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class CausalLM(nn.Module):
 
 
 class Titan(nn.Module):
-    """With torchtitan's names, one level deep."""
+    """Language model with torchtitan's module names, one level deep."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Titan(nn.Module):
 
 @functools.cache
 def made(name: str) -> tuple[nn.Module, dict[str, Tensor], Chain]:
-    """Model, inputs, and the chain that is captured of it: one layer before the blocks, four blocks, one behind."""
+    """Return a model, its inputs, and its captured chain: one layer before the blocks, four blocks, one behind."""
     torch.manual_seed(0)
     tokens = torch.arange(6).reshape(1, 6)
     if name in ("decoder", "titan"):
@@ -107,7 +107,7 @@ def made(name: str) -> tuple[nn.Module, dict[str, Tensor], Chain]:
 
 
 def names(name: str) -> ModelNames:
-    """Of one of the captured models; "tied gpt2": as "gpt2", with one parameter for embedding and output projection."""
+    """Return the names of a captured model; "tied gpt2" shares a parameter of embedding and output projection."""
     if name == "tied gpt2":
         return replace(names("gpt2"), shared=(("transformer.wte.weight", (0, BLOCKS + 1)),))
     return names_of(made(name)[2])
@@ -115,17 +115,17 @@ def names(name: str) -> ModelNames:
 
 @functools.cache
 def detr_names() -> ModelNames:
-    """Of DETR, which is a chain written by hand."""
+    """Return the names of DETR, a chain written by hand."""
     return names_of(tiny_chain())
 
 
 def named(*layers: str, **more: object) -> ModelNames:
-    """Of a chain of which only the names of the layers are known, as in a profile."""
+    """Return the names of a chain of which only layer names are known, as in a profile."""
     return ModelNames(layers, **more)  # type: ignore[arg-type]
 
 
 def plan_of(*cuts: int, layers: int = BLOCKS + 2) -> Plan:
-    """One pipeline with a stage on each rank."""
+    """Return a plan of one pipeline with a stage on each rank."""
     return Plan.of_cuts(layers, cuts, schedule="1f1b")
 
 

@@ -12,18 +12,18 @@ from torch import nn
 
 
 def megatron_layout(text: str, ranks: int, num_layers: int) -> dict[tuple[int, int], list[str]]:
-    """(pipeline rank, virtual rank) -> what it builds: "embedding", "decoder 0", ..., "loss".
+    """Return (pipeline rank, virtual rank) -> the parts that it builds: "embedding", "decoder 0", ..., "loss".
 
     By the user guide of Megatron Core, "Custom Pipeline Model Parallel Layout": stages split by |, E, t and L, x*n and
     (...)*n, commas without meaning; stage number = virtual rank * ranks + rank.
     """
 
     def parse(at: int, closing: bool) -> tuple[str, int]:
-        found = ""
+        layout = ""
         while at < len(text):
             if text[at] == ")":
                 assert closing, "a ) without a ("
-                return found, at + 1
+                return layout, at + 1
             assert text[at] in "Etm|(L,", f"unknown character {text[at]!r}"
             piece, at = parse(at + 1, True) if text[at] == "(" else (text[at].strip(","), at + 1)
             count = ""
@@ -31,9 +31,9 @@ def megatron_layout(text: str, ranks: int, num_layers: int) -> dict[tuple[int, i
                 at += 1
                 while at < len(text) and text[at].isdigit():
                     count, at = count + text[at], at + 1
-            found += piece * int(count or 1)
+            layout += piece * int(count or 1)
         assert not closing
-        return found, at
+        return layout, at
 
     assert text.endswith("\n")
     text = text[:-1]
@@ -53,7 +53,7 @@ def megatron_layout(text: str, ranks: int, num_layers: int) -> dict[tuple[int, i
 
 
 def layer_partition(text: str, variable: str, ranks: int, num_layers: int) -> list[range]:
-    """Pipeline rank -> decoder layers, from the assignment of vLLM's or SGLang's environment variable."""
+    """Return the decoder layers of each pipeline rank, read from vLLM's or SGLang's environment variable."""
     name, _, value = text.removesuffix("\n").partition("=")
     assert name == variable
     counts = [int(part) for part in value.split(",")]
@@ -63,18 +63,18 @@ def layer_partition(text: str, variable: str, ranks: int, num_layers: int) -> li
 
 
 def torchtitan_part(model: nn.Module, listed: list[str]) -> nn.Module:
-    """A copy of the model with what a part lists: children, and of ModuleLists the listed items; the rest is None."""
+    """Return a copy of the model with the listed children and ModuleList items; all other children are None."""
     part = copy.deepcopy(model)
     for name, child in list(part.named_children()):
         if isinstance(child, nn.ModuleList):
-            setattr(part, name, nn.ModuleList(one for n, one in enumerate(child) if f"{name}.{n}" in listed))
+            setattr(part, name, nn.ModuleList(block for n, block in enumerate(child) if f"{name}.{n}" in listed))
         elif name not in listed:
             setattr(part, name, None)
     return part
 
 
 def automodel_part(model: nn.Module, listed: list[str]) -> nn.Module:
-    """The same at any depth: what is listed stays whole, and what holds something listed stays as its owner."""
+    """Return such a copy for names at any depth: listed modules stay whole, owners of listed modules stay."""
     part = copy.deepcopy(model)
 
     def prune(owner: nn.Module, path: str) -> None:
@@ -82,10 +82,10 @@ def automodel_part(model: nn.Module, listed: list[str]) -> nn.Module:
             below = f"{path}{name}"
             if below in listed:
                 continue
-            if not any(one.startswith(f"{below}.") for one in listed):
+            if not any(key.startswith(f"{below}.") for key in listed):
                 setattr(owner, name, nn.ModuleDict() if isinstance(child, nn.ModuleList) else None)
             elif isinstance(child, nn.ModuleList):
-                kept = {str(n): one for n, one in enumerate(child) if f"{below}.{n}" in listed}
+                kept = {str(n): block for n, block in enumerate(child) if f"{below}.{n}" in listed}
                 setattr(owner, name, nn.ModuleDict(kept))
             else:
                 prune(child, f"{below}.")
@@ -95,18 +95,18 @@ def automodel_part(model: nn.Module, listed: list[str]) -> nn.Module:
 
 
 def device_of_tensors(model: nn.Module, device_map: dict[str, int]) -> dict[str, int]:
-    """tensor of the state dict -> device. Each lies below one key, and keys are modules, as accelerate checks."""
+    """Return the device of each state-dict tensor. Each is below one key; keys are modules, as accelerate checks."""
     assert set(device_map) <= dict(model.named_modules()).keys()
-    found = {}
+    devices = {}
     for tensor in model.state_dict():
         keys = [key for key in device_map if key in ("", tensor) or tensor.startswith(f"{key}.")]
         assert len(keys) == 1, (tensor, keys)
-        found[tensor] = device_map[keys[0]]
-    return found
+        devices[tensor] = device_map[keys[0]]
+    return devices
 
 
 class FakeTopology:
-    """What DeepSpeed's PipelineModule asks its topology."""
+    """Topology with the methods that DeepSpeed's PipelineModule calls."""
 
     def __init__(self, stages: int) -> None:
         self.stages = stages

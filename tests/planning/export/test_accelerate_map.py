@@ -21,7 +21,7 @@ BEHIND = ("ln_f", "lm_head", "layernorm", "classifier", "norm")
 
 
 def layer_of(tensor: str) -> int:
-    """By its name: block k is layer k + 1, what these models have behind the blocks is the last layer."""
+    """Return a tensor's layer by its name: block k is layer k + 1, modules behind the blocks are the last layer."""
     pieces = tensor.split(".")
     number = next((int(piece) for piece in pieces if piece.isdigit()), None)
     if number is not None:
@@ -32,8 +32,8 @@ def layer_of(tensor: str) -> int:
 @pytest.mark.parametrize("model", ["gpt2", "vit", "decoder", "titan"])
 @pytest.mark.parametrize("cuts", [(0,), (0, 3), (0, 2, 4), (0, 1, 5)])
 def test_every_tensor_is_on_the_device_of_its_stage(model: str, cuts: tuple[int, ...]) -> None:
-    found = device_of_tensors(made(model)[0], json.loads(device_map(plan_of(*cuts), names(model))))
-    for tensor, device in found.items():
+    devices = device_of_tensors(made(model)[0], json.loads(device_map(plan_of(*cuts), names(model))))
+    for tensor, device in devices.items():
         assert device == sum(layer_of(tensor) >= cut for cut in cuts) - 1, tensor
 
 
@@ -50,7 +50,7 @@ def test_stages_of_one_rank_and_tied_parameters() -> None:
 
 
 def held(*parameters: str) -> LayerModules:
-    return LayerModules(tuple(one.rpartition(".")[0] for one in parameters), parameters)
+    return LayerModules(tuple(parameter.rpartition(".")[0] for parameter in parameters), parameters)
 
 
 def test_modules_whose_own_code_needs_one_device_are_not_split() -> None:
@@ -80,12 +80,12 @@ def test_accelerate_itself_takes_the_map() -> None:
     accelerate = pytest.importorskip("accelerate", reason=reason)
     for name in ("gpt2", "vit", "decoder"):
         model, inputs, _ = made(name)
-        found = json.loads(device_map(plan_of(0, 2, 4), names(name)))
+        devices = json.loads(device_map(plan_of(0, 2, 4), names(name)))
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # of keys that are no modules
-            accelerate.utils.check_device_map(model, found)
+            accelerate.utils.check_device_map(model, devices)
         cpu = torch.device("cpu")
-        dispatched = accelerate.dispatch_model(model, dict.fromkeys(found, cpu), main_device=cpu, force_hooks=True)
-        assert all(hasattr(dispatched.get_submodule(key), "_hf_hook") for key in found if key != "model.rotary_emb")
+        dispatched = accelerate.dispatch_model(model, dict.fromkeys(devices, cpu), main_device=cpu, force_hooks=True)
+        assert all(hasattr(dispatched.get_submodule(key), "_hf_hook") for key in devices if key != "model.rotary_emb")
         dispatched(**inputs)
         accelerate.hooks.remove_hook_from_module(model, recurse=True)

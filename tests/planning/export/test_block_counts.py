@@ -56,23 +56,25 @@ def test_the_reader_knows_the_layout_of_the_user_guide() -> None:
 def test_partitions_hold_the_blocks_of_the_plan(write: object, variable: str, model: str) -> None:
     for cuts in [(0,), (0, 3), (0, 2, 4), (0, 2, 3, 4)]:
         text = write(plan_of(*cuts), names(model))  # type: ignore[operator]
-        found = layer_partition(text, variable, len(cuts), BLOCKS)
-        assert [list(one) for one in found] == stages_of_blocks(cuts)
+        partition = layer_partition(text, variable, len(cuts), BLOCKS)
+        assert [list(layers) for layers in partition] == stages_of_blocks(cuts)
 
 
 def test_random_cuts_of_long_models_are_read_back() -> None:
     draw = random.Random(1)
     for _ in range(100):
         blocks = draw.randint(4, 90)
-        known = named("embed", *(f"model.layers.{n}" for n in range(blocks)), "norm")
+        model_names = named("embed", *(f"model.layers.{n}" for n in range(blocks)), "norm")
         ranks = draw.choice([n for n in (1, 2, 3, 4) if n <= blocks])
         cuts = (0, *sorted(draw.sample(range(2, blocks + 1), ranks - 1)))
         bounds = (*cuts[1:], blocks + 2)
         mine = [min(end - 1, blocks) - max(first - 1, 0) for first, end in zip(cuts, bounds, strict=True)]
-        found = megatron_layout(megatron(plan_of(*cuts, layers=blocks + 2), known), ranks, blocks)
-        assert [sum("decoder" in one for one in found[rank, 0]) for rank in range(ranks)] == mine
-        text = vllm(plan_of(*cuts, layers=blocks + 2), known)
-        assert [len(one) for one in layer_partition(text, "VLLM_PP_LAYER_PARTITION", ranks, blocks)] == mine
+        layout = megatron_layout(megatron(plan_of(*cuts, layers=blocks + 2), model_names), ranks, blocks)
+        assert [sum("decoder" in layer for layer in layout[rank, 0]) for rank in range(ranks)] == mine
+        text = vllm(plan_of(*cuts, layers=blocks + 2), model_names)
+        assert [
+            len(rank_layers) for rank_layers in layer_partition(text, "VLLM_PP_LAYER_PARTITION", ranks, blocks)
+        ] == mine
 
 
 def test_what_they_cannot_say_is_refused() -> None:

@@ -24,7 +24,7 @@ KEEPS = RunShape(recompute=False, schedule="1f1b")
 
 @pytest.fixture
 def run_file(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs the text of a file and gives its class, with what DeepSpeed gives it to derive from."""
+    """Return a function that runs a file's text and returns its class; DeepSpeed's base class is faked."""
 
     def non_reentrant_checkpoint() -> None: ...
 
@@ -47,17 +47,17 @@ def run_file(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def built(module: Any, layers: list[str], stages: int, **options: Any) -> list[list[str]]:
-    found = []
+    rank_layers = []
     for rank in range(stages):
         module.rank = rank
-        found.append(module(layers, **options).built)
-    return found
+        rank_layers.append(module(layers, **options).built)
+    return rank_layers
 
 
 def test_ranks_build_the_layers_of_their_stages(run_file: Any) -> None:
-    for known in (names("gpt2"), names("vit"), detr_names()):
-        layers = list(known.layers)
-        text = deepspeed(plan_of(0, 2, 5, layers=len(layers)), KEEPS, known)
+    for model_names in (names("gpt2"), names("vit"), detr_names()):
+        layers = list(model_names.layers)
+        text = deepspeed(plan_of(0, 2, 5, layers=len(layers)), KEEPS, model_names)
         module = run_file(text)
         assert built(module, layers, 3) == [layers[:2], layers[2:5], layers[5:]]
         assert built(module, layers, 3, topology=FakeTopology(3)) == [layers[:2], layers[2:5], layers[5:]]
@@ -120,7 +120,7 @@ def test_a_name_of_a_layer_stays_inside_the_docstring() -> None:
     for evil in ('"""\nimport os\n"""', "\\", 'x"', "\x1b[31m\u202e"):
         layers = tuple(f"{number}{evil}" for number in range(6))
         text = deepspeed(plan_of(0, 3), KEEPS, ModelNames(layers, ((evil, (0, 1)),)))
-        first, *rest = ast.parse(text).body
+        first, *statements = ast.parse(text).body
         assert isinstance(first, ast.Expr)
-        assert [type(node) for node in rest] == [ast.ImportFrom, ast.Assign, ast.Expr, ast.ClassDef]
+        assert [type(node) for node in statements] == [ast.ImportFrom, ast.Assign, ast.Expr, ast.ClassDef]
         assert "\x1b" not in text

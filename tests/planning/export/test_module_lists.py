@@ -23,11 +23,13 @@ CUTS = [(0,), (0, 3), (0, 2, 4), (0, 1, 2, 5)]
 
 
 def blocks_in(part: nn.Module) -> list[int]:
-    """The blocks that hold parameters of the whole model: by the values of one of them."""
-    whole = {float(tensor.flatten()[0]): key for key, tensor in made("titan")[0].state_dict().items()}
-    whole |= {float(tensor.flatten()[0]): key for key, tensor in made("decoder")[0].state_dict().items()}
-    found = {whole[float(tensor.flatten()[0])] for key, tensor in part.state_dict().items() if "attention.bias" in key}
-    return sorted(int(key.split("layers.")[1].split(".")[0]) for key in found)
+    """Return the blocks that the part holds, recognised by the values of one parameter of the whole model."""
+    key_of_value = {float(tensor.flatten()[0]): key for key, tensor in made("titan")[0].state_dict().items()}
+    key_of_value |= {float(tensor.flatten()[0]): key for key, tensor in made("decoder")[0].state_dict().items()}
+    block_keys = {
+        key_of_value[float(tensor.flatten()[0])] for key, tensor in part.state_dict().items() if "attention.bias" in key
+    }
+    return sorted(int(key.split("layers.")[1].split(".")[0]) for key in block_keys)
 
 
 @pytest.mark.parametrize("cuts", CUTS)
@@ -64,7 +66,7 @@ def test_a_hugging_face_decoder_gets_torchtitans_names() -> None:
 
 
 class Positions(CausalLM):
-    """Holds a parameter that belongs to no module below it."""
+    """Language model with a parameter that belongs to no submodule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +77,7 @@ class Positions(CausalLM):
 
 
 class Convolutions(nn.Module):
-    """Its blocks are Sequentials, of which torchtitan drops or keeps the whole."""
+    """Model whose blocks are Sequentials, which torchtitan keeps or drops as a whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,8 +105,8 @@ def test_what_they_keep_whole_is_not_cut() -> None:
         torchtitan(plan_of(0, 3), names("gpt2"))
     with pytest.raises(CapslogError, match=r"a cut lies inside 'vit', but torchtitan"):
         torchtitan(plan_of(0, 3), names("vit"))
-    for model, found in (("gpt2", r"transformer\.h\.\*"), ("vit", r"vit\.layers\.\*")):
-        with pytest.raises(CapslogError, match=rf"blocks are '{found}', but NeMo AutoModel splits Hugging"):
+    for model, pattern in (("gpt2", r"transformer\.h\.\*"), ("vit", r"vit\.layers\.\*")):
+        with pytest.raises(CapslogError, match=rf"blocks are '{pattern}', but NeMo AutoModel splits Hugging"):
             automodel(plan_of(0, 3), names(model))
     with pytest.raises(CapslogError, match=r"'transformer\.wte\.weight' is used by stages \[0, 1\]"):
         torchtitan(plan_of(0, 3), names("tied gpt2"))

@@ -55,8 +55,8 @@ def test_blocks_of_every_stage_are_counted() -> None:
     assert block_pattern(["enc.h.0", "dec.h.0"], "dec.h.*") == block_pattern(["x", "dec.h.0"], "h.*") == "dec.h.*"
     assert block_pattern(["a.0.b.0", "a.1.b.0"], "*") == "a.*"
     for cuts in [(0,), (0, 3), (0, 1, 5), (0, 2, 3, 4)]:
-        found = block_counts(names("vit"), stage_line(plan_of(*cuts), "X"), "X")
-        assert found == [len(blocks) for blocks in stages_of_blocks(cuts)]
+        stage_counts = block_counts(names("vit"), stage_line(plan_of(*cuts), "X"), "X")
+        assert stage_counts == [len(blocks) for blocks in stages_of_blocks(cuts)]
 
 
 @pytest.mark.parametrize(
@@ -89,5 +89,5 @@ def test_modules_tell_the_blocks_of_a_layer_that_holds_several() -> None:
     inner = tuple(LayerModules((f"{n}.mlp.0", f"{n}.mlp.1")) for n in range(3))
     assert block_counts(named("0", "1", "2", held=inner), stage_line(plan_of(0, 1, layers=3), "X"), "X") == [1, 2]
     held = tuple(LayerModules((f"h.{2 * n}.mlp", f"h.{2 * n + 1}.mlp")) for n in range(3))
-    known = named("h.0", "h.2", "h.4", held=held)
-    assert block_counts(known, stage_line(plan_of(0, 1, layers=3), "X"), "X") == [2, 4]
+    model_names = named("h.0", "h.2", "h.4", held=held)
+    assert block_counts(model_names, stage_line(plan_of(0, 1, layers=3), "X"), "X") == [2, 4]

@@ -1,4 +1,4 @@
-"""What no other system has is refused by the name of the field, and equal pipelines are one pipeline and a number."""
+"""Features that no other system has are refused by field name; equal pipelines become one pipeline and a number."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def two(**of_the_second: Any) -> tuple[PlanStage, ...]:
 def test_stages_ranks_and_replicas_are_found() -> None:
     assert stage_line(Plan.of_cuts(6, [0, 2]), "X") == StageLine(((0, 2), (2, 6)), (0, 1), 1)
     looped = Plan(4, stages_of_pipelines(4, [0, 1, 2, 3], 3, 6, [0, 1, 0, 1]), Units(6, 1, 6), "interleaved")
-    found = stage_line(looped, "X")
-    assert found == StageLine(((0, 1), (1, 2), (2, 3), (3, 4)), (0, 1), 3)
-    assert found.stages_per_rank == 2
+    line = stage_line(looped, "X")
+    assert line == StageLine(((0, 1), (1, 2), (2, 3), (3, 4)), (0, 1), 3)
+    assert line.stages_per_rank == 2
     other_order = Plan(6, (replace(two()[0], ranks=(5,)), two()[1]), Units(2, 1, 1), "1f1b")
     assert stage_line(other_order, "X").ranks == (5, 1)
 
@@ -63,7 +63,7 @@ def test_stages_ranks_and_replicas_are_found() -> None:
         ),
         (
             (
-                *(replace(one, blocks=(0, 1)) for one in two()),
+                *(replace(stage, blocks=(0, 1)) for stage in two()),
                 PlanStage(((0, 3),), (2,), (2, 3)),
                 PlanStage(((3, 6),), (3,), (2, 3)),
             ),
@@ -72,7 +72,7 @@ def test_stages_ranks_and_replicas_are_found() -> None:
         ),
         (
             (
-                *(replace(one, blocks=(0, 1)) for one in two()),
+                *(replace(stage, blocks=(0, 1)) for stage in two()),
                 PlanStage(((0, 2),), (2,), (2, 3)),
                 PlanStage(((2, 6),), (3,), (2, 3), memory=None),
             ),

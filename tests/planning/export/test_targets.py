@@ -1,4 +1,4 @@
-"""What the text for a target leaves unsaid is said beside it."""
+"""Notes beside an exported text name everything of the plan that the text leaves out."""
 
 from __future__ import annotations
 
@@ -42,17 +42,20 @@ def test_notes_name_what_is_left_out() -> None:
     recomputing = notes("torchtitan", plan_of(0, 3), replace(KEEPS, recompute=True))
     assert "set the recomputation of torchtitan itself" in recomputing[-1]
     stages = stages_of_pipelines(6, [0, 3], 2, 4, [1, 0])
-    said = notes("megatron", Plan(6, stages, Units(4, 1, 4), "zb-h1"), KEEPS)
-    assert "set the data parallelism of Megatron to 2" in said[1]
-    assert "pipeline rank r of Megatron is the plan's rank [1, 0][r]" in said[2]
-    assert "the plan's schedule zb-h1 is not a part of the text: Megatron works in an order of its own" in said[3]
-    one, other = stages_of_pipelines(6, [0, 3], 1, 1)
-    limited = Plan(6, (replace(one, in_flight=1), other), Units(4, 1, 1), "1f1b")
+    megatron_notes = notes("megatron", Plan(6, stages, Units(4, 1, 4), "zb-h1"), KEEPS)
+    assert "set the data parallelism of Megatron to 2" in megatron_notes[1]
+    assert "pipeline rank r of Megatron is the plan's rank [1, 0][r]" in megatron_notes[2]
+    assert (
+        "the plan's schedule zb-h1 is not a part of the text: Megatron works in an order of its own"
+        in megatron_notes[3]
+    )
+    first, second = stages_of_pipelines(6, [0, 3], 1, 1)
+    limited = Plan(6, (replace(first, in_flight=1), second), Units(4, 1, 1), "1f1b")
     assert "limit of 1 call in flight on stage 0 is not a part" in notes("automodel", limited, KEEPS)[1]
     assert "export it with --to torch-csv" in notes("automodel", limited, KEEPS)[1]
     recomputing = notes("automodel", limited, replace(KEEPS, recompute=True))[1]
     assert "NeMo AutoModel works in an order of its own" in recomputing  # which torch's lists do not say
-    listed = Plan(6, (one, other), Units(1, 1, 1), actions=(("0F0", "0B0"), ("1F0", "1B0")))
+    listed = Plan(6, (first, second), Units(1, 1, 1), actions=(("0F0", "0B0"), ("1F0", "1B0")))
     assert "the plan's list of actions is not a part of the text" in notes("deepspeed", listed, KEEPS)[0]
 
 
@@ -75,10 +78,10 @@ def test_exports_import_no_torch() -> None:
 
 def test_names_come_from_a_profile() -> None:
     rows = tuple(LayerProfile(name, 1, 1 if n else None) for n, name in enumerate(("e", "h.0", "h.1", "n")))
-    known = names_in(Profile(rows, shared=(SharedParameter("e.weight", 4, (0, 3)),)))
-    assert known.layers == ("e", "h.0", "h.1", "n")
-    assert known.shared == (("e.weight", (0, 3)),)
-    assert TARGETS["megatron"].write(Request(plan_of(0, 2, layers=4), names=known)) == "Et|tL\n"
+    model_names = names_in(Profile(rows, shared=(SharedParameter("e.weight", 4, (0, 3)),)))
+    assert model_names.layers == ("e", "h.0", "h.1", "n")
+    assert model_names.shared == (("e.weight", (0, 3)),)
+    assert TARGETS["megatron"].write(Request(plan_of(0, 2, layers=4), names=model_names)) == "Et|tL\n"
     with pytest.raises(CapslogError, match="a plan does not hold the names of the model's layers; give its profile"):
         TARGETS["megatron"].write(Request(plan_of(0, 2, layers=4)))
 
@@ -92,9 +95,11 @@ def readers_stages(target: str, text: str, model: str, cuts: tuple[int, ...]) ->
     """The blocks of each stage, as a reader of the target finds them."""
     if target == "megatron":
         rows = megatron_layout(text, len(cuts), BLOCKS).values()
-        return [[int(one.split()[1]) for one in row if one.startswith("decoder")] for row in rows]
+        return [[int(piece.split()[1]) for piece in row if piece.startswith("decoder")] for row in rows]
     if target in ("vllm", "sglang"):
-        return [list(one) for one in layer_partition(text, f"{target.upper()}_PP_LAYER_PARTITION", len(cuts), BLOCKS)]
+        return [
+            list(layers) for layers in layer_partition(text, f"{target.upper()}_PP_LAYER_PARTITION", len(cuts), BLOCKS)
+        ]
     if target == "deepspeed":
         space: dict[str, object] = {}
         exec(text.partition("\nPARTS")[1] + text.partition("\nPARTS")[2].partition("\n")[0], space)
@@ -105,19 +110,19 @@ def readers_stages(target: str, text: str, model: str, cuts: tuple[int, ...]) ->
     if target == "device-map":
         placed = device_of_tensors(made(model)[0], json.loads(text))
     elif target == "torchtitan":  # a part's list of blocks counts from 0 again, so that only the names tell them
-        assert [len(torchtitan_part(made("titan")[0], one).layers) for one in json.loads(text)] == [
+        assert [len(torchtitan_part(made("titan")[0], listed).layers) for listed in json.loads(text)] == [
             len(blocks) for blocks in stages_of_blocks(cuts)
         ]
         placed = {name: stage for stage, listed in enumerate(json.loads(text)) for name in listed}
     else:
         parts = [automodel_part(made(model)[0], listed) for listed in json.loads(text)]
         placed = {name: stage for stage, part in enumerate(parts) for name in part.state_dict()}
-    found: list[set[int]] = [set() for _ in cuts]
+    block_numbers: list[set[int]] = [set() for _ in cuts]
     for name, stage in placed.items():
         number = next((int(piece) for piece in name.split(".") if piece.isdigit()), None)
         if number is not None:
-            found[stage].add(number)
-    return [sorted(one) for one in found]
+            block_numbers[stage].add(number)
+    return [sorted(numbers) for numbers in block_numbers]
 
 
 @pytest.mark.parametrize("cuts", [(0, 3), (0, 2, 4)])

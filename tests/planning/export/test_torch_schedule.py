@@ -1,4 +1,4 @@
-"""What torch reads from an exported schedule, and that it runs it."""
+"""torch reads an exported schedule and runs it."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def test_torch_reads_the_actions_and_finds_no_deadlock(name: str) -> None:
     text = torch_csv(plan_of(name, placement), KEEPS)
     rows = [[_Action.from_str(cell) for cell in line.split(",")] for line in text.splitlines()]
     expected = to_strings(make_schedule(name, 4, 4, placement))
-    assert [[str(one) for one in row] for row in rows] == expected
-    # torch adds the messages itself, and raises where that comes to no end
+    assert [[str(action) for action in row] for row in rows] == expected
+    # torch adds the messages itself, and raises on a deadlock
     lowered = _add_send_recv(dict(enumerate(rows)), lambda stage: placement[stage], 4)
-    assert [[str(one) for one in lowered[rank] if "_" not in str(one)] for rank in range(2)] == expected
+    assert [[str(action) for action in lowered[rank] if "_" not in str(action)] for rank in range(2)] == expected
 
 
 def test_what_torch_does_not_have_is_refused() -> None:

@@ -26,26 +26,26 @@ LINK = Link(bandwidth=1e5)
 
 
 def every_plan(profile: Profile, replicas: int, devices: int, run: RunShape) -> list[tuple[float, int]]:
-    """The step and the peak of every cut list with every choice of layers that run again, alike in all pipelines."""
-    found, size, share = [], profile.num_layers, run.num_blocks // replicas
+    """Return step and peak of every cut list with every choice of recomputed layers, alike in all pipelines."""
+    outcomes, size, share = [], profile.num_layers, run.num_blocks // replicas
     for cuts in all_cuts(size, devices):
         bounds = list(itertools.pairwise((*cuts, size)))
         for memory in itertools.product(*(choices(first, end, ("recompute",)) for first, end in bounds)):
             stages = [
                 PlanStage(
-                    (own,),
+                    (layers,),
                     (replica * devices + at,),
                     tuple(range(replica * share, (replica + 1) * share)),
                     memory=memory[at],
                 )
                 for replica in range(replicas)
-                for at, own in enumerate(bounds)
+                for at, layers in enumerate(bounds)
             ]
             plan = Plan(size, tuple(stages), Units(run.num_microbatches, 1, run.num_blocks), run.schedule)
             step = with_step_seconds(profile, plan, run, LINK).step_seconds
             assert step is not None
-            found.append((step, max(rank.peak_bytes for rank in fold_plan(profile, plan, run))))
-    return found
+            outcomes.append((step, max(rank.peak_bytes for rank in fold_plan(profile, plan, run))))
+    return outcomes
 
 
 def of_size(capacity: int | None, count: int = 1) -> list[PlanRank]:
@@ -99,9 +99,9 @@ def test_a_stage_keeps_to_the_least_of_its_devices_and_is_as_fast_as_the_slowest
     mixed = equal_pipelines_plan(profile, 2, [*of_size(high), *of_size(low, 2), *of_size(high)], run)
     alike = equal_pipelines_plan(profile, 2, of_size(low, 4), run)
     assert mixed.stages == alike.stages
-    assert [one.capacity_bytes for one in mixed.ranks] == [high, low, low, high]
-    slow = equal_pipelines_plan(profile, 2, [PlanRank(speed=one) for one in (1.0, 1.0, 0.25, 1.0)], run)
-    assert [one.speed for one in slow.ranks] == [1.0, 1.0, 0.25, 1.0]
+    assert [rank.capacity_bytes for rank in mixed.ranks] == [high, low, low, high]
+    slow = equal_pipelines_plan(profile, 2, [PlanRank(speed=speed) for speed in (1.0, 1.0, 0.25, 1.0)], run)
+    assert [rank.speed for rank in slow.ranks] == [1.0, 1.0, 0.25, 1.0]
     assert slow.stages[0].end < equal_pipelines_plan(profile, 2, of_size(None, 4), run).stages[0].end
     with pytest.raises(CapslogError, match="3 pipelines cannot share 4 accumulation block"):
         equal_pipelines_plan(profile, 3, of_size(None, 3), RunShape(4, "1f1b", microbatch_size=1, num_blocks=4))
@@ -116,7 +116,7 @@ def test_replicas_share_the_moments_where_nothing_fits_otherwise(replicas: int, 
     run, count = RunShape(2 * replicas, "1f1b", microbatch_size=1, num_blocks=replicas), replicas * devices
 
     def peak(plan: Plan) -> int:
-        return max(one.peak_bytes for one in fold_plan(profile, plan, run))
+        return max(fold.peak_bytes for fold in fold_plan(profile, plan, run))
 
     alone = equal_pipelines_plan(profile, replicas, of_size(1, count), run)
     below = peak(alone) - moments // (4 * devices)

@@ -40,13 +40,16 @@ def kept(profile: Profile, name: str, capacity: int | None) -> Plan:
 
 
 def again(profile: Profile, plan: Plan) -> dict[tuple[tuple[int, int], ...], float]:
-    """Seconds that run again for a call of each stage."""
+    """Return the seconds that each stage recomputes per call."""
     took = profile.column("forward_seconds")
-    return {stage.layers: sum(sum(took[one.first : one.end]) for one in stage.memory or ()) for stage in plan.stages}
+    return {
+        stage.layers: sum(sum(took[interval.first : interval.end]) for interval in stage.memory or ())
+        for stage in plan.stages
+    }
 
 
 def every(plan: Plan, pieces: tuple[tuple[int, int], ...]) -> Iterator[Plan]:
-    """The plan with every list of intervals of the stages that hold these pieces."""
+    """Yield the plan with every list of intervals of the stages that hold these pieces."""
     for lists in itertools.product(*(list(_every_list(*piece, ["recompute"])) for piece in pieces)):
         memory: tuple[MemoryInterval, ...] = sum(lists, ())
 
@@ -58,33 +61,33 @@ def every(plan: Plan, pieces: tuple[tuple[int, int], ...]) -> Iterator[Plan]:
 
 @pytest.mark.parametrize("name", STAGES)
 def test_what_runs_again_is_little_more_than_of_every_list_that_fits(name: str) -> None:
-    """The stage of the most bytes, with so little room that something of it must run again; all lists of it, folded.
-    What several pieces have to save together is shared out by estimates.
+    """Checks the stage of the most bytes, under a capacity that forces recomputation, against all its lists, folded.
+    Estimates distribute the bytes that several pieces must save together.
     """
     ratios, missed = [], 0
     for seed in range(5):
         profile = drawn(random.Random(seed), [(0, 1), (1, 2), (0, 3), (3, 4), (2, 5), (4, 5), (5, 6)])
         free = judged(profile, kept(profile, name, None), SHAPE)
-        sizes = [one.bytes or 0 for one in free.ranks]
+        sizes = [rank.bytes or 0 for rank in free.ranks]
         fullest = free.stages[max(range(len(sizes)), key=lambda rank: sizes[rank])].layers
         for part in (0.95, 0.85):
             plan = kept(profile, name, int(part * max(sizes)))
             lacks = judged(profile, plan, SHAPE)
             assert lacks.fits is False
-            found = PlacedIntervals(profile, SHAPE).treated(
-                plan, lacks, lambda one, profile=profile: judged(profile, one, SHAPE), with_lists
+            treated_plan = PlacedIntervals(profile, SHAPE).treated(
+                plan, lacks, lambda candidate, profile=profile: judged(profile, candidate, SHAPE), with_lists
             )
             fitting = [
-                again(profile, one)[fullest]
-                for one in every(dataclasses.replace(found or plan), fullest)
-                if judged(profile, one, SHAPE).fits
+                again(profile, candidate)[fullest]
+                for candidate in every(dataclasses.replace(treated_plan or plan), fullest)
+                if judged(profile, candidate, SHAPE).fits
             ]
-            if found is None:
+            if treated_plan is None:
                 missed += bool(fitting)
                 continue
-            assert judged(profile, found, SHAPE).fits
-            assert len({stage.memory for stage in found.stages if stage.layers == fullest}) == 1
-            ratios.append(again(profile, found)[fullest] / min(fitting))
+            assert judged(profile, treated_plan, SHAPE).fits
+            assert len({stage.memory for stage in treated_plan.stages if stage.layers == fullest}) == 1
+            ratios.append(again(profile, treated_plan)[fullest] / min(fitting))
     assert len(ratios) > 5
     assert not missed
     assert min(ratios) > 1 - 1e-9, "no list that fits runs less again"

@@ -1,4 +1,4 @@
-"""Plans of planner `madpipe`: ranks that come back, bytes by the fold, and what a profile lacks."""
+"""Plans of planner `madpipe`: ranks with several stages, bytes by the fold, and missing fields of a profile."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LINK = Link(10**7)
 
 
 def timed(seconds: list[float], seed: int = 5) -> Profile:
-    """Layers that take so many seconds, a third of them forward, with the bytes of a random model."""
+    """Return layers that take these seconds, a third of them forward, with the bytes of a random model."""
     drawn = profile_of(Model.random(random.Random(seed), len(seconds), True, 1000), "cuda")
     rows = [
         dataclasses.replace(
@@ -46,16 +46,16 @@ UNEVEN = timed([2.0, 5.0, 5.0, 3.0])
 
 
 def test_a_rank_comes_back_where_no_cuts_are_even() -> None:
-    found = plan(UNEVEN, 3, "madpipe", run=RUN, link=LINK)
-    assert [(one.layers, one.rank) for one in found.stages] == [
+    answer = plan(UNEVEN, 3, "madpipe", run=RUN, link=LINK)
+    assert [(stage.layers, stage.rank) for stage in answer.stages] == [
         (((0, 1),), 0), (((1, 2),), 1), (((2, 3),), 2), (((3, 4),), 0)
     ]  # fmt: skip
-    assert (found.planner, found.fits, found.schedule, found.num_ranks) == ("madpipe", True, "1f1b", 3)
-    step = simulate_plan(UNEVEN, found, link=LINK).step_seconds
-    assert step == found.step_seconds
+    assert (answer.planner, answer.fits, answer.schedule, answer.num_ranks) == ("madpipe", True, "1f1b", 3)
+    step = simulate_plan(UNEVEN, answer, link=LINK).step_seconds
+    assert step == answer.step_seconds
     even = simulate_plan(UNEVEN, plan(UNEVEN, 3, "throughput", run=RUN, link=LINK), link=LINK, run=RUN).step_seconds
     assert 24 * 5 < step < 0.85 * even  # any cuts leave 7 s to a device
-    assert Plan.from_json(json.loads(json.dumps(found.to_json()))) == found
+    assert Plan.from_json(json.loads(json.dumps(answer.to_json()))) == answer
 
 
 def test_its_ranks_hold_what_the_fold_finds_within_their_capacity() -> None:
@@ -65,8 +65,8 @@ def test_its_ranks_hold_what_the_fold_finds_within_their_capacity() -> None:
         free = plan(profile, 3, "madpipe", run=RUN, link=LINK)
         assert free.peak_bytes is not None
         limited = plan(profile, 3, "madpipe", capacity=int(free.peak_bytes * 0.8), run=RUN, link=LINK)
-        assert [one.bytes for one in limited.ranks] == [one.peak_bytes for one in fold_plan(profile, limited, RUN)]
-        assert limited.fits == all((one.bytes or 0) <= (one.capacity_bytes or 0) for one in limited.ranks)
+        assert [rank.bytes for rank in limited.ranks] == [fold.peak_bytes for fold in fold_plan(profile, limited, RUN)]
+        assert limited.fits == all((rank.bytes or 0) <= (rank.capacity_bytes or 0) for rank in limited.ranks)
         fitting += bool(limited.fits)
         coming_back += len(limited.stages) > 3
         if not limited.fits:
@@ -77,27 +77,27 @@ def test_its_ranks_hold_what_the_fold_finds_within_their_capacity() -> None:
 
 
 def test_where_the_fold_finds_more_than_the_chain_the_stages_hold_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here the chain is told three quarters of what a microbatch leaves."""
+    """The chain here counts three quarters of the bytes that a microbatch saves."""
     profile = timed([1.0, 2.0, 2.0, 1.0, 1.0, 2.0])
     free = plan(profile, 3, "madpipe", run=RUN, link=LINK).peak_bytes
     assert free is not None
-    told = ChainCosts.of_profile
-    monkeypatch.setattr(ChainCosts, "of_profile", lambda *question: less_saved(told(*question)))
-    found = plan(profile, 3, "madpipe", capacity=int(free * 0.8), run=RUN, link=LINK)
-    assert found.fits
+    of_profile = ChainCosts.of_profile
+    monkeypatch.setattr(ChainCosts, "of_profile", lambda *question: less_saved(of_profile(*question)))
+    tight = plan(profile, 3, "madpipe", capacity=int(free * 0.8), run=RUN, link=LINK)
+    assert tight.fits
     monkeypatch.setattr(periodic, "_ATTEMPTS", 1)
     assert not plan(profile, 3, "madpipe", capacity=int(free * 0.8), run=RUN, link=LINK).fits
 
 
 def test_where_the_fold_finds_less_than_the_chain_the_stages_hold_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neighbours save some bytes together; counted for each of them, the plan was slower than plain cuts."""
-    profile, told = timed([1.0, 2.0, 2.0, 1.0, 1.0, 2.0]), ChainCosts.of_profile
+    profile, of_profile = timed([1.0, 2.0, 2.0, 1.0, 1.0, 2.0]), ChainCosts.of_profile
     free = plan(profile, 3, "madpipe", run=RUN, link=LINK)
     assert free.peak_bytes is not None
-    monkeypatch.setattr(ChainCosts, "of_profile", lambda *question: less_saved(told(*question), 1.6))
-    found = plan(profile, 3, "madpipe", capacity=free.peak_bytes, run=RUN, link=LINK)
-    assert found.fits
-    assert found.step_seconds == pytest.approx(free.step_seconds, rel=0.02)
+    monkeypatch.setattr(ChainCosts, "of_profile", lambda *question: less_saved(of_profile(*question), 1.6))
+    tight = plan(profile, 3, "madpipe", capacity=free.peak_bytes, run=RUN, link=LINK)
+    assert tight.fits
+    assert tight.step_seconds == pytest.approx(free.step_seconds, rel=0.02)
     monkeypatch.setattr(periodic, "_ATTEMPTS", 1)
     once = plan(profile, 3, "madpipe", capacity=free.peak_bytes, run=RUN, link=LINK)
     assert (once.step_seconds or 0.0) > 1.1 * (free.step_seconds or 0.0)
@@ -109,24 +109,24 @@ def less_saved(costs: ChainCosts, times: float = 0.75) -> ChainCosts:
 
 def test_more_layers_than_are_searched_go_together() -> None:
     profile = timed([0.1 + (at % 7) / 3 for at in range(80)])
-    found = plan(profile, 4, "madpipe", run=RUN, link=LINK)
+    answer = plan(profile, 4, "madpipe", run=RUN, link=LINK)
     work = sum(profile.column("forward_seconds")) + sum(profile.column("backward_seconds"))
-    assert found.step_seconds is not None
-    assert found.step_seconds < 1.25 * 24 * work / 4
-    assert [layer for one in found.stages for layer in one.numbers] == list(range(80))
+    assert answer.step_seconds is not None
+    assert answer.step_seconds < 1.25 * 24 * work / 4
+    assert [layer for stage in answer.stages for layer in stage.numbers] == list(range(80))
 
 
 def test_what_2bw_would_take_is_said_beside_the_plan_and_never_planned(capsys: pytest.CaptureFixture[str]) -> None:
     row = compare(Problem.of(UNEVEN, 3, None, RUN, LINK), ["madpipe"])[0]
-    said = two_versions_note(Problem.of(UNEVEN, 3, None, link=LINK))
-    assert row.reason == said
-    assert said is not None
-    assert "(2BW) and without a flush, MadPipe has a period of 5 s per microbatch; no plan trains so" in said
+    note = two_versions_note(Problem.of(UNEVEN, 3, None, link=LINK))
+    assert row.reason == note
+    assert note is not None
+    assert "(2BW) and without a flush, MadPipe has a period of 5 s per microbatch; no plan trains so" in note
     assert row.plan is not None
     assert not row.plan.notes
     assert None not in (row.step_seconds, row.bubble_fraction, row.search_seconds, row.proven)
     assert "finds nothing that fits" in (two_versions_note(Problem.of(UNEVEN, 3, 1000, link=LINK)) or "")
-    bare = [dataclasses.replace(one, parameter_bytes=None) for one in UNEVEN.layers]
+    bare = [dataclasses.replace(layer, parameter_bytes=None) for layer in UNEVEN.layers]
     assert two_versions_note(Problem.of(dataclasses.replace(UNEVEN, layers=tuple(bare)), 3, 10**9, link=LINK)) is None
 
 
@@ -135,7 +135,7 @@ def test_the_commands_write_and_play_it(tmp_path: Path, capsys: pytest.CaptureFi
     write_profile(profile, UNEVEN)
     words = ["plan", "--profile", str(profile), "--devices", "3", "--planner", "madpipe", "--minibatch", "24"]
     assert cli._run([*words, "pipeline.bandwidth=10MB/s", "-o", str(written)]) == 0
-    assert [one.rank for one in read_plan(written).stages] == [0, 1, 2, 0]
+    assert [stage.rank for stage in read_plan(written).stages] == [0, 1, 2, 0]
     capsys.readouterr()
     played = ["simulate", "--profile", str(profile), "--plan", str(written), "pipeline.bandwidth=10MB/s"]
     assert cli._run(played) == 0

@@ -1,4 +1,4 @@
-"""Plans of planners that give stages replicas and branches: what they say, what they take, and who is the fastest."""
+"""Plans with replicated stages and branches: their contents, their bytes and seconds, and the fastest planner."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ RUN = RunShape(12, "1f1b", False)
 
 
 def profile_of_graph(edges: list[tuple[int, int]], seconds: list[float], size: int = 10, weights: int = 50) -> Profile:
-    """Layers of so many seconds, a third of them forward; every layer writes one tensor."""
+    """Return layers of these seconds, a third of them forward; every layer writes one tensor."""
     rows = [
         LayerProfile(f"layer{at}", 1, 0 if at else None, 100, 10, 1, size, weights, took / 3, 2 * took / 3)
         for at, took in enumerate(seconds)
     ]
-    readers = {at: sorted(other for one, other in edges if one == at) for at in range(len(rows))}
+    readers = {at: sorted(reader for writer, reader in edges if writer == at) for at in range(len(rows))}
     tensors = [TensorRecord(f"t{at}", size, True, at, tuple(row or [len(rows)])) for at, row in readers.items()]
     return Profile(tuple(rows), tensors=tuple(tensors), source="estimated", conditions={"device": "cuda"})
 
@@ -54,16 +54,18 @@ def test_replicas_take_turns_at_the_blocks_and_the_stage_before_them_keeps_them_
     profile = profile_of_graph([(0, 1)], [1.0, 3.0], 1)
     heavy = dataclasses.replace(profile.layers[0], parameter_bytes=10**6)
     profile = dataclasses.replace(profile, layers=(heavy, profile.layers[1]))
-    found = plan(profile, 4, "pipedream", run=RUN, link=Link(1000.0))
-    alone, *others = found.stages
-    assert [(one.layers, one.blocks) for one in others] == [(((1, 2),), tuple(range(at, 12, 3))) for at in range(3)]
-    assert (alone.blocks, alone.in_flight, found.units.blocks, found.schedule) == (None, 6, 12, "1f1b")
-    step = simulate_plan(profile, found).step_seconds
-    # 12 microbatches of a second, the way to the loss and back, and what the last replica is late
+    answer = plan(profile, 4, "pipedream", run=RUN, link=Link(1000.0))
+    alone, *others = answer.stages
+    assert [(stage.layers, stage.blocks) for stage in others] == [
+        (((1, 2),), tuple(range(at, 12, 3))) for at in range(3)
+    ]
+    assert (alone.blocks, alone.in_flight, answer.units.blocks, answer.schedule) == (None, 6, 12, "1f1b")
+    step = simulate_plan(profile, answer).step_seconds
+    # 12 microbatches of a second, the way to the loss and back, and the delay of the last replica
     assert step <= 12 + 3 + 3
-    starved = dataclasses.replace(found, stages=(dataclasses.replace(alone, in_flight=2), *others), actions=None)
+    starved = dataclasses.replace(answer, stages=(dataclasses.replace(alone, in_flight=2), *others), actions=None)
     assert simulate_plan(profile, starved).step_seconds > 1.2 * step
-    assert Plan.from_json(json.loads(json.dumps(found.to_json()))).stages == found.stages
+    assert Plan.from_json(json.loads(json.dumps(answer.to_json()))).stages == answer.stages
 
 
 def test_graphpipe_is_never_slower_than_the_planners_that_see_no_branches() -> None:
@@ -72,19 +74,19 @@ def test_graphpipe_is_never_slower_than_the_planners_that_see_no_branches() -> N
     for _ in range(40):
         layers = dice.randrange(3, 11)
         edges, last = draw_tree(dice, layers)
-        edges += [(one, layers) for one in last]
+        edges += [(layer, layers) for layer in last]
         profile = profile_of_graph(edges, [float(dice.randrange(1, 6)) for _ in range(layers)] + [0.0], 30)
         devices, link = dice.randrange(2, 6), Link(dice.choice([10.0, 100.0]))
         steps = {}
         for name in ("pipedream", "piper", "graphpipe"):
-            found = plan(profile, devices, name, run=RUN, link=link)
-            found.check_graph(profile.edges)
-            assert found.planner == name
-            steps[name] = simulate_plan(profile, found, link=link).step_seconds
-            assert steps[name] == found.step_seconds
+            answer = plan(profile, devices, name, run=RUN, link=link)
+            answer.check_graph(profile.edges)
+            assert answer.planner == name
+            steps[name] = simulate_plan(profile, answer, link=link).step_seconds
+            assert steps[name] == answer.step_seconds
         assert steps["graphpipe"] <= min(steps.values()) * (1 + 1e-9)
-        assert found.bound_seconds is not None
-        assert found.bound_seconds <= steps["graphpipe"]
+        assert answer.bound_seconds is not None
+        assert answer.bound_seconds <= steps["graphpipe"]
         faster += steps["graphpipe"] < 0.99 * steps["pipedream"]
     assert faster > 8
 
@@ -92,19 +94,22 @@ def test_graphpipe_is_never_slower_than_the_planners_that_see_no_branches() -> N
 def test_towers_begin_together_and_the_step_is_that_of_the_shorter_way() -> None:
     """Two towers of two layers: direct routes fill three stages instead of four; replicas are too dear."""
     profile, link = towers([2, 2]), Link(10000.0)
-    found = {name: plan(profile, 4, name, run=RUN, link=link) for name in ("pipedream", "graphpipe")}
-    assert {name: one.routes for name, one in found.items()} == {"pipedream": "relay", "graphpipe": "direct"}
-    assert [one.layers for one in found["graphpipe"].stages] == [((0, 1),), ((1, 2),), ((2, 3),), ((3, 5),)]
-    free = {name: simulate_plan(profile, one).step_seconds for name, one in found.items()}
+    plans = {name: plan(profile, 4, name, run=RUN, link=link) for name in ("pipedream", "graphpipe")}
+    assert {name: candidate.routes for name, candidate in plans.items()} == {
+        "pipedream": "relay",
+        "graphpipe": "direct",
+    }
+    assert [stage.layers for stage in plans["graphpipe"].stages] == [((0, 1),), ((1, 2),), ((2, 3),), ((3, 5),)]
+    free = {name: simulate_plan(profile, candidate).step_seconds for name, candidate in plans.items()}
     assert free["graphpipe"] == pytest.approx(12 + 2)
     assert free["pipedream"] == pytest.approx(12 + 3)
 
 
 def test_lopsided_towers_share_a_stage_where_ranks_are_few() -> None:
     """Towers of four and two seconds on three devices: a third of all is half of one tower, or a part of both."""
-    one = profile_of_graph([(0, 1), (1, 4), (2, 3), (3, 4)], [2.0, 1.0, 2.0, 1.0, 0.0], 1, 10**6)
-    found = plan(one, 3, "graphpipe", run=RUN, link=Link(100.0))
-    assert sorted(stage.layers for stage in found.stages) == [((0, 1),), ((1, 2), (3, 5)), ((2, 3),)]
+    profile = profile_of_graph([(0, 1), (1, 4), (2, 3), (3, 4)], [2.0, 1.0, 2.0, 1.0, 0.0], 1, 10**6)
+    answer = plan(profile, 3, "graphpipe", run=RUN, link=Link(100.0))
+    assert sorted(stage.layers for stage in answer.stages) == [((0, 1),), ((1, 2), (3, 5)), ((2, 3),)]
 
 
 def test_capture_fills_its_nodes_and_holds_less_than_cuts_for_speed() -> None:
@@ -112,24 +117,24 @@ def test_capture_fills_its_nodes_and_holds_less_than_cuts_for_speed() -> None:
     profile = profile_of_graph([(0, 1), (1, 2), (2, 3)], [1.0] * 4, weights=0)
     rows = [dataclasses.replace(row, saved_bytes=size) for row, size in zip(profile.layers, (90, 9, 1, 1), strict=True)]
     profile = dataclasses.replace(profile, layers=tuple(rows))
-    found = plan(profile, 4, "capture", run=RUN, link=Link(node_devices=2))
-    placed = [(one.layers, one.rank) for one in found.stages]
+    answer = plan(profile, 4, "capture", run=RUN, link=Link(node_devices=2))
+    placed = [(stage.layers, stage.rank) for stage in answer.stages]
     # replicas of the last stage have one call in flight; as two stages the former would have two
     assert placed == [(((0, 1),), 0), (((0, 1),), 1), (((1, 4),), 2), (((1, 4),), 3)]
-    assert (found.planner, found.num_ranks, found.schedule) == ("capture", 4, "1f1b")
-    assert found.step_seconds == pytest.approx(simulate_plan(profile, found).step_seconds)
+    assert (answer.planner, answer.num_ranks, answer.schedule) == ("capture", 4, "1f1b")
+    assert answer.step_seconds == pytest.approx(simulate_plan(profile, answer).step_seconds)
     alone = plan(profile, 4, "capture", run=RUN, link=Link(node_devices=1))  # no replicas then
-    assert [one.layers for one in alone.stages] == [((at, at + 1),) for at in range(4)]
+    assert [stage.layers for stage in alone.stages] == [((at, at + 1),) for at in range(4)]
 
 
 def test_a_plan_holds_what_the_fold_finds_and_one_that_does_not_fit_says_so() -> None:
     rows = profile_of(Model.random(random.Random(5), 8, True, 100), "cuda")
-    known = {"forward_seconds": 1.0, "backward_seconds": 2.0, "parameter_bytes": 100}
-    layers = [dataclasses.replace(row, **known) for row in rows.layers]
+    costs = {"forward_seconds": 1.0, "backward_seconds": 2.0, "parameter_bytes": 100}
+    layers = [dataclasses.replace(row, **costs) for row in rows.layers]
     profile = dataclasses.replace(rows, layers=tuple(layers))
     free = plan(profile, 4, "pipedream", run=RUN, link=Link(1000.0))
     assert (free.fits, free.memory_model) == (True, "ranks")
-    assert [one.bytes for one in free.ranks] == [one.peak_bytes for one in fold_plan(profile, free, RUN)]
+    assert [rank.bytes for rank in free.ranks] == [fold.peak_bytes for fold in fold_plan(profile, free, RUN)]
     assert free.peak_bytes is not None
     for share, fits in ((1.0, True), (0.1, False)):
         limited = plan(profile, 4, "pipedream", capacity=int(free.peak_bytes * share), run=RUN, link=Link(1000.0))
@@ -144,11 +149,11 @@ def test_calls_of_a_table_in_flight_follow_the_longest_way_where_nothing_has_rep
     frame = Plan(4, (PlanStage(((0, 4),), (0,)),), Units(8, 1, 1), "1f1b", routes="direct")
     parts = [ReplicatedStage((0,)), ReplicatedStage((1,)), ReplicatedStage((2, 3))]
     made = plan_of_stages(frame, parts, 1, profile.edges)
-    assert ([one.in_flight for one in made.stages], made.actions) == ([None] * 3, None)
+    assert ([stage.in_flight for stage in made.stages], made.actions) == ([None] * 3, None)
     parts[1] = ReplicatedStage((1,), 2)
     made = plan_of_stages(frame, parts, 8, profile.edges)
     # Table 3.2 for calls of 1, 2 and 1: 1; 1 - 1 + 2 x 2 = 4 on two replicas (rounded up); 4 + 2
-    assert [one.in_flight for one in made.stages] == [6, 2, 2, 1]
+    assert [stage.in_flight for stage in made.stages] == [6, 2, 2, 1]
 
 
 @pytest.mark.parametrize(

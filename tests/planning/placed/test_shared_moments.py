@@ -20,7 +20,7 @@ RUN, LINK = RunShape(12, "1f1b", False), Link(1000.0)
 
 
 def profile_with_moments() -> Profile:
-    """Eight layers of equal seconds; half of what is static of each are moments."""
+    """Return eight layers of equal seconds; half of each one's static bytes are moments."""
     rows = profile_of(Model.random(random.Random(5), 8, True, 100), "cuda")
 
     def told(row: Observation) -> Observation:
@@ -29,8 +29,8 @@ def profile_with_moments() -> Profile:
         bytes_ = dataclasses.replace(row.action_bytes, moment_bytes=row.static_bytes // 2)
         return dataclasses.replace(row, action_bytes=bytes_)
 
-    known = {"forward_seconds": 1.0, "backward_seconds": 2.0, "parameter_bytes": 100}
-    layers = tuple(dataclasses.replace(row, **known) for row in rows.layers)
+    costs = {"forward_seconds": 1.0, "backward_seconds": 2.0, "parameter_bytes": 100}
+    layers = tuple(dataclasses.replace(row, **costs) for row in rows.layers)
     return dataclasses.replace(rows, layers=layers, observations=tuple(map(told, rows.observations)))
 
 

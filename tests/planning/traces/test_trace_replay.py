@@ -22,9 +22,9 @@ def linear(devices: int) -> Deployment | None:
 
 
 def instant(devices: int) -> Deployment | None:
-    """The same without a search."""
-    found = linear(devices)
-    return None if found is None else replace(found, search_seconds=0.0)
+    """Return the same deployment without planning time."""
+    deployment = linear(devices)
+    return None if deployment is None else replace(deployment, search_seconds=0.0)
 
 
 def events(*rows: tuple[float, str, str]) -> list[TraceEvent]:
@@ -36,15 +36,15 @@ def start(*nodes: str, at: float = 0.0) -> list[TraceEvent]:
 
 
 def test_a_trace_without_events_is_all_goodput() -> None:
-    found = replay(start("a", "b", "c", "d"), linear, duration_seconds=100.0)
-    assert found.share_of_ideal == 1.0
-    assert found.goodput == 40.0
-    assert found.samples == 4000.0
-    assert (found.paused_seconds, found.stopped_seconds, found.idle_device_hours) == (0.0, 0.0, 0.0)
-    assert [change.kind for change in found.changes] == ["start"]
+    report = replay(start("a", "b", "c", "d"), linear, duration_seconds=100.0)
+    assert report.share_of_ideal == 1.0
+    assert report.goodput == 40.0
+    assert report.samples == 4000.0
+    assert (report.paused_seconds, report.stopped_seconds, report.idle_device_hours) == (0.0, 0.0, 0.0)
+    assert [change.kind for change in report.changes] == ["start"]
     # Four devices for 100 s at 0.918 $/h, and the same on demand.
-    assert found.spot_dollars_per_million == pytest.approx(1e6 * 4 * 0.918 / 3600 / 40)
-    assert found.on_demand_dollars_per_million == pytest.approx(1e6 * 4 * 3.06 / 3600 / 40)
+    assert report.spot_dollars_per_million == pytest.approx(1e6 * 4 * 0.918 / 3600 / 40)
+    assert report.on_demand_dollars_per_million == pytest.approx(1e6 * 4 * 3.06 / 3600 / 40)
 
 
 def test_a_toy_trace_by_hand() -> None:
@@ -56,26 +56,26 @@ def test_a_toy_trace_by_hand() -> None:
         (75.0, "add", "g"),                            # t = 70: 2 devices: restart, 4 s and half a second of planning
         (105.0, "remove", "g"),                        # t = 100: the end
     )  # fmt: skip
-    found = replay(
+    report = replay(
         rows, linear, pauses=Pauses(planned=1.0, crash=8.0, restart=4.0, notice=2.0), prices=Prices(1.0, 3.0)
     )
-    kinds = [(change.seconds, change.kind, change.devices, change.devices_used) for change in found.changes]
+    kinds = [(change.seconds, change.kind, change.devices, change.devices_used) for change in report.changes]
     assert kinds == [
         (0, "start", 4, 4), (20, "leave", 2, 2), (30, "none", 3, 2), (40, "join", 4, 4),
         (50, "stop", 1, 0), (70, "restart", 2, 2),
     ]  # fmt: skip
     # 20 s * 40, 9 + 10 s * 20, 9 s * 40, nothing, 25.5 s * 20.
-    assert found.samples == pytest.approx(800 + 180 + 200 + 360 + 510)
-    assert found.ideal_samples == pytest.approx(800 + 200 + 200 + 400 + 600)
-    assert found.paused_seconds == pytest.approx(1 + 1 + 4.5)
-    assert found.stopped_seconds == 20.0
-    assert found.duration_seconds == 100.0
-    assert found.goodput == pytest.approx(20.5)
-    assert found.device_hours == pytest.approx((80 + 20 + 30 + 40 + 20 + 60) / 3600)
-    assert found.idle_device_hours == pytest.approx((10 + 20) / 3600)
-    assert found.spot_dollars_per_million == pytest.approx(1e6 * 250 / 3600 / 2050)
-    assert found.on_demand_dollars_per_million == pytest.approx(1e6 * 4 * 3 / 3600 / 40)
-    assert found.to_json()["changes"][5]["kind"] == "restart"
+    assert report.samples == pytest.approx(800 + 180 + 200 + 360 + 510)
+    assert report.ideal_samples == pytest.approx(800 + 200 + 200 + 400 + 600)
+    assert report.paused_seconds == pytest.approx(1 + 1 + 4.5)
+    assert report.stopped_seconds == 20.0
+    assert report.duration_seconds == 100.0
+    assert report.goodput == pytest.approx(20.5)
+    assert report.device_hours == pytest.approx((80 + 20 + 30 + 40 + 20 + 60) / 3600)
+    assert report.idle_device_hours == pytest.approx((10 + 20) / 3600)
+    assert report.spot_dollars_per_million == pytest.approx(1e6 * 250 / 3600 / 2050)
+    assert report.on_demand_dollars_per_million == pytest.approx(1e6 * 4 * 3 / 3600 / 40)
+    assert report.to_json()["changes"][5]["kind"] == "restart"
 
 
 def test_without_notice_a_leave_is_a_crash_and_waits_for_the_plan() -> None:
@@ -93,18 +93,21 @@ def test_a_change_during_a_pause_does_not_shorten_it() -> None:
     rows = start("a", "b", "c", "d") + events(
         (10.0, "remove", "a"), (10.0, "remove", "b"), (12.0, "add", "x"), (12.0, "add", "y")
     )
-    found = replay(rows, linear, pauses=Pauses(planned=1.0, crash=5.0, notice=0.0), duration_seconds=30.0)
+    report = replay(rows, linear, pauses=Pauses(planned=1.0, crash=5.0, notice=0.0), duration_seconds=30.0)
     # The crash's pause ends at 15.5, the join's would at 13.
-    assert found.paused_seconds == pytest.approx(5.5)
-    assert found.samples == pytest.approx(10 * 40 + 14.5 * 40)
+    assert report.paused_seconds == pytest.approx(5.5)
+    assert report.samples == pytest.approx(10 * 40 + 14.5 * 40)
 
 
 def test_nodes_beyond_the_limit_wait_unpaid_and_step_in() -> None:
     rows = start("a", "b", "c") + events((10.0, "remove", "a"), (20.0, "remove", "b"))
-    found = replay(rows, linear, devices=2, pauses=Pauses(planned=0.0, notice=9.0), duration_seconds=20.0)
-    assert [(change.kind, change.joined, change.left) for change in found.changes] == [("start", 2, 0), ("leave", 1, 1)]
-    assert found.device_hours == pytest.approx(40 / 3600)
-    assert found.samples == pytest.approx(400.0)
+    report = replay(rows, linear, devices=2, pauses=Pauses(planned=0.0, notice=9.0), duration_seconds=20.0)
+    assert [(change.kind, change.joined, change.left) for change in report.changes] == [
+        ("start", 2, 0),
+        ("leave", 1, 1),
+    ]
+    assert report.device_hours == pytest.approx(40 / 3600)
+    assert report.samples == pytest.approx(400.0)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -122,13 +125,13 @@ def test_every_replay_keeps_its_bounds(seed: int) -> None:
             present.append(f"n{number}")
             rows.append(TraceEvent(moment, "add", present[-1]))
     pauses = Pauses(generator.random() * 5, generator.random() * 9, generator.random() * 30, generator.random() * 5)
-    found = replay(rows, linear, pauses=pauses)
+    report = replay(rows, linear, pauses=pauses)
     free = replay(rows, instant, pauses=Pauses(0.0, 0.0, 0.0))
-    assert 0.0 <= found.samples <= found.ideal_samples == pytest.approx(free.samples)
+    assert 0.0 <= report.samples <= report.ideal_samples == pytest.approx(free.samples)
     assert free.share_of_ideal == pytest.approx(1.0)
-    assert found.device_hours == pytest.approx(free.device_hours)
-    assert found.idle_device_hours <= found.device_hours
-    assert found.paused_seconds + found.stopped_seconds <= found.duration_seconds
+    assert report.device_hours == pytest.approx(free.device_hours)
+    assert report.idle_device_hours <= report.device_hours
+    assert report.paused_seconds + report.stopped_seconds <= report.duration_seconds
 
 
 @pytest.mark.parametrize(
