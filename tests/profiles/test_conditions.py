@@ -1,4 +1,4 @@
-"""A wrong type anywhere in a profile is refused by its reader; what the reader accepts can be planned and played."""
+"""A profile's reader refuses wrong types anywhere; a profile that it accepts can be planned and simulated."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ FED: dict[str, Any] = {
     ],
     "tensors": [{"name": "x", "bytes": 8, "gradient": True, "writer": 0, "readers": [1, 2]}],
 }
-"""What every memory model and every planner can read."""
+"""A profile that every memory model and every planner can read."""
 
 
 def runs() -> list[tuple[str, str, RunShape]]:
