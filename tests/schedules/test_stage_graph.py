@@ -76,7 +76,7 @@ def test_replicas_of_one_stage_take_turns_in_the_order_of_microbatches() -> None
 
 
 FORK_AND_JOIN = frozenset({(0, 1), (0, 3), (1, 2), (2, 4), (3, 4)})
-"""Stage 0 hands on to two branches, 1 and 2, and 3, which stage 4 joins."""
+"""Stage 0 sends to two branches, 1 and 2, and 3, which stage 4 joins."""
 
 
 def test_the_depth_of_a_fork_is_that_of_its_longer_branch() -> None:
@@ -169,7 +169,7 @@ def graphs(draw: st.DrawFn) -> StageGraph:
 
 
 def _edges(schedule: Schedule, graph: StageGraph) -> dict[object, set[object]]:
-    """Map each action to those it waits for, by the routes alone: the previous one on its rank, and its inputs'."""
+    """Map each action to those it waits for, by the routes alone: the previous one on its rank, and its producers."""
     taken = {stage: [m for m, route in enumerate(graph.routes) if stage in route] for stage in range(len(graph.ranks))}
     edges: dict[object, set[object]] = {}
     for row in schedule:
@@ -238,7 +238,7 @@ def test_groups_of_calls_of_any_sizes_keep_their_limits() -> None:
 
 
 def test_limits_know_the_stages_behind_on_other_routes() -> None:
-    """Stages 0 and 1 are both three stages from the loss, each on its own route, yet 0 hands on to 1."""
+    """Stages 0 and 1 are both three stages from the loss, each on its own route, yet 0 sends to 1."""
     graph = StageGraph((0, 1, 2, 3), ((1, 2, 3),) * 4 + ((0, 1, 2),) * 4, grains=(1, 1, 2, 1))
     validate(schedule_of("1f1b", graph), graph)
     limits = in_flight_microbatches(graph)
