@@ -33,7 +33,7 @@ from varuna_capslog.start.prepare import estimate_memo, plan_run, profile_run
 PLANNERS = ("budget", "budget", "exact", "joint", "throughput", "pipedream", "vpipe", "capslog")
 
 Answers = dict[str, dict[str, Any]]
-"""By its name, what a door says."""
+"""The answer of each door, by its name."""
 
 
 def timed(dice: random.Random, layers: int) -> Profile:

@@ -1,4 +1,4 @@
-"""Plans of cuts: one interface, what it predicts, and what it answers where nothing fits."""
+"""Plans of cuts: one interface, its predictions, and its answers where nothing fits."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ assert not loaded, loaded
 
 
 def observed_profile(headroom: dict[str, Any] | None = None, source: str | None = None) -> Profile:
-    """Three layers that keep 2, 4 and 8 bytes and hold 1 byte each; no transients. Pairs keep what both keep."""
+    """Three layers that keep 2, 4 and 8 bytes and hold 1 byte each; no transients. A pair keeps the sum of both."""
     saved, rows = [2, 4, 8], []
     for first, end in [(0, 1), (1, 2), (2, 3), (0, 2), (1, 3)]:
         kept = sum(saved[first:end])

@@ -1,4 +1,4 @@
-"""What rules a plan out before it is folded, beside the fold."""
+"""The bound that rules a plan out before it is folded, beside the fold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of planners: the pages are made of it, names are suggested, and what cannot be planned is refused."""
+"""The table of planners: it generates the pages, suggests names, and refuses runs that a planner cannot plan."""
 
 from __future__ import annotations
 

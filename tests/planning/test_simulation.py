@@ -189,7 +189,7 @@ def towers_plan(**parts: Any) -> Plan:
 
 
 def test_two_towers_by_hand() -> None:
-    """Stage 1 and stage 2 hand on to stage 3, and stage 2 waits for nobody. Links carry 100 bytes/s.
+    """Stages 1 and 2 send to stage 3, and stage 2 waits for no other. Links carry 100 bytes/s.
 
     The output of stage 1 travels once, 1 s, and two gradients return, 2 s. Stage 2 sends 150 bytes and gets 100 back.
     """

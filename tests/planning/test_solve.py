@@ -107,8 +107,9 @@ def test_what_the_profile_lacks_is_said() -> None:
 def test_cuts_that_fit_by_sums_alone_give_way_to_the_fastest_that_fit_by_what_ranks_hold(
     seed: int, layers: int, capacity: int | None
 ) -> None:
-    """Against every cut list. The plan was said not to fit where the fastest by the memory model of its stages did not,
-    although other cuts did: those with smaller stages, and those with a smaller stage at the rank that lacked memory.
+    """Check against every cut list. Regression: no plan fitted where the fastest by the memory model of its stages did
+    not, although other cuts did: those with smaller stages, and those with a smaller stage at the rank that lacked
+    memory.
 
     capacity: None: the bytes of the fastest plan's stages by the memory model.
     """

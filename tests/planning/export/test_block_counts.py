@@ -1,4 +1,4 @@
-"""Layouts and partitions say what the plan says, as their targets read them."""
+"""Layouts and partitions, as their targets read them, match the plan."""
 
 from __future__ import annotations
 

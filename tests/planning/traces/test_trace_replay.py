@@ -84,7 +84,7 @@ def test_without_notice_a_leave_is_a_crash_and_waits_for_the_plan() -> None:
     assert [change.kind for change in crash.changes] == ["start", "crash"]
     assert crash.changes[1].pause_seconds == 8.5
     assert crash.samples == pytest.approx(50 * 40 + 41.5 * 20)
-    # A notice shorter than what a planned leave needs is none.
+    # A notice that is too short for a planned leave does not count.
     short = replay(rows, linear, pauses=Pauses(planned=1.0, crash=8.0, notice=0.9))
     assert short.samples == crash.samples
 
